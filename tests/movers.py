@@ -14,15 +14,15 @@ class CopyingMover:
     def __init__(self, room: int = 1 << 40) -> None:
         self.room, self.settled = room, 0
 
-    def away(self, flat: Tensor) -> Tensor:
+    def to_host(self, flat: Tensor) -> Tensor:
         self.room -= flat.numel()
         if self.room < 0:
             raise torch.OutOfMemoryError("the host is full")
         return flat.clone()
 
-    def back(self, host: Tensor, flat: Tensor) -> None:
+    def to_device(self, host: Tensor, flat: Tensor) -> None:
         self.room += host.numel()
         flat.copy_(host)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.settled += 1

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lowpeak.checkpoint import open_no_link, sync
+from lowpeak.checkpoint import open_without_symlink, sync
 from lowpeak.errors import CheckpointError
 
 STEPS = "steps"
@@ -55,7 +55,7 @@ class Journal:
             if path.is_dir():
                 raise CheckpointError(f"{path} is a folder, but the journal needs a file there: move or remove it.")
             if path.is_symlink() or path.exists():
-                os.close(open_no_link(path, os.O_RDONLY))
+                os.close(open_without_symlink(path, os.O_RDONLY))
 
     def resume_at(self, step: int) -> None:
         """Continue the files after `step`: remove the lines of later steps, and an incomplete last line.
@@ -100,7 +100,9 @@ class Journal:
                 _rename_earlier_files(self.folder)
                 self._owns_files = True
             path = self.folder / f"{name}.jsonl"
-            with os.fdopen(open_no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as file:
+            with os.fdopen(
+                open_without_symlink(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0
+            ) as file:
                 for row in rows:
                     _append_line(file.fileno(), {"step": step} | dict(row) | {"step": step})
 
@@ -181,7 +183,7 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def _remove_later_lines(path: Path, step: int) -> None:
     copy = path.with_name(f"{path.name}.new")
-    with os.fdopen(open_no_link(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+    with os.fdopen(open_without_symlink(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.writelines(line for line, row in _read_lines(path) if row["step"] <= step)
         file.flush()
         os.fsync(file.fileno())
@@ -203,7 +205,7 @@ def _rename_earlier_files(folder: Path) -> None:
 
 
 def _remove_incomplete_line(path: Path) -> None:
-    with os.fdopen(open_no_link(path, os.O_RDWR), "rb+") as file:
+    with os.fdopen(open_without_symlink(path, os.O_RDWR), "rb+") as file:
         if path.stat().st_size:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 end = data.rfind(b"\n") + 1

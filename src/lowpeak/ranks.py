@@ -51,7 +51,7 @@ class Ranks:
     """
 
     def __init__(self, device: torch.device | None = None, tp_size: int = 1) -> None:
-        live = has_group()
+        live = has_process_group()
         process, num_processes = (dist.get_rank(), dist.get_world_size()) if live else (0, 1)
         assert num_processes % tp_size == 0, f"{num_processes} processes cannot form ranks of {tp_size} each"
         self.rank = process // tp_size
@@ -63,7 +63,7 @@ class Ranks:
         self._group: Any = None  # None: the default process group
         self._device = device if device is not None else torch.device("cpu")
 
-    def teams(self, size: int) -> Ranks:
+    def subgroup(self, size: int) -> Ranks:
         """Return this rank's subgroup of `size` neighbouring ranks; all ranks must call it.
 
         Ranks 0 to size-1 are the first subgroup, and so on; `rank` counts within it. `size` must divide the world size.
@@ -80,18 +80,18 @@ class Ranks:
         return subgroup
 
     @property
-    def speaks(self) -> bool:
+    def is_tp_leader(self) -> bool:
         """Whether this process contributes for its rank: the first of a TP group, else every process."""
         return self.processes.rank % self._tp_size == 0
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        return self._reduce(numbers if self.speaks else [0.0] * len(numbers), dist.ReduceOp.SUM)
+        return self._reduce(numbers if self.is_tp_leader else [0.0] * len(numbers), dist.ReduceOp.SUM)
 
     def sum_tensor(self, values: Tensor) -> Tensor:
         """Return the sum over ranks of a tensor on the run's device, without a host synchronization."""
         if self._is_single:
             return values
-        total = values.clone() if self.speaks else torch.zeros_like(values)
+        total = values.clone() if self.is_tp_leader else torch.zeros_like(values)
         dist.all_reduce(total, group=self._group)
         return total
 
@@ -124,7 +124,7 @@ class Ranks:
             self._on_error = self._on_agreed = None
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def propagate_errors(self) -> Iterator[None]:
         """Raise an error of the block on all ranks; all ranks must enter it.
 
         The rank that failed raises its error unchanged. The others raise one of the same class (RankError if the class is not
@@ -143,7 +143,7 @@ class Ranks:
         if self.max([float(error is not None)])[0]:
             self._raise_first(self._gather_from_processes(_failure_of(error)), error)
 
-    def gathered(self, call: Callable[[], Item]) -> list[Item]:
+    def call_on_all(self, call: Callable[[], Item]) -> list[Item]:
         """Run `call` on all ranks and return their results in rank order. Errors are raised as in `propagate_errors`."""
         if self._is_single:
             return [call()]
@@ -157,13 +157,13 @@ class Ranks:
         self._raise_first([failure for failure, _ in gathered], error)
         return [result for _, result in gathered[:: self._tp_size]]
 
-    def first(self, call: Callable[[], Item]) -> Item:
+    def call_on_first(self, call: Callable[[], Item]) -> Item:
         """Run `call` on the first process alone, and return its result, or raise its error, on all ranks.
 
         No rank returns before `call` has ended.
         """
         run: Callable[[], Any] = call if self.processes.rank == 0 else lambda: None
-        return self.gathered(run)[0]
+        return self.call_on_all(run)[0]
 
     @property
     def _is_single(self) -> bool:
@@ -202,12 +202,12 @@ class Ranks:
         return values.tolist()
 
 
-def has_group() -> bool:
+def has_process_group() -> bool:
     """Return whether torch.distributed has a default process group, of any size."""
     return dist.is_available() and dist.is_initialized()
 
 
-def leave_at_exit() -> None:
+def destroy_group_at_exit() -> None:
     """Destroy the process group when Python exits.
 
     Otherwise a thread of Gloo may free a tensor while the interpreter shuts down, which aborts the process.
@@ -217,7 +217,7 @@ def leave_at_exit() -> None:
 
 
 def _leave() -> None:
-    if has_group():
+    if has_process_group():
         dist.destroy_process_group()
         # Its threads live on if something still refers to the group: let them finish the last collective.
         time.sleep(_DRAIN_SECONDS)

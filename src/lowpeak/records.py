@@ -50,7 +50,7 @@ class Prompt:
     ids: tuple[int, ...]
     source: str | list[dict[str, Any]]
     columns: Mapping[str, Any] = field(default_factory=dict)
-    begun: str = ""
+    assistant_prefix: str = ""
 
     @property
     def conversational(self) -> bool:

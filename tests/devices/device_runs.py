@@ -243,7 +243,7 @@ def _data(case: Case, count: int) -> Dataset:
 def run(case: Case, folder: Path, device: torch.device | None = None) -> dict[str, Any]:
     """Run a case; weights, log, files and, where it resumes, the end of the second run."""
     trainer = build(case, folder, device)
-    second_device.ledger.place = lambda: trainer.run.tracker.where
+    second_device.ledger.place = lambda: trainer.run.tracker.current_phase
     second_device.ledger.clear()
     trainer.train()
     ledger = second_device.ledger

@@ -172,7 +172,7 @@ def out_of_memory(place: Path) -> None:
     trainer = run_with(place, spread, name="memory", num_iterations=2)
 
     def hook(module: Any, args: Any) -> None:
-        if rank() == 1 and not torch.is_grad_enabled() and trainer.run.tracker.where == "phase score":
+        if rank() == 1 and not torch.is_grad_enabled() and trainer.run.tracker.current_phase == "phase score":
             raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
 
     trainer.model.model.register_forward_pre_hook(hook)
@@ -181,11 +181,11 @@ def out_of_memory(place: Path) -> None:
 
 def second_run_in_the_folder(place: Path) -> None:
     """Another process holds the folder: rank 0 alone finds out."""
-    from lowpeak.checkpoint import only_run
+    from lowpeak.checkpoint import lock_run_folder
 
     trainer = run_with(place, spread, name="held")
     if rank() == 0:
-        with only_run(place / "held"):
+        with lock_run_folder(place / "held"):
             trainer.train()
     else:
         trainer.train()
@@ -380,7 +380,7 @@ def choose(place: Path) -> None:
         checkpointing=True,
         shares=DeviceFractions(),
     )
-    first = ranks.first(lambda: f"rank {rank()}'s")
+    first = ranks.call_on_first(lambda: f"rank {rank()}'s")
     note(place, layout=choice.layout, why=choice.why, sizes=sizes.as_dict(), first=first)
 
 

@@ -69,16 +69,16 @@ def first(strategy: str, out: Path) -> None:
 def damage_each_file(trainer: Any, checkpoint: Path, out: Path) -> None:
     """Resume from a checkpoint with one damaged file, for each file in two ways; what each rank is told."""
     ranks, told = trainer.run.strategy.ranks.processes, []
-    files = ranks.first(lambda: sorted(path for path in checkpoint.rglob("*") if path.is_file()))
+    files = ranks.call_on_first(lambda: sorted(path for path in checkpoint.rglob("*") if path.is_file()))
     for number, file in enumerate(files):
         whole = file.read_bytes()
         for damage in (DAMAGES[number % 5], DAMAGES[(number + 2) % 5]):
             ranks.gather(None)  # all ranks have read the file, and are done with the last damage
-            if not ranks.first(lambda file=file, damage=damage: harm(file, damage)):
+            if not ranks.call_on_first(lambda file=file, damage=damage: harm(file, damage)):
                 continue
             error = error_of(lambda: trainer.train(resume_from_checkpoint=str(checkpoint)))
             told.append((file.name, damage, error))
-            ranks.first(lambda file=file, whole=whole: file.write_bytes(whole))
+            ranks.call_on_first(lambda file=file, whole=whole: file.write_bytes(whole))
     keep(trainer, ranks.gather(told), out / "damaged.pt")
 
 

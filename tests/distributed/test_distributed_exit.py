@@ -13,7 +13,7 @@ from children import QUIET, free_port
 # Rank 0 ends while its last collective is under way, in a group that an object outside Python's reach refers to.
 SCRIPT = """
 import ctypes, os, time, torch, torch.distributed as dist
-from lowpeak.ranks import leave_at_exit
+from lowpeak.ranks import destroy_group_at_exit
 
 class Slow:
     def __del__(self):
@@ -23,7 +23,7 @@ slow = Slow()  # Python takes a moment to end, as with a model in memory
 
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(3))
-leave_at_exit()
+destroy_group_at_exit()
 if os.environ["RANK"] == "0":
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
     time.sleep(0.5)  # rank 1 is in the collective

@@ -11,7 +11,7 @@ from lowpeak.cli import tell
 from lowpeak.errors import CheckpointError, EngineError, show_controls
 from lowpeak.training import print_completions
 from lowpeak.vllm import ServerVllm
-from lowpeak.watchdog import told
+from lowpeak.watchdog import error_text
 
 EVIL = "a\x1b]0;title\x07b\x1b[2Jc\x9b1Ad\r\x00\x7f\x08"
 SHOWN = r"a\x1b]0;title\x07b\x1b[2Jc\x9b1Ad\x0d\x00\x7f\x08"
@@ -54,6 +54,6 @@ def test_an_error_keeps_its_class_s_own_form():
 
 
 def test_another_ranks_words_and_a_log_are_told_without_escape_sequences(capsys):
-    assert told(ValueError(EVIL)) == f"ValueError: {SHOWN}"
+    assert error_text(ValueError(EVIL)) == f"ValueError: {SHOWN}"
     tell(EVIL)
     assert capsys.readouterr().err == f"{SHOWN}\n"

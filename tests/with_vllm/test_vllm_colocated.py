@@ -12,7 +12,7 @@ import torch
 
 from lowpeak.arguments import Sampling
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
-from lowpeak.ranks import Ranks, has_group
+from lowpeak.ranks import Ranks, has_process_group
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import NativeEngine, end_token_ids
 from lowpeak.vllm import EngineSharing, PolicyFacts, VllmEngine, warn_unsupported
@@ -182,7 +182,7 @@ def state():
 
 def test_building_and_freeing_leaves_the_process_as_it_was_and_nothing_behind(tmp_path, trainer):
     trainer.collector.engine.close()
-    had_group, sizes = has_group(), []
+    had_group, sizes = has_process_group(), []
     run = trainer_in(tmp_path)
     for _ in range(3):
         before = state()
@@ -194,7 +194,7 @@ def test_building_and_freeing_leaves_the_process_as_it_was_and_nothing_behind(tm
         gc.collect()
         live = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]  # not a compiler's fakes
         sizes.append(sum(x.untyped_storage().nbytes() for x in live))
-        assert has_group() == had_group
+        assert has_process_group() == had_group
     assert sizes[2] <= sizes[1] <= sizes[0] * 1.01
     trainer.collector.engine.wake()
     trainer.collector.load_weights(0)
@@ -213,7 +213,7 @@ def test_what_vllm_does_not_take_is_one_sentence(tmp_path, trainer, changes, err
     trainer.collector.engine.close()
     with pytest.raises(error, match=match):
         trainer_in(tmp_path, **changes).collector.engine.wake()
-    assert not has_group()
+    assert not has_process_group()
     trainer.collector.engine.wake()
     trainer.collector.load_weights(0)
     assert trainer.collector.engine.policy_version == 0

@@ -297,7 +297,7 @@ def next_kl_state(
     if adaptive is None or "objective/kl" not in metrics:
         return state
     error = min(0.2, max(-0.2, metrics["objective/kl"] / adaptive.target - 1.0))
-    return {_KL_COEF: state[_KL_COEF] * (1.0 + error * adaptive.num_rows / adaptive.horizon)}
+    return {_KL_COEF: state[_KL_COEF] * (1.0 + error * adaptive.num_sequences / adaptive.horizon)}
 
 
 def value_warmup(settings: PPOSettings, step: int, epoch: float) -> dict[str, float]:

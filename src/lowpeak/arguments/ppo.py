@@ -166,7 +166,7 @@ class AdaptiveKL:
 
     target: float
     horizon: int
-    num_rows: int
+    num_sequences: int
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
     return make_settings(
         PPOSettings,
         args,
-        adaptive_kl=AdaptiveKL(args.kl_target, args.kl_horizon, online.rollout.num_rows) if is_adaptive else None,
+        adaptive_kl=AdaptiveKL(args.kl_target, args.kl_horizon, online.rollout.num_sequences) if is_adaptive else None,
         gae_lambda=args.lam,
         clip_low=args.epsilon,
         clip_high=clip_high(args),

@@ -228,7 +228,7 @@ class RolloutSettings:
     max_refills: int = 0
 
     @property
-    def num_rows(self) -> int:
+    def num_sequences(self) -> int:
         """Completions of a rollout over all ranks."""
         return self.num_prompts * self.num_generations
 

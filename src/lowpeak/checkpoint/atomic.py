@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowpeak.checkpoint.folders import delete_folder, finish_interrupted, in_state, last_checkpoint, sync
-from lowpeak.checkpoint.manifest import digest_share, write_manifest
+from lowpeak.checkpoint.manifest import digest_files, write_manifest
 from lowpeak.errors import CheckpointError, LowpeakError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _TORCH_WRITER = ("inline_container", "iostream error", "PytorchStreamWriter")  #
 
 
 @contextmanager
-def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
+def stage_checkpoint(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     """Yield an empty folder that becomes `final` when the block has succeeded on all ranks.
 
     A manifest is added. All ranks write into the same folder. Rank 0 creates it, and renames it after every rank has
@@ -52,7 +52,7 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
         with step():
             yield stage
         with step():
-            entries = digest_share(stage, ranks)
+            entries = digest_files(stage, ranks)
         shares = [entries] if ranks is None else ranks.gather(entries)
         with step():
             if first:
@@ -68,7 +68,7 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def staged_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
+def stage_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
     """Yield an empty folder whose files replace those of `folder`, one by one, when the block ends.
 
     A single file of weights is replaced by one rename. With several, the old index is removed first and the new one written
@@ -129,7 +129,7 @@ def _replace_files(stage: Path, folder: Path) -> None:
 @contextmanager
 def _step(ranks: Ranks | None, stage: Path, failure: Callable[[str], str]) -> Iterator[None]:
     """Raise an error of the block on all ranks; an error of the operating system as CheckpointError(failure(reason))."""
-    with nullcontext() if ranks is None else ranks.together():
+    with nullcontext() if ranks is None else ranks.propagate_errors():
         try:
             yield
         except LowpeakError:

@@ -51,7 +51,7 @@ def write_weights(
         deque(remaining, maxlen=0)
 
 
-def write_settings(folder: Path, model: Any, layout: Layout) -> None:
+def write_configs(folder: Path, model: Any, layout: Layout) -> None:
     """Write config and generation config for these weights, and the code of a model with custom code."""
     config = copy.deepcopy(model.config)
     if unties_head(model, layout):

@@ -36,7 +36,7 @@ def last_checkpoint(run_dir: Path) -> Path | None:
     return next(reversed(_complete_checkpoints(run_dir)), None)
 
 
-def prune(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> None:
+def prune_checkpoints(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> None:
     """Remove the oldest checkpoints until `keep` are left; None or less than 1 keeps all, as in transformers.
 
     The newest one and those in `protect` (the best one) are never removed.
@@ -61,7 +61,7 @@ def prune(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> No
             ) from error
 
 
-def set_aside(run_dir: Path, after: int) -> Path | None:
+def move_later_checkpoints(run_dir: Path, after: int) -> Path | None:
     """Move checkpoints of later steps than `after` into a new folder `earlier-K`.
 
     Returns the folder, or None if there are no such checkpoints. Another run wrote them. Otherwise a run that starts
@@ -78,7 +78,7 @@ def set_aside(run_dir: Path, after: int) -> Path | None:
     return folder
 
 
-def sweep(run_dir: Path) -> None:
+def clean_up_checkpoints(run_dir: Path) -> None:
     """Remove the incomplete folders that a killed run left, and give a replaced checkpoint its name back.
 
     Call it on one rank, before `last_checkpoint`, while no run saves into `run_dir`.
@@ -104,7 +104,7 @@ def check_writable(output_dir: Path) -> None:
         ) from error
 
 
-def find_resume(run_dir: Path, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> Path | None:
+def find_resume_checkpoint(run_dir: Path, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> Path | None:
     """Return the checkpoint to resume from, or None.
 
     None and False mean no checkpoint, True the last one of `run_dir`, anything else is a path. Call

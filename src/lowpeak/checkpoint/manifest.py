@@ -53,13 +53,15 @@ def explain_read_errors(file: Path, missing: str = "") -> Iterator[None]:
         raise CheckpointError(f"{file} is damaged (truncated or changed: {type(error).__name__}). {_REMEDY}") from error
 
 
-def digest_share(folder: Path, ranks: Ranks | None = None) -> Entries:
+def digest_files(folder: Path, ranks: Ranks | None = None) -> Entries:
     """Return the entries of this rank's share of a folder's files; without ranks, of all files.
 
     All ranks must have written their files.
     """
     # Rank 0 lists the files for all: hosts may see a shared disk differently.
-    names = _files(folder) if ranks is None else ranks.first(lambda: _files(folder))[ranks.rank :: ranks.world_size]
+    names = (
+        _files(folder) if ranks is None else ranks.call_on_first(lambda: _files(folder))[ranks.rank :: ranks.world_size]
+    )
     return {name: ((folder / name).stat().st_size, _digest(folder / name)) for name in names}
 
 
@@ -72,8 +74,10 @@ def write_manifest(folder: Path, shares: Sequence[Entries]) -> None:
 
 def verify_manifest(checkpoint: Path, ranks: Ranks) -> None:
     """Raise CheckpointError on all ranks if a checkpoint's files changed. Each rank reads a share of them."""
-    entries = ranks.first(lambda: _read_manifest(checkpoint))
-    damages = ranks.gathered(lambda: _find_damage(checkpoint, entries, list(entries)[ranks.rank :: ranks.world_size]))
+    entries = ranks.call_on_first(lambda: _read_manifest(checkpoint))
+    damages = ranks.call_on_all(
+        lambda: _find_damage(checkpoint, entries, list(entries)[ranks.rank :: ranks.world_size])
+    )
     damage = next((each for each in damages if each is not None), None)
     if damage is not None:
         raise CheckpointError(f"{damage}. {_REMEDY}")

@@ -17,7 +17,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-def capture_random() -> dict[str, Any]:
+def capture_rng_state() -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's global generators, as plain types and tensors.
 
     CUDA generators are included if this process uses CUDA; CUDA is not initialized for them.
@@ -31,7 +31,7 @@ def capture_random() -> dict[str, Any]:
     }
 
 
-def restore_random(state: Mapping[str, Any]) -> None:
+def restore_rng_state(state: Mapping[str, Any]) -> None:
     """Restore captured generator states; log a warning if the number of CUDA devices differs.
 
     An empty state belongs to a rank that the saved run did not have: its generators stay as they were seeded.
@@ -55,10 +55,10 @@ def restore_random(state: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def keep_random() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Restore the global generators after the block, so that an evaluation does not change training."""
-    state = capture_random()
+    state = capture_rng_state()
     try:
         yield
     finally:
-        restore_random(state)
+        restore_rng_state(state)

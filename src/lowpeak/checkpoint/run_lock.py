@@ -23,7 +23,7 @@ _PID_BYTES = 20
 
 
 @contextmanager
-def only_run(run_dir: Path) -> Iterator[None]:
+def lock_run_folder(run_dir: Path) -> Iterator[None]:
     """Lock a folder during the block; raise CheckpointError if another process has locked it.
 
     The lock is the kernel's, on an open file, so a killed run releases it. On a system without such locks nothing is locked.
@@ -31,7 +31,7 @@ def only_run(run_dir: Path) -> Iterator[None]:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / LOCK_FILE
     try:
-        file = open_no_link(path, os.O_RDWR | os.O_CREAT)
+        file = open_without_symlink(path, os.O_RDWR | os.O_CREAT)
     except CheckpointError:
         raise
     except OSError as error:
@@ -45,7 +45,7 @@ def only_run(run_dir: Path) -> Iterator[None]:
         os.close(file)
 
 
-def open_no_link(path: Path, flags: int) -> int:
+def open_without_symlink(path: Path, flags: int) -> int:
     """Open a file as `os.open` does; raise CheckpointError for a symbolic link."""
     try:
         return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o644)

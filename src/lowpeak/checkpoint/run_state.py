@@ -70,7 +70,7 @@ class RunState:
         return self.rollout is not None and bool(self.rollout.records)
 
 
-def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, in_rollout: bool) -> None:
+def check_run_identity(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, in_rollout: bool) -> None:
     """Raise CheckpointError if the algorithm changed, or anything in the middle of a rollout; else log what changed."""
     changed = [name for name in now if name in saved and saved[name] != now[name]]
     changes = ", ".join(f"{name} was {saved[name]!r} and is {now[name]!r}" for name in changed)

@@ -21,7 +21,7 @@ from lowpeak.cli.accelerate_config import PRESET_FOLDER, find_config, read_confi
 from lowpeak.cli.arguments import LaunchArguments
 from lowpeak.cli.devices import num_devices
 from lowpeak.errors import ArgumentError, first_line
-from lowpeak.watchdog import PARENT, end_training_with_parent
+from lowpeak.watchdog import PARENT_VARIABLE, exit_training_with_parent
 
 LAUNCHED = "LOWPEAK_LAUNCHED"  # set in the environment of ranks that `launch_or_join` started
 _SETTINGS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "CUDA_VISIBLE_DEVICES")
@@ -39,7 +39,7 @@ def launch_or_join(arguments: LaunchArguments, command: Sequence[str], *, on_cpu
     Return None if this process is to run the command: it is a rank, or the only process.
     """
     if LAUNCHED in os.environ:
-        end_training_with_parent()
+        exit_training_with_parent()
         return None
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     name = given.pop("accelerate_config", None)
@@ -209,7 +209,7 @@ def run_launcher(words: Sequence[str]) -> int:
 
     args = launch_command_parser().parse_args(list(words))
     args.signals_to_handle = "SIGTERM,SIGHUP,SIGQUIT"  # on these torch's agent ends the ranks; not on Ctrl-C
-    os.environ.update({LAUNCHED: "1", PARENT: str(os.getpid())})
+    os.environ.update({LAUNCHED: "1", PARENT_VARIABLE: str(os.getpid())})
     if os.environ.get("LOWPEAK_TRACEBACK", "0") in ("", "0"):  # ranks report their own errors
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with _forward_ctrl_c() as presses:

@@ -15,7 +15,7 @@ from lowpeak.cli.output import tell
 from lowpeak.cli.serve import SignalRecorder
 from lowpeak.errors import EngineError
 from lowpeak.vllm.serving import ServerProcess, ServerSpec, server_command
-from lowpeak.watchdog import PARENT
+from lowpeak.watchdog import PARENT_VARIABLE
 
 _MAX_RESTARTS = 3  # of one server, unless it ran for _STABLE_SECONDS in between
 _STABLE_SECONDS = 600.0
@@ -87,7 +87,7 @@ def supervise(
                 server = each.process.server
                 where = f"{','.join(server.devices)} at {server.url}"
                 tell(f"lowpeak: vLLM starts on {where} (process {each.process.pid}), log in {each.process.log}")
-            trainer_environ = {**environ, **plan.trainer_environ, PARENT: str(os.getpid())}
+            trainer_environ = {**environ, **plan.trainer_environ, PARENT_VARIABLE: str(os.getpid())}
             trainer = subprocess.Popen(plan.command, env=trainer_environ, start_new_session=True)
             status = _wait_for_trainer(trainer, servers, signals)
         except EngineError:

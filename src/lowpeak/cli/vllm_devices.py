@@ -23,7 +23,7 @@ from lowpeak.cli.supervisor import ProcessPlan, supervise
 from lowpeak.errors import ArgumentError
 from lowpeak.vllm import MIN_MEMORY_SHARE, require_vllm
 from lowpeak.vllm.serving import CPU, ServerSpec, free_ports, visible_device_variables
-from lowpeak.watchdog import end_training_with_parent
+from lowpeak.watchdog import exit_training_with_parent
 
 STARTED_WITH_SERVERS = "LOWPEAK_BESIDE"  # set in the environment of a trainer that this module started
 SERVER_URLS = "LOWPEAK_VLLM_URLS"  # in the trainer's environment: the servers' URLs
@@ -41,7 +41,7 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's max_lo
 def run_with_servers(kind: str, argv: Sequence[str], given: Mapping[str, Any]) -> int | None:
     """Run servers and trainer and return the trainer's exit status; None if this process is to train."""
     if STARTED_WITH_SERVERS in os.environ:
-        end_training_with_parent()
+        exit_training_with_parent()
         return None
     if given.get("vllm_devices") is None and given.get("train_devices") is None:
         return None

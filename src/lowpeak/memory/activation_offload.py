@@ -21,7 +21,7 @@ from lowpeak.memory.device_memory import with_index
 LEAST_BYTES = 1 << 16  # of a storage: smaller ones are not worth a copy
 
 
-class DeviceMover:
+class AsyncHostMover:
     """Copies flat bytes between `device` and pinned host memory, on a separate stream, during the computation."""
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class DeviceMover:
         self._torch = torch.get_device_module(self.device)
         self._stream = self._torch.Stream(self.device)
 
-    def away(self, flat: Tensor) -> Tensor:
+    def to_host(self, flat: Tensor) -> Tensor:
         """Begin to copy `flat` to host memory, and return the copy; the caller may drop `flat` at once."""
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         self._stream.wait_stream(self._torch.current_stream(self.device))
@@ -39,7 +39,7 @@ class DeviceMover:
         flat.record_stream(self._stream)
         return host
 
-    def back(self, host: Tensor) -> Tensor:
+    def to_device(self, host: Tensor) -> Tensor:
         """Begin to copy `host` to the device, and return the copy; it may be used after `wait`."""
         flat = torch.empty(host.shape, dtype=host.dtype, device=self.device)
         # The new tensor may reuse memory that earlier kernels still read.
@@ -80,8 +80,8 @@ class ActivationOffload:
     one storage is used, the one saved before it is prefetched: two are on the device at a time.
     """
 
-    def __init__(self, model: nn.Module, mover: DeviceMover, least_bytes: int = LEAST_BYTES) -> None:
-        self.bytes_away = 0
+    def __init__(self, model: nn.Module, mover: AsyncHostMover, least_bytes: int = LEAST_BYTES) -> None:
+        self.offloaded_bytes = 0
         self._model = model
         self._mover = mover
         self._least_bytes = least_bytes
@@ -96,7 +96,7 @@ class ActivationOffload:
 class _Session:
     """The hooks of one forward and its backward; the graph's saved tensors keep it alive."""
 
-    def __init__(self, owner: ActivationOffload, mover: DeviceMover, kept: frozenset[int], least_bytes: int) -> None:
+    def __init__(self, owner: ActivationOffload, mover: AsyncHostMover, kept: frozenset[int], least_bytes: int) -> None:
         self._owner, self._mover, self._kept, self._least_bytes = owner, mover, kept, least_bytes
         # Weak values: a host copy is freed when no saved tensor needs it. StorageWeakRef keys: they reserve the address, so
         # that no other storage is taken for one that was freed.
@@ -136,8 +136,8 @@ class _Session:
         if known is not None and known.version == tensor._version:
             return known
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        copy = _HostCopy(self._mover.away(flat), tensor._version, len(self._order))
-        self._owner.bytes_away += flat.numel()
+        copy = _HostCopy(self._mover.to_host(flat), tensor._version, len(self._order))
+        self._owner.offloaded_bytes += flat.numel()
         self._copies[key] = copy
         self._order.append(weakref.ref(copy))
         return copy
@@ -145,7 +145,7 @@ class _Session:
     def _load(self, storage: _HostCopy) -> Tensor:
         """Return the storage's bytes on the device, and free those of the storage that was used before."""
         if storage.on_device is None:
-            storage.on_device = self._mover.back(storage.host)
+            storage.on_device = self._mover.to_device(storage.host)
         self._mover.wait(storage.on_device)
         if self._used is not None and self._used is not storage:
             self._used.on_device = None
@@ -161,7 +161,7 @@ class _Session:
         """
         before = self._order[storage.number - 1]() if storage.number else None
         if self._prefetched is None and before is not None and before.on_device is None:
-            before.on_device = self._mover.back(before.host)
+            before.on_device = self._mover.to_device(before.host)
             self._prefetched = before
 
 

@@ -17,7 +17,7 @@ _LAYER_FACTOR = 34
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The dimensions of a model that its memory depends on.
 
     `itemsize` is the bytes of an activation, `stream` those of the residual stream: under autocast that keeps the embeddings'
@@ -32,7 +32,7 @@ class Shape:
     stream: int
 
     @classmethod
-    def of(cls, config: Any, itemsize: int, stream: int | None = None) -> Shape:
+    def of(cls, config: Any, itemsize: int, stream: int | None = None) -> ModelShape:
         """Return the shape in a transformers config; of a multimodal model that of the text part."""
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         hidden = text.hidden_size
@@ -40,7 +40,7 @@ class Shape:
         return cls(hidden, text.num_hidden_layers, intermediate, text.vocab_size, itemsize, stream or itemsize)
 
 
-def fit_chunk(shape: Shape, free_bytes: int) -> int:
+def auto_chunk_tokens(shape: ModelShape, free_bytes: int) -> int:
     """Return the number of tokens whose fp32 logits take at most 1/64 of free memory: 16 to 1,024.
 
     Example: 256 with 16 GB and a vocabulary of 152,000. Together with the gradient of a head 1,024 wide that is below an eighth
@@ -49,7 +49,7 @@ def fit_chunk(shape: Shape, free_bytes: int) -> int:
     return _power_of_two(free_bytes // _CHUNK_SHARE // (4 * shape.vocab), 16, 1024)
 
 
-def fit_micro_batch(shape: Shape, free_bytes: int, checkpointing: bool) -> int:
+def auto_micro_batch_tokens(shape: ModelShape, free_bytes: int, checkpointing: bool) -> int:
     """Return the number of tokens whose activations take at most 1/4 of free memory: 512 to 65,536.
 
     A layer keeps 34 bytes per token and hidden unit in half precision (more with a wide MLP). With activation checkpointing
@@ -61,7 +61,7 @@ def fit_micro_batch(shape: Shape, free_bytes: int, checkpointing: bool) -> int:
     return _power_of_two(free_bytes // _ACTIVATION_SHARE // per_token, 512, 65536)
 
 
-def fit_kv_cache(free_bytes: int) -> int:
+def auto_kv_cache_bytes(free_bytes: int) -> int:
     """Return the bytes of the engine's KV cache: 1/4 of free memory."""
     return _power_of_two(free_bytes // _CACHE_SHARE, 1 << 24, 1 << 46)
 

@@ -13,7 +13,7 @@ import torch
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED")
 
 
-def has_memory(device: torch.device) -> bool:
+def has_device_memory(device: torch.device) -> bool:
     """Return whether the device has separate memory. The CPU has none, and Apple's is shared with the host."""
     return device.type not in ("cpu", "mps")
 
@@ -24,7 +24,7 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, index)
 
 
-def is_exhaustion(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error means that memory ran out, by its class or an allocator's or library's words."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
@@ -35,7 +35,7 @@ def free_bytes(device: torch.device | str) -> int:
     On a CPU that is the least of what the system and the process's cgroups have left.
     """
     device = torch.device(device)
-    if has_memory(device):
+    if has_device_memory(device):
         module = torch.get_device_module(device)
         # Memory that torch's allocator has reserved and does not use is free as well.
         unused = module.memory_reserved(device) - module.memory_allocated(device)

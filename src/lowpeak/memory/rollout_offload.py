@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import MemoryExhaustedError, first_line
-from lowpeak.memory.device_memory import is_exhaustion, with_index
+from lowpeak.memory.device_memory import is_out_of_memory, with_index
 
 logger = logging.getLogger(__name__)
 
@@ -32,24 +32,24 @@ class HostMover:
         self.device = with_index(device)
         self._torch = torch.get_device_module(self.device)
 
-    def away(self, flat: Tensor) -> Tensor:
+    def to_host(self, flat: Tensor) -> Tensor:
         """Begin to copy `flat` to the host, and return the copy; `flat` may be freed at once."""
         # The copy precedes, on its stream, any kernel that could get the freed memory.
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         host.copy_(flat, non_blocking=True)
         return host
 
-    def back(self, host: Tensor, flat: Tensor) -> None:
+    def to_device(self, host: Tensor, flat: Tensor) -> None:
         """Begin to copy `host` into `flat`."""
         flat.copy_(host, non_blocking=True)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all copies, and release freed memory to other users of the device (an engine's pool)."""
         self._torch.synchronize(self.device)
         self._torch.empty_cache()
 
 
-class Rest:
+class RolloutOffloader:
     """Moves tensors to the host for a rollout, and back.
 
     `offloadable` returns the tensors to offload. `needed` returns those that generating needs: a storage of theirs is never moved,
@@ -60,14 +60,14 @@ class Rest:
         self._mover, self._needed, self._least_bytes = mover, needed, least_bytes
         self._offloadable: list[Tensors] = [offloadable]
         self._offloaded: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # by address, with the copy on the host
-        self.bytes_away = 0
+        self.offloaded_bytes = 0
         self.seconds = 0.0
 
     def add(self, offloadable: Tensors) -> None:
         self._offloadable.append(offloadable)
 
     @contextmanager
-    def rollout(self) -> Iterator[None]:
+    def offloaded(self) -> Iterator[None]:
         """Keep the offloadable tensors on the host during the block.
 
         Raises MemoryExhaustedError if the host has no room for them, or the device has none when they return.
@@ -85,7 +85,7 @@ class Rest:
         self._return(tuple(self._offloaded))
 
     @contextmanager
-    def here(self, tensors: Tensors) -> Iterator[None]:
+    def on_device(self, tensors: Tensors) -> Iterator[None]:
         """Keep these tensors on the device during the block; those that were offloaded are offloaded again after it."""
         keys = tuple(key for key in _storages(tensors()) if key in self._offloaded)
         self._return(keys)
@@ -95,22 +95,22 @@ class Rest:
             if keys:
                 self._offload(tensors())
 
-    def take(self) -> tuple[int, float]:
+    def pop_usage(self) -> tuple[int, float]:
         """Return and reset the bytes that were offloaded and the seconds that both directions took."""
-        taken, self.bytes_away, self.seconds = (self.bytes_away, self.seconds), 0, 0.0
+        taken, self.offloaded_bytes, self.seconds = (self.offloaded_bytes, self.seconds), 0, 0.0
         return taken
 
     def _offload(self, tensors: Iterable[Tensor]) -> None:
         start = time.perf_counter()
-        self._mover.settle()
+        self._mover.synchronize()
         needed = _storages(self._needed())
         for key, storage in _storages(tensors).items():
             if key not in needed and self._can_move(storage):
                 with _explain_oom("the host has no memory left for the offloaded tensors"):
-                    self._offloaded[key] = storage, self._mover.away(_bytes(storage))
-                self.bytes_away += storage.nbytes()
+                    self._offloaded[key] = storage, self._mover.to_host(_bytes(storage))
+                self.offloaded_bytes += storage.nbytes()
                 storage.resize_(0)
-        self._mover.settle()
+        self._mover.synchronize()
         self.seconds += time.perf_counter() - start
 
     def _can_move(self, storage: torch.UntypedStorage) -> bool:
@@ -126,9 +126,9 @@ class Rest:
             )
             with _explain_oom(message):
                 storage.resize_(host.numel())
-            self._mover.back(host, _bytes(storage))
+            self._mover.to_device(host, _bytes(storage))
             del self._offloaded[key]
-        self._mover.settle()
+        self._mover.synchronize()
         self.seconds += time.perf_counter() - start
 
 
@@ -152,6 +152,6 @@ def _explain_oom(message: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not is_exhaustion(error):
+        if not is_out_of_memory(error):
             raise
         raise MemoryExhaustedError(f"offload_during_rollout: {message}. ({first_line(error)})") from error

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from lowpeak.memory.device_memory import has_memory
+from lowpeak.memory.device_memory import has_device_memory
 from lowpeak.memory.phases import Phase
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -53,7 +53,7 @@ class MemoryTracker:
     def __init__(self, device: torch.device | str, gauge: DeviceGauge | ResidentGauge | None = None) -> None:
         device = torch.device(device)
         self._gauge: DeviceGauge | ResidentGauge
-        self._gauge = gauge or (DeviceGauge(device) if has_memory(device) else ResidentGauge())
+        self._gauge = gauge or (DeviceGauge(device) if has_device_memory(device) else ResidentGauge())
         self._open: list[PhaseUse] = []
         self._open_names: list[str] = []
         self._failed_phase = self._last_phase = ""  # the phase that raised the last error; the phase that ended last
@@ -64,7 +64,7 @@ class MemoryTracker:
         return self._gauge.description
 
     @property
-    def where(self) -> str:
+    def current_phase(self) -> str:
         """Describe the innermost open phase, or the one that raised an error since. Safe to call from any thread."""
         name = next(iter(self._open_names[-1:]), self._failed_phase)
         if name:
@@ -92,7 +92,7 @@ class MemoryTracker:
             use = self._open.pop().merge(PhaseUse(seconds, 0, 0))
             self._done[phase.value] = use.merge(self._done.get(phase.value, PhaseUse(0.0, 0, 0)))
 
-    def take(self) -> dict[str, PhaseUse]:
+    def pop_uses(self) -> dict[str, PhaseUse]:
         """Return and reset the uses, by the phases' names; an open phase counts when it ends."""
         done, self._done = self._done, {}
         return done

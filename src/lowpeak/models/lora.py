@@ -30,7 +30,7 @@ def adapter_reference(policy: Any) -> Reference:
     """Return the reference under LoRA: the policy without adapters, or with a frozen copy of an adapter that was trained before."""
     adapter = _trained_adapter(policy)
     # Rank 0 decides, since the other ranks may not have the adapter's weights yet.
-    if Ranks().first(lambda: _has_effect(policy, adapter)):
+    if Ranks().call_on_first(lambda: _has_effect(policy, adapter)):
         with keep_critic_trainable(policy):
             _copy_adapter(policy, adapter)
         return Reference(None, lambda: _reference_adapter_on(policy, adapter))

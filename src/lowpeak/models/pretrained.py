@@ -10,7 +10,7 @@ import torch
 
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line
-from lowpeak.memory import is_exhaustion
+from lowpeak.memory import is_out_of_memory
 from lowpeak.models.damaged_files import check_generation_config, name_damaged_file
 from lowpeak.models.sharded_loading import init_without_weights, load_tensor_parallel, reads_weights
 
@@ -44,7 +44,7 @@ def from_pretrained(
     except ImportError as error:
         raise MissingPackageError(f"loading {name!r} needs a package that is missing: {error}") from error
     except Exception as error:  # transformers and tokenizers raise any class for bad files and options
-        if is_exhaustion(error):
+        if is_out_of_memory(error):
             raise
         raise _explain(auto, name, error) from error
 

@@ -104,7 +104,7 @@ class AccelerateStrategy(Strategy):
         """Return whether rank 0 must broadcast a frozen model's weights; if so, give the empty parameters rank 0's dtypes."""
         if not self.ranks.max([float(any(p.is_meta for p in model.parameters()))])[0]:
             return False
-        dtypes = self.ranks.processes.first(lambda: {name: p.dtype for name, p in model.named_parameters()})
+        dtypes = self.ranks.processes.call_on_first(lambda: {name: p.dtype for name, p in model.named_parameters()})
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
                 parameter.data = parameter.data.to(dtypes[name])

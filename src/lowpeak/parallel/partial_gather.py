@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowpeak.memory import is_exhaustion
+from lowpeak.memory import is_out_of_memory
 from lowpeak.models import modules_without_critic, transformers_model
 from lowpeak.parallel.flat_shard import FlatShard, ShardOf
 from lowpeak.parallel.lockstep import Lockstep, TPCollectives, lockstep_forwards, replace_forward
@@ -247,7 +247,7 @@ def _allocate(
             if plan.vocabulary:
                 buffers.append(_buffers(parts.vocabulary, allocate))
         except (MemoryError, RuntimeError) as error:
-            if not is_exhaustion(error):
+            if not is_out_of_memory(error):
                 raise
             failed = error
         if not ranks.max([float(failed is not None)])[0]:

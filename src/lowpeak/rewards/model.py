@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lowpeak.errors import ArgumentError, LowpeakError, ModelError, first_line
 from lowpeak.logprobs import eval_mode
-from lowpeak.memory import is_exhaustion
+from lowpeak.memory import is_out_of_memory
 from lowpeak.models import (
     check_dtype,
     check_shapes,
@@ -85,7 +85,7 @@ class ModelReward:
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
     ) -> list[float | None]:
         """Return one logit per completion; messages are formatted by the tokenizer's chat template."""
-        with self.ranks.together() if self.ranks else nullcontext():
+        with self.ranks.propagate_errors() if self.ranks else nullcontext():
             ids = self._ids(prompts, completions, columns.get("chat_template_kwargs"))
         rewards: list[float | None] = [None] * len(ids)
         with self._ready(), _inference_mode(self.model, self._pad):
@@ -194,7 +194,7 @@ def _loading_errors(origin: str, failure: str) -> Iterator[None]:
     except LowpeakError:
         raise
     except Exception as error:
-        if is_exhaustion(error):
+        if is_out_of_memory(error):
             raise
         raise ModelError(f"{failure}: {first_line(error)}") from error
 

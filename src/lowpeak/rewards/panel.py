@@ -162,7 +162,7 @@ class RewardPanel:
         sharded = [call for call in calls if _sharding_ranks(call.reward) is not None]
         asynchronous = [call for call in calls if call.is_async]
         ranks = _sharding_ranks(sharded[0].reward) if sharded else None
-        with nullcontext() if ranks is None else ranks.together():
+        with nullcontext() if ranks is None else ranks.propagate_errors():
             if num_completions:
                 for call in calls:
                     if call not in sharded and call not in asynchronous:

@@ -75,7 +75,9 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
     return RewardInputs(
         prompts=[prompt.source for prompt, _ in pairs],
         completions=[
-            text if isinstance(prompt.source, str) else [{"role": "assistant", "content": prompt.begun + text}]
+            text
+            if isinstance(prompt.source, str)
+            else [{"role": "assistant", "content": prompt.assistant_prefix + text}]
             for (prompt, _), text in zip(pairs, texts, strict=True)
         ],
         completion_ids=ids,

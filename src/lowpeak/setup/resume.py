@@ -6,7 +6,7 @@ import logging
 import re
 from pathlib import Path
 
-from lowpeak.checkpoint import find_resume, last_checkpoint, set_aside, sweep
+from lowpeak.checkpoint import clean_up_checkpoints, find_resume_checkpoint, last_checkpoint, move_later_checkpoints
 from lowpeak.errors import CheckpointError
 from lowpeak.journal import Journal
 from lowpeak.setup.elastic_restart import is_of_this_launch, num_restarts, record_launch
@@ -20,19 +20,19 @@ def find_resume_checkpoint(output_dir: Path, resume_from_checkpoint: str | bool 
     After a restart by torchrun (TORCHELASTIC_RESTART_COUNT) that is the last complete checkpoint of the same launch, if
     there is one, whatever the arguments are.
     """
-    sweep(output_dir)
+    clean_up_checkpoints(output_dir)
     restarts = num_restarts()
     last = last_checkpoint(output_dir)
     if restarts and last is not None and is_of_this_launch(last):
         logger.warning("Restart %d: resuming from %s.", restarts, last)
-        return find_resume(output_dir, True)
-    return find_resume(output_dir, resume_from_checkpoint)
+        return find_resume_checkpoint(output_dir, True)
+    return find_resume_checkpoint(output_dir, resume_from_checkpoint)
 
 
 def check_resume(output_dir: Path, resume_from_checkpoint: str | bool | None) -> None:
     """Raise CheckpointError if there is no such checkpoint; a restarted run finds its checkpoint itself."""
     if not num_restarts():
-        find_resume(output_dir, resume_from_checkpoint)
+        find_resume_checkpoint(output_dir, resume_from_checkpoint)
 
 
 def check_checkpoint_name(checkpoint: Path, output_dir: Path, step: int) -> None:
@@ -51,7 +51,7 @@ def clear_output_dir(output_dir: Path, journal: Journal, step: int | None) -> No
 
     The journal then loses the same steps.
     """
-    moved_to = set_aside(output_dir, step or 0)
+    moved_to = move_later_checkpoints(output_dir, step or 0)
     if moved_to is not None:
         logger.warning("Checkpoints of another run were in %s; they are now in %s.", output_dir, moved_to)
     if step is not None:

@@ -22,11 +22,11 @@ from transformers import Trainer
 
 from lowpeak.checkpoint import (
     RunState,
-    check_identity,
+    check_run_identity,
     load_run_state,
-    only_run,
-    restore_random,
-    staged_files,
+    lock_run_folder,
+    restore_rng_state,
+    stage_files,
     verify_manifest,
 )
 from lowpeak.errors import DataError, EngineError, StoppedError
@@ -66,7 +66,7 @@ from lowpeak.training import (
     save_checkpoint,
     warn_of_ignored_arguments,
 )
-from lowpeak.watchdog import watched
+from lowpeak.watchdog import detect_failures
 
 logger = logging.getLogger(__name__)
 
@@ -127,12 +127,12 @@ class StepTrainer(ModelCardMixin, Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or resume from a checkpoint (True: the last complete one of output_dir); Ctrl-C saves and stops."""
         output_dir, ranks = Path(self.args.output_dir), self.run.strategy.ranks
-        # Signal handlers are restored last: a SIGTERM must not end rank 0 before `watched` has reported which rank died.
+        # Signal handlers are restored last: a SIGTERM must not end rank 0 before `detect_failures` has reported which rank died.
         with ExitStack() as signals, ExitStack() as stack:
-            stack.enter_context(watched(ranks, lambda: self.run.tracker.where))
+            stack.enter_context(detect_failures(ranks, lambda: self.run.tracker.current_phase))
             require_same_arguments(self.args, ranks)
             require_same_data({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}, ranks)
-            ranks.first(lambda: stack.enter_context(only_run(output_dir)))
+            ranks.call_on_first(lambda: stack.enter_context(lock_run_folder(output_dir)))
             checkpoint = self._start(output_dir, resume_from_checkpoint)
             signals.enter_context(self.run.interrupts.watched())
             try:
@@ -148,18 +148,18 @@ class StepTrainer(ModelCardMixin, Trainer):
     def _start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path | None:
         """Clear what an aborted run left in this process; restore the checkpoint, and return it, if any."""
         self.scratch, self.unlogged_metrics = StepScratch(), {}
-        self.run.tracker.take()
+        self.run.tracker.pop_uses()
         ranks = self.run.strategy.ranks
-        ranks.first(self.run.journal.check)
-        checkpoint = ranks.first(lambda: find_resume_checkpoint(output_dir, resume_from_checkpoint))
+        ranks.call_on_first(self.run.journal.check)
+        checkpoint = ranks.call_on_first(lambda: find_resume_checkpoint(output_dir, resume_from_checkpoint))
         self.resumed = None
         if checkpoint is not None:
             verify_manifest(checkpoint, ranks.processes)
-            with ranks.together():
+            with ranks.propagate_errors():
                 self.resumed = load_run_state(checkpoint, self.args.process_index)
                 check_checkpoint_name(checkpoint, output_dir, self.resumed.policy_version)
                 check_training_state(checkpoint, self.run.strategy)
-                check_identity(self.resumed.identity, self.identity(), checkpoint, self.resumed.in_rollout)
+                check_run_identity(self.resumed.identity, self.identity(), checkpoint, self.resumed.in_rollout)
                 self.restore_run_state(self.resumed, checkpoint)
         return checkpoint
 
@@ -177,7 +177,7 @@ class StepTrainer(ModelCardMixin, Trainer):
             if not ranks.max([float(isinstance(error, StoppedError))])[0]:
                 raise
             self.run.interrupts.agreed = True
-            if step and not ranks.first(lambda: (output_dir / f"checkpoint-{step}").is_dir()):
+            if step and not ranks.call_on_first(lambda: (output_dir / f"checkpoint-{step}").is_dir()):
                 self.save_state(None, self.scratch.start_state or self.run_state())
                 self.callback_handler.on_save(self.args, self.state, self.control)
             self.callback_handler.on_train_end(self.args, self.state, self.control)
@@ -195,7 +195,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         if next(epoch_iterator, None) is None:
             return [], None
         if self.resumed is not None:
-            restore_random(self.resumed.random)
+            restore_rng_state(self.resumed.random)
             self.resumed = None
         if self.state.global_step >= self.state.max_steps:  # the base would take one more step of a finished run
             self.control.should_training_stop = True
@@ -268,7 +268,7 @@ class StepTrainer(ModelCardMixin, Trainer):
     def _agree_to_stop(self, seconds: float) -> StepUsage:
         """Return the step's usage over all ranks; the same collective tells every rank if any was asked to stop."""
         interrupts = self.run.interrupts
-        usage = gather_usage(seconds, self.run.tracker.take(), interrupts.stopping, self.run.strategy.ranks)
+        usage = gather_usage(seconds, self.run.tracker.pop_uses(), interrupts.stopping, self.run.strategy.ranks)
         if usage.stopping and not interrupts.stopping and not interrupts.agreed:
             logger.warning("Another rank was asked to stop: saving after this step.")
         interrupts.agreed = usage.stopping
@@ -322,8 +322,8 @@ class StepTrainer(ModelCardMixin, Trainer):
 
     def _export(self, folder: Path, *, merged: bool = False) -> None:
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
-        staging = staged_files(folder, ranks.processes)
-        with watched(ranks, lambda: tracker.where), tracker.phase(Phase.SAVE), staging as stage:
+        staging = stage_files(folder, ranks.processes)
+        with detect_failures(ranks, lambda: tracker.current_phase), tracker.phase(Phase.SAVE), staging as stage:
             export_model(self, stage, merged=merged)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
@@ -336,10 +336,10 @@ class StepTrainer(ModelCardMixin, Trainer):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         else:
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-            with ranks.together(), warn_of_ignored_arguments(self, resume_from_checkpoint):
+            with ranks.propagate_errors(), warn_of_ignored_arguments(self, resume_from_checkpoint):
                 self.load_weights(Path(resume_from_checkpoint))
         step = None if resumed is None else resumed.policy_version
-        ranks.first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
+        ranks.call_on_first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
         return prepared
 
     def load_weights(self, checkpoint: Path) -> None:
@@ -349,7 +349,7 @@ class StepTrainer(ModelCardMixin, Trainer):
     def _load_best_model(self) -> None:
         """Load the best checkpoint; warn, and keep the last weights, if its folder was removed."""
         best = Path(self.state.best_model_checkpoint)
-        if self.run.strategy.ranks.first(best.is_dir):
+        if self.run.strategy.ranks.call_on_first(best.is_dir):
             self.load_best(best)
             return
         logger.warning(
@@ -367,14 +367,17 @@ class StepTrainer(ModelCardMixin, Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.run.strategy.shards_states:  # `_prepare_for_training` loads sharded states
             return
-        with self.run.strategy.ranks.together(), explain_load_errors(resume_from_checkpoint, "weights", "model"):
+        with (
+            self.run.strategy.ranks.propagate_errors(),
+            explain_load_errors(resume_from_checkpoint, "weights", "model"),
+        ):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         explained = explain_load_errors(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
-        with self.run.strategy.ranks.together(), explained, warn_of_ignored_arguments(self, checkpoint):
+        with self.run.strategy.ranks.propagate_errors(), explained, warn_of_ignored_arguments(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             check_optimizer_groups(self.optimizer)
 
@@ -382,7 +385,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         self.save_state(trial, self.run_state())
 
     def save_state(self, trial: Any, state: RunState) -> None:
-        with self.run.strategy.ranks.together():
+        with self.run.strategy.ranks.propagate_errors():
             self._check_weights()
         with self.run.tracker.phase(Phase.SAVE):
             self.run.journal.sync()

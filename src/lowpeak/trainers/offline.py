@@ -16,7 +16,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import CommonConfig, report_idle_arguments, resolve_common, resolve_memory, run_facts
-from lowpeak.checkpoint import RunState, capture_random, check_writable, keep_random
+from lowpeak.checkpoint import RunState, capture_rng_state, check_writable, preserve_rng_state
 from lowpeak.data import RowReader, check_special_tokens, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.memory import Phase
@@ -46,7 +46,7 @@ from lowpeak.training import (
     make_step_batches,
     measure_step,
 )
-from lowpeak.watchdog import watched
+from lowpeak.watchdog import detect_failures
 
 
 class OfflineTrainer(StepTrainer):
@@ -126,7 +126,7 @@ class OfflineTrainer(StepTrainer):
         self.user_args = args = make_arguments(self.config_class, args, model, quantization_config)
         check_devices(bool(args.fsdp), args.cut.tensor > 1)
         silence_nonzero_ranks(args)
-        with Ranks(args.device).together():
+        with Ranks(args.device).propagate_errors():
             self.acting_args = args = resolve_common(args)
             self.memory = resolve_memory(args)
             set_seed(args.seed)  # before anything is made: the first weights of an adapter, or a new head, are random
@@ -154,7 +154,7 @@ class OfflineTrainer(StepTrainer):
         pad_id = padding_id(tokenizer)
         self.start_run(make_run(self, args, algorithm, strategy, policy, self.memory, pad_id, head=self.head))
         self.reader = self.make_reader(args, policy, tokenizer)
-        with strategy.ranks.together():
+        with strategy.ranks.propagate_errors():
             self.cursor = make_cursor(train_dataset, self.reader, args)
 
     def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
@@ -180,7 +180,7 @@ class OfflineTrainer(StepTrainer):
         return None if rows is None else max(1, -(-rows // self.rows_per_step))
 
     def next_step(self) -> StepBatches:
-        with self.run.strategy.ranks.together():
+        with self.run.strategy.ranks.propagate_errors():
             records = self.records_of(self.cursor.take(self.rows_per_step))
         return self._step_batches(records)
 
@@ -199,8 +199,8 @@ class OfflineTrainer(StepTrainer):
     def _measure_and_predict(self, data: Any, prefix: str, predicts: bool) -> PredictionOutput:
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
         check_is_sharded(self.run.strategy, self.model_wrapped)
-        with watched(ranks, lambda: tracker.where), keep_random(), tracker.phase(Phase.EVALUATE):
-            with ranks.together():
+        with detect_failures(ranks, lambda: tracker.current_phase), preserve_rng_state(), tracker.phase(Phase.EVALUATE):
+            with ranks.propagate_errors():
                 records = self.read(data)
             start = time.perf_counter()
             step = self._step_batches(records)
@@ -208,7 +208,7 @@ class OfflineTrainer(StepTrainer):
             measured = self.measure(step)
             predictions = self.predict_rows(step, records) if predicts else EvalPrediction(None, None)
             if self.compute_metrics is not None:
-                with ranks.together(), fail_on_exit(LowpeakError, "compute_metrics"):
+                with ranks.propagate_errors(), fail_on_exit(LowpeakError, "compute_metrics"):
                     measured = {**measured, **_named_numbers(self.compute_metrics(predictions))}
             measured["runtime"] = time.perf_counter() - start
             metrics = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": number for name, number in measured.items()}
@@ -226,7 +226,7 @@ class OfflineTrainer(StepTrainer):
         return RunState(
             policy_version=self.state.global_step,
             cursor=self.cursor.state_dict(),
-            random=capture_random(),
+            random=capture_rng_state(),
             resolved=self.run.sizes.as_dict(),
             identity=self.identity(),
         )

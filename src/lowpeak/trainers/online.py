@@ -13,7 +13,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineConfig, OnlineSettings, Sampling
-from lowpeak.checkpoint import RolloutInUse, RunState, capture_random, keep_random
+from lowpeak.checkpoint import RolloutInUse, RunState, capture_rng_state, preserve_rng_state
 from lowpeak.data import check_prompt_columns, read_eval_prompts
 from lowpeak.errors import CheckpointError
 from lowpeak.parallel import check_is_sharded, has_shards
@@ -38,7 +38,7 @@ from lowpeak.training import (
     records_of_step,
     save_extra_weights,
 )
-from lowpeak.watchdog import watched
+from lowpeak.watchdog import detect_failures
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class OnlineTrainer(StepTrainer):
         reject_virtual_tokens(model, peft_config)
         args = make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
-        with Ranks(args.device).together():
+        with Ranks(args.device).propagate_errors():
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_prompt_columns)
             check_hub(args)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
@@ -226,8 +226,8 @@ class OnlineTrainer(StepTrainer):
         ranks = self.run.strategy.ranks
         check_is_sharded(self.run.strategy, self.model_wrapped)
         self.model_wrapped.eval()
-        with watched(ranks, lambda: self.run.tracker.where), keep_random():
-            with ranks.together():
+        with detect_failures(ranks, lambda: self.run.tracker.current_phase), preserve_rng_state():
+            with ranks.propagate_errors():
                 prompts = read_eval_prompts(data, self.collector.new_reader())
             return evaluate_prompts(
                 self.collector, prompts, self.parts.success, prefix, self.state, self.coefficients()
@@ -243,7 +243,7 @@ class OnlineTrainer(StepTrainer):
         return RunState(
             policy_version=self.state.global_step,
             cursor=self.collector.cursor.state_dict(),
-            random=capture_random(),
+            random=capture_rng_state(),
             rollout=in_use,
             algorithm_state=dict(self.algorithm_state),
             resolved=self.run.sizes.as_dict(),
@@ -256,13 +256,13 @@ class OnlineTrainer(StepTrainer):
             **super().identity(),
             "reward_funcs": list(self.collector.panel.names),
             "num_generations": rollout.num_generations,
-            "completions of a rollout": rollout.num_rows,
+            "completions of a rollout": rollout.num_sequences,
             "rows of a step": rollout.rows_per_step,
             "num_iterations": rollout.num_iterations,
         }
 
     def save_extra(self, folder: Path) -> None:
-        with self.run.strategy.ranks.together():
+        with self.run.strategy.ranks.propagate_errors():
             for name, parameters in self.extra_weights(self.run.strategy.shards_states).items():
                 save_extra_weights(folder, name, parameters, self.run.strategy.ranks)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
-from lowpeak.checkpoint import SLICE_BYTES, staged_files, write_settings, write_weights
+from lowpeak.checkpoint import SLICE_BYTES, stage_files, write_configs, write_weights
 from lowpeak.errors import ArgumentError
 from lowpeak.logprobs import causal_lm
 from lowpeak.models import (
@@ -221,10 +221,10 @@ def export_critic(trainer: Any, folder: Path) -> None:
         return
     classifier, first = critic.classifier, strategy.ranks.processes.rank == 0
     layout = strategy.layout(classifier)
-    with staged_files(folder, strategy.ranks.processes) as stage:
-        with strategy.ranks.together():
+    with stage_files(folder, strategy.ranks.processes) as stage:
+        with strategy.ranks.propagate_errors():
             if first:
-                write_settings(stage, classifier, layout)
+                write_configs(stage, classifier, layout)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(stage)
         slices = strategy.slices(classifier, SLICE_BYTES, None)

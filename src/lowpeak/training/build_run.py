@@ -19,7 +19,7 @@ from lowpeak.data import PromptCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
 from lowpeak.logprobs import causal_lm, install_head, verify_load_balance
-from lowpeak.memory import LEAST_BYTES, ActivationOffload, DeviceMover, HostMover, Rest, free_bytes
+from lowpeak.memory import LEAST_BYTES, ActivationOffload, AsyncHostMover, HostMover, RolloutOffloader, free_bytes
 from lowpeak.models import (
     LOGPROB_HEAD,
     HeadKind,
@@ -66,7 +66,7 @@ def connect_online(
         limit_reason=f"{_context_name(args, critic)} less max_completion_length {args.max_completion_length}",
         num_embeddings=num_embeddings(parts.policy),
     )
-    with strategy.ranks.together():
+    with strategy.ranks.propagate_errors():
         cursor = _prompt_cursor(trainer.train_dataset, new_reader(), settings, args)
     is_offloadable = _has_frozen_models(parts) or not states_on_host(trainer.accelerator.state)
     offloads = settings.memory.idle_on_host and is_offloadable
@@ -113,14 +113,14 @@ def make_run(
     ranks = strategy.ranks
     # A cache of bf16 copies would keep 2 bytes per parameter until a forward pass ends, and each copy is used once.
     trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
-    with ranks.together():
+    with ranks.propagate_errors():
         head.install(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     load_balance = load_balance_of(transformers_model(policy), args.router_aux_loss_coef)
     if load_balance is not None:  # sequences with zero advantages move the routers, too
         algorithm = algorithm.without_skipping()
     with ExitStack() as on_device:
         models = [on_device.enter_context(strategy.gather_for_inference(policy, 0, gather_head=True))]
-        with ranks.together(), _mixed_dtypes(trainer, policy):
+        with ranks.propagate_errors(), _mixed_dtypes(trainer, policy):
             head.verify(policy)
             if load_balance is not None:
                 verify_load_balance(policy, load_balance)
@@ -138,7 +138,7 @@ def make_run(
     )
     materialize_meta_params(policy)
     offloads = memory.activation_offloading
-    saving = ActivationOffload(policy, DeviceMover(device)).saving if offloads else nullcontext
+    saving = ActivationOffload(policy, AsyncHostMover(device)).saving if offloads else nullcontext
     temperature = getattr(args, "temperature", 1.0)
     return Run(
         algorithm=algorithm,
@@ -187,7 +187,7 @@ def make_rollout_offloader(
     strategy: Strategy,
     mover: HostMover | None = None,
     least_bytes: int = LEAST_BYTES,
-) -> Rest:
+) -> RolloutOffloader:
     """Return the offloader of a trainer's gradients and optimizer states."""
     mover = mover or HostMover(trainer.accelerator.device)
 
@@ -195,10 +195,10 @@ def make_rollout_offloader(
         return _tensors(policy, strategy)
 
     # The optimizer is made when training starts, and has no states before its first step.
-    return Rest(mover, needed, lambda: strategy.offloadable_tensors(policy, trainer.optimizer), least_bytes)
+    return RolloutOffloader(mover, needed, lambda: strategy.offloadable_tensors(policy, trainer.optimizer), least_bytes)
 
 
-def offloadable(rest: Rest | None, strategy: Strategy, frozen: FrozenModel) -> FrozenModel:
+def offloadable(rest: RolloutOffloader | None, strategy: Strategy, frozen: FrozenModel) -> FrozenModel:
     """Return a frozen model that the offloader moves too, and brings to the device while it is used."""
     if rest is None:
         return frozen
@@ -208,7 +208,7 @@ def offloadable(rest: Rest | None, strategy: Strategy, frozen: FrozenModel) -> F
 
     @contextmanager
     def ready() -> Iterator[Any]:
-        with rest.here(tensors), frozen.ready() as model:
+        with rest.on_device(tensors), frozen.ready() as model:
             yield model
 
     rest.add(tensors)
@@ -220,7 +220,7 @@ def _tensors(model: nn.Module, strategy: Strategy) -> Iterable[Tensor]:
 
 
 def _freezer(
-    trainer: RunContext, parts: OnlineParts, strategy: Strategy, rest: Rest | None
+    trainer: RunContext, parts: OnlineParts, strategy: Strategy, rest: RolloutOffloader | None
 ) -> Callable[[nn.Module], FrozenModel]:
     """Return a function that prepares a frozen model.
 
@@ -302,7 +302,7 @@ def _prompt_cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings,
     if prompts is not None and prompts < settings.rollout.num_prompts:
         raise DataError(
             f"the data set has {prompts} usable prompts and a rollout needs {settings.rollout.num_prompts} "
-            f"({settings.rollout.num_rows} completions, num_generations={settings.rollout.num_generations}): add rows, or "
+            f"({settings.rollout.num_sequences} completions, num_generations={settings.rollout.num_generations}): add rows, or "
             "lower per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation."
         )
     return cursor

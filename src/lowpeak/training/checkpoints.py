@@ -1,7 +1,7 @@
 """Checkpoints of a run: staged by all ranks, synced and renamed; only then the oldest one is removed.
 
 `trainer` is a StepTrainer, untyped because saving calls transformers' private methods of it. Parts that wait for all
-ranks are inside `Ranks.together`, so that an error of one rank is raised on all.
+ranks are inside `Ranks.propagate_errors`, so that an error of one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -22,9 +22,17 @@ from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from lowpeak.checkpoint import SLICE_BYTES, RunState, prune, save_run_state, staged, write_settings, write_weights
+from lowpeak.checkpoint import (
+    SLICE_BYTES,
+    RunState,
+    prune_checkpoints,
+    save_run_state,
+    stage_checkpoint,
+    write_configs,
+    write_weights,
+)
 from lowpeak.errors import CheckpointError, LowpeakError, first_line
-from lowpeak.memory import is_exhaustion
+from lowpeak.memory import is_out_of_memory
 from lowpeak.models import is_peft, name_damaged_file
 from lowpeak.parallel import (
     WEIGHT,
@@ -47,7 +55,7 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
     run_dir = Path(trainer._get_output_dir(trial=trial))
     final = run_dir / f"checkpoint-{trainer.state.global_step}"
     trainer.store_flos()
-    with staged(final, ranks) as stage:
+    with stage_checkpoint(final, ranks) as stage:
         export_model(trainer, stage)
         if not args.save_only_model:
             _save_training(trainer, stage)
@@ -57,19 +65,19 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
         _record_callbacks(trainer)
         if ranks.rank == 0:
             trainer.state.save_to_json(os.fspath(stage / "trainer_state.json"))
-    with ranks.together():
+    with ranks.propagate_errors():
         if args.push_to_hub:
             trainer._push_from_checkpoint(os.fspath(final))
         best = trainer.state.best_model_checkpoint
         if ranks.rank == 0:
-            prune(run_dir, trainer.acting_args.save_total_limit, [Path(best)] if best else [])
+            prune_checkpoints(run_dir, trainer.acting_args.save_total_limit, [Path(best)] if best else [])
     return final
 
 
 def _save_training(trainer: Any, stage: Path) -> None:
     """Write optimizer states, schedule and loss scale: each rank its shard, or rank 0 all of it."""
     strategy, folder = trainer.run.strategy, os.fspath(stage)
-    with strategy.ranks.together():
+    with strategy.ranks.propagate_errors():
         if strategy.shards_states:
             strategy.save_state(stage, trainer.model_wrapped, trainer.optimizer)
         else:
@@ -140,7 +148,7 @@ def explain_load_errors(checkpoint: str, content: str, remedy: str) -> Iterator[
             f"the {content} in {checkpoint} are damaged (truncated or changed): resume from another checkpoint."
         ) from error
     except (KeyError, ValueError, RuntimeError) as error:
-        if is_exhaustion(error) or is_lost_connection(error):
+        if is_out_of_memory(error) or is_lost_connection(error):
             raise
         reason = first_line(error)
         raise CheckpointError(
@@ -161,12 +169,12 @@ def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
         trainer._save(os.fspath(folder))
         return
     layout = strategy.layout(trainer.model_wrapped)
-    with strategy.ranks.together():
+    with strategy.ranks.propagate_errors():
         if first:
             folder.mkdir(parents=True, exist_ok=True)
-            write_settings(folder, base, layout)
+            write_configs(folder, base, layout)
             _save_tokenizer_and_arguments(trainer, folder)
-    with strategy.ranks.together():
+    with strategy.ranks.propagate_errors():
         slices = strategy.slices(trainer.model_wrapped, SLICE_BYTES, None)
         write_weights(folder if first else None, base, layout, slices)
 
@@ -175,7 +183,7 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
     """Write the adapter as peft does; gather a sharded one on rank 0, slice by slice, without its base."""
     strategy = trainer.run.strategy
     if not strategy.shards_states:
-        with strategy.ranks.together():
+        with strategy.ranks.propagate_errors():
             trainer._save(os.fspath(folder))
         return
     slices: dict[str, list[torch.Tensor]] = {}
@@ -184,7 +192,7 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
         if strategy.ranks.processes.rank == 0:
             slices.setdefault(piece.name, []).append(piece.values.to("cpu", copy=True))
             shapes[piece.name] = piece.shape
-    with strategy.ranks.together():
+    with strategy.ranks.propagate_errors():
         if strategy.ranks.processes.rank == 0:
             tensors = {name: torch.cat(parts).view(shapes[name]) for name, parts in slices.items()}
             folder.mkdir(parents=True, exist_ok=True)

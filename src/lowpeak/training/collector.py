@@ -12,7 +12,7 @@ from lowpeak.algorithms import Advantages, loss_mask
 from lowpeak.arguments import OnlineSettings, Sampling
 from lowpeak.batching import assign_completions, balanced_partition
 from lowpeak.data import PromptCursor, PromptReader
-from lowpeak.memory import Phase, Rest
+from lowpeak.memory import Phase, RolloutOffloader
 from lowpeak.ranks import Ranks
 from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
 from lowpeak.rewards import (
@@ -49,7 +49,7 @@ class RolloutCollector:
     cursor: PromptCursor[Prompt]
     new_reader: Callable[[], PromptReader]
     stats: RolloutStats
-    offloader: Rest | None = None
+    offloader: RolloutOffloader | None = None
 
     @property
     def _ranks(self) -> Ranks:
@@ -63,7 +63,7 @@ class RolloutCollector:
         `coefficients` are the algorithm's present numbers (None: those at the start of a run).
         """
         if self.offloader is not None:
-            self.offloader.take()  # reset counters: exclude offloading done by an evaluation
+            self.offloader.pop_usage()  # reset counters: exclude offloading done by an evaluation
         with self.engine_awake():
             self.load_weights(policy_version)
             self.stats.pop_useful_share()
@@ -93,7 +93,7 @@ class RolloutCollector:
         with ExitStack() as stack:
             with self._ranks.together():
                 if self.offloader is not None:
-                    stack.enter_context(self.offloader.rollout())
+                    stack.enter_context(self.offloader.offloaded())
                 self.engine.wake()
             yield
             self.engine.sleep()
@@ -125,14 +125,14 @@ class RolloutCollector:
         @cache
         def generate_and_reward() -> tuple[Sequence[int], RewardedCompletions]:
             # If rewards take all ranks, every rank raises for an engine that one of them lost, before they meet there.
-            with ranks.together() if self.panel.needs_all_ranks else nullcontext():
+            with ranks.propagate_errors() if self.panel.needs_all_ranks else nullcontext():
                 groups = generate() if all_groups is None else [all_groups[i] for i in owned]
             with tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
-                judged = self.panel.compute_rewards(groups if ranks.speaks else [], trainer_state=state)
+                judged = self.panel.compute_rewards(groups if ranks.is_tp_leader else [], trainer_state=state)
             useful = self.stats.pop_useful_share() if phase is Phase.ROLLOUT else {}
             return owned, replace(judged, metrics=judged.metrics | useful)
 
-        shares = self.weight_sync.retry_when_engine_lost(self.engine, lambda: ranks.gathered(generate_and_reward))
+        shares = self.weight_sync.retry_when_engine_lost(self.engine, lambda: ranks.call_on_all(generate_and_reward))
         return merge_all_rewarded([in_prompt_order(shares, first_group)], self.panel.names)
 
     def _generate_split_groups(self, prompts: Sequence[Prompt], sampling: Sampling, phase: Phase) -> list[Group]:
@@ -147,7 +147,7 @@ class RolloutCollector:
                 groups = self.engine.generate([prompts[number]] if part else [], part_sampling)
             return number, part.start, groups[0].completions if groups else ()
 
-        parts = self.weight_sync.retry_when_engine_lost(self.engine, lambda: ranks.gathered(generate))
+        parts = self.weight_sync.retry_when_engine_lost(self.engine, lambda: ranks.call_on_all(generate))
         parts = sorted(parts, key=lambda piece: piece[:2])
         return [
             Group(prompt, tuple(one for group, _, completions in parts if group == i for one in completions))
@@ -194,7 +194,7 @@ class RolloutCollector:
         """Return bytes offloaded for the rollout and seconds of both ways, of the rank where they are most."""
         if self.offloader is None:
             return {}
-        num_bytes, seconds = self._ranks.max([float(number) for number in self.offloader.take()])
+        num_bytes, seconds = self._ranks.max([float(number) for number in self.offloader.pop_usage()])
         return {"offload/bytes": Metric(num_bytes, 1.0, "max"), "time/offload": Metric(seconds)}
 
 

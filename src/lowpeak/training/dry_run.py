@@ -34,7 +34,7 @@ def describe_run(trainer: RunContext, model: nn.Module, collector: RolloutCollec
         },
         "rollout": {
             **asdict(settings.rollout),
-            "completions": settings.rollout.num_rows,
+            "completions": settings.rollout.num_sequences,
             "steps": settings.rollout.num_steps,
         },
         "sampling": asdict(settings.sampling),

@@ -126,10 +126,10 @@ def vllm_engine(parts: OnlineParts, run: Run, device: torch.device, stats: Rollo
     )
     if isinstance(where, ColocateSettings):
         check_colocated(where, device)
-        sharing = EngineSharing(ranks.teams(where.tensor_parallel_size))
+        sharing = EngineSharing(ranks.subgroup(where.tensor_parallel_size))
         connect = partial(_colocated, _model_spec(parts, where, policy, run, device), settings, sharing.team)
     else:
-        sharing = EngineSharing(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
+        sharing = EngineSharing(ranks.subgroup(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
         connect = partial(connect_checked, where, policy, tokenizer, lambda: run.interrupts.stopping)
     return VllmEngine(connect, settings, info, sharing, stats.add_push)
 

@@ -16,7 +16,7 @@ from lowpeak.batching import Budget
 from lowpeak.checkpoint import RunState
 from lowpeak.errors import MemoryExhaustedError, first_line
 from lowpeak.journal import Journal
-from lowpeak.memory import MemoryTracker, Phase, is_exhaustion
+from lowpeak.memory import MemoryTracker, Phase, is_out_of_memory
 from lowpeak.models import Reference
 from lowpeak.parallel import Strategy
 from lowpeak.records import Metric
@@ -108,7 +108,7 @@ def explain_out_of_memory(phase: Phase, context: RunContext) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryExhaustedError) or not is_exhaustion(error):
+        if isinstance(error, MemoryExhaustedError) or not is_out_of_memory(error):
             raise
         remedy = _REMEDIES.get(phase, "free memory on that device for it").format(**context.run.sizes.as_dict())
         raise MemoryExhaustedError(f"out of memory in phase {phase}: {remedy}. ({first_line(error)})") from error

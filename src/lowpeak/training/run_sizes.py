@@ -17,7 +17,7 @@ from lowpeak.arguments import MemorySettings
 from lowpeak.attention import install_attention, packing_mismatch, packing_unsupported_reason, uninstall_attention
 from lowpeak.batching import Budget, LayerCosts, Layout
 from lowpeak.errors import ArgumentError
-from lowpeak.memory import Shape, fit_chunk, fit_kv_cache, fit_micro_batch, free_bytes
+from lowpeak.memory import ModelShape, auto_chunk_tokens, auto_kv_cache_bytes, auto_micro_batch_tokens, free_bytes
 from lowpeak.parallel import DeviceFractions, is_sharded
 from lowpeak.ranks import Ranks
 
@@ -105,7 +105,7 @@ def _obstacle(models: Sequence[nn.Module], device: torch.device, ranks: Ranks) -
     def first_reason(reason_of: Callable[[nn.Module], str | None]) -> str | None:
         # Check every model even after a failure: checks of sharded models run collectives, so all ranks must make
         # the same calls.
-        reasons = ranks.gathered(lambda: next(filter(None, [reason_of(model) for model in models]), None))
+        reasons = ranks.call_on_all(lambda: next(filter(None, [reason_of(model) for model in models]), None))
         return next(filter(None, reasons), None)
 
     reason = first_reason(packing_unsupported_reason)
@@ -181,12 +181,14 @@ class Sizes:
         All ranks get the sizes of the rank with the least memory. `shares` is how the policy will be sharded.
         """
         itemsize = 2 if bf16 else 4
-        shape = Shape.of(policy.config, itemsize, max(itemsize, policy.get_input_embeddings().weight.element_size()))
+        shape = ModelShape.of(
+            policy.config, itemsize, max(itemsize, policy.get_input_embeddings().weight.element_size())
+        )
         free = int(ranks.min([max(0, free_bytes(device) - training_bytes(policy, device, shares))])[0])
         return cls(
-            memory.micro_batch_tokens or fit_micro_batch(shape, free, checkpointing),
-            memory.logprob_chunk_size or fit_chunk(shape, free),
-            memory.kv_cache_bytes or fit_kv_cache(free),
+            memory.micro_batch_tokens or auto_micro_batch_tokens(shape, free, checkpointing),
+            memory.logprob_chunk_size or auto_chunk_tokens(shape, free),
+            memory.kv_cache_bytes or auto_kv_cache_bytes(free),
             choice,
         )
 
@@ -200,7 +202,7 @@ class Sizes:
         return replace(self, **numbers, choice=self.choice.resumed(saved.get("layout", "padded")))
 
     def budget(self, memory: MemorySettings, pad_id: int, config: Any) -> Budget:
-        shape = Shape.of(config, 4)
+        shape = ModelShape.of(config, 4)
         costs = None if memory.share_prompt else LayerCosts.of(shape.hidden, shape.intermediate)
         return Budget(self.micro_batch_tokens, memory.pad_to_multiple_of, pad_id, self.choice.layout, costs)
 

@@ -39,7 +39,7 @@ def score_records(
         with run.tracker.phase(phase):
             return _score_batches(context, records, batches, needs), {"useful_tokens/score": _useful_share(batches)}
 
-    gathered = ranks.gathered(run_passes)
+    gathered = ranks.call_on_all(run_passes)
     scores = {i: values for rank_scores, _ in gathered for i, values in rank_scores.items()}
     scored = tuple(_with_scores(record, scores.get(i, {}), needs) for i, record in enumerate(records))
     return scored, reduce(merge_metrics, [metrics for _, metrics in gathered])
@@ -78,7 +78,7 @@ def _read_scores(
                 column = name if key == "logprobs" else key
                 if batch.record_indices:
                     places += [(index, column) for index in batch.record_indices]
-                    lengths += torch.bincount(batch.tokens.rows_T, minlength=batch.tokens.num_rows).tolist()
+                    lengths += torch.bincount(batch.tokens.sequences_T, minlength=batch.tokens.num_sequences).tolist()
                     columns.append(values.float())
     if columns:
         for (index, column), values in zip(places, torch.cat(columns).cpu().split(lengths), strict=True):

@@ -56,9 +56,9 @@ class WeightSync:
             is_stale = self.weights_changed or engine.policy_version != version
             if not strategy.ranks.max([float(is_stale)])[0]:
                 return
-            forms = strategy.ranks.gathered(lambda: engine.slice_form)
+            forms = strategy.ranks.call_on_all(lambda: engine.slice_form)
             form = next((form for form in forms if form.weights == "base"), forms[0])
-            with strategy.ranks.together(), self.context.run.tracker.phase(Phase.SYNC):
+            with strategy.ranks.propagate_errors(), self.context.run.tracker.phase(Phase.SYNC):
                 slices = strategy.slices(self.context.model_wrapped, form.max_bytes, form.dtype, form.weights)
                 engine.load(slices, version, form.weights)
             self.weights_changed = False

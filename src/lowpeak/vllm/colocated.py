@@ -17,8 +17,8 @@ import torch
 
 from lowpeak.arguments import ColocateSettings, VllmSettings, hide_secrets
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError, MemoryExhaustedError
-from lowpeak.memory import free_bytes, is_exhaustion
-from lowpeak.ranks import Ranks, has_group
+from lowpeak.memory import free_bytes, is_out_of_memory
+from lowpeak.ranks import Ranks, has_process_group
 from lowpeak.vllm.compatibility import read_facts, require_vllm, warn_unsupported
 from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS, MIN_MEMORY_SHARE, memory_remedy
 from lowpeak.vllm.process_isolation import (
@@ -69,7 +69,7 @@ class ColocatedVllm(Vllm):
         self._where, self._batch_size = settings.where, settings.batch_size
         self._team = team
         self._device = spec.device
-        self._had_group = has_group()
+        self._had_group = has_process_group()
         _check_version()
         self._num_requests = 0
         self._model = getattr(spec.config, "_name_or_path", "") or spec.architecture
@@ -169,7 +169,9 @@ class ColocatedVllm(Vllm):
             "load_format": "dummy",
             "dtype": spec.dtype,
             "tensor_parallel_size": self._team.world_size,
-            "distributed_executor_backend": "external_launcher" if has_group() and "RANK" in os.environ else None,
+            "distributed_executor_backend": "external_launcher"
+            if has_process_group() and "RANK" in os.environ
+            else None,
             "gpu_memory_utilization": where.gpu_memory_utilization
             if where.kv_cache_bytes is None
             else MIN_MEMORY_SHARE,
@@ -197,7 +199,7 @@ class ColocatedVllm(Vllm):
 
     def _explain_error(self, what: str, error: Exception) -> LowpeakError:
         """Return an error with vLLM's message and what to change if memory or the context was too small."""
-        kind = MemoryExhaustedError if is_exhaustion(error) else EngineError
+        kind = MemoryExhaustedError if is_out_of_memory(error) else EngineError
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         message = " ".join(lines[:3]) or type(error).__name__
         return kind(f"{what}: {message.removesuffix('.')}. {memory_remedy(self._where, self._batch_size)}")

@@ -124,7 +124,7 @@ class VllmEngine:
         if version is None:
             raise EngineError("The engine has no known weights yet: call load() before generate().")
         team, settings = self.callers.team, self.settings
-        with team.together():
+        with team.propagate_errors():
             self._check_lengths(prompts, sampling)
         end_ids = self.policy.end_ids(sampling)
         local = sequence_requests(prompts, sampling, end_ids, settings.structured_regex, settings.sampling_kwargs)

@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import nn
 
-from lowpeak.ranks import has_group
+from lowpeak.ranks import has_process_group
 
 # Environment of the build. Without the first variable vLLM's engine runs in a separate process; without the second vLLM binds
 # this process's threads to cores on CPUs.
@@ -97,7 +97,7 @@ def destroy_vllm_groups(had_group: bool) -> None:
     from vllm.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()
-    if not had_group and has_group():
+    if not had_group and has_process_group():
         parallel_state.destroy_distributed_environment()
 
 

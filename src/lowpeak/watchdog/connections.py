@@ -146,7 +146,7 @@ def connect_to_rank_0(host: str, port: int, token: str, rank: int) -> RankConnec
 def accept_ranks(server: socket.socket, token: str, number: int) -> list[RankConnection]:
     """Accept connections of `number` ranks, which send the token and their rank; raise TimeoutError if one is missing."""
     connections: list[RankConnection] = []
-    for raw, rank in accept_known(server, token.encode(), _RANK_BYTES, time.monotonic() + CONNECT_SECONDS):
+    for raw, rank in accept_authenticated(server, token.encode(), _RANK_BYTES, time.monotonic() + CONNECT_SECONDS):
         connections.append(RankConnection(raw, int.from_bytes(rank)))
         if len(connections) == number:
             return connections
@@ -155,7 +155,7 @@ def accept_ranks(server: socket.socket, token: str, number: int) -> list[RankCon
     raise TimeoutError(f"{len(connections)} of {number} ranks connected within {CONNECT_SECONDS:.0f} s")
 
 
-def accept_known(
+def accept_authenticated(
     server: socket.socket, token: bytes, num_more: int = 0, until: float = float("inf")
 ) -> Iterator[tuple[socket.socket, bytes]]:
     """Yield each connection that begins with `token`, and the `num_more` bytes after the token.

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.errors import LowpeakError, RankError, first_line, show_controls
-from lowpeak.ranks import Ranks, is_lost_connection, leave_at_exit
+from lowpeak.ranks import Ranks, destroy_group_at_exit, is_lost_connection
 from lowpeak.watchdog.connections import RankConnection, connect
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Verdict:
 
 
 @contextmanager
-def watched(ranks: Ranks, phase: Callable[[], str], grace: float = GRACE) -> Iterator[None]:
+def detect_failures(ranks: Ranks, phase: Callable[[], str], grace: float = GRACE) -> Iterator[None]:
     """Detect failures of the other ranks during the block, and report this rank's; all ranks must enter it.
 
     `phase` returns where in the run this rank is. Raises RankError if another rank is gone, failed or does not answer. Does
@@ -72,7 +72,7 @@ def watched(ranks: Ranks, phase: Callable[[], str], grace: float = GRACE) -> Ite
             detector = stack.enter_context(FailureDetector(processes.rank, connections, phase, grace))
             stack.enter_context(ranks.report_errors(detector.announce, detector.withdraw))
         yield
-    leave_at_exit()
+    destroy_group_at_exit()
 
 
 class FailureDetector:
@@ -124,7 +124,7 @@ class FailureDetector:
         """
         if not isinstance(error, LowpeakError) and is_lost_connection(error):
             return
-        self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {told(error)}", self._num_agreed))
+        self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {error_text(error)}", self._num_agreed))
 
     def withdraw(self) -> None:
         """Cancel the verdict on an error that all ranks have agreed on. A caller may catch it and continue."""
@@ -255,7 +255,7 @@ class FailureDetector:
         os._exit(1)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's message, with its class if that is not lowpeak's."""
     if isinstance(error, LowpeakError):
         return str(error)

@@ -12,35 +12,35 @@ import signal
 import threading
 import time
 
-PARENT = "LOWPEAK_PARENT"  # environment variable of a group's first process: the process id of its parent
+PARENT_VARIABLE = "LOWPEAK_PARENT"  # environment variable of a group's first process: the process id of its parent
 _LOOK_SECONDS = 0.5
 _SAVING_SECONDS = 30.0  # as long as torchrun gives ranks
 
 
-def end_training_with_parent() -> None:
+def exit_training_with_parent() -> None:
     """Watch the parent that the environment names, if any. The run has time to finish its step and save."""
-    if PARENT in os.environ:
-        end_with_parent(first=True, grace=_SAVING_SECONDS)
+    if PARENT_VARIABLE in os.environ:
+        exit_with_parent(first=True, grace=_SAVING_SECONDS)
         # Processes that this one starts have another parent.
-        del os.environ[PARENT]
+        del os.environ[PARENT_VARIABLE]
 
 
-def end_with_parent(first: bool, grace: float = 2.0) -> None:
+def exit_with_parent(first: bool, grace: float = 2.0) -> None:
     """Start a thread that ends the process group after the parent has died.
 
     It sends SIGTERM, and SIGKILL after `grace` seconds. The `first` process of a group reads its parent from the
     environment, because the parent may have died already. If it was started into another process's group, it ends
     alone. The grace also covers an orderly exit, in which a parent ends shortly before its children.
     """
-    expected = int(os.environ[PARENT]) if first else os.getppid()
+    expected = int(os.environ[PARENT_VARIABLE]) if first else os.getppid()
     alone = first and os.getpgrp() != os.getpid()
     arguments = (expected, grace, alone)
     threading.Thread(target=_watch, args=arguments, name="lowpeak-orphans", daemon=True).start()
 
 
-def watch_forks() -> None:
+def watch_parent_in_forks() -> None:
     """Watch the parent in every process that this one forks, too: threads do not survive a fork."""
-    os.register_at_fork(after_in_child=lambda: end_with_parent(first=False))
+    os.register_at_fork(after_in_child=lambda: exit_with_parent(first=False))
 
 
 def _watch(expected: int, grace: float, alone: bool) -> None:

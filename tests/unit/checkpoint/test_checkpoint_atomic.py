@@ -15,13 +15,13 @@ import polars
 import pytest
 import torch
 
-from lowpeak.checkpoint import last_checkpoint, staged, sweep
+from lowpeak.checkpoint import clean_up_checkpoints, last_checkpoint, stage_checkpoint
 from lowpeak.errors import CheckpointError
 from lowpeak.journal import Journal, read_steps
 
 
 def write_checkpoint(run_dir, step, text="whole"):
-    with staged(run_dir / f"checkpoint-{step}") as stage:
+    with stage_checkpoint(run_dir / f"checkpoint-{step}") as stage:
         (stage / "inner").mkdir()
         (stage / "inner" / "weights").write_text(text)
     return run_dir / f"checkpoint-{step}"
@@ -33,7 +33,7 @@ def names(run_dir):
 
 def test_a_checkpoint_takes_its_name_only_when_the_block_ends(tmp_path):
     final = tmp_path / "run" / "checkpoint-7"
-    with staged(final) as stage:
+    with stage_checkpoint(final) as stage:
         (stage / "weights").write_text("x")
         assert names(tmp_path / "run") == ["checkpoint-7.staged"]
         assert last_checkpoint(tmp_path / "run") is None
@@ -60,7 +60,7 @@ def test_an_error_in_the_block_removes_the_stage_and_is_raised_unchanged(tmp_pat
         raise error
 
     old = write_checkpoint(tmp_path, 2)
-    with pytest.raises(type(error)) as caught, staged(tmp_path / "checkpoint-2") as stage:
+    with pytest.raises(type(error)) as caught, stage_checkpoint(tmp_path / "checkpoint-2") as stage:
         fail(stage)
     assert caught.value is error
     assert names(tmp_path) == ["checkpoint-2"]
@@ -88,7 +88,7 @@ def write_with_torch_through_python(path):
 def test_a_full_disk_is_one_error_however_the_file_is_written(tmp_path, write):
     last = write_checkpoint(tmp_path, 4)
     told = f"checkpoint-5: {os.strerror(errno.ENOSPC)}.* {last} "
-    with pytest.raises(CheckpointError, match=told) as caught, staged(tmp_path / "checkpoint-5") as stage:
+    with pytest.raises(CheckpointError, match=told) as caught, stage_checkpoint(tmp_path / "checkpoint-5") as stage:
         write(on_a_full_disk(stage / "weights"))
     assert caught.value.__cause__ is not None
     assert names(tmp_path) == ["checkpoint-4"]
@@ -101,11 +101,11 @@ NUM_FILES = 3
 SAVE_IN_A_LOOP = f"""
 import sys
 from pathlib import Path
-from lowpeak.checkpoint import last_checkpoint, prune, staged, sweep
+from lowpeak.checkpoint import clean_up_checkpoints, last_checkpoint, prune_checkpoints, stage_checkpoint
 from lowpeak.journal import Journal
 
 run_dir = Path(sys.argv[1])
-sweep(run_dir)
+clean_up_checkpoints(run_dir)
 last = last_checkpoint(run_dir)
 step = int(last.name.removeprefix("checkpoint-")) if last else 0
 journal = Journal(run_dir)
@@ -117,10 +117,10 @@ while True:
     journal.write_rollout(step, [{{"prompt": "p" * 50, "completion": "c" * 900, "reward": 1.0}}] * 4)
     journal.sync()
     for _ in range(2):
-        with staged(run_dir / f"checkpoint-{{step}}") as stage:
+        with stage_checkpoint(run_dir / f"checkpoint-{{step}}") as stage:
             for number in range({NUM_FILES}):
                 (stage / f"part-{{number}}").write_text(f"{{step}}" * 2000 + "end")
-    prune(run_dir, keep=2)
+    prune_checkpoints(run_dir, keep=2)
     print("saved", flush=True)
 """
 
@@ -145,7 +145,7 @@ def test_a_process_killed_at_random_moments_leaves_complete_checkpoints(tmp_path
         found = [path for path in tmp_path.iterdir() if path.is_dir()]
         leftovers |= {path.suffix for path in found}
         assert all(whole(path) for path in found if path.suffix in ("", ".replaced"))
-        sweep(tmp_path)
+        clean_up_checkpoints(tmp_path)
         last = last_checkpoint(tmp_path)
         step = int(last.name.removeprefix("checkpoint-"))
         assert step > reached  # it went on where it was, and saved
@@ -170,7 +170,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from lowpeak.checkpoint import staged
+from lowpeak.checkpoint import stage_checkpoint
 from lowpeak.errors import CheckpointError
 
 writers = {
@@ -183,7 +183,7 @@ for how, write in writers.items():
     for step, limit in ((1, hard), (2, 100_000)):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
-            with staged(Path(sys.argv[1], how, f"checkpoint-{step}")) as stage:
+            with stage_checkpoint(Path(sys.argv[1], how, f"checkpoint-{step}")) as stage:
                 write(stage / "weights")
         except CheckpointError as error:
             print(how, error, sep=": ")

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lowpeak.checkpoint import SafetensorsWriter, staged_files, write_settings, write_weights
+from lowpeak.checkpoint import SafetensorsWriter, stage_files, write_configs, write_weights
 from lowpeak.parallel import broadcast_slices, exported_parameters, layout
 from lowpeak.ranks import Ranks
 from tiny import tiny_experts, tiny_model
@@ -44,7 +44,7 @@ def layout_of(model):
 
 def export(model, folder, file_bytes=10**9):
     folder.mkdir()
-    write_settings(folder, model, layout_of(model))
+    write_configs(folder, model, layout_of(model))
     write_weights(folder, model, layout_of(model), slices(model), file_bytes)
     return folder
 
@@ -118,7 +118,7 @@ def write(folder, max_bytes, count=4):
 @pytest.mark.parametrize(("first", "second"), [(320, 1 << 30), (1 << 30, 320)])
 def test_ranges_in_any_order_give_the_tensors_and_replace_an_earlier_export(tmp_path, first, second):
     for max_bytes in (first, second):
-        with staged_files(tmp_path, Ranks()) as stage:
+        with stage_files(tmp_path, Ranks()) as stage:
             write(stage, max_bytes)
     files = sorted(path.name for path in tmp_path.glob("model*.safetensors"))
     index = tmp_path / "model.safetensors.index.json"

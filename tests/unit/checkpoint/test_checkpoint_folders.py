@@ -10,21 +10,21 @@ import pytest
 
 from lowpeak.checkpoint import (
     RunState,
-    capture_random,
+    capture_rng_state,
     check_writable,
-    find_resume,
+    clean_up_checkpoints,
+    find_resume_checkpoint,
     last_checkpoint,
-    prune,
+    move_later_checkpoints,
+    prune_checkpoints,
     save_run_state,
-    set_aside,
-    staged,
-    sweep,
+    stage_checkpoint,
 )
 from lowpeak.errors import ArgumentError, CheckpointError
 
 
 def write_checkpoint(run_dir, step):
-    with staged(run_dir / f"checkpoint-{step}") as stage:
+    with stage_checkpoint(run_dir / f"checkpoint-{step}") as stage:
         (stage / "weights").write_text("whole")
     return run_dir / f"checkpoint-{step}"
 
@@ -59,17 +59,17 @@ def test_the_last_checkpoint_is_the_complete_one_of_the_highest_step(tmp_path):
 )
 def test_pruning_removes_the_oldest_but_neither_the_newest_nor_the_protected(tmp_path, keep, protected, left):
     folders(tmp_path, 1, 2, 3, 10)
-    prune(tmp_path, keep, [tmp_path / f"checkpoint-{step}" for step in protected])
+    prune_checkpoints(tmp_path, keep, [tmp_path / f"checkpoint-{step}" for step in protected])
     assert names(tmp_path) == sorted(f"checkpoint-{step}" for step in left)
 
 
 def test_checkpoints_of_later_steps_are_moved_to_a_new_folder_each_time(tmp_path):
     folders(tmp_path, 2, 4, 6)
-    assert set_aside(tmp_path, 4) == tmp_path / "earlier-1"
+    assert move_later_checkpoints(tmp_path, 4) == tmp_path / "earlier-1"
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
     assert (tmp_path / "earlier-1" / "checkpoint-6").is_dir()
-    assert set_aside(tmp_path, 0) == tmp_path / "earlier-2"
-    assert set_aside(tmp_path, 0) is None
+    assert move_later_checkpoints(tmp_path, 0) == tmp_path / "earlier-2"
+    assert move_later_checkpoints(tmp_path, 0) is None
 
 
 def test_clean_up_removes_only_what_killed_runs_left(tmp_path):
@@ -78,8 +78,8 @@ def test_clean_up_removes_only_what_killed_runs_left(tmp_path):
     for name in (*leftovers, "notes.staged", "final.removing"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
-    sweep(tmp_path)
-    sweep(tmp_path / "nowhere")
+    clean_up_checkpoints(tmp_path)
+    clean_up_checkpoints(tmp_path / "nowhere")
     assert names(tmp_path) == ["checkpoint-5", "final.removing", "notes.staged"]
     assert (whole / "weights").read_text() == "whole"
 
@@ -91,7 +91,7 @@ def test_a_run_killed_around_a_replacement_keeps_the_complete_checkpoint(tmp_pat
     if moment == "while":
         final.rename(tmp_path / "checkpoint-5.staged")
     (tmp_path / "checkpoint-5.replaced" / "old").write_text("")
-    sweep(tmp_path)
+    clean_up_checkpoints(tmp_path)
     assert names(tmp_path) == ["checkpoint-5"]
     assert (final / "weights").read_text() == "whole"
     assert (final / "old").exists() == (moment == "while")
@@ -108,8 +108,8 @@ def test_an_unwritable_output_folder_is_named_with_the_reason_also_for_root(tmp_
 
 
 def save(run_dir, step):
-    with staged(run_dir / f"checkpoint-{step}") as stage:
-        save_run_state(stage, RunState(step, {}, capture_random()))
+    with stage_checkpoint(run_dir / f"checkpoint-{step}") as stage:
+        save_run_state(stage, RunState(step, {}, capture_rng_state()))
     return run_dir / f"checkpoint-{step}"
 
 
@@ -118,9 +118,9 @@ def test_a_run_resumes_from_its_last_complete_checkpoint_or_the_given_one(tmp_pa
         save(tmp_path, step)
     (tmp_path / "checkpoint-11.staged").mkdir()
     for nothing in (None, False):
-        assert find_resume(tmp_path, nothing) is None
-    assert find_resume(tmp_path, True) == tmp_path / "checkpoint-10"
-    assert find_resume(tmp_path / "elsewhere", str(tmp_path / "checkpoint-9")) == tmp_path / "checkpoint-9"
+        assert find_resume_checkpoint(tmp_path, nothing) is None
+    assert find_resume_checkpoint(tmp_path, True) == tmp_path / "checkpoint-10"
+    assert find_resume_checkpoint(tmp_path / "elsewhere", str(tmp_path / "checkpoint-9")) == tmp_path / "checkpoint-9"
 
 
 def test_an_invalid_checkpoint_is_named_with_a_valid_one(tmp_path):
@@ -140,4 +140,4 @@ def test_an_invalid_checkpoint_is_named_with_a_valid_one(tmp_path):
     ]
     for run_dir, request, told in cases:
         with pytest.raises(CheckpointError, match=told):
-            find_resume(run_dir, request)
+            find_resume_checkpoint(run_dir, request)

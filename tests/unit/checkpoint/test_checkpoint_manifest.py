@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from damage import DAMAGES, harm
-from lowpeak.checkpoint import MANIFEST_FILE, digest_share, staged, verify_manifest, write_manifest
+from lowpeak.checkpoint import MANIFEST_FILE, digest_files, stage_checkpoint, verify_manifest, write_manifest
 from lowpeak.errors import CheckpointError, RankError
 from lowpeak.ranks import Ranks
 
@@ -58,9 +58,9 @@ def on_ranks(work, world_size=3):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_error_of_one_rank_is_raised_on_all_ranks_also_from_nested_blocks(own, echoed, text, depth):
     def work(ranks):
-        with ranks.together():
+        with ranks.propagate_errors():
             if depth == 2:
-                with ranks.together():
+                with ranks.propagate_errors():
                     fail(ranks)
             fail(ranks)
 
@@ -79,7 +79,7 @@ def test_an_error_of_one_rank_is_raised_on_all_ranks_also_from_nested_blocks(own
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_checkpoint_takes_its_name_only_if_all_ranks_have_written(tmp_path, failing):
     def write(ranks, fails):
-        with staged(tmp_path / "checkpoint-1", ranks) as stage:
+        with stage_checkpoint(tmp_path / "checkpoint-1", ranks) as stage:
             (stage / f"part-{ranks.rank}").write_text("x")
             if fails and ranks.rank == failing:
                 raise OSError(28, os.strerror(28))
@@ -98,7 +98,7 @@ def written(folder):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(bytes(range(1, 200)) * (number + 1))
     (folder / "lowpeak_random_0.pt").write_bytes(b"")
-    write_manifest(folder, [digest_share(folder)])
+    write_manifest(folder, [digest_files(folder)])
     return folder
 
 
@@ -140,7 +140,7 @@ def test_a_damaged_missing_or_foreign_file_is_named(tmp_path, name, change):
 
 def test_ranks_read_a_share_each_and_all_raise(tmp_path):
     def work(ranks):
-        shares = ranks.gather(digest_share(tmp_path, ranks))
+        shares = ranks.gather(digest_files(tmp_path, ranks))
         if ranks.rank == 0:
             write_manifest(tmp_path, shares)
         ranks.max([0.0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowpeak.checkpoint import capture_random, keep_random, restore_random
+from lowpeak.checkpoint import capture_rng_state, preserve_rng_state, restore_rng_state
 
 
 def draw():
@@ -28,20 +28,20 @@ def test_restored_generators_draw_the_same_numbers_after_an_evaluation(before):
     for _ in range(before):
         random.gauss(0, 1)
         np.random.randn()
-    state = capture_random()
+    state = capture_rng_state()
     first = draw()
     assert draw() != first
     for _ in range(2):
-        restore_random(state)
-        with pytest.raises(ZeroDivisionError), keep_random():
+        restore_rng_state(state)
+        with pytest.raises(ZeroDivisionError), preserve_rng_state():
             evaluate()
         assert draw() == first
 
 
 def test_a_changed_number_of_cuda_devices_is_logged(caplog):
     number = torch.cuda.device_count()
-    state = capture_random() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * (number + 1)}
+    state = capture_rng_state() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * (number + 1)}
     if number:
         state["cuda"][:number] = torch.cuda.get_rng_state_all()
-    restore_random(state)
+    restore_rng_state(state)
     assert [record.args for record in caplog.records] == [(number + 1, number)]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lowpeak.checkpoint import LOCK_FILE, only_run
+from lowpeak.checkpoint import LOCK_FILE, lock_run_folder
 from lowpeak.errors import CheckpointError
 
 HOLD = """
 import sys, pathlib
-from lowpeak.checkpoint import only_run
-with only_run(pathlib.Path(sys.argv[1])):
+from lowpeak.checkpoint import lock_run_folder
+with lock_run_folder(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -26,13 +26,13 @@ def test_a_second_run_is_refused_until_the_first_ends_or_is_killed(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout.readline() == "held\n"
-            with pytest.raises(CheckpointError, match=rf"\(process {holder.pid}\)"), only_run(tmp_path):
+            with pytest.raises(CheckpointError, match=rf"\(process {holder.pid}\)"), lock_run_folder(tmp_path):
                 pass
         finally:
             holder.kill()
-    with pytest.raises(ZeroDivisionError), only_run(tmp_path):
+    with pytest.raises(ZeroDivisionError), lock_run_folder(tmp_path):
         raise ZeroDivisionError
-    with only_run(tmp_path):
+    with lock_run_folder(tmp_path):
         assert (tmp_path / LOCK_FILE).stat().st_size == 107
 
 
@@ -43,6 +43,6 @@ def test_a_lock_file_that_is_a_folder_or_a_link_is_refused(tmp_path):
         run_dir = tmp_path / kind
         run_dir.mkdir()
         make(run_dir / LOCK_FILE)
-        with pytest.raises(CheckpointError, match=r"\.lowpeak\.lock"), only_run(run_dir):
+        with pytest.raises(CheckpointError, match=r"\.lowpeak\.lock"), lock_run_folder(run_dir):
             pass
     assert target.read_text() == "precious"

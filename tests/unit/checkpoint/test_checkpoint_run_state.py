@@ -14,10 +14,10 @@ from lowpeak.checkpoint import (
     STATE_FILE,
     RolloutInUse,
     RunState,
-    capture_random,
+    capture_rng_state,
     load_run_state,
     pack_records,
-    restore_random,
+    restore_rng_state,
     save_run_state,
     unpack_records,
 )
@@ -67,7 +67,7 @@ def state(**changes):
     fields = {
         "policy_version": 7,
         "cursor": {"epoch": 1, "position": 12, "serial": 2**53 + 1},
-        "random": capture_random(),
+        "random": capture_rng_state(),
         "rollout": RolloutInUse(records(), number=3, steps_used=1),
         "algorithm_state": {"entropy_coef": 1 / 3},
         "resolved": {"micro_batch_tokens": 4096},
@@ -106,7 +106,7 @@ def test_a_saved_state_is_loaded_bit_for_bit(tmp_path):
 def test_each_rank_gets_its_own_random_states_and_the_rest_of_rank_0(tmp_path):
     for rank in (1, 0):
         torch.manual_seed(rank)
-        save_run_state(tmp_path, state(policy_version=10 + rank, random=capture_random(), world_size=2), rank)
+        save_run_state(tmp_path, state(policy_version=10 + rank, random=capture_rng_state(), world_size=2), rank)
     for rank in (0, 1):
         torch.manual_seed(rank)
         loaded = load_run_state(tmp_path, rank)
@@ -124,7 +124,7 @@ def test_a_rank_that_the_run_did_not_have_gets_no_random_states_and_between_roll
     loaded = load_run_state(tmp_path, rank=1)
     assert (loaded.random, loaded.world_size) == ({}, 1)
     before = torch.get_rng_state()
-    restore_random(loaded.random)
+    restore_rng_state(loaded.random)
     assert torch.equal(torch.get_rng_state(), before)
     assert len(caplog.records) == 1
 

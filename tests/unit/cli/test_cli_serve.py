@@ -18,7 +18,7 @@ from lowpeak.cli import check_port, main, parse_server
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.vllm import ServerVllm
 from lowpeak.vllm.serving import ServerProcess, ServerSpec, find_token, saved_token, server_command, server_environment
-from lowpeak.watchdog import PARENT
+from lowpeak.watchdog import PARENT_VARIABLE
 from processes import are_gone
 
 GUARD = "lowpeak.vllm.serving.middleware.TokenMiddleware"
@@ -170,7 +170,7 @@ def test_the_environment_turns_the_routes_on_and_names_devices_and_parent():
     assert given == {
         "CUDA_VISIBLE_DEVICES": "7,5",
         "HOME": "h",
-        PARENT: str(os.getpid()),
+        PARENT_VARIABLE: str(os.getpid()),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_SERVER_DEV_MODE": "1",
     }

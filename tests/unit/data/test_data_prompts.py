@@ -49,13 +49,19 @@ def test_a_tokenizer_that_adds_special_tokens_adds_them_to_strings():
     assert PromptReader(tokenizer).read({"prompt": "12"}, 0).ids[0] == 1
 
 
-@pytest.mark.parametrize("begun", ["", "ab"])
-def test_messages_pass_the_chat_template_and_open_a_new_turn_of_the_assistants_as_in_trl(begun):
-    messages = [*user("1+1", name=None), *([{"role": "assistant", "content": begun}] if begun else [])]
+@pytest.mark.parametrize("assistant_prefix", ["", "ab"])
+def test_messages_pass_the_chat_template_and_open_a_new_turn_of_the_assistants_as_in_trl(assistant_prefix):
+    messages = [
+        *user("1+1", name=None),
+        *([{"role": "assistant", "content": assistant_prefix}] if assistant_prefix else []),
+    ]
     row = {"prompt": messages, "tools": None}
     prompt = chat_reader().read(row, 0)
-    assert text_of(prompt) == "<user>1+1<eos>" + (f"<assistant>{begun}<eos>" if begun else "") + "<assistant>"
-    assert (prompt.source, prompt.begun, prompt.conversational) == (messages, "", True)
+    assert (
+        text_of(prompt)
+        == "<user>1+1<eos>" + (f"<assistant>{assistant_prefix}<eos>" if assistant_prefix else "") + "<assistant>"
+    )
+    assert (prompt.source, prompt.assistant_prefix, prompt.conversational) == (messages, "", True)
     assert messages[0] == user("1+1", name=None)[0]
     assert row == {"prompt": messages, "tools": None}
 
@@ -74,9 +80,9 @@ def test_an_assistants_last_message_is_continued_where_that_is_asked_for(content
         of_the_run.read({"prompt": messages}, 0),
         chat_reader(PARTS).read({"prompt": messages, "chat_template_kwargs": options}, 0),
     ):
-        assert (text_of(prompt), prompt.begun) == ("<user>1+1<eos><assistant>ab", "ab")
+        assert (text_of(prompt), prompt.assistant_prefix) == ("<user>1+1<eos><assistant>ab", "ab")
     others = of_the_run.read({"prompt": user("1+1")}, 1)
-    assert (text_of(others), others.begun) == ("<user>1+1<eos><assistant>", "")
+    assert (text_of(others), others.assistant_prefix) == ("<user>1+1<eos><assistant>", "")
 
 
 def test_keys_that_arrow_filled_with_none_do_not_reach_the_template():

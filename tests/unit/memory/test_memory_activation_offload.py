@@ -27,13 +27,13 @@ class CountingMover:
         self.here = []
         self.most_here = 0
 
-    def away(self, flat):
+    def to_host(self, flat):
         self.went.append(flat.numel())
         host = flat.clone()
         self.hosts.append(weakref.ref(host))
         return host
 
-    def back(self, host):
+    def to_device(self, host):
         self.came += 1
         flat = host.clone()
         self.here = [*(ref for ref in self.here if ref() is not None), weakref.ref(flat)]
@@ -68,7 +68,7 @@ def test_loss_and_gradients_are_the_same_bits(checkpointing):
     loss, found = gradients(model, offload.saving())
     assert loss.equal(plain_loss)
     assert all(found[name].equal(grad) for name, grad in plain.items())
-    assert offload.bytes_away == sum(mover.went) > 0
+    assert offload.offloaded_bytes == sum(mover.went) > 0
     if checkpointing:
         inputs = 2 * 5 * 32 * 4  # of a layer: rows x tokens x hidden x bytes
         assert 4 <= mover.went.count(inputs) <= 4 + 4  # the last norm, which is not checkpointed, saves a few
@@ -142,7 +142,7 @@ def trained(tmp_path, tied, offloads):
         settings = replace(trainer.run.logprob_settings, saving=offload.saving)
         trainer.run = replace(trainer.run, logprob_settings=settings)
     trainer.train()
-    return dict(model.named_parameters()), offload.bytes_away
+    return dict(model.named_parameters()), offload.offloaded_bytes
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from lowpeak.memory import cgroup_headrooms, free_bytes, is_exhaustion
+from lowpeak.memory import cgroup_headrooms, free_bytes, is_out_of_memory
 
 RAN_OUT = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -20,7 +20,7 @@ OTHERS = (RuntimeError("CUDA error: an illegal memory access was encountered"), 
 
 
 def test_out_of_memory_errors_of_allocators_and_libraries_are_recognized():
-    assert [error for error in (*RAN_OUT, *OTHERS) if is_exhaustion(error)] == list(RAN_OUT)
+    assert [error for error in (*RAN_OUT, *OTHERS) if is_out_of_memory(error)] == list(RAN_OUT)
 
 
 GB = 2**30

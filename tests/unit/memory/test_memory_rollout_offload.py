@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowpeak.errors import MemoryExhaustedError
-from lowpeak.memory import Rest
+from lowpeak.memory import RolloutOffloader
 from movers import CopyingMover
 
 
@@ -24,7 +24,7 @@ def states(optimizer):
 
 
 def rest_of(model, optimizer, mover=None, least_bytes=64):
-    return Rest(mover or CopyingMover(), model.parameters, lambda: states(optimizer), least_bytes)
+    return RolloutOffloader(mover or CopyingMover(), model.parameters, lambda: states(optimizer), least_bytes)
 
 
 def nbytes(tensors):
@@ -36,45 +36,45 @@ def test_states_are_offloaded_during_a_rollout_and_the_same_bits_after_it():
     before = [value.clone() for value in states(optimizer)]
     counts = [value for value in states(optimizer) if value.numel() == 1]
     rest = rest_of(model, optimizer)
-    with rest.rollout():
+    with rest.offloaded():
         assert nbytes(states(optimizer)) == nbytes(counts)
         assert nbytes(model.parameters()) == (16 * 16 + 16) * 4
     assert all(now.equal(then) for now, then in zip(states(optimizer), before, strict=True))
-    bytes_away, seconds = rest.take()
-    assert bytes_away == 2 * (16 * 16 + 16) * 4
+    offloaded_bytes, seconds = rest.pop_usage()
+    assert offloaded_bytes == 2 * (16 * 16 + 16) * 4
     assert seconds > 0
-    assert rest.take() == (0, 0.0)
+    assert rest.pop_usage() == (0, 0.0)
 
 
 def test_views_of_a_buffer_share_it_again_after_a_rollout():
     flat = torch.arange(64.0)
     part = flat[16:32].view(4, 4)
-    rest = Rest(CopyingMover(), list, lambda: [part, flat], 1)
-    with rest.rollout():
+    rest = RolloutOffloader(CopyingMover(), list, lambda: [part, flat], 1)
+    with rest.offloaded():
         assert flat.untyped_storage().nbytes() == 0
-    assert rest.bytes_away == 64 * 4  # once, although two tensors are on it
+    assert rest.offloaded_bytes == 64 * 4  # once, although two tensors are on it
     part.add_(100.0)
     assert flat[16:32].tolist() == [116.0 + i for i in range(16)]
 
 
 def test_a_storage_of_the_policy_stays_on_the_device():
     policy = torch.arange(64.0)
-    rest = Rest(CopyingMover(), lambda: [policy], lambda: [policy[:32]], 1)
-    with rest.rollout():
+    rest = RolloutOffloader(CopyingMover(), lambda: [policy], lambda: [policy[:32]], 1)
+    with rest.offloaded():
         assert policy.sum() == 63 * 32
-    assert rest.bytes_away == 0
+    assert rest.offloaded_bytes == 0
 
 
 def test_a_reward_model_is_on_the_device_while_it_is_used_and_offloaded_again():
     judge, optimizer_state = torch.arange(8.0), torch.ones(8)
-    rest = Rest(CopyingMover(), list, lambda: [optimizer_state], 1)
+    rest = RolloutOffloader(CopyingMover(), list, lambda: [optimizer_state], 1)
     rest.add(lambda: [judge])
-    with rest.here(lambda: [judge]):
+    with rest.on_device(lambda: [judge]):
         assert judge.tolist() == list(range(8))
-    assert rest.bytes_away == 0  # it was not away
-    with rest.rollout():
+    assert rest.offloaded_bytes == 0  # it was not away
+    with rest.offloaded():
         assert nbytes([judge, optimizer_state]) == 0
-        with rest.here(lambda: [judge]):
+        with rest.on_device(lambda: [judge]):
             assert judge.tolist() == list(range(8))
             assert nbytes([optimizer_state]) == 0
         assert nbytes([judge, optimizer_state]) == 0
@@ -90,7 +90,7 @@ def test_all_tensors_return_after_an_error(mover, told):
     model, optimizer = trained()
     before = [value.clone() for value in states(optimizer)]
     kind = KeyError if told == "engine" else MemoryExhaustedError
-    with pytest.raises(kind, match=told), rest_of(model, optimizer, mover).rollout():
+    with pytest.raises(kind, match=told), rest_of(model, optimizer, mover).offloaded():
         raise KeyError("engine")
     assert all(now.equal(then) for now, then in zip(states(optimizer), before, strict=True))
 
@@ -103,7 +103,7 @@ def test_training_continues_with_the_same_bits():
         rest = rest_of(model, optimizer)
         for _ in range(3):
             if rests:
-                with rest.rollout():
+                with rest.offloaded():
                     pass
             optimizer.zero_grad()
             model(torch.ones(2, 16)).square().sum().backward()

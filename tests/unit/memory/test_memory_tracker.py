@@ -46,7 +46,7 @@ def test_a_phases_peak_excludes_earlier_and_intermediate_peaks():
     gauge.use(900)
     with tracker.phase(Phase.TRAIN):
         gauge.use(20)
-    uses = tracker.take()
+    uses = tracker.pop_uses()
     assert (uses["rollout"].peak_bytes, uses["rollout"].reserved_bytes) == (150, 300)
     assert (uses["train"].peak_bytes, uses["train"].reserved_bytes) == (120, 240)
 
@@ -61,7 +61,7 @@ def test_an_outer_phases_peak_includes_inner_phases(before, inside, after):
             with tracker.phase(Phase.REWARD):
                 gauge.use(5)
         gauge.use(after)
-    uses = tracker.take()
+    uses = tracker.pop_uses()
     peaks = {name: use.peak_bytes for name, use in uses.items()}
     assert peaks == {"evaluate": 170, "rollout": 100 + inside, "reward": 105}
 
@@ -72,7 +72,7 @@ def test_calls_of_one_phase_add_up_in_time_and_take_the_highest_peak():
         with tracker.phase(Phase.TRAIN):
             gauge.use(num_bytes)
             time.sleep(0.01)
-    use = tracker.take()["train"]
+    use = tracker.pop_uses()["train"]
     assert (use.calls, use.peak_bytes) == (3, 160)
     assert 0.03 <= use.seconds < 1.0
     assert gauge.settled == 3
@@ -85,7 +85,7 @@ def test_reading_uses_resets_them_and_a_phase_counts_when_it_ends_or_fails():
         with tracker.phase(Phase.TRAIN):
             with tracker.phase(Phase.SCORE):
                 pass
-            assert list(tracker.take()) == ["score"]
+            assert list(tracker.pop_uses()) == ["score"]
             with tracker.phase(Phase.OPTIMIZER):
                 gauge.use(40)
                 raise MemoryError
@@ -94,9 +94,9 @@ def test_reading_uses_resets_them_and_a_phase_counts_when_it_ends_or_fails():
         fail()
     with tracker.phase(Phase.SAVE):
         gauge.use(80)
-    uses = tracker.take()
+    uses = tracker.pop_uses()
     assert {name: use.peak_bytes for name, use in uses.items()} == {"optimizer": 140, "train": 140, "save": 180}
-    assert tracker.take() == {}
+    assert tracker.pop_uses() == {}
 
 
 # Allocations of 64 kB and more go straight to the kernel and back, so that resident memory is what is alive.
@@ -121,7 +121,7 @@ with tracker.phase(Phase.EVALUATE):
         take(16)
 with tracker.phase(Phase.SAVE):
     pass
-uses = tracker.take()
+uses = tracker.pop_uses()
 base = uses["sync"].peak_bytes
 for name in ("evaluate", "rollout", "reward", "save"):
     print(name, (uses[name].peak_bytes - base) / MB)
@@ -129,7 +129,7 @@ for name in ("evaluate", "rollout", "reward", "save"):
 sampled = MemoryTracker("cpu", ResidentGauge(Path("/no/clear_refs")))
 with sampled.phase(Phase.ROLLOUT):
     kept = torch.ones(32 * MB // 4)
-print("sampled", (sampled.take()["rollout"].peak_bytes - base) / MB)
+print("sampled", (sampled.pop_uses()["rollout"].peak_bytes - base) / MB)
 """
 
 

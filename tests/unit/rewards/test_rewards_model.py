@@ -92,16 +92,18 @@ def test_messages_are_read_through_the_reward_tokenizers_own_template():
 def test_a_message_that_is_continued_is_read_once():
     prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     texts = {"": "<user>1<eos><assistant>2<eos><assistant>34<eos>", "2": "<user>1<eos><assistant>234<eos>"}
-    for begun, text in texts.items():
+    for assistant_prefix, text in texts.items():
         whole = one_by_one(classifier(), tokenizer(chat=True), [text])
-        options = {"continue_final_message": bool(begun)}
+        options = {"continue_final_message": bool(assistant_prefix)}
         for of_run, of_row in (
             (options, {}),
-            ({"continue_final_message": not begun}, {"chat_template_kwargs": options}),
+            ({"continue_final_message": not assistant_prefix}, {"chat_template_kwargs": options}),
         ):
             model = ModelReward(classifier(), tokenizer(chat=True), chat_template_kwargs=of_run)
             panel, one = RewardPanel([model], RewardSettings((1.0,)), lambda ids: "34"), group(prompt, "x", **of_row)
-            result = panel.compute_rewards([replace(one, prompt=replace(one.prompt, begun=begun))])
+            result = panel.compute_rewards(
+                [replace(one, prompt=replace(one.prompt, assistant_prefix=assistant_prefix))]
+            )
             assert result.records[0].rewards == pytest.approx(whole, abs=1e-5)
 
 

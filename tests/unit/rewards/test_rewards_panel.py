@@ -52,13 +52,13 @@ def test_plain_groups_are_strings_in_rows_with_every_column_and_the_trainers_sta
     assert all(type(token) is int for ids in seen["completion_ids"] for token in ids)
 
 
-@pytest.mark.parametrize("begun", ["", "<think>"])
-def test_conversational_groups_are_lists_of_one_message_with_what_it_continues(begun):
+@pytest.mark.parametrize("assistant_prefix", ["", "<think>"])
+def test_conversational_groups_are_lists_of_one_message_with_what_it_continues(assistant_prefix):
     prompt = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "<think>"}]
     one = group(prompt, "a", "b")
-    seen = asked(replace(one, prompt=replace(one.prompt, begun=begun)))
+    seen = asked(replace(one, prompt=replace(one.prompt, assistant_prefix=assistant_prefix)))
     assert seen["prompts"] == [prompt, prompt]
-    assert seen["completions"] == [[{"role": "assistant", "content": f"{begun}{text}"}] for text in "ab"]
+    assert seen["completions"] == [[{"role": "assistant", "content": f"{assistant_prefix}{text}"}] for text in "ab"]
 
 
 def test_a_column_that_a_prompt_lacks_is_none_and_a_completions_own_field_comes_first():

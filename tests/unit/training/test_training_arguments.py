@@ -37,7 +37,7 @@ CISPO = {"loss_type": "cispo", "epsilon_high": 4.0}
 def test_a_rollout_holds_what_trls_does_and_serves_as_many_steps(tmp_path):
     batches = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     settings = online(tmp_path, 2, **batches, steps_per_generation=8, num_iterations=3).rollout
-    assert (settings.num_rows, settings.num_prompts, settings.rows_per_step) == (64, 8, 16)
+    assert (settings.num_sequences, settings.num_prompts, settings.rows_per_step) == (64, 8, 16)
     assert (settings.steps_per_pass, settings.num_steps) == (4, 12)
 
 
@@ -99,7 +99,7 @@ def test_the_size_of_a_rollout_that_an_error_names_is_taken(tmp_path, batch, acc
     with pytest.raises(ArgumentError, match="steps_per_generation=") as refused:
         online(tmp_path, **sizes, steps_per_generation=5, num_generations=9)
     remedy = int(re.search(r"use steps_per_generation=(\d+)", str(refused.value))[1])
-    assert online(tmp_path, **sizes, steps_per_generation=remedy, num_generations=9).rollout.num_rows % 9 == 0
+    assert online(tmp_path, **sizes, steps_per_generation=remedy, num_generations=9).rollout.num_sequences % 9 == 0
 
 
 def test_what_names_what_happens_anyway_is_taken(tmp_path):

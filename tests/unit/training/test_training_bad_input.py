@@ -159,7 +159,7 @@ def test_a_sigterm_that_comes_while_a_failure_is_explained_does_not_cut_the_expl
             explained.append("said")
             raise
 
-    monkeypatch.setattr("lowpeak.trainers.base.watched", explaining)
+    monkeypatch.setattr("lowpeak.trainers.base.detect_failures", explaining)
     before = signal.getsignal(signal.SIGTERM)
     run = grpo(tmp_path, reward_funcs=failing)
     with names(RewardError, "'failing'"):

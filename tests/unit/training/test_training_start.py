@@ -220,15 +220,15 @@ def test_one_rank_that_was_asked_to_stop_is_enough():
 
 def test_where_a_run_is_outlasts_the_error_that_left_a_phase():
     tracker = MemoryTracker("cpu")
-    assert tracker.where == "the start"
+    assert tracker.current_phase == "the start"
     with tracker.phase(Phase.EVALUATE), tracker.phase(Phase.REWARD):
-        assert tracker.where == "phase reward"
-    assert tracker.where == "the step, after phase evaluate"
+        assert tracker.current_phase == "phase reward"
+    assert tracker.current_phase == "the step, after phase evaluate"
     with pytest.raises(KeyError), tracker.phase(Phase.EVALUATE), tracker.phase(Phase.REWARD):
         raise KeyError
-    assert tracker.where == "phase reward"
+    assert tracker.current_phase == "phase reward"
     with tracker.phase(Phase.SCORE):
-        assert tracker.where == "phase score"
+        assert tracker.current_phase == "phase score"
 
 
 SIZES = {"micro_batch_tokens": 64, "logprob_chunk_size": 16, "kv_cache_bytes": 4096}

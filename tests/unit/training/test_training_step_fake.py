@@ -104,11 +104,11 @@ class FakeMover:
         self.went = 0
         self.came = 0
 
-    def away(self, flat: Tensor) -> Tensor:
+    def to_host(self, flat: Tensor) -> Tensor:
         self.went += 1
         return flat.clone()
 
-    def back(self, host: Tensor) -> Tensor:
+    def to_device(self, host: Tensor) -> Tensor:
         self.came += 1
         return host.clone()
 
@@ -124,9 +124,9 @@ def test_a_step_of_7b_shapes_keeps_the_inputs_of_its_layers_in_host_memory():
         offload = ActivationOffload(model, mover)
         core = replace(CORE, saving=offload.saving)
         score(model, batches, core)
-        assert offload.bytes_away == 0, "a pass without gradients saves nothing"
+        assert offload.offloaded_bytes == 0, "a pass without gradients saves nothing"
         run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.coefficients())
     num_layers = SEVEN_B.num_hidden_layers
     last_norm = sum(batch.input_ids_BL.numel() for batch in batches) * 3584 * 4  # is not recomputed
-    assert num_layers * last_norm <= offload.bytes_away <= (num_layers + 3) * last_norm
+    assert num_layers * last_norm <= offload.offloaded_bytes <= (num_layers + 3) * last_norm
     assert mover.came == mover.went > 2 * num_layers

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lowpeak.watchdog import accept_known, accept_ranks, connect_to_rank_0
+from lowpeak.watchdog import accept_authenticated, accept_ranks, connect_to_rank_0
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -55,7 +55,7 @@ def test_unverified_clients_neither_stop_rank_0_nor_keep_out_a_late_rank(who):
 def test_a_closed_server_accepts_no_connection():
     server = socket.create_server(("127.0.0.1", 0))
     server.close()
-    assert list(accept_known(server, b"token")) == []
+    assert list(accept_authenticated(server, b"token")) == []
 
 
 def test_a_rank_that_does_not_connect_is_a_timeout(monkeypatch):

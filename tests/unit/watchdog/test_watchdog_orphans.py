@@ -18,13 +18,13 @@ SECONDS = 60  # until processes have started, or have ended; by themselves they 
 LEADER = """
 import os, time
 from multiprocessing import get_context
-from lowpeak.watchdog.orphans import end_with_parent, watch_forks
+from lowpeak.watchdog.orphans import exit_with_parent, watch_parent_in_forks
 def tell():
     open(f'{os.getpid()}.pid', 'w').close()
     time.sleep(600)
 if __name__ == '__main__':
-    end_with_parent(first=True)
-    watch_forks()
+    exit_with_parent(first=True)
+    watch_parent_in_forks()
     get_context('fork').Process(target=tell).start()
     tell()
 """

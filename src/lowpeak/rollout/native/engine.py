@@ -13,7 +13,7 @@ from torch import nn
 
 from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
-from lowpeak.memory import has_memory
+from lowpeak.memory import has_device_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
 from lowpeak.rollout.native.cache import bytes_per_token, text_config
@@ -71,7 +71,7 @@ class NativeEngine:
 
     def sleep(self) -> None:
         """Return cached memory of torch's allocator; a call's KV cache ends with the call."""
-        if self.device is not None and has_memory(self.device):
+        if self.device is not None and has_device_memory(self.device):
             torch.get_device_module(self.device).empty_cache()
 
     def wake(self) -> None:

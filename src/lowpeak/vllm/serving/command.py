@@ -13,7 +13,7 @@ from lowpeak.arguments import SERVER_TOKEN, server_url
 from lowpeak.errors import ArgumentError
 from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS
 from lowpeak.vllm.serving.entrypoint import SCALE_OUT
-from lowpeak.watchdog import PARENT
+from lowpeak.watchdog import PARENT_VARIABLE
 
 LOOPBACK = "127.0.0.1"
 CPU = "cpu"
@@ -96,7 +96,7 @@ def server_environment(server: ServerSpec, inherited: Mapping[str, str]) -> dict
     # The token replaces vLLM's key, which protects fewer routes.
     for name in (*_RANK_VARIABLES, "VLLM_API_KEY"):
         variables.pop(name, None)
-    variables |= {"VLLM_SERVER_DEV_MODE": "1", PARENT: str(os.getpid()), SERVER_TOKEN: server.token}
+    variables |= {"VLLM_SERVER_DEV_MODE": "1", PARENT_VARIABLE: str(os.getpid()), SERVER_TOKEN: server.token}
     return variables | visible_device_variables(server.devices, inherited)
 
 

@@ -9,16 +9,16 @@ import os
 import runpy
 import sys
 
-from lowpeak.watchdog import PARENT, end_with_parent, watch_forks
+from lowpeak.watchdog import PARENT_VARIABLE, exit_with_parent, watch_parent_in_forks
 
 SCALE_OUT = "--enable-scale-out"
 _CHUNKED = ("--enable-chunked-prefill", "--no-enable-chunked-prefill")
 
 # Processes that vLLM spawns import this module again as their main module, so they watch their parent too.
-if PARENT in os.environ:
+if PARENT_VARIABLE in os.environ:
     # In spawned processes the module's name is __mp_main__.
-    end_with_parent(first=__name__ == "__main__")
-    watch_forks()
+    exit_with_parent(first=__name__ == "__main__")
+    watch_parent_in_forks()
 
 
 def main() -> None:

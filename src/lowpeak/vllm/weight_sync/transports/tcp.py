@@ -24,7 +24,7 @@ from lowpeak.errors import EngineError
 from lowpeak.vllm.protocol import start_thread
 from lowpeak.vllm.weight_sync.buckets import Bucket
 from lowpeak.vllm.weight_sync.transports.base import BucketReceiver, BucketSender, TakeCall
-from lowpeak.watchdog import accept_known
+from lowpeak.watchdog import accept_authenticated
 
 _TOKEN_LENGTH = 64  # characters of a token or its proof
 
@@ -92,7 +92,7 @@ class TcpSender(BucketSender):
 
     def _accept(self) -> None:
         """Accept connections that know the token, until the listener is shut down."""
-        for peer, _ in accept_known(self._listener, self._token.encode()):
+        for peer, _ in accept_authenticated(self._listener, self._token.encode()):
             try:
                 peer.settimeout(self._timeout)
                 peer.sendall(_proof(self._token))
