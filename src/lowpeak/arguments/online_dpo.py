@@ -25,7 +25,7 @@ from lowpeak.arguments.ppo import PPOArguments
 PairLossType = Literal["sigmoid", "ipo"]
 
 REJECTED: dict[str, str] = {
-    "max_length": "prompts are never truncated: max_completion_length bounds completions, and overlong_prompts='drop' skips "
+    "max_length": "prompts are never cut: max_completion_length bounds completions, and overlong_prompts='drop' skips "
     "prompts that do not fit",
     "reward_model_path": "pass the path to the trainer, as reward_funcs",
     "judge": "pass the judge to the trainer, as judge=",
