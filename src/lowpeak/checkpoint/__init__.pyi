@@ -7,10 +7,10 @@ from lowpeak.checkpoint.export import write_weights as write_weights
 from lowpeak.checkpoint.folders import STATE_FILE as STATE_FILE
 from lowpeak.checkpoint.folders import check_writable as check_writable
 from lowpeak.checkpoint.folders import clean_up_checkpoints as clean_up_checkpoints
-from lowpeak.checkpoint.folders import find_resume_checkpoint as find_resume_checkpoint
 from lowpeak.checkpoint.folders import last_checkpoint as last_checkpoint
 from lowpeak.checkpoint.folders import move_later_checkpoints as move_later_checkpoints
 from lowpeak.checkpoint.folders import prune_checkpoints as prune_checkpoints
+from lowpeak.checkpoint.folders import resolve_checkpoint as resolve_checkpoint
 from lowpeak.checkpoint.folders import sync as sync
 from lowpeak.checkpoint.manifest import MANIFEST_FILE as MANIFEST_FILE
 from lowpeak.checkpoint.manifest import digest_files as digest_files

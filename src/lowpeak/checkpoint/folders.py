@@ -104,7 +104,7 @@ def check_writable(output_dir: Path) -> None:
         ) from error
 
 
-def find_resume_checkpoint(run_dir: Path, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> Path | None:
+def resolve_checkpoint(run_dir: Path, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> Path | None:
     """Return the checkpoint to resume from, or None.
 
     None and False mean no checkpoint, True the last one of `run_dir`, anything else is a path. Call

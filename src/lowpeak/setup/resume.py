@@ -6,7 +6,7 @@ import logging
 import re
 from pathlib import Path
 
-from lowpeak.checkpoint import clean_up_checkpoints, find_resume_checkpoint, last_checkpoint, move_later_checkpoints
+from lowpeak.checkpoint import clean_up_checkpoints, last_checkpoint, move_later_checkpoints, resolve_checkpoint
 from lowpeak.errors import CheckpointError
 from lowpeak.journal import Journal
 from lowpeak.setup.elastic_restart import is_of_this_launch, num_restarts, record_launch
@@ -25,14 +25,14 @@ def find_resume_checkpoint(output_dir: Path, resume_from_checkpoint: str | bool 
     last = last_checkpoint(output_dir)
     if restarts and last is not None and is_of_this_launch(last):
         logger.warning("Restart %d: resuming from %s.", restarts, last)
-        return find_resume_checkpoint(output_dir, True)
-    return find_resume_checkpoint(output_dir, resume_from_checkpoint)
+        return resolve_checkpoint(output_dir, True)
+    return resolve_checkpoint(output_dir, resume_from_checkpoint)
 
 
 def check_resume(output_dir: Path, resume_from_checkpoint: str | bool | None) -> None:
     """Raise CheckpointError if there is no such checkpoint; a restarted run finds its checkpoint itself."""
     if not num_restarts():
-        find_resume_checkpoint(output_dir, resume_from_checkpoint)
+        resolve_checkpoint(output_dir, resume_from_checkpoint)
 
 
 def check_checkpoint_name(checkpoint: Path, output_dir: Path, step: int) -> None:

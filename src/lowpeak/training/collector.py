@@ -91,13 +91,13 @@ class RolloutCollector:
     def engine_awake(self) -> Iterator[None]:
         """Offload what a rollout does not need and wake the engine for the block; undo both after it."""
         with ExitStack() as stack:
-            with self._ranks.together():
+            with self._ranks.propagate_errors():
                 if self.offloader is not None:
                     stack.enter_context(self.offloader.offloaded())
                 self.engine.wake()
             yield
             self.engine.sleep()
-            with self._ranks.together():
+            with self._ranks.propagate_errors():
                 stack.close()
 
     def load_weights(self, policy_version: int) -> None:
@@ -165,7 +165,7 @@ class RolloutCollector:
         parts: list[RewardedCompletions] = []
         selected: list[int] = []
         for _ in range(1 + self.settings.rollout.max_refills):
-            with self._ranks.together():
+            with self._ranks.propagate_errors():
                 prompts = self.cursor.take(num_missing)
             judged = self.generate_and_score(prompts, sampling, state, num_generated, Phase.ROLLOUT)
             num_generated += num_missing

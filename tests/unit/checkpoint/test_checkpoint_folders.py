@@ -13,10 +13,10 @@ from lowpeak.checkpoint import (
     capture_rng_state,
     check_writable,
     clean_up_checkpoints,
-    find_resume_checkpoint,
     last_checkpoint,
     move_later_checkpoints,
     prune_checkpoints,
+    resolve_checkpoint,
     save_run_state,
     stage_checkpoint,
 )
@@ -118,9 +118,9 @@ def test_a_run_resumes_from_its_last_complete_checkpoint_or_the_given_one(tmp_pa
         save(tmp_path, step)
     (tmp_path / "checkpoint-11.staged").mkdir()
     for nothing in (None, False):
-        assert find_resume_checkpoint(tmp_path, nothing) is None
-    assert find_resume_checkpoint(tmp_path, True) == tmp_path / "checkpoint-10"
-    assert find_resume_checkpoint(tmp_path / "elsewhere", str(tmp_path / "checkpoint-9")) == tmp_path / "checkpoint-9"
+        assert resolve_checkpoint(tmp_path, nothing) is None
+    assert resolve_checkpoint(tmp_path, True) == tmp_path / "checkpoint-10"
+    assert resolve_checkpoint(tmp_path / "elsewhere", str(tmp_path / "checkpoint-9")) == tmp_path / "checkpoint-9"
 
 
 def test_an_invalid_checkpoint_is_named_with_a_valid_one(tmp_path):
@@ -140,4 +140,4 @@ def test_an_invalid_checkpoint_is_named_with_a_valid_one(tmp_path):
     ]
     for run_dir, request, told in cases:
         with pytest.raises(CheckpointError, match=told):
-            find_resume_checkpoint(run_dir, request)
+            resolve_checkpoint(run_dir, request)
