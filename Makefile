@@ -3,6 +3,7 @@
 # make test         lint, types and all tests
 # make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
+# make docs         the manual as a site, in build/site; a broken link is an error
 # Each makes its environment on its first run and installs nothing on the next.
 
 PYTHON ?= python3
@@ -12,6 +13,7 @@ READY := $(VENV)/.ready
 CORE := $(VENV)/.core
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := $(PIP) --no-deps --require-hashes --requirement
+DOCS := .venv-docs
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -29,10 +31,10 @@ export TOKENIZERS_PARALLELISM := false
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help quickstart check test test-kernels test-vllm lint types format clean
+.PHONY: help quickstart check test test-kernels test-vllm docs lint types format clean
 
 help:
-	@sed -n 's/^# \{0,1\}//;1,6p' Makefile
+	@sed -n 's/^# \{0,1\}//;1,7p' Makefile
 
 $(CORE): pyproject.toml constraints.txt requirements.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -75,6 +77,12 @@ test:
 	@$(MAKE) --no-print-directory lint types
 	$(PYTEST) $(BY_FILE) --ignore=tests/with_vllm
 
+docs:
+	@echo "make docs: a few seconds, and half a minute to install"
+	@test -x $(DOCS)/bin/mkdocs || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-docs.txt
+	$(DOCS)/bin/mkdocs build
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -98,5 +106,5 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM) $(DOCS) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,36 @@
+"""The manual names files that are there, its drawing and lists are those of the code, and its lines fit a diff."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from architecture.call_paths import PAGE, listed, tables
+from architecture.packages_drawing import DRAWING, drawing
+from architecture.sources import PACKAGE, ROOT
+
+# The log and decisions tell what was; they keep the names of their time.
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CURRENT = [page for page in PAGES if page.name != "log.md"]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_each_file_that_a_page_names_is_there(page):
+    named = re.findall(r"`([\w/]+/\w+\.py)\b", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_lines_of_prose_end_at_100_columns(page):
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    long = [line for line in text.splitlines() if len(line) > 100 and not line.startswith(("|", "    ")) and " " in line[:90]]
+    assert long == []
+
+
+def test_the_drawing_is_of_the_imports_as_they_are():
+    assert DRAWING.read_text(encoding="utf-8") == drawing(), "run python tests/architecture/packages_drawing.py"
+
+
+def test_the_listed_call_paths_are_those_of_a_run():
+    assert listed(PAGE.read_text(encoding="utf-8")) == tables(), "run python tests/architecture/call_paths.py"
