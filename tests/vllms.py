@@ -162,8 +162,8 @@ def slices(values=(1.0, 2.0)):
     yield WeightSlice("weight", (len(values),), torch.float32, 0, tensor)
 
 
-def engine_over(*vllms, callers=None, adapter=None, **settings):
-    """An engine over these vLLMs, awake and loaded with version 0."""
+def engine_over(*vllms, callers=None, adapter=None, load=True, **settings):
+    """An engine over these vLLMs, awake and, with `load`, with weights of version 0."""
     made = VllmEngine(
         lambda: vllms,
         replace(SETTINGS, **settings),
@@ -171,7 +171,8 @@ def engine_over(*vllms, callers=None, adapter=None, **settings):
         callers or EngineSharing(Ranks()),
     )
     made.wake()
-    made.load(slices(), 0)
+    if load:
+        made.load(slices(), 0)
     return made
 
 

@@ -24,7 +24,11 @@ def test_each_file_that_a_page_names_is_there(page):
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
 def test_lines_of_prose_end_at_100_columns(page):
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    long = [line for line in text.splitlines() if len(line) > 100 and not line.startswith(("|", "    ")) and " " in line[:90]]
+    long = [
+        line
+        for line in text.splitlines()
+        if len(line) > 100 and not line.startswith(("|", "    ")) and " " in line[:90]
+    ]
     assert long == []
 
 
