@@ -150,7 +150,7 @@ class WeightsVllm(FusedVllm):
 
 
 def weights_path(folder: Path) -> dict[str, str]:
-    """Return the files that weights pass: those that get slices of them, and those on the call stack of a worker's `load_weights`."""
+    """Return the files that get slices of the weights, and those on the call stack of a worker's `load_weights`."""
     model = LoadsWeights()
     trainer = make("GRPO", folder, max_steps=1)
     trainer.collector.engine = engine_over(WeightsVllm(model), load=False)
@@ -173,7 +173,9 @@ def tables() -> str:
     for title, functions in paths.items():
         rows = [f"| {number} | `{path}` | `{name}` |" for number, (path, name) in enumerate(functions.items(), 1)]
         parts.append(
-            "\n".join([f"**{title}: {len(functions)} files.**", "", "| | file | function |", "|---|---|---|", *rows])
+            "\n".join(
+                [f"**{title}: {len(functions)} files.**", "", "| # | file | function |", "| -- | -- | -- |", *rows]
+            )
         )
     return "\n\n".join(parts)
 

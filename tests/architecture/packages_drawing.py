@@ -84,7 +84,8 @@ def _arrow(start: tuple[int, int], end: tuple[int, int]) -> str:
 
 def _box(name: str, x: int, y: int) -> str:
     width, height = BOX
-    box = f'<rect x="{x - width // 2}" y="{y - height // 2}" width="{width}" height="{height}" rx="5" fill="#eef3fb" stroke="#446"/>'
+    corner = f'x="{x - width // 2}" y="{y - height // 2}"'
+    box = f'<rect {corner} width="{width}" height="{height}" rx="5" fill="#eef3fb" stroke="#446"/>'
     return f'{box}<text x="{x}" y="{y + 5}" text-anchor="middle">{name}</text>'
 
 

@@ -18,10 +18,14 @@ CURRENT = [page for page in PAGES if page.name != "log.md"]
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_each_file_that_a_page_names_is_there(page):
     named = re.findall(r"`([\w/]+/\w+\.py)\b", page.read_text(encoding="utf-8"))
-    assert [name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
+    assert [
+        name
+        for name in named
+        if not name.startswith("path/") and not (PACKAGE / name).exists() and not (ROOT / name).exists()
+    ] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*CURRENT, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
 def test_lines_of_prose_end_at_100_columns(page):
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     long = [

@@ -118,9 +118,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         """Keep the parts of the run, with the state that it starts with."""
         self.run, self.scratch = run, StepScratch()
         self.algorithm_state, self.unlogged_metrics = dict(run.algorithm.state), {}
-        optimizer_phase = lambda: self.run.tracker.phase(Phase.OPTIMIZER)  # noqa: E731
-        engine_step = lambda: self.run.strategy.engine_step()  # noqa: E731
-        self.add_callback(StepCallback(optimizer_phase, engine_step, self.finish_step, run.interrupts))
+        self.add_callback(StepCallback(lambda: self.run, self.finish_step))
 
     # the loop
 
@@ -393,9 +391,8 @@ class StepTrainer(ModelCardMixin, Trainer):
 
     def _check_weights(self) -> None:
         shards = self.run.strategy.shards(self.model)
-        weights = {name: shards[name] for name in trained_parameters(self.model)}
-        step, ranks = self.state.global_step, self.run.strategy.ranks
-        require_finite_weights(weights, step, Path(self.args.output_dir), ranks)
+        weights, folder = {name: shards[name] for name in trained_parameters(self.model)}, Path(self.args.output_dir)
+        require_finite_weights(weights, self.state.global_step, folder, self.run.strategy.ranks)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         with only_policy_adapters(self.model):

@@ -197,7 +197,7 @@ def test_an_argument_that_online_dpo_cannot_take_is_named(tmp_path, changes, nam
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        *(("max_length", "cut"), ("reward_model_path", "reward_funcs")),
+        *(("max_length", "overlong_prompts"), ("reward_model_path", "reward_funcs")),
         *(("judge", "trainer"), ("cache_implementation", "engine")),
     ],
 )

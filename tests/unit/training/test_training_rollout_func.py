@@ -163,22 +163,22 @@ def test_other_fields_reach_the_rewards_also_where_a_checkpoint_cannot_hold_them
         (answer(logprobs=0.0), "'logprobs' is 0.0"),
         (answer(env_mask=1), "'env_mask' is 1"),
         (answer(completion_ids=5), "'completion_ids' is 5"),
-        (answer(logprobs=[[-1.0] * 4, [-1.0] * 4]), "row 1 has 5 completion_ids, 4 logprobs .* 5 .*env_mask"),
-        (answer(env_mask=[[1] * 3, [1] * 5]), "row 0 has 4 completion_ids, 4 logprobs .* 3 .*env_mask"),
+        (answer(logprobs=[[-1.0] * 4, [-1.0] * 4]), "entry 1 has 5 completion_ids, 4 logprobs .* 5 .*env_mask"),
+        (answer(env_mask=[[1] * 3, [1] * 5]), "entry 0 has 4 completion_ids, 4 logprobs .* 3 .*env_mask"),
         (
             answer(completion_ids=[[], [4]], logprobs=[[], [-1.0]], env_mask=[[], [1]]),
-            "row 0 has 0 completion_ids, 0 logprobs .* 0 .*env_mask",
+            "entry 0 has 0 completion_ids, 0 logprobs .* 0 .*env_mask",
         ),
-        (answer(prompt_ids=[PROMPT, []]), "row 1 .*prompt_ids"),
-        (answer(completion_ids=[[4, 7, 13, 1], ROWS[1]["ids"]]), "row 0: completion_ids has 13.* 0 to 12"),
+        (answer(prompt_ids=[PROMPT, []]), "entry 1 .*prompt_ids"),
+        (answer(completion_ids=[[4, 7, 13, 1], ROWS[1]["ids"]]), "entry 0: completion_ids has 13.* 0 to 12"),
         *(
-            (answer(logprobs=[[number, -1.0, -1.0, -1.0], [-1.0] * 5]), f"row 0: logprobs has {number}")
+            (answer(logprobs=[[number, -1.0, -1.0, -1.0], [-1.0] * 5]), f"entry 0: logprobs has {number}")
             for number in (float("nan"), float("-inf"), float("inf"), 5.0)
         ),
         (answer(completions=["a", "b"]), "'completions'"),
-        (answer(prompt_ids=[[-1], PROMPT]), "row 0: prompt_ids has -1"),
-        (answer(prompt_ids=[["1"], PROMPT]), "row 0: prompt_ids has '1'"),
-        (answer(completion_ids=[[4.5, 7, 8, 1], ROWS[1]["ids"]]), "row 0: completion_ids has 4.5"),
+        (answer(prompt_ids=[[-1], PROMPT]), "entry 0: prompt_ids has -1"),
+        (answer(prompt_ids=[["1"], PROMPT]), "entry 0: prompt_ids has '1'"),
+        (answer(completion_ids=[[4.5, 7, 8, 1], ROWS[1]["ids"]]), "entry 0: completion_ids has 4.5"),
     ],
 )
 def test_an_answer_that_cannot_be_used_is_refused(tmp_path, output, names):

@@ -40,7 +40,7 @@ def test_half_precision_of_an_accelerate_config_is_refused_as_the_argument_is(tm
     assert config(tmp_path).mixed_precision == "no"
 
 
-FSDP = "FSDP .*NO .* 1 .*cpu"
+FSDP = "FSDP .*NO.* 1 .*cpu"
 
 
 def test_fsdp_that_would_be_something_else_is_an_error_before_the_model_loads(tmp_path):

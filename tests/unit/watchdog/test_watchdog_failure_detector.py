@@ -111,7 +111,7 @@ with FailureDetector(0, [RankConnection(here, 1)], lambda: "phase train", grace=
 def test_a_lost_connection_is_not_announced_before_the_rank_that_is_gone_is_known():
     with two_ranks() as (zero, _, line):
         zero.announce(BROKEN)
-        line.connection.shutdown(socket.SHUT_RDWR)
+        line.socket.shutdown(socket.SHUT_RDWR)
         assert told(zero).startswith("rank 1 is gone")
 
 
