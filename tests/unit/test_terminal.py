@@ -7,7 +7,7 @@ import unicodedata
 import pytest
 
 import fake_server
-from lowpeak.cli import tell
+from lowpeak.cli import print_once
 from lowpeak.errors import CheckpointError, EngineError, show_controls
 from lowpeak.training import print_completions
 from lowpeak.vllm import ServerVllm
@@ -55,5 +55,5 @@ def test_an_error_keeps_its_class_s_own_form():
 
 def test_another_ranks_words_and_a_log_are_told_without_escape_sequences(capsys):
     assert error_text(ValueError(EVIL)) == f"ValueError: {SHOWN}"
-    tell(EVIL)
+    print_once(EVIL)
     assert capsys.readouterr().err == f"{SHOWN}\n"

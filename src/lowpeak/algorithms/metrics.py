@@ -47,7 +47,7 @@ def measure_pass(
 
 
 def measure_top1(is_top1_T: Tensor, tokens: TokenBatch) -> dict[str, Metric]:
-    """Return the share of tokens that are the likeliest, whatever the temperature."""
+    """Return the share of tokens that are the likeliest, at any temperature."""
     mask_T = weighted_tokens(tokens, "token")
     return {"mean_token_accuracy": masked_mean(is_top1_T.to(mask_T.dtype), mask_T)}
 

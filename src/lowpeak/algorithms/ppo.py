@@ -39,7 +39,7 @@ _VARIANCE_EPSILON = 1e-8  # added to a variance before its root divides
 
 
 def make_ppo(settings: PPOSettings) -> Algorithm:
-    """Return PPO; no sequence is skipped, since its values are learned whatever its advantages are."""
+    """Return PPO; no sequence is skipped, because its values are learned even with zero advantages."""
     needs: dict[Need, bool] = {"old": settings.score_old, "values": True, "reference": settings.beta != 0.0}
     return Algorithm(
         name="ppo",

@@ -27,7 +27,7 @@ _LENGTH = 29
 
 
 def packing_mismatch(model: nn.Module, device: torch.device | str, now_on: torch.device | None = None) -> str | None:
-    """Return what is wrong with the model's hidden states, or the device's kernel, for packed sequences; None if nothing.
+    """Return the mismatch of the model's hidden states, or of the device's kernel, for packed sequences; None if none.
 
     A small forest is compared with its sequences run one by one, up to rounding in the dtype that the model computes in.
     Pass the model as it will be called (wrapped or not) after `install_attention`; it runs in eval mode without gradients,

@@ -16,7 +16,7 @@ from lowpeak.cli.env import installed_version as installed_version
 from lowpeak.cli.launch import LAUNCHED as LAUNCHED
 from lowpeak.cli.launch import launch_or_join as launch_or_join
 from lowpeak.cli.launch import launcher_arguments as launcher_arguments
-from lowpeak.cli.output import tell as tell
+from lowpeak.cli.output import print_once as print_once
 from lowpeak.cli.output import to_yaml as to_yaml
 from lowpeak.cli.parser import HELP_GROUPS as HELP_GROUPS
 from lowpeak.cli.parser import argument_names as argument_names

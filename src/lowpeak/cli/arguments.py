@@ -80,7 +80,7 @@ class JudgeArguments(RewardArguments):
 
 @dataclass(frozen=True)
 class RunArguments:
-    """What the command does with the run."""
+    """The command's own arguments of a run."""
 
     dry_run: bool = logging_argument(
         False, "print the resolved model, data, arguments and micro-batches, and do not train"

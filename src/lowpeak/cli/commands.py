@@ -11,7 +11,7 @@ from functools import partial
 
 import lowpeak
 from lowpeak.cli.launch import LAUNCHED
-from lowpeak.cli.output import tell
+from lowpeak.cli.output import print_once
 from lowpeak.errors import ArgumentError, LowpeakError, RankError
 
 USAGE = """\
@@ -58,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("LOWPEAK_TRACEBACK", "0") not in ("", "0"):
             raise
         if not _is_reported_by_another_rank(error):
-            tell(f"lowpeak: error: {error}")
+            print_once(f"lowpeak: error: {error}")
         return 2
     except KeyboardInterrupt as stop:
         saved = str(stop)
         not_saved = (
             "stopped without saving; --resume_from_checkpoint true resumes from the last checkpoint, if there is one"
         )
-        tell(f"lowpeak: {saved or not_saved}")
+        print_once(f"lowpeak: {saved or not_saved}")
         # A launcher forwarded Ctrl-C to this rank, and returns 130 itself.
         return 0 if saved and LAUNCHED in os.environ else 130
 

@@ -13,7 +13,7 @@ from lowpeak.arguments import hide_secrets
 from lowpeak.errors import show_controls
 
 
-def tell(message: str) -> None:
+def print_once(message: str) -> None:
     """Write a line to stderr, unless another rank of the same torch agent has written it already."""
     # The agent puts the ranks' error folders into one folder: the rank that first creates a file there prints.
     folder = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -29,7 +29,7 @@ def tell(message: str) -> None:
 
 
 def to_yaml(resolved: Any) -> str:
-    """Return what a dry run resolved as YAML, without access tokens."""
+    """Return the plan of a dry run as YAML, without access tokens."""
     import yaml
 
     return yaml.safe_dump(hide_secrets(_to_yaml_types(resolved)), sort_keys=False, allow_unicode=True, width=110)

@@ -15,7 +15,7 @@ from types import FrameType
 from lowpeak.arguments import SERVER_TOKEN
 from lowpeak.cli.arguments import ErrorParser
 from lowpeak.cli.devices import read_devices
-from lowpeak.cli.output import tell
+from lowpeak.cli.output import print_once
 from lowpeak.errors import ArgumentError
 from lowpeak.vllm import require_vllm
 from lowpeak.vllm.serving import LOOPBACK, ServerProcess, ServerSpec, saved_token
@@ -33,7 +33,7 @@ def run_server(argv: Sequence[str]) -> int:
     if server.token == os.environ.get(SERVER_TOKEN):
         return wait_for(process)
     with saved_token(server.port, server.token) as path:
-        tell(
+        print_once(
             f"lowpeak: the server requires the token in {path}; your runs on this host read it there, others need it "
             f"as {SERVER_TOKEN} in their environment"
         )
@@ -53,7 +53,7 @@ def wait_for(process: ServerProcess) -> int:
             process.stop()
     if status is None:
         return 130 if signals.last == signal.SIGINT else 0
-    tell(f"lowpeak: error: {process.describe_end(status)}")
+    print_once(f"lowpeak: error: {process.describe_end(status)}")
     return 128 - status if status < 0 else status or 1
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowpeak.cli.output import tell
+from lowpeak.cli.output import print_once
 from lowpeak.cli.serve import SignalRecorder
 from lowpeak.errors import EngineError
 from lowpeak.vllm.serving import ServerProcess, ServerSpec, server_command
@@ -28,7 +28,7 @@ _SAVE_SECONDS = 60.0  # for a trainer without a server to save
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """What to start: the servers, and the trainer's command with the variables to add to its environment."""
+    """The processes to start: the servers, and the trainer's command with its added environment variables."""
 
     servers: tuple[ServerSpec, ...]
     command: tuple[str, ...]
@@ -52,7 +52,7 @@ class _SupervisedServer:
         if status is None:
             if self.ready_since is None and process.is_ready():
                 self.ready_since, self.was_ready, self.failed_starts = time.monotonic(), True, 0
-                tell(f"lowpeak: vLLM at {process.server.url} is ready")
+                print_once(f"lowpeak: vLLM at {process.server.url} is ready")
             return
         if self.ready_since is None:
             self.failed_starts += 1
@@ -64,7 +64,7 @@ class _SupervisedServer:
             raise EngineError(f"(after {self.restarts} restarts) {end}" if self.restarts else end)
         self.restarts += 1
         process.start()
-        tell(f"lowpeak: {end}\nlowpeak: vLLM at {process.server.url} is started again (process {process.pid})")
+        print_once(f"lowpeak: {end}\nlowpeak: vLLM at {process.server.url} is started again (process {process.pid})")
 
 
 def supervise(
@@ -86,12 +86,12 @@ def supervise(
                 each.process.start()
                 server = each.process.server
                 where = f"{','.join(server.devices)} at {server.url}"
-                tell(f"lowpeak: vLLM starts on {where} (process {each.process.pid}), log in {each.process.log}")
+                print_once(f"lowpeak: vLLM starts on {where} (process {each.process.pid}), log in {each.process.log}")
             trainer_environ = {**environ, **plan.trainer_environ, PARENT_VARIABLE: str(os.getpid())}
             trainer = subprocess.Popen(plan.command, env=trainer_environ, start_new_session=True)
             status = _wait_for_trainer(trainer, servers, signals)
         except EngineError:
-            tell("lowpeak: no vLLM server available; saving and stopping")
+            print_once("lowpeak: no vLLM server available; saving and stopping")
             grace = _SAVE_SECONDS
             raise
         finally:

@@ -144,7 +144,7 @@ def _remaining_devices(num_devices: int, serving: Sequence[str]) -> tuple[str, .
 
 
 def _split_devices(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
-    """Return the devices of each server; on CPUs there is one server, whatever `size` is."""
+    """Return the devices of each server; on CPUs there is one server for any `size`."""
     if not devices or tuple(devices) == (CPU,):
         return [(CPU,)] if devices else []
     check_tensor_parallel_size(size, len(devices), f"the {len(devices)} devices of --vllm_devices")

@@ -277,7 +277,7 @@ def _needs_gradient(*inputs: Tensor | None) -> bool:
 
 
 def module_logprobs(head: Head, hidden_TD: Tensor, targets_T: Tensor, settings: ChunkSettings) -> LogprobsAndEntropy:
-    """Return what `chunked_logprobs` does for a head that is any module: LoRA, 4-bit, parametrised, tensor subclasses.
+    """Return the results of `chunked_logprobs` for a head that is any module: LoRA, 4-bit, parametrised, tensor subclasses.
 
     The module computes each chunk's logits, and non-reentrant checkpointing computes them again in backward. So frozen
     and trained parameters, dropout and hooks inside the module act as in an ordinary forward.
@@ -289,7 +289,7 @@ def module_logprobs(head: Head, hidden_TD: Tensor, targets_T: Tensor, settings: 
 def module_loss(
     head: Head, hidden_TD: Tensor, targets_T: Tensor, loss: TokenLoss, settings: ChunkSettings
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what `fused_loss` does for a head that is any module: the summed loss, detached log-probs and entropies."""
+    """Return the results of `fused_loss` for a head that is any module: the summed loss, detached log-probs and entropies."""
     spans = settings.spans(len(targets_T))
     chunks = [_module_chunk(head, hidden_TD, targets_T, settings, *span) for span in spans]
     losses = [loss(*chunk, *span) for chunk, span in zip(chunks, spans, strict=True)]

@@ -1,4 +1,4 @@
-"""Automatic sizes: what `auto` resolves to, from free memory and the model's shape.
+"""Automatic sizes: `auto` resolved from free memory and the model's shape.
 
 Sizes are rounded down to powers of two. Free memory varies a little from run to run, and different sizes would round sums
 differently.

@@ -116,7 +116,7 @@ class DeviceGauge:
         self._torch = torch.get_device_module(device)
 
     def reset(self) -> None:
-        """Reset the peak to what is allocated now."""
+        """Reset the peak to the memory that is allocated now."""
         self._torch.reset_peak_memory_stats(self._device)
 
     def synchronize(self) -> None:

@@ -46,7 +46,7 @@ class Lockstep:
         """Return `run`, counted as the next collective of a forward; `dummy` takes part in it without a result."""
         self._dummies.append(dummy)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def run_and_count(*args: Any, **kwargs: Any) -> Any:
             self._in_order = False
             kind = self.device.type
             self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -55,7 +55,7 @@ class Lockstep:
             self._num_done += 1
             return result
 
-        return counted
+        return run_and_count
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the autocast context of the last collective."""

@@ -88,8 +88,9 @@ class Gatherer:
     def gathered_model(
         self, model: nn.Module, shard_of: ShardOf, budget: int | None, gather_head: bool = False
     ) -> Iterator[nn.Module]:
-        """Gather what `budget` bytes allow (None: all), and yield `model` ready for forwards; all ranks enter and leave together.
+        """Gather as many layers as `budget` bytes allow (None: all), and yield `model` ready for forwards.
 
+        All ranks enter and leave together.
         `gather_head` gathers the head in any case: computing log-probs reads its weight, not only its product. Leaving the
         context restores hooks, parameters, forwards, modes and checkpointing, also after an error. Unless all is gathered,
         forwards contain collectives and run in lockstep; see `Lockstep`.
@@ -138,7 +139,7 @@ def _install(
     lockstep: Lockstep,
     tp_collectives: TPCollectives,
 ) -> None:
-    """Gather what is kept; for the rest, register a forward's collectives in the order in which they run."""
+    """Gather the layers that are kept; for the others, register a forward's collectives in the order in which they run."""
     _keep_gathered(stack, parts.rest, _buffers(parts.rest))
     for (_, params), layer_buffers in zip(parts.layers[: plan.num_layers], buffers, strict=False):
         _keep_gathered(stack, params, layer_buffers)
@@ -208,7 +209,7 @@ def _sharded_params(module: nn.Module, shard_of: ShardOf) -> list[ShardedParam]:
 
 
 def _plan(parts: ShardedParts, budget: int | None) -> GatherPlan:
-    """Return what fits into the budget; buffers for one layer and the rest are always allocated."""
+    """Return the layers that fit into the budget; buffers for one layer and the rest are always allocated."""
     if budget is None:
         return GatherPlan(len(parts.layers), True)
     sizes = [_nbytes(params) for _, params in parts.layers]

@@ -102,7 +102,7 @@ class ParameterExport(Protocol):
         ...
 
     def layout(self, model: nn.Module, weights: Weights = "merged") -> Layout:
-        """Return names, shapes and dtypes of what `slices` yields, in its order, without communication."""
+        """Return names, shapes and dtypes of the slices, in its order, without communication."""
         ...
 
 
@@ -130,7 +130,7 @@ class ShardedState(Protocol):
         return
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
-        """Read what `save_state` wrote, on any number of ranks; without an optimizer, the weights alone."""
+        """Read the files of `save_state`, on any number of ranks; without an optimizer, the weights alone."""
         ...
 
 

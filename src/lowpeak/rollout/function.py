@@ -46,7 +46,7 @@ _OVERRIDES = {
 
 @dataclass
 class _FunctionCall:
-    """One call of the function: its sampling parameters, and what the seeds of its engine calls depend on."""
+    """One call of the function: its sampling parameters, and the numbers that seed its engine calls."""
 
     first_serial: int
     sampling: Sampling

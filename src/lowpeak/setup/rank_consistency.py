@@ -72,7 +72,7 @@ def require_same_data(datasets: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 def _traits(data: Any) -> dict[str, str]:
-    """Return what distinguishes data sets without reading them completely."""
+    """Return traits that distinguish data sets without reading them completely."""
     if isinstance(data, Mapping):
         return {f"{name} {trait}": value for name, one in data.items() for trait, value in _traits(one).items()}
     if data is None or not hasattr(data, "__len__") or not len(data):

@@ -96,7 +96,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         raise AssertionError("a trainer defines a step")
 
     def run_state(self) -> RunState:
-        """Return what a checkpoint needs besides weights, optimizer and schedule."""
+        """Return the state that a checkpoint needs beside weights, optimizer and schedule."""
         raise AssertionError("a trainer defines its state")
 
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
@@ -104,11 +104,11 @@ class StepTrainer(ModelCardMixin, Trainer):
         raise AssertionError("a trainer restores its state")
 
     def identity(self) -> dict[str, Any]:
-        """Return, as JSON, what must not change when a run is resumed."""
+        """Return, as JSON, the values that must not change when a run is resumed."""
         return {"algorithm": self.run.algorithm.name}
 
     def save_extra(self, folder: Path) -> None:
-        """Write what else a checkpoint needs into its (staged) folder."""
+        """Write other files of a checkpoint into its staged folder."""
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """Return the metrics of one data set, their names under `prefix`."""
@@ -144,7 +144,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         return result
 
     def _start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path | None:
-        """Clear what an aborted run left in this process; restore the checkpoint, and return it, if any."""
+        """Clear the state that an aborted run left in this process; restore the checkpoint, and return it, if any."""
         self.scratch, self.unlogged_metrics = StepScratch(), {}
         self.run.tracker.pop_uses()
         ranks = self.run.strategy.ranks

@@ -185,7 +185,7 @@ class OfflineTrainer(StepTrainer):
         return self._step_batches(records)
 
     def dry_run(self) -> dict[str, Any]:
-        """Return what the arguments resolved to, without training: model, data, sizes, micro-batches."""
+        """Return the resolved arguments, without training: model, data, sizes, micro-batches."""
         steps, longest = self.num_steps_per_epoch(), self.reader.max_length
         return describe_offline(self, self.model, self.cursor, steps, self.rows_per_step, longest)
 

@@ -73,7 +73,7 @@ class OnlineTrainer(StepTrainer):
         raise AssertionError("a subclass names its algorithm")
 
     def attach_extra_modules(self, policy: nn.Module, origin: Any, args: Any) -> None:
-        """Add what else is trained, such as PPO's critic, to a policy that was loaded from `origin`."""
+        """Add other trained modules, such as PPO's critic, to a policy that was loaded from `origin`."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class OnlineTrainer(StepTrainer):
         return bool(due)
 
     def dry_run(self) -> dict[str, Any]:
-        """Return what the arguments resolved to, without training: model, data, rollout, sizes, micro-batches."""
+        """Return the resolved arguments, without training: model, data, rollout, sizes, micro-batches."""
         return describe_run(self, self.model, self.collector, self.num_steps_per_epoch())
 
     # evaluation

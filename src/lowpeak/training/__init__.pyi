@@ -31,6 +31,7 @@ from lowpeak.training.prepare_run import OnlineInputs as OnlineInputs
 from lowpeak.training.prepare_run import prepare_online as prepare_online
 from lowpeak.training.rollout_report import print_completions as print_completions
 from lowpeak.training.run import Run as Run
+from lowpeak.training.run import StepCallback as StepCallback
 from lowpeak.training.run import StepScratch as StepScratch
 from lowpeak.training.run import explain_out_of_memory as explain_out_of_memory
 from lowpeak.training.run_sizes import Sizes as Sizes
@@ -41,7 +42,6 @@ from lowpeak.training.run_sizes import training_bytes as training_bytes
 from lowpeak.training.scorer import score_records as score_records
 from lowpeak.training.signals import CONTROL_FLAGS as CONTROL_FLAGS
 from lowpeak.training.signals import STOP_FLAGS as STOP_FLAGS
-from lowpeak.training.signals import StepCallback as StepCallback
 from lowpeak.training.signals import agree_on_flags as agree_on_flags
 from lowpeak.training.step import LogprobSettings as LogprobSettings
 from lowpeak.training.step import measure_step as measure_step

@@ -273,7 +273,7 @@ def _panel(parts: OnlineParts) -> RewardPanel:
 
 
 def _context_name(args: Any, critic: nn.Module | None) -> str:
-    """Return what limits the length of a sequence, in words: the shortest context of policy, critic and vLLM."""
+    """Return the limit of a sequence's length, in words: the shortest context of policy, critic and vLLM."""
     length = args.vllm_max_model_length
     context = "the model's context" if critic is None else "the model's context or its critic's"
     return context if length is None else f"{context} or vllm_max_model_length {length}"

@@ -89,7 +89,7 @@ class RolloutCollector:
 
     @contextmanager
     def engine_awake(self) -> Iterator[None]:
-        """Offload what a rollout does not need and wake the engine for the block; undo both after it."""
+        """Offload tensors that a rollout does not need and wake the engine for the block; undo both after it."""
         with ExitStack() as stack:
             with self._ranks.propagate_errors():
                 if self.offloader is not None:

@@ -1,4 +1,4 @@
-"""The dry run: what the arguments resolved to, in words and numbers, without training."""
+"""The dry run: the resolved arguments in words and numbers, without training."""
 
 from __future__ import annotations
 

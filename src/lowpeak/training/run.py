@@ -1,15 +1,15 @@
-"""The wiring of a run, the numbers of the step under way, and what the pipeline uses of a trainer."""
+"""The wiring of a run, the numbers of the step under way, and the part of a trainer that the pipeline uses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.batching import Budget
@@ -76,7 +76,7 @@ class StepScratch:
 
 
 class RunContext(Protocol):
-    """What the pipeline uses of a trainer.
+    """The part of a trainer that the pipeline uses.
 
     It reads the members when it needs them: a resumed run replaces `run`, and transformers sets `model_wrapped` and
     `optimizer` when training starts.
@@ -143,3 +143,27 @@ class ProgressTracker(MemoryTracker):
             bar = getattr(callback, "training_bar", None) if isinstance(callback, ProgressCallback) else None
             if bar is not None:
                 bar.set_postfix_str(text)
+
+
+class StepCallback(TrainerCallback):
+    """Calls at transformers' hooks: the optimizer's phase, the end of a step, the request to stop."""
+
+    def __init__(self, current_run: Callable[[], Run], finish_step: Callable[[], object]) -> None:
+        self._current_run, self._finish_step = current_run, finish_step
+        self._open = ExitStack()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        run = self._current_run()
+        self._open.close()  # still open if the last optimizer step raised
+        self._open.enter_context(run.tracker.phase(Phase.OPTIMIZER))
+        run.strategy.engine_step()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._open.close()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self._finish_step()
+        if self._current_run().interrupts.agreed:
+            control.should_save = True
+            control.should_training_stop = True
+        return control

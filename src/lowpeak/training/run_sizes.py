@@ -128,7 +128,7 @@ def device_at_start(model: nn.Module, device: torch.device) -> torch.device:
 
 
 def training_bytes(model: nn.Module, device: torch.device, shares: DeviceFractions) -> int:
-    """Return the bytes of `device` that training will allocate on top of what is allocated now.
+    """Return the bytes of `device` that training will allocate beyond the memory that is allocated now.
 
     These are a gradient and AdamW's two states of each trained parameter, and the weights that are still on another
     device: FSDP2 and DeepSpeed move them when they prepare the model.

@@ -8,19 +8,13 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import TrainerCallback
-
-from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
-
-if TYPE_CHECKING:
-    from lowpeak.training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -82,27 +76,3 @@ def agree_on_flags(control: Any, names: Sequence[str], ranks: Ranks) -> None:
     for name, is_set in zip(names, flags, strict=True):
         if is_set:
             setattr(control, name, True)
-
-
-class StepCallback(TrainerCallback):
-    """Calls at transformers' hooks: the optimizer's phase, the end of a step, the request to stop."""
-
-    def __init__(self, current_run: Callable[[], Run], finish_step: Callable[[], object]) -> None:
-        self._current_run, self._finish_step = current_run, finish_step
-        self._open = ExitStack()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self._current_run()
-        self._open.close()  # still open if the last optimizer step raised
-        self._open.enter_context(run.tracker.phase(Phase.OPTIMIZER))
-        run.strategy.engine_step()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._open.close()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        self._finish_step()
-        if self._current_run().interrupts.agreed:
-            control.should_save = True
-            control.should_training_stop = True
-        return control

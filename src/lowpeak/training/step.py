@@ -88,7 +88,7 @@ def measure_step(
     settings: LogprobSettings,
     ranks: Ranks,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Return what `run_step` returns, without gradients: the loss and metrics of an evaluation."""
+    """Return the results of `run_step`, without gradients: the loss and metrics of an evaluation."""
     total, metrics = torch.zeros((), device=settings.device), dict[str, Metric]()
     choices_E = _choices_of_step(model, micro_batches, settings, ranks)
     with torch.no_grad():

@@ -76,7 +76,7 @@ class Http:
         return run_on_loop(self._post_each(path, bodies, until, read))
 
     def exchange(self, verb: str, path: str, body: Any, until: float | None) -> tuple[int, str]:
-        """Return status and text of one request, whatever the status is."""
+        """Return status and text of one request; no status is an error."""
         return run_on_loop(self._exchange(verb, path, body, until))
 
     def is_healthy(self) -> bool:

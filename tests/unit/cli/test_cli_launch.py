@@ -346,7 +346,8 @@ def test_the_same_command_runs_on_every_rank():
 
 def test_a_message_of_all_ranks_is_written_once(tmp_path):
     process = start(
-        tmp_path, "from lowpeak.cli.output import tell\ntell('lowpeak: error: no.')\ntime.sleep(1)\nsys.exit(2)"
+        tmp_path,
+        "from lowpeak.cli.output import print_once\nprint_once('lowpeak: error: no.')\ntime.sleep(1)\nsys.exit(2)",
     )
     assert process.communicate(timeout=60) == ("", "lowpeak: error: no.\n")
     assert process.returncode == 2

@@ -115,7 +115,7 @@ class _Update:
             self._deliver(sender, bucket)
 
     def verify(self) -> None:
-        """Check that every worker has what was sent, and that together they have all of it."""
+        """Check that every worker has the tensors that were sent, and that together they have all."""
         began = time.perf_counter()
         sent = dict.fromkeys(self._counts, "") if self._sums is None else self._sums.read()
         arguments = {"sent": sent, "counts": self._counts}

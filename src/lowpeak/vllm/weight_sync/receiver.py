@@ -173,7 +173,7 @@ class CheckpointNames:
         self._config = config
 
     def candidates(self, name: str, tensor: Tensor) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield what to load for a parameter: the tensor itself, then its form in a checkpoint if that differs.
+        """Yield the tensors to load for a parameter: the tensor itself, then its form in a checkpoint if that differs.
 
         transformers renames (Mixtral's `block_sparse_moe` is its `mlp`) and joins experts; vLLM loads most models in
         both forms, some only in the checkpoint's. The second form is computed after vLLM refused the first.

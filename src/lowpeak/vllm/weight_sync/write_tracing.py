@@ -125,7 +125,7 @@ class Placement:
         return result
 
     def verify(self, sent: Mapping[str, str]) -> list[str]:
-        """Return the tensors that differ in any bit from what was sent; keep the checksums of the regions."""
+        """Return the tensors that differ in any bit from those that were sent; keep the checksums of the regions."""
         for name in self.regions.keys() - sent.keys():
             del self.regions[name]
         expected = self._expected(sent)

@@ -23,7 +23,7 @@ class BucketSender:
         self._device = device
 
     def invitation(self) -> dict[str, Any]:
-        """Return what a worker needs to connect, as JSON."""
+        """Return the values that a worker needs to connect, as JSON."""
         raise NotImplementedError
 
     def wait_connected(self) -> None:
