@@ -39,9 +39,9 @@ class ReinforceConfig(OnlineConfig):
     )
 
 
-def advantages(args: ReinforceConfig, records: Sequence[Record], state: Mapping[str, float]) -> Advantages:
+def advantages(args: ReinforceConfig, records: Sequence[Record], coefficients: Mapping[str, float]) -> Advantages:
     """Return one advantage for all tokens of a completion; 0 if no function rewarded it."""
-    baseline = state["average"] / state["weight"] if state["weight"] else 0.0
+    baseline = coefficients["average"] / coefficients["weight"] if coefficients["weight"] else 0.0
     metrics = {**lowpeak.reward_metrics(records), "baseline": Metric(baseline)}
     kl = [sequence_kl(args.kl_estimator, record) if args.beta else 0.0 for record in records]
     if args.beta:

@@ -17,7 +17,7 @@ CURRENT = [page for page in PAGES if page.name != "log.md"]
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
 def test_each_file_that_a_page_names_is_there(page):
-    named = re.findall(r"`([\w/]+/\w+\.py)\b", page.read_text(encoding="utf-8"))
+    named = re.findall(r"(?<![\w/.])((?:[\w]+/)+\w+\.py)\b", page.read_text(encoding="utf-8"))
     assert [
         name
         for name in named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from step_cases import (
 from all_pairs import all_pairs
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import make_grpo, make_rloo
-from lowpeak.arguments import Correction, RLOOSettings
+from lowpeak.arguments import Correction, GRPOLossType, RLOOSettings
 from lowpeak.batching import Budget
 from lowpeak.logprobs import install_head
 from lowpeak.training import LogprobSettings, run_step
@@ -58,7 +59,7 @@ SIZES = {"cut": (12, 4), "whole, chunks of 4": (1000, 4), "chunks of 7": (1000, 
 # Every pair of two settings' values once.
 GRPO_CASES = all_pairs(
     {
-        "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"],
+        "loss_type": list(get_args(GRPOLossType)),
         "level": ["token", "sequence"],
         "mode": list(MODES),
         "sizes": list(SIZES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 from all_pairs import all_pairs
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import make_grpo, make_rloo, make_supervised
-from lowpeak.arguments import EntropyBonus, RLOOSettings
+from lowpeak.arguments import EntropyBonus, GRPOLossType, RLOOSettings
 from lowpeak.batching import Budget, LayerCosts, num_loss_tokens, pack
 from lowpeak.training import LogprobSettings, score
 from tiny import tiny_model
@@ -45,7 +46,7 @@ BY_NAME = {name_of(budget): budget for budget in CUT}
 # Every pair of two settings' values once.
 GRPO_CASES = all_pairs(
     {
-        "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"],
+        "loss_type": list(get_args(GRPOLossType)),
         "level": ["token", "sequence"],
         "beta": ["0", "0.04"],
         "budget": list(BY_NAME),

@@ -20,6 +20,7 @@ from lowpeak.arguments.declare import logging_argument as logging_argument
 from lowpeak.arguments.declare import model_argument as model_argument
 from lowpeak.arguments.declare import reward_argument as reward_argument
 from lowpeak.arguments.grpo import EntropyBonus as EntropyBonus
+from lowpeak.arguments.grpo import GRPOLossType as GRPOLossType
 from lowpeak.arguments.grpo import GRPOSettings as GRPOSettings
 from lowpeak.arguments.grpo import ImportanceLevel as ImportanceLevel
 from lowpeak.arguments.grpo import resolve_grpo as resolve_grpo

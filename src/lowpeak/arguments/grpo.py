@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
@@ -36,10 +36,10 @@ ImportanceLevel = Literal["token", "sequence"]
 RewardScale = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
-_NOT_CISPO = EffectCondition(
+_CLIPS_BELOW = EffectCondition(
     lambda args, facts: args.loss_type != "cispo", "CISPO has only the bound epsilon_high; remove it"
 )
-_TAKES_LEVEL = EffectCondition(_NOT_CISPO.holds, "loss_type='cispo' is per token; remove it", raises=True)
+_TAKES_LEVEL = EffectCondition(_CLIPS_BELOW.holds, "loss_type='cispo' is per token; remove it", raises=True)
 _REUSED_OR_CISPO = EffectCondition(
     lambda args, facts: args.loss_type == "cispo" or REUSES_ROLLOUTS.holds(args, facts), REUSES_ROLLOUTS.because
 )
@@ -54,9 +54,9 @@ class GRPOArguments(OnlineArguments):
     """Arguments of GRPO and its family."""
 
     num_generations: int = redeclared(OnlineArguments, "num_generations", check=GROUP_SIZE)
-    epsilon: float = redeclared(OnlineArguments, "epsilon", also=_NOT_CISPO)
+    epsilon: float = redeclared(OnlineArguments, "epsilon", also=_CLIPS_BELOW)
     epsilon_high: float | None = redeclared(OnlineArguments, "epsilon_high", acts=(_REUSED_OR_CISPO,))
-    loss_type: str = argument("dapo", "Loss: grpo, bnpo, dr_grpo, dapo or cispo.", one_of(GRPOLossType))
+    loss_type: str = argument("dapo", f"Loss: {', '.join(get_args(GRPOLossType))}.", one_of(GRPOLossType))
     importance_sampling_level: str = argument(
         "token",
         "Importance ratio per token, or per sequence (GSPO).",
@@ -64,7 +64,7 @@ class GRPOArguments(OnlineArguments):
         (_TAKES_LEVEL, _LEVELS_DIFFER),
     )
     delta: float | None = argument(
-        None, "Upper bound of the ratio for negative advantages (None: no bound).", acts=(_NOT_CISPO, REUSES_ROLLOUTS)
+        None, "Upper bound of the ratio for negative advantages (None: no bound).", acts=(_CLIPS_BELOW, REUSES_ROLLOUTS)
     )
     scale_rewards: str | bool = argument(
         "group",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ from lowpeak.algorithms import (
     make_supervised,
     product_ratio,
 )
-from lowpeak.arguments import EntropyBonus
+from lowpeak.arguments import EntropyBonus, GRPOLossType
 from lowpeak.records import TokenBatch
 from lowpeak.training import weighted_loss
 from plain_losses import plain_grpo, plain_rloo
 
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+LOSS_TYPES = get_args(GRPOLossType)
 LEVELS = ["token", "sequence"]
 
 

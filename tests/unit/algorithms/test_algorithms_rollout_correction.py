@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 from algorithm_cases import CISPO, GRPO, RLOO, assert_same, gradients, ragged_rows, token_batch, trained_loss
 
 from lowpeak.algorithms import StepCounts, correction_weight, make_grpo, make_rloo
-from lowpeak.arguments import Correction, EntropyBonus
+from lowpeak.arguments import Correction, EntropyBonus, GRPOLossType
 from lowpeak.records import Completion, Metric, Record, merge_metrics
 from plain_losses import plain_grpo, plain_rloo
 
@@ -56,7 +57,7 @@ def on_policy(rows, sampling):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
+@pytest.mark.parametrize("loss_type", get_args(GRPOLossType))
 def test_on_policy_the_step_weights_the_policy_term(loss_type, level, mode):
     base = replace(
         CISPO if loss_type == "cispo" else GRPO, loss_type=loss_type, importance_level=level, score_old=False
