@@ -31,7 +31,7 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_p
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "result.json").read_text())
     assert (found["restarts"], found["steps"]) == (1, 6)
-    assert f"(restart 1): going on from {tmp_path / 'run/checkpoint-2'}." in ended.stderr
+    assert f"Restart 1: resuming from {tmp_path / 'run/checkpoint-2'}." in ended.stderr
     assert "rank 1 is gone" in ended.stderr
     assert [row["step"] for row in read_steps(tmp_path / "run/journal")] == [1, 2, 3, 4, 5, 6]
     lines = (tmp_path / "run/journal/rollouts.jsonl").read_text().splitlines()

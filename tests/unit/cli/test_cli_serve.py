@@ -217,10 +217,10 @@ time.sleep(float(sys.argv[1]))
 SERVE = """
 import os, sys
 from lowpeak.cli.serve import wait_for
-from lowpeak.vllm.serving.command import Server
+from lowpeak.vllm.serving.command import ServerSpec
 from lowpeak.vllm.serving.process import ServerProcess
 command = [sys.executable, 'server.py', sys.argv[1]]
-sys.exit(wait_for(ServerProcess(Server('m', port=1), os.environ, command=lambda server: command)))
+sys.exit(wait_for(ServerProcess(ServerSpec('m', port=1), os.environ, command=lambda server: command)))
 """
 
 
