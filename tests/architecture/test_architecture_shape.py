@@ -12,6 +12,40 @@ from architecture.sources import ROOT, files, module_of, tree_of
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 DRAWERS = {"utils", "util", "common", "helpers", "misc"}
+# Names that say nothing of the thing: bare participles, pronouns, adverbs.
+EMPTY_WORDS = set(
+    [
+        "alike",
+        "apart",
+        "asked",
+        "at_once",
+        "beside",
+        "counted",
+        "gathered",
+        "given",
+        "held",
+        "here",
+        "judged",
+        "matched",
+        "misfit",
+        "others",
+        "outgoing",
+        "own",
+        "part",
+        "parts",
+        "pretended",
+        "resting",
+        "said",
+        "settle",
+        "taken",
+        "tell",
+        "there",
+        "told",
+        "waiting",
+        "what",
+        "whole",
+    ]
+)
 OTHER_WORDS = re.compile(r"(^|_)(logps?|log_probs?)(_|$)")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~>])/(home|root|tmp|Users|mnt)/")
@@ -45,6 +79,16 @@ def test_every_file_opens_with_what_it_is():
 def test_a_log_probability_is_called_a_logprob():
     named = {(module_of(path), name) for path in files() for name in _names_made(tree_of(path))}
     assert sorted(f"{module}: {name}" for module, name in named if OTHER_WORDS.search(name)) == []
+
+
+def test_public_names_say_what_a_thing_is():
+    public = [
+        f"{module_of(path)}.{node.name}"
+        for path in files()
+        for node in tree_of(path).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    assert [name for name in public if {*name.lower().rsplit(".", 2)[1:]} & EMPTY_WORDS] == []
 
 
 def _names_made(tree):
