@@ -233,7 +233,7 @@ def serving(folder, seconds):
 
 
 def pids(folder):
-    until = time.monotonic() + 60
+    until = time.monotonic() + 20
     while time.monotonic() < until:
         if (folder / "pids").exists() and (folder / "pids").read_text().endswith(" "):
             return [int(pid) for pid in (folder / "pids").read_text().split()]
@@ -248,9 +248,9 @@ def test_a_deaf_server_and_its_children_end_within_seconds(number, status, tmp_p
     time.sleep(0.5)
     began = time.monotonic()
     process.send_signal(number)
-    process.communicate(timeout=40)
+    process.communicate(timeout=20)
     assert process.returncode == status
-    assert time.monotonic() - began < 20  # on a busy machine: 5 until the server is killed
+    assert time.monotonic() - began < 8
     assert are_gone(started, 5)
 
 
