@@ -4,10 +4,10 @@ from lowpeak.algorithms.algorithm import Selection as Selection
 from lowpeak.algorithms.algorithm import StepCounts as StepCounts
 from lowpeak.algorithms.groups import reward_metrics as reward_metrics
 from lowpeak.algorithms.groups import select_all as select_all
+from lowpeak.algorithms.loss_terms import kl_estimate as kl_estimate
+from lowpeak.algorithms.loss_terms import sequence_mean as sequence_mean
+from lowpeak.algorithms.loss_terms import token_mean as token_mean
 from lowpeak.algorithms.metrics import measure_pass as measure_pass
-from lowpeak.algorithms.policy_gradient import kl_estimate as kl_estimate
-from lowpeak.algorithms.reduction import sequence_mean as sequence_mean
-from lowpeak.algorithms.reduction import token_mean as token_mean
 from lowpeak.arguments.configs import GRPOConfig as GRPOConfig
 from lowpeak.arguments.configs import OnlineConfig as OnlineConfig
 from lowpeak.arguments.configs import OnlineDPOConfig as OnlineDPOConfig

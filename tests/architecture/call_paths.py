@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":
@@ -21,8 +21,8 @@ if __name__ == "__main__":
 from torch import Tensor, nn
 
 from architecture.sources import PACKAGE, ROOT
-from fused import FusedVllm
-from lowpeak.vllm import EngineFacts
+from fused import FusedWorker
+from lowpeak.vllm import ColocatedVllm, EngineFacts
 from small_runs import make
 from tiny import tiny_model
 from vllms import engine_over
@@ -36,12 +36,18 @@ COMPLETIONS = {
     "Rollout",
     "MicroBatch",
     "TokenBatch",
-}  # records with a completion's tokens
-# Packages whose inside a reader of the main line need not open, the types themselves, and what only measures.
-OFF_THE_LINE = (
-    *("rollout/native/", "batching/", "logprobs/", "attention/"),
-    *("records.py", "training/rollout_report.py", "algorithms/metrics.py", "vllm/weight_sync/checksum.py"),
-)
+}  # that have a completion's tokens
+WEIGHTS = {
+    "ExportParam",
+    "FlatShard",
+    "Parameter",
+    "Tensor",
+    "WeightSlice",
+    "Bucket",
+    "Piece",
+}  # of a policy on its way
+# Packages whose inside a reader of the main line need not open: decoding, packing and the head. Nothing else is left out.
+OFF_THE_LINE = ("rollout/native/", "batching/", "logprobs/")
 
 
 def carries(value: Any, types: set[str], depth: int = 2) -> bool:
@@ -55,10 +61,14 @@ def carries(value: Any, types: set[str], depth: int = 2) -> bool:
 
 
 class Trace:
-    """Files of lowpeak in the order in which one of their functions is first given, or returns, a value of these types."""
+    """Files of lowpeak in the order in which one of their functions is first given, or returns, a value of these types.
 
-    def __init__(self, types: set[str]) -> None:
-        self.types = types
+    With `below`, a file and a function, only calls that this function makes are traced, and the callers between are listed too:
+    a function that is given only a generator, or a function to call, passes the values on.
+    """
+
+    def __init__(self, types: set[str], below: tuple[str, str] | None = None) -> None:
+        self.types, self.below = types, below
         self.functions: dict[str, str] = {}
 
     def __call__(self, frame: FrameType, event: str, returned: Any) -> None:
@@ -68,7 +78,22 @@ class Trace:
             return
         given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
         if any(carries(value, self.types) for value in (*given, returned if event == "return" else None)):
-            self.functions[path] = code.co_qualname.replace("<locals>.", "")
+            for caller, function in _callers(frame, self.below):
+                self.functions.setdefault(caller, function)
+
+
+def _callers(frame: FrameType, below: tuple[str, str] | None) -> list[tuple[str, str]]:
+    """Return files and functions on the call stack, from `below` to this frame (None: this frame alone)."""
+    stack: list[tuple[str, str]] = []
+    caller: FrameType | None = frame
+    while caller is not None:
+        path, name = _path(caller.f_code.co_filename), caller.f_code.co_qualname.replace("<locals>.", "")
+        if path is not None:
+            stack.insert(0, (path, name))
+        if below is None or (path, name) == below:
+            return stack
+        caller = caller.f_back
+    return []
 
 
 def _path(filename: str) -> str | None:
@@ -79,15 +104,14 @@ def _path(filename: str) -> str | None:
 def completion_path(folder: Path) -> dict[str, str]:
     """Return the files that a completion passes in a GRPO step, each with a function, without the internals of packages."""
     trainer = make("GRPO", folder, max_steps=1)
-    with traced(COMPLETIONS) as trace:
+    with traced(Trace(COMPLETIONS)) as trace:
         trainer.train()
     return on_the_line(trace.functions)
 
 
 @contextmanager
-def traced(types: set[str]) -> Iterator[Trace]:
+def traced(trace: Trace) -> Iterator[Trace]:
     """Trace the calls in the block."""
-    trace = Trace(types)
     sys.setprofile(trace)
     try:
         yield trace
@@ -101,65 +125,53 @@ def on_the_line(functions: Mapping[str, str]) -> dict[str, str]:
 
 
 class LoadsWeights(nn.Module):
-    """A model of a vLLM worker that notes the call stack when it is given weights."""
+    """A model of a vLLM worker."""
 
     tp, rank = 1, 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.model, self.stack = tiny_model(), dict[str, str]()
+        self.model = tiny_model()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.named_parameters(*args, **kwargs)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        if not self.stack:
-            while frame is not None:
-                path = _path(frame.f_code.co_filename)
-                if path is not None:
-                    self.stack[path] = frame.f_code.co_qualname.replace("<locals>.", "")
-                frame = frame.f_back
         parameters = dict(self.named_parameters())
         for name, tensor in weights:
             parameters[name].data.copy_(tensor)
 
 
-class WeightsVllm(FusedVllm):
-    """A vLLM over that model, as far as weights need one."""
+class WeightsVllm(ColocatedVllm):
+    """A vLLM of this process over a worker with that model, as far as weights need one."""
 
-    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
-        return [{}] if method == "lowpeak_score_at_temperature" else super().call(method, arguments, timeout)
+    def __init__(self) -> None:
+        worker: Any = FusedWorker(LoadsWeights())
+        worker.model_runner.sampler = SimpleNamespace(
+            logprobs_mode="raw_logprobs",
+            compute_logprobs=lambda logits: logits,
+            forward=lambda logits, metadata: logits,
+        )
+        self.llm = SimpleNamespace(collective_rpc=lambda method, kwargs: [getattr(worker, method)(**kwargs)])
 
     def facts(self) -> EngineFacts:
         return EngineFacts("0.32.0", "tiny", "", "float32", 128, 256, 1 << 14, 1)
 
-    def complete(self, requests: Any, timeout: float | None = None) -> Any:
+    def resume(self) -> None:
         raise SystemExit  # the weights are there, which is all
 
-    def pause(self) -> None:
+    def close(self) -> None:
         pass
-
-    resume = sleep = close = pause
-
-    def wait(self, seconds: float) -> None:
-        pass
-
-    def wake(self) -> bool:
-        return True
 
 
 def weights_path(folder: Path) -> dict[str, str]:
-    """Return the files that get slices of the weights, and those on the call stack of a worker's `load_weights`."""
-    model = LoadsWeights()
+    """Return the files that weights pass from the push of the policy's to a worker's `load_weights`, each with a function."""
     trainer = make("GRPO", folder, max_steps=1)
-    trainer.collector.engine = engine_over(WeightsVllm(model), load=False)
-    with traced({"WeightSlice"}) as trace, suppress(SystemExit):
+    trainer.collector.engine = engine_over(WeightsVllm(), load=False)
+    below = ("training/weight_sync.py", "WeightSync.load_weights")
+    with traced(Trace(WEIGHTS, below)) as trace, suppress(SystemExit):
         trainer.train()
-    stack = dict(reversed(model.stack.items()))
-    start = list(stack).index("training/weight_sync.py")
-    after = dict(list(stack.items())[start:])
-    return on_the_line({"training/weight_sync.py": after["training/weight_sync.py"], **trace.functions, **after})
+    return on_the_line(trace.functions)
 
 
 def tables() -> str:

@@ -37,10 +37,17 @@ from lowpeak.algorithms.groups import (
     total_rewards,
     unbiased_std,
 )
+from lowpeak.algorithms.loss_terms import (
+    Reduction,
+    clipped_surrogate,
+    corrected_advantages,
+    importance_ratio,
+    kl_estimate,
+    mean_per_sequence,
+    step_weights,
+    token_mean,
+)
 from lowpeak.algorithms.metrics import clip_ratios, masked_mean, mean_over_step, measure_pass, weighted_tokens
-from lowpeak.algorithms.policy_gradient import clipped_surrogate, importance_ratio, kl_estimate
-from lowpeak.algorithms.reduction import Reduction, mean_per_sequence, token_mean
-from lowpeak.algorithms.rollout_correction import corrected_advantages, step_weights
 from lowpeak.arguments import EntropyBonus, GRPOSettings
 from lowpeak.records import Metric, Record, TokenBatch
 
@@ -194,7 +201,7 @@ def _sum_of_tokens(token_weight: Reduction, length: int, counts: StepCounts) -> 
 def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """Return `weight * policy + beta * KL` of each token [T], or its mean over each sequence [B] at sequence level.
 
-    The weight is 1, or corrects the sampler's drift (`rollout_correction.py`). The entropy bonus is not part of this loss:
+    The weight is 1, or corrects the sampler's drift (`correction_weight`). The entropy bonus is not part of this loss:
     it is the mean over the step's tokens for every loss type, and the training step adds it.
     """
     ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)

@@ -12,9 +12,14 @@ import math
 import torch
 from torch import Tensor
 
-from lowpeak.algorithms.policy_gradient import old_logprobs
-from lowpeak.algorithms.reduction import mean_per_sequence, repeat_per_token, sum_per_sequence
-from lowpeak.algorithms.rollout_correction import measure_correction, step_weights
+from lowpeak.algorithms.loss_terms import (
+    mean_per_sequence,
+    measure_correction,
+    old_logprobs,
+    repeat_per_token,
+    step_weights,
+    sum_per_sequence,
+)
 from lowpeak.arguments import Correction
 from lowpeak.records import Metric, TokenBatch, Unit
 

@@ -28,14 +28,14 @@ from torch.nn.functional import logsigmoid
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm, Selection
 from lowpeak.algorithms.groups import all_equal, constant_per_token, indices_by_group, loss_mask, reward_metrics
-from lowpeak.algorithms.metrics import masked_mean, measure_pass
-from lowpeak.algorithms.reduction import (
+from lowpeak.algorithms.loss_terms import (
     pair_mean,
     repeat_per_token,
     sum_per_pair,
     sum_per_sequence,
     value_per_sequence,
 )
+from lowpeak.algorithms.metrics import masked_mean, measure_pass
 from lowpeak.arguments import OnlineDPOSettings
 from lowpeak.records import Metric, Record, TokenBatch
 

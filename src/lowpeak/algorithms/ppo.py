@@ -26,10 +26,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT, Advantages, Algorithm, Need, ValueTerm
 from lowpeak.algorithms.groups import indices_by_group, loss_mask, reward_metrics, select_all
+from lowpeak.algorithms.loss_terms import (
+    clipped_surrogate,
+    corrected_advantages,
+    importance_ratio,
+    kl_estimate,
+    token_mean,
+)
 from lowpeak.algorithms.metrics import masked_mean, measure_pass, weighted_tokens
-from lowpeak.algorithms.policy_gradient import clipped_surrogate, importance_ratio, kl_estimate
-from lowpeak.algorithms.reduction import token_mean
-from lowpeak.algorithms.rollout_correction import corrected_advantages
 from lowpeak.arguments import PPOSettings
 from lowpeak.records import Metric, Record, TokenBatch
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm, ValueTerm
 from lowpeak.algorithms.groups import select_all
+from lowpeak.algorithms.loss_terms import pair_mean, sum_per_pair, value_per_sequence
 from lowpeak.algorithms.metrics import masked_mean
-from lowpeak.algorithms.reduction import pair_mean, sum_per_pair, value_per_sequence
 from lowpeak.records import Metric, Record, TokenBatch
 
 

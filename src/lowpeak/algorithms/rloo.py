@@ -33,10 +33,17 @@ from lowpeak.algorithms.groups import (
     total_rewards,
     unbiased_std,
 )
+from lowpeak.algorithms.loss_terms import (
+    clipped_surrogate,
+    corrected_advantages,
+    kl_estimate,
+    product_ratio,
+    repeat_per_token,
+    sequence_mean,
+    step_weights,
+    value_per_sequence,
+)
 from lowpeak.algorithms.metrics import clip_ratios, measure_pass, weighted_tokens
-from lowpeak.algorithms.policy_gradient import clipped_surrogate, kl_estimate, product_ratio
-from lowpeak.algorithms.reduction import repeat_per_token, sequence_mean, value_per_sequence
-from lowpeak.algorithms.rollout_correction import corrected_advantages, step_weights
 from lowpeak.arguments import RLOOSettings
 from lowpeak.records import Metric, Record, TokenBatch
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm
 from lowpeak.algorithms.groups import select_all
+from lowpeak.algorithms.loss_terms import token_mean
 from lowpeak.algorithms.metrics import masked_mean, weighted_tokens
-from lowpeak.algorithms.reduction import token_mean
 from lowpeak.arguments import SupervisedLossType
 from lowpeak.records import Metric, Record, TokenBatch
 

@@ -29,6 +29,12 @@ from lowpeak.training.evaluation import Evaluation as Evaluation
 from lowpeak.training.evaluation import evaluate_prompts as evaluate_prompts
 from lowpeak.training.prepare_run import OnlineInputs as OnlineInputs
 from lowpeak.training.prepare_run import prepare_online as prepare_online
+from lowpeak.training.rollout import Rollout as Rollout
+from lowpeak.training.rollout import StepBatches as StepBatches
+from lowpeak.training.rollout import make_step_batches as make_step_batches
+from lowpeak.training.rollout import records_of_step as records_of_step
+from lowpeak.training.rollout import score_records as score_records
+from lowpeak.training.rollout import with_step_shares as with_step_shares
 from lowpeak.training.rollout_report import print_completions as print_completions
 from lowpeak.training.run import Run as Run
 from lowpeak.training.run import StepCallback as StepCallback
@@ -39,7 +45,6 @@ from lowpeak.training.run_sizes import choose_layout as choose_layout
 from lowpeak.training.run_sizes import device_at_start as device_at_start
 from lowpeak.training.run_sizes import prepare_layout as prepare_layout
 from lowpeak.training.run_sizes import training_bytes as training_bytes
-from lowpeak.training.scorer import score_records as score_records
 from lowpeak.training.signals import CONTROL_FLAGS as CONTROL_FLAGS
 from lowpeak.training.signals import STOP_FLAGS as STOP_FLAGS
 from lowpeak.training.signals import agree_on_flags as agree_on_flags
@@ -48,11 +53,6 @@ from lowpeak.training.step import measure_step as measure_step
 from lowpeak.training.step import run_step as run_step
 from lowpeak.training.step import score as score
 from lowpeak.training.step import weighted_loss as weighted_loss
-from lowpeak.training.step_batches import Rollout as Rollout
-from lowpeak.training.step_batches import StepBatches as StepBatches
-from lowpeak.training.step_batches import make_step_batches as make_step_batches
-from lowpeak.training.step_batches import records_of_step as records_of_step
-from lowpeak.training.step_batches import with_step_shares as with_step_shares
 from lowpeak.training.step_metrics import StepMetrics as StepMetrics
 from lowpeak.training.step_metrics import StepUsage as StepUsage
 from lowpeak.training.step_metrics import gather_metrics as gather_metrics

@@ -23,10 +23,9 @@ from lowpeak.rewards import (
     warn_of_unscored,
 )
 from lowpeak.rollout import RolloutEngine
+from lowpeak.training.rollout import Rollout, score_records
 from lowpeak.training.rollout_report import RolloutStats, completion_rows, length_metrics
 from lowpeak.training.run import RunContext
-from lowpeak.training.scorer import score_records
-from lowpeak.training.step_batches import Rollout
 from lowpeak.training.weight_sync import WeightSync
 
 

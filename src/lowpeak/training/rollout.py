@@ -1,0 +1,203 @@
+"""A rollout's records as micro-batches: stations 7 and 8 score them without gradients, station 10 forms those of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from lowpeak.algorithms import Algorithm, Need, StepCounts, indices_by_group
+from lowpeak.arguments import RolloutSettings
+from lowpeak.batching import Budget, assign_to_ranks, num_loss_tokens, pack, scatter, zero_weight_batch
+from lowpeak.memory import Phase
+from lowpeak.ranks import Ranks
+from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
+from lowpeak.training.run import RunContext
+from lowpeak.training.step import score
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The groups generated from one set of weights, scored and with advantages; `number` counts from 0.
+
+    `metrics`, `rows` (the journal's, one per completion) and `num_tokens` cover all that was generated for it. They are
+    reported once, with the rollout's first step, and are not in checkpoints.
+    """
+
+    number: int
+    records: tuple[Record, ...]
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    rows: tuple[dict[str, object], ...] = ()
+    num_tokens: int = 0
+
+
+Scores = dict[int, dict[str, Tensor]]  # by the record's index, by name
+
+
+def score_records(
+    context: RunContext, records: tuple[Record, ...], needs: frozenset[Need], phase: Phase
+) -> tuple[tuple[Record, ...], dict[str, Metric]]:
+    """Return the records with the scores in `needs`, gathered on all ranks, and metrics of the passes.
+
+    Each rank scores a share of the records. Without needs there is no pass.
+    """
+    if not needs:
+        return records, {}
+    run = context.run
+    ranks = run.strategy.ranks
+    indices = assign_to_ranks(records, range(len(records)), run.budget, ranks.world_size)[ranks.rank]
+    batches = pad_batches_across_ranks(pack(records, indices, run.budget), run.budget, ranks)
+    context.model_wrapped.eval()
+
+    def run_passes() -> tuple[Scores, dict[str, Metric]]:
+        with run.tracker.phase(phase):
+            return _score_batches(context, records, batches, needs), {"useful_tokens/score": _useful_share(batches)}
+
+    gathered = ranks.call_on_all(run_passes)
+    scores = {i: values for rank_scores, _ in gathered for i, values in rank_scores.items()}
+    scored = tuple(_with_scores(record, scores.get(i, {}), needs) for i, record in enumerate(records))
+    return scored, reduce(merge_metrics, [metrics for _, metrics in gathered])
+
+
+def _score_batches(
+    context: RunContext, records: Sequence[Record], batches: Sequence[MicroBatch], needs: frozenset[Need]
+) -> Scores:
+    run, model = context.run, context.model_wrapped
+    passes: dict[str, list[dict[str, Tensor]]] = {}
+    if needs & {"old", "entropy", "values"}:
+        wishes = {"entropy": "entropy" in needs, "values": "values" in needs}
+        wishes["logprobs"] = bool(needs & {"old", "entropy"})
+        passes["old"] = score(model, batches, run.logprob_settings, **wishes)
+    if "reference" in needs:
+        assert run.reference is not None
+        with run.reference.use():
+            passes["reference"] = score(run.reference.model or model, batches, run.logprob_settings)
+    return _read_scores(records, batches, passes)
+
+
+def _read_scores(
+    records: Sequence[Record], batches: Sequence[MicroBatch], passes: Mapping[str, Sequence[Mapping[str, Tensor]]]
+) -> Scores:
+    """Return the passes' results per record, with one read of the device.
+
+    Log-probs are under the name of their pass, entropies and values under their own.
+    """
+    scores: Scores = {}
+    places: list[tuple[int, str]] = []
+    lengths: list[int] = []
+    columns: list[Tensor] = []
+    for name, results in passes.items():
+        for batch, result in zip(batches, results, strict=True):
+            for key, values in result.items():
+                column = name if key == "logprobs" else key
+                if batch.record_indices:
+                    places += [(index, column) for index in batch.record_indices]
+                    lengths += torch.bincount(batch.tokens.sequences_T, minlength=batch.tokens.num_sequences).tolist()
+                    columns.append(values.float())
+    if columns:
+        for (index, column), values in zip(places, torch.cat(columns).cpu().split(lengths), strict=True):
+            scores.setdefault(index, {})[column] = scatter(records[index], values)
+    return scores
+
+
+def _with_scores(record: Record, scores: Mapping[str, Tensor], needs: frozenset[Need]) -> Record:
+    """Return the record with the scores in `needs`; zeros, which nothing reads, if no token of it counts."""
+    zeros = torch.zeros(len(record.completion))
+    old, reference, entropy, values = (
+        scores.get(name, zeros) if name in needs else None for name in ("old", "reference", "entropy", "values")
+    )
+    return replace(record, old=old, reference=reference, entropy=entropy, values=values)
+
+
+def _useful_share(batches: Sequence[MicroBatch]) -> Metric:
+    """Return the share of a pass's tokens that change its result: no padding, and a prompt once."""
+    return Metric(float(sum(b.num_useful for b in batches)), float(sum(b.input_ids_BL.numel() for b in batches)))
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """This rank's micro-batches of one optimizer step, and the number of the step's new tokens.
+
+    `num_new` counts tokens of all ranks that no earlier step has seen: prompts, and tokens that the policy wrote. The
+    first step of a rollout counts those of the whole rollout.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_new: int
+
+    @property
+    def num_useful(self) -> int:
+        """Tokens of the forward passes that change the result: no padding, and a prompt once."""
+        return sum(batch.num_useful for batch in self.micro_batches)
+
+    @property
+    def num_computed(self) -> int:
+        return sum(batch.input_ids_BL.numel() for batch in self.micro_batches)
+
+
+def records_of_step(
+    rollout: Rollout, settings: RolloutSettings, seed: int, step: int, unit: Unit = "token"
+) -> tuple[int, ...]:
+    """Return the indices of the records that step `step` of a rollout (0 <= step < num_steps) trains on.
+
+    Groups are shuffled by (seed, rollout number), with their sequences together; every pass splits them into the same
+    steps. A rollout that dynamic sampling left short is split evenly; pairs are never split.
+    """
+    groups = _shuffled_groups(rollout, seed)
+    items = groups if unit == "pair" else [[i] for group in groups for i in group]
+    slot = step % settings.steps_per_pass
+    start, stop = (len(items) * s // settings.steps_per_pass for s in (slot, slot + 1))
+    return tuple(i for item in items[start:stop] for i in item)
+
+
+def _shuffled_groups(rollout: Rollout, seed: int) -> list[list[int]]:
+    groups = list(indices_by_group(rollout.records).values())
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + rollout.number) % (1 << 63))
+    return [groups[g] for g in torch.randperm(len(groups), generator=generator).tolist()]
+
+
+def make_step_batches(
+    records: Sequence[Record], rows: Sequence[int], algorithm: Algorithm, budget: Budget, ranks: Ranks
+) -> tuple[MicroBatch, ...]:
+    """Return this rank's micro-batches of `records[rows]`, at least one.
+
+    Sequences whose advantages are all zero count in the step's means, but the algorithm may skip their forward pass.
+    """
+    counts = StepCounts(len(rows), sum(num_loss_tokens(records[i]) for i in rows))
+    trained = [i for i in rows if not (algorithm.skip_zero_advantage and _has_zero_advantages(records[i]))]
+    batches = pack(
+        records,
+        assign_to_ranks(records, trained, budget, ranks.world_size, algorithm.unit)[ranks.rank],
+        budget,
+        lambda num_tokens: algorithm.reduction(num_tokens, counts),
+        unit=algorithm.unit,
+    )
+    return tuple(with_step_shares(pad_batches_across_ranks(batches, budget, ranks, least=1), counts, ranks.world_size))
+
+
+def with_step_shares(batches: Sequence[MicroBatch], counts: StepCounts, num_ranks: int) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of a step with the share of the step that a token, a sequence and a micro-batch have."""
+    for batch in batches:
+        is_masked = not batch.record_indices
+        tokens = replace(
+            batch.tokens,
+            token_share=0.0 if is_masked else 1.0 / counts.num_tokens,
+            sequence_share=0.0 if is_masked else 1.0 / counts.num_sequences,
+            batch_share=1.0 / (len(batches) * num_ranks),
+        )
+        yield replace(batch, tokens=tokens)
+
+
+def pad_batches_across_ranks(
+    batches: list[MicroBatch], budget: Budget, ranks: Ranks, least: int = 0
+) -> list[MicroBatch]:
+    """Append masked micro-batches up to the number on the busiest rank (and `least`): forward passes are collective."""
+    most = int(ranks.max([max(len(batches), least)])[0])
+    return batches + [zero_weight_batch(budget)] * (most - len(batches))
+
+
+def _has_zero_advantages(record: Record) -> bool:
+    return record.advantages is not None and not bool(record.advantages.any())
