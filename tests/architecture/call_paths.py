@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from architecture.sources import PACKAGE, ROOT
 from fused import FusedWorker
 from lowpeak.vllm import ColocatedVllm, EngineFacts
-from small_runs import make
+from small_runs import make, spread
 from tiny import tiny_model
 from vllms import engine_over
 
@@ -49,13 +49,15 @@ WEIGHTS = {
 # Packages whose inside a reader of the main line need not open: decoding, packing and the head. Nothing else is left out.
 OFF_THE_LINE = ("rollout/native/", "batching/", "logprobs/")
 
+Function = tuple[str, str]  # its file and its name
 
-def carries(value: Any, types: set[str], depth: int = 2) -> bool:
+
+def carries(value: Any, types: set[str], depth: int = 3) -> bool:
     """Return whether a value is of one of these types, or has one as an item or a field."""
     if type(value).__name__ in types:
         return True
-    if depth and isinstance(value, list | tuple) and value:
-        return carries(value[0], types, depth - 1)
+    if depth and isinstance(value, list | tuple | dict) and value:
+        return carries(next(iter(value.values() if isinstance(value, dict) else value)), types, depth - 1)
     fields = getattr(type(value), "__dataclass_fields__", ())
     return bool(depth) and any(carries(getattr(value, name, None), types, depth - 1) for name in fields)
 
@@ -64,16 +66,18 @@ class Trace:
     """Files of lowpeak in the order in which one of their functions is first given, or returns, a value of these types.
 
     With `below`, a file and a function, only calls that this function makes are traced, and the callers between are listed too:
-    a function that is given only a generator, or a function to call, passes the values on.
+    a function that is given only a generator, or a function to call, passes the values on. The trace ends once `until` returned.
     """
 
-    def __init__(self, types: set[str], below: tuple[str, str] | None = None) -> None:
-        self.types, self.below = types, below
+    def __init__(self, types: set[str], below: Function | None = None, until: Function | None = None) -> None:
+        self.types, self.below, self.until = types, below, until
         self.functions: dict[str, str] = {}
 
     def __call__(self, frame: FrameType, event: str, returned: Any) -> None:
         code = frame.f_code
         path = _path(code.co_filename)
+        if event == "return" and (path, code.co_qualname) == self.until:
+            sys.setprofile(None)
         if event not in ("call", "return") or path is None or path in self.functions or code.co_name.startswith("<"):
             return
         given = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
@@ -82,9 +86,9 @@ class Trace:
                 self.functions.setdefault(caller, function)
 
 
-def _callers(frame: FrameType, below: tuple[str, str] | None) -> list[tuple[str, str]]:
+def _callers(frame: FrameType, below: Function | None) -> list[Function]:
     """Return files and functions on the call stack, from `below` to this frame (None: this frame alone)."""
-    stack: list[tuple[str, str]] = []
+    stack: list[Function] = []
     caller: FrameType | None = frame
     while caller is not None:
         path, name = _path(caller.f_code.co_filename), caller.f_code.co_qualname.replace("<locals>.", "")
@@ -102,9 +106,9 @@ def _path(filename: str) -> str | None:
 
 
 def completion_path(folder: Path) -> dict[str, str]:
-    """Return the files that a completion passes in a GRPO step, each with a function, without the internals of packages."""
-    trainer = make("GRPO", folder, max_steps=1)
-    with traced(Trace(COMPLETIONS)) as trace:
+    """Return the files that a completion passes in a GRPO step until the first loss, each with a function."""
+    trainer = make("GRPO", folder, max_steps=1, reward_funcs=spread, beta=0.04, num_iterations=2)
+    with traced(Trace(COMPLETIONS, until=("algorithms/grpo.py", "grpo_loss"))) as trace:
         trainer.train()
     return on_the_line(trace.functions)
 

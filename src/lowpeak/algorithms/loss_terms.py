@@ -20,7 +20,8 @@ multiplies the advantages, since the policy term is a product with the advantage
 each step forms the weight.
 
 Shapes: T loss tokens of a micro-batch, B of its sequences, U of its pairs, C tokens of one completion. Segment sums never wait
-for the device; a sequence without loss tokens gives 0."""
+for the device; a sequence without loss tokens gives 0.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,6 @@ from lowpeak.algorithms.algorithm import Advantages, StepCounts
 from lowpeak.algorithms.groups import loss_mask
 from lowpeak.arguments import Correction, ImportanceLevel, KLEstimator
 from lowpeak.records import Metric, Record, TokenBatch
-
 
 Reduction = Callable[[int, StepCounts], float]
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from lowpeak.parallel.checkpoint_shards import load_torch_state
 from lowpeak.parallel.checkpoint_state import optimizer_tensors
-from lowpeak.parallel.export_params import exported_parameters, layout
-from lowpeak.parallel.flat_shard import FlatShard, broadcast_slices, fsdp_shard
 from lowpeak.parallel.frozen_models import average, freeze, parameter_bytes, replicate, shard_layers, shards_of
+from lowpeak.parallel.parameters import FlatShard, broadcast_slices, exported_parameters, fsdp_shard, layout
 from lowpeak.parallel.partial_gather import Gatherer
 from lowpeak.parallel.strategy import FrozenModel, Strategy
 from lowpeak.ranks import Ranks

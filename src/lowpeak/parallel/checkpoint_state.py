@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowpeak.errors import CheckpointError
-from lowpeak.parallel.export_params import clean_parameter_name
+from lowpeak.parallel.parameters import clean_parameter_name
 
 WEIGHT = "weight"  # the key of weights, next to the optimizer's keys of states (exp_avg, ...)
 

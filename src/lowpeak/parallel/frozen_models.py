@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowpeak.models import materialize_meta_params
-from lowpeak.parallel.export_params import clean_parameter_name
-from lowpeak.parallel.flat_shard import FlatShard, ShardOf, local_shard
+from lowpeak.parallel.parameters import FlatShard, ShardOf, clean_parameter_name, local_shard
 from lowpeak.parallel.partial_gather import decoder_layers
 
 _PIECE_BYTES = 8 << 20

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from lowpeak.parallel.base import AccelerateStrategy, fsdp_mesh
 from lowpeak.parallel.checkpoint_shards import save_shards
 from lowpeak.parallel.checkpoint_state import torch_training_state, trained_parameters
-from lowpeak.parallel.flat_shard import FlatShard, fsdp_shard
 from lowpeak.parallel.frozen_models import freeze, shard_layers
+from lowpeak.parallel.parameters import FlatShard, fsdp_shard
 from lowpeak.parallel.strategy import FrozenModel
 
 

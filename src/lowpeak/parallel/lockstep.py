@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowpeak.errors import EngineError
-from lowpeak.parallel.flat_shard import all_gather
+from lowpeak.parallel.parameters import all_gather
 
 _DONE, _RUNNING, _FAILED = 0, 1, 2
 

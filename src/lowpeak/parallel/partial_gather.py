@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lowpeak.memory import is_out_of_memory
 from lowpeak.models import modules_without_critic, transformers_model
-from lowpeak.parallel.flat_shard import FlatShard, ShardOf
 from lowpeak.parallel.lockstep import Lockstep, TPCollectives, lockstep_forwards, replace_forward
+from lowpeak.parallel.parameters import FlatShard, ShardOf
 from lowpeak.parallel.sharded_vocab import ShardedRows, is_row_aligned
 from lowpeak.ranks import Ranks
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lowpeak.parallel.flat_shard import FlatShard, all_gather
+from lowpeak.parallel.parameters import FlatShard, all_gather
 
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _MAX_BYTES = 1 << 25  # of one round's exchange

@@ -24,10 +24,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from lowpeak.errors import ArgumentError
 from lowpeak.models import COLLECTIVE_STYLES, GRAD_ALLREDUCE_STYLE, modules_with_style
 from lowpeak.parallel.base import AccelerateStrategy
-from lowpeak.parallel.flat_shard import FlatShard, LoraDelta, fsdp_shard, local_shard
 from lowpeak.parallel.frozen_models import freeze
 from lowpeak.parallel.fsdp2 import Fsdp2
 from lowpeak.parallel.lockstep import TPCollectives
+from lowpeak.parallel.parameters import FlatShard, LoraDelta, fsdp_shard, local_shard
 from lowpeak.parallel.partial_gather import Gatherer
 from lowpeak.parallel.strategy import FrozenModel
 

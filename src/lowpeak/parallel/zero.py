@@ -31,8 +31,8 @@ from lowpeak.parallel.checkpoint_state import (
     set_group_options,
     trained_parameters,
 )
-from lowpeak.parallel.flat_shard import FlatShard
 from lowpeak.parallel.frozen_models import freeze
+from lowpeak.parallel.parameters import FlatShard
 from lowpeak.parallel.strategy import FrozenModel
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")

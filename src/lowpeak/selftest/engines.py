@@ -18,8 +18,7 @@ from lowpeak.selftest.models import make_model, make_tokenizer, mib
 from lowpeak.selftest.table import Bench, require, row
 from lowpeak.vllm import ColocatedModelSpec, ColocatedVllm, Request, ServerVllm, Vllm
 from lowpeak.vllm.serving import CPU, ServerSpec, free_ports, running_server
-from lowpeak.vllm.weight_sync import loaded_version, push_weights, verify_unchanged
-from lowpeak.vllm.weight_sync.transports import available_transports
+from lowpeak.vllm.weight_sync import available_transports, loaded_version, push_weights, verify_unchanged
 
 _CACHE = 64 << 20
 _CONTEXT = 128

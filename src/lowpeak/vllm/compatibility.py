@@ -1,4 +1,4 @@
-"""Compatibility checks: vLLM's version, and the model and tokenizer that an engine has loaded.
+"""Compatibility with vLLM: checks of its version and of the model that it loaded, and two patches of its workers.
 
 A fingerprint is two hashes: of the sizes in the model's configuration, and of the tokenizer's vocabulary. It excludes the weights,
 which the trainer sends. Trainer and workers compute it with the same function, each from what transformers loaded there.
@@ -10,12 +10,15 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any
 
 from lowpeak.errors import EngineError, require_package
 from lowpeak.vllm.protocol import EngineFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -127,3 +130,59 @@ def check_same_model(facts: EngineFacts, model: Any, tokenizer: Any) -> None:
             f"vLLM's tokenizer, from {facts.model!r}, has another vocabulary than the trainer's, "
             f"{getattr(tokenizer, 'name_or_path', '') or name!r}: start vLLM with the same tokenizer (--tokenizer)."
         )
+
+
+# vLLM's threshold: below it a sequence is greedy, and its log-probs are those at temperature 1.
+_GREEDY = 1e-5
+
+
+def disable_cpu_repacking() -> None:
+    """Make vLLM keep the weights of CPU models as they were loaded.
+
+    vLLM repacks linear weights into oneDNN's format and empties the parameters, which prevents later loads and leaves a tied
+    head with its old values.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import vllm._custom_ops as custom_ops
+        from vllm.model_executor.layers import utils
+
+        custom_ops._supports_onednn = False
+        utils.check_cpu_sgl_kernel = lambda *args, **kwargs: False
+
+
+def score_at_temperature(sampler: Any) -> None:
+    """Make a vLLM sampler return raw log-probs at each sequence's temperature; repeated calls have no effect.
+
+    Log-probs of sampled tokens must be the policy's: of the full softmax at the sampling temperature, before top-k, top-p and
+    penalties. vLLM's "raw_logprobs" have temperature 1; its "processed_logprobs" are renormalised after top-k and top-p. In raw
+    mode vLLM's sampler computes them from the unmodified logits, so the logits are divided by each sequence's temperature there.
+    """
+    if getattr(sampler, "lowpeak_scores_at_temperature", False):
+        return
+    if getattr(sampler, "logprobs_mode", None) != "raw_logprobs":
+        raise EngineError('vLLM needs logprobs_mode="raw_logprobs": remove the option that changes it.')
+    temperature: list[Tensor | None] = [None]
+    compute: Callable[[Tensor], Tensor] = sampler.compute_logprobs
+    forward: Callable[..., Any] = sampler.forward
+
+    @wraps(forward)
+    def forward_with_temperature(logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        temperature[0] = None if sampling_metadata.all_greedy else sampling_metadata.temperature
+        try:
+            return forward(logits, sampling_metadata, *args, **kwargs)
+        finally:
+            temperature[0] = None
+
+    @wraps(compute)
+    def compute_at_temperature(logits: Tensor) -> Tensor:
+        temperatures = temperature[0]
+        if temperatures is None:
+            return compute(logits)
+        divisor = temperatures.masked_fill(temperatures < _GREEDY, 1.0).to(logits.device)
+        return compute(logits.float() / divisor.unsqueeze(1))
+
+    sampler.forward = forward_with_temperature
+    sampler.compute_logprobs = compute_at_temperature
+    sampler.lowpeak_scores_at_temperature = True

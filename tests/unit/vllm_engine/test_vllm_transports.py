@@ -13,15 +13,17 @@ import torch
 from fused import VOCAB, FusedVllm, slices, weights
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.vllm.weight_sync import loaded_version, push_weights, verify_unchanged
-from lowpeak.vllm.weight_sync.transports import (
+from lowpeak.vllm.weight_sync import (
     NcclReceiver,
     NcclSender,
     TcpReceiver,
     TcpSender,
     check_communicator,
     host_addresses,
+    loaded_version,
     open_sender,
+    push_weights,
+    verify_unchanged,
 )
 from remote import RemoteVllm
 from served import free_port

@@ -1,19 +1,19 @@
-"""Buckets of bounded size: weight slices packed into one reused buffer, with the location of each piece."""
+"""Buckets of weight slices, packed into one reused buffer, and the two ends of a transport of buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.weight_sync.checksum import Checksum
+from lowpeak.vllm.weight_sync.verification import Checksum, read_checksums
 
-Key = TypeVar("Key", bound=Hashable)
 ALIGNMENT = 64  # of a piece in the bucket, plus its offset within an 8-byte word of the tensor
 
 
@@ -84,16 +84,6 @@ class ChecksumTable:
         if self._open:
             raise EngineError(f"The slices of {shorten_names(self._open)} do not cover the whole tensor.")
         return read_checksums(self.of)
-
-
-def read_checksums(sums: Mapping[Key, Tensor]) -> dict[Key, str]:
-    """Return checksums as hexadecimal, which JSON keeps exactly; one device-to-host copy per device."""
-    texts: dict[Key, str] = {}
-    for device in {value.device for value in sums.values()}:
-        names = [name for name, value in sums.items() if value.device == device]
-        numbers = torch.stack([sums[name] for name in names]).tolist()
-        texts |= {name: f"{number % 2**64:016x}" for name, number in zip(names, numbers, strict=True)}
-    return texts
 
 
 def shorten_names(names: Iterable[str], most: int = 5) -> str:
@@ -181,3 +171,68 @@ def _copy_and_sum(
         size, num_elements = weight_slice.dtype.itemsize, torch.Size(weight_slice.shape).numel()
         target, source = (into, values) if into is not None and in_one_pass else (values, None)
         sums.add(weight_slice.name, num_elements * size, (weight_slice.start + done) * size, target, source)
+
+
+TakeCall = Callable[[Mapping[str, Any]], None]  # calls `lowpeak_take` on every worker with the transport's arguments
+
+
+class BucketSender(ABC):
+    """Trainer's end, for all workers of all engines of one update."""
+
+    name: str  # in the settings
+
+    def __init__(self, bucket_bytes: int, device: torch.device | None) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._device = device
+
+    @abstractmethod
+    def invitation(self) -> dict[str, Any]:
+        """Return the values that a worker needs to connect, as JSON."""
+
+    def wait_connected(self) -> None:
+        """Wait until every worker is connected; called once all have opened their receivers."""
+        return
+
+    def buffer(self, device: torch.device) -> Tensor:
+        """Return the buffer for buckets of values on `device`."""
+        return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device or device)
+
+    @abstractmethod
+    def deliver(self, bucket: Bucket, take: TakeCall) -> None:
+        """Send a bucket to every worker; afterwards the buffer may be refilled."""
+
+    def close(self) -> None:
+        """Release all resources, also after a failed update."""
+        return
+
+
+class BucketReceiver(ABC):
+    """Worker's end."""
+
+    @abstractmethod
+    def read(self, arguments: Mapping[str, Any]) -> Tensor:
+        """Return the bytes of the next bucket, valid until the next call; `arguments` are those of `lowpeak_take`."""
+
+    def close(self) -> None:
+        """Release all resources."""
+        return
+
+
+class ProcessSender(BucketSender):
+    """Trainer's end within one process: a buffer on the values' device, which the worker reads directly."""
+
+    name = "process"
+
+    def invitation(self) -> dict[str, Any]:
+        return {"transport": self.name}
+
+    def deliver(self, bucket: Bucket, take: TakeCall) -> None:
+        take({"data": bucket.data})
+
+
+class ProcessReceiver(BucketReceiver):
+    """Worker's end within one process."""
+
+    def read(self, arguments: Mapping[str, Any]) -> Tensor:
+        data: Tensor = arguments["data"]
+        return data

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lowpeak.errors import EngineError
 from lowpeak.vllm.protocol import Adapter
-from lowpeak.vllm.weight_sync.buckets import Piece, read_checksums, shorten_names
-from lowpeak.vllm.weight_sync.checksum import tensor_checksum
+from lowpeak.vllm.weight_sync.buckets import Piece, shorten_names
+from lowpeak.vllm.weight_sync.verification import read_checksums, tensor_checksum
 
 
 def adapter_config(model: Any) -> dict[str, Any]:

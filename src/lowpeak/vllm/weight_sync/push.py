@@ -12,12 +12,20 @@ from typing import Any
 
 import torch
 
-from lowpeak.arguments import ServerSettings, VllmSettings
+from lowpeak.arguments import ServerSettings, Transport, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
 from lowpeak.vllm.protocol import Adapter, Vllm, call_workers
-from lowpeak.vllm.weight_sync.buckets import Bucket, ChecksumTable, fill_buckets, shorten_names
-from lowpeak.vllm.weight_sync.transports import BucketSender, open_sender
+from lowpeak.vllm.weight_sync.buckets import (
+    Bucket,
+    BucketSender,
+    ChecksumTable,
+    ProcessSender,
+    fill_buckets,
+    shorten_names,
+)
+from lowpeak.vllm.weight_sync.nccl import NcclSender, device_id
+from lowpeak.vllm.weight_sync.tcp import TcpSender, host_addresses, network_name
 
 TIMEOUT = 600.0  # seconds for one bucket, or for the verification
 ABORT_SECONDS = 30.0  # for an engine to abort a failed update
@@ -207,3 +215,56 @@ def loaded_version(vllms: Sequence[Vllm], timeout: float = 60.0) -> int | None:
     ]
     versions = {answer["policy_version"] for answer in answers}
     return versions.pop() if len(versions) == 1 else None
+
+
+def open_sender(
+    transport: Transport,
+    vllms: Sequence[Vllm],
+    bucket_bytes: int,
+    device: torch.device,
+    timeout: float,
+    port: int | None = None,
+) -> BucketSender:
+    """Return the trainer's end of `transport`; raise EngineError if it cannot reach the workers.
+
+    "auto" selects the process if the engine is in it, NCCL if trainer and workers have different GPUs, otherwise TCP.
+    NCCL and TCP listen at `port` of this host (None: any free one).
+    """
+    in_process = all(vllm.in_process for vllm in vllms)
+    if transport == "process" or (transport == "auto" and in_process):
+        return ProcessSender(bucket_bytes, device=None)
+    workers = _WorkerLocations.of(vllms, timeout)
+    if transport == "tcp" or (transport == "auto" and not workers.on_other_gpus(device)):
+        return TcpSender(bucket_bytes, loopback=workers.all_local, timeout=timeout, port=port)
+    if device.type != "cuda" or "cpu" in workers.devices:
+        raise EngineError("vllm_transport='nccl' needs GPUs, but the trainer or vLLM is on a CPU: use 'auto'.")
+    host = "127.0.0.1" if workers.all_local else host_addresses()[0]
+    return NcclSender(bucket_bytes, device, host, workers.num_workers, timeout, port)
+
+
+def available_transports(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
+    """Return every transport by which values on `device` can reach all workers."""
+    transports: list[Transport] = ["process"] if all(vllm.in_process for vllm in vllms) else []
+    transports.append("tcp")
+    return [*transports, "nccl"] if _WorkerLocations.of(vllms, timeout).on_other_gpus(device) else transports
+
+
+@dataclass(frozen=True)
+class _WorkerLocations:
+    """Locations of the workers: whether all are on this host, their devices, and their number."""
+
+    all_local: bool
+    devices: frozenset[str]
+    num_workers: int
+
+    @staticmethod
+    def of(vllms: Sequence[Vllm], timeout: float) -> _WorkerLocations:
+        engines = call_workers(vllms, "lowpeak_look", [{}] * len(vllms), timeout)
+        workers = [worker for engine in engines for worker in engine]
+        network = network_name()
+        all_local = network is not None and all(worker["network"] == network for worker in workers)
+        return _WorkerLocations(all_local, frozenset(worker["device"] for worker in workers), len(workers))
+
+    def on_other_gpus(self, device: torch.device) -> bool:
+        """Return whether NCCL can reach the workers: it refuses two ranks on one device."""
+        return device.type == "cuda" and "cpu" not in self.devices and device_id(device) not in self.devices

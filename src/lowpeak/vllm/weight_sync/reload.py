@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowpeak.vllm.weight_sync.checksum import tensor_checksum
+from lowpeak.vllm.weight_sync.verification import tensor_checksum
 
 AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}  # without oneDNN's format, see worker.py
 PLAIN_ATTENTION = {"Attention", "MMEncoderAttention"}  # MLAAttention absorbs a projection

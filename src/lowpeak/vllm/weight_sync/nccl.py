@@ -18,8 +18,7 @@ from torch import Tensor
 from lowpeak.errors import EngineError
 from lowpeak.vllm.protocol import start_thread
 from lowpeak.vllm.serving import free_ports
-from lowpeak.vllm.weight_sync.buckets import Bucket
-from lowpeak.vllm.weight_sync.transports.base import BucketReceiver, BucketSender, TakeCall
+from lowpeak.vllm.weight_sync.buckets import Bucket, BucketReceiver, BucketSender, TakeCall
 
 # Arguments: host, port, rank, world size, device.
 GroupFactory = Callable[[str, int, int, int, torch.device], Any]
@@ -121,3 +120,8 @@ def check_communicator(communicator: Any) -> Any:
     if getattr(communicator, "disabled", False):
         raise EngineError("vLLM finds no NCCL library on this machine.")
     return communicator
+
+
+def device_id(device: torch.device) -> str:
+    """Return a name of the device that is equal in all processes of its host."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type

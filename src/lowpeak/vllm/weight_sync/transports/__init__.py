@@ -1,5 +1,0 @@
-"""Transports of weight buckets: in process, NCCL, TCP."""
-
-from lowpeak.exports import lazy_exports
-
-__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
