@@ -91,7 +91,7 @@ RULES = {
         ),
     ),
     "planning calls the step, not the trainer": Rule(
-        _rooms("memory.rehearsal", "memory.auto_size"), _rooms("trainers", "vllm")
+        _rooms("memory.rehearsal", "training.run_sizes"), _rooms("trainers", "vllm")
     ),
     "the pipeline knows no trainer": Rule(_rooms("training", "setup"), _rooms("trainers")),
     "only the command line knows the command line": Rule(

@@ -289,7 +289,7 @@ def _run_all(names: list[str], place: Path, device: torch.device | None) -> None
 
 def twin() -> torch.device:
     """The second device, added to this process; several sequences share a row on it the CPU's way."""
-    support = importlib.import_module("lowpeak.attention.supported_models")
+    support = importlib.import_module("lowpeak.attention.install")
     support._DEVICES = (*support._DEVICES, second_device.NAME)
     return second_device.register()
 

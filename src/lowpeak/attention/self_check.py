@@ -1,8 +1,7 @@
 """Start-up checks of packed sequences: a model's hidden states, and the device's attention kernel with its gradient.
 
 The first detects models whose layers use more than their attention's output (states, windows, positions), the second
-devices whose kernel differs from the one that the tests ran on.
-"""
+devices whose kernel differs from the one that the tests ran on. `forest_mask` defines what the fast paths compute."""
 
 from __future__ import annotations
 
@@ -16,10 +15,33 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowpeak.attention.install import ForestLayout, attend_forest, forward_arguments
-from lowpeak.attention.reference import forest_mask
 from lowpeak.errors import ModelError
 from lowpeak.logprobs import backbone_of, causal_lm, eval_mode, matmul_eps
 from lowpeak.records import Forest, Tree
+
+
+def forest_mask(forest: Forest, length: int, device: torch.device | str | None = None) -> Tensor:
+    """Return whether packed token i attends to token j: bool [L, L]; False in rows and columns of padding.
+
+    As an additive mask, `zeros.masked_fill(~mask, -inf)`, it runs a forest through any attention, in O(L^2). Let padding
+    attend to something then: softmax over nothing is NaN.
+    """
+    mask_LL = torch.zeros(length, length, dtype=torch.bool, device=device)
+    for tree in forest.trees:
+        prompt = slice(tree.start, tree.start + tree.prompt)
+        mask_LL[prompt, prompt] = _causal(tree.prompt, device)
+        start = prompt.stop
+        for tokens in tree.completions:
+            completion = slice(start, start + tokens)
+            mask_LL[completion, prompt] = True
+            mask_LL[completion, completion] = _causal(tokens, device)
+            start = completion.stop
+    return mask_LL
+
+
+def _causal(length: int, device: torch.device | str | None) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
 
 # A prompt with two completions, a plain sequence, another prompt with two completions; then padding.
 _TREES = (Tree(0, 5, (4, 3)), Tree(12, 0, (6,)), Tree(18, 2, (1, 5)))

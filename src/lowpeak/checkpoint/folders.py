@@ -1,4 +1,4 @@
-"""Checkpoint folders of a run: finding, pruning and cleaning up.
+"""The output folder of a run: its lock, and its checkpoints, which are found, pruned and cleaned up.
 
 `transformers.Trainer` writes `checkpoint-N` in place and removes old ones first, so a killed run may leave one incomplete
 checkpoint and no other. Here a folder's name shows its state:
@@ -9,17 +9,21 @@ checkpoint and no other. Here a folder's name shows its state:
     checkpoint-N.removing   incomplete: being deleted
 
 A kill at any moment leaves folders in these states; `clean_up_checkpoints` completes or removes them when the run starts again.
-"""
+
+
+One run at a time writes into the folder: two would mix their journals and remove each other's checkpoints."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lowpeak.errors import ArgumentError, CheckpointError
@@ -180,3 +184,62 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+LOCK_FILE = ".lowpeak.lock"
+_PID_BYTES = 20
+
+
+@contextmanager
+def lock_run_folder(run_dir: Path) -> Iterator[None]:
+    """Lock a folder during the block; raise CheckpointError if another process has locked it.
+
+    The lock is the kernel's, on an open file, so a killed run releases it. On a system without such locks nothing is locked.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / LOCK_FILE
+    try:
+        file = open_without_symlink(path, os.O_RDWR | os.O_CREAT)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be opened ({error.strerror}). Remove it, or choose another output_dir."
+        ) from error
+    try:
+        _lock(file, run_dir)
+        yield
+    finally:
+        os.close(file)
+
+
+def open_without_symlink(path: Path, flags: int) -> int:
+    """Open a file as `os.open` does; raise CheckpointError for a symbolic link."""
+    try:
+        return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise CheckpointError(
+            f"{path} is a symbolic link, so another file could be overwritten. Remove the link."
+        ) from error
+
+
+def _lock(file: int, run_dir: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(file, _PID_BYTES).decode(errors="replace").strip() or "unknown"
+        raise CheckpointError(
+            f"another run (process {holder}) is writing into {run_dir}. Wait for it, stop it, or choose another output_dir."
+        ) from error
+    except OSError:
+        return
+    os.pwrite(file, str(os.getpid()).ljust(_PID_BYTES).encode(), 0)

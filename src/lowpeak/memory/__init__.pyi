@@ -1,9 +1,5 @@
 from lowpeak.memory.activation_offload import ActivationOffload as ActivationOffload
 from lowpeak.memory.activation_offload import AsyncHostMover as AsyncHostMover
-from lowpeak.memory.auto_size import ModelShape as ModelShape
-from lowpeak.memory.auto_size import auto_chunk_tokens as auto_chunk_tokens
-from lowpeak.memory.auto_size import auto_kv_cache_bytes as auto_kv_cache_bytes
-from lowpeak.memory.auto_size import auto_micro_batch_tokens as auto_micro_batch_tokens
 from lowpeak.memory.device_memory import cgroup_headrooms as cgroup_headrooms
 from lowpeak.memory.device_memory import free_bytes as free_bytes
 from lowpeak.memory.device_memory import has_device_memory as has_device_memory

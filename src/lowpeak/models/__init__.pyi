@@ -1,4 +1,3 @@
-from lowpeak.models.damaged_files import name_damaged_file as name_damaged_file
 from lowpeak.models.experts import LoadBalance as LoadBalance
 from lowpeak.models.experts import RoutingRequest as RoutingRequest
 from lowpeak.models.experts import balance_loss as balance_loss
@@ -21,6 +20,7 @@ from lowpeak.models.lora import add_adapter as add_adapter
 from lowpeak.models.pretrained import check_dtype as check_dtype
 from lowpeak.models.pretrained import check_shapes as check_shapes
 from lowpeak.models.pretrained import from_pretrained as from_pretrained
+from lowpeak.models.pretrained import name_damaged_file as name_damaged_file
 from lowpeak.models.sharded_loading import COLLECTIVE_STYLES as COLLECTIVE_STYLES
 from lowpeak.models.sharded_loading import GRAD_ALLREDUCE_STYLE as GRAD_ALLREDUCE_STYLE
 from lowpeak.models.sharded_loading import device_map_for_loading as device_map_for_loading

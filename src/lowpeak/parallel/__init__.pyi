@@ -1,4 +1,5 @@
 from lowpeak.parallel.base import Replicated as Replicated
+from lowpeak.parallel.base import freeze as freeze
 from lowpeak.parallel.checkpoint_shards import has_shards as has_shards
 from lowpeak.parallel.checkpoint_shards import load_shards as load_shards
 from lowpeak.parallel.checkpoint_shards import load_torch_state as load_torch_state
@@ -20,7 +21,6 @@ from lowpeak.parallel.fake_ranks import fake_process_group as fake_process_group
 from lowpeak.parallel.fake_ranks import make_mesh as make_mesh
 from lowpeak.parallel.fake_ranks import prepare_like_accelerate as prepare_like_accelerate
 from lowpeak.parallel.fake_ranks import wrap_shape_propagation as wrap_shape_propagation
-from lowpeak.parallel.frozen_models import freeze as freeze
 from lowpeak.parallel.fsdp2 import Fsdp2 as Fsdp2
 from lowpeak.parallel.parameters import active_adapters as active_adapters
 from lowpeak.parallel.parameters import adapter_file_key as adapter_file_key

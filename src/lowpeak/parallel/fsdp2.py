@@ -10,10 +10,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lowpeak.parallel.base import AccelerateStrategy, fsdp_mesh
+from lowpeak.parallel.base import AccelerateStrategy, freeze, fsdp_mesh, shard_layers
 from lowpeak.parallel.checkpoint_shards import save_shards
 from lowpeak.parallel.checkpoint_state import torch_training_state, trained_parameters
-from lowpeak.parallel.frozen_models import freeze, shard_layers
 from lowpeak.parallel.parameters import FlatShard, fsdp_shard
 from lowpeak.parallel.strategy import FrozenModel
 

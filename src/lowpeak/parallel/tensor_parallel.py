@@ -23,8 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lowpeak.errors import ArgumentError
 from lowpeak.models import COLLECTIVE_STYLES, GRAD_ALLREDUCE_STYLE, modules_with_style
-from lowpeak.parallel.base import AccelerateStrategy
-from lowpeak.parallel.frozen_models import freeze
+from lowpeak.parallel.base import AccelerateStrategy, freeze
 from lowpeak.parallel.fsdp2 import Fsdp2
 from lowpeak.parallel.lockstep import TPCollectives
 from lowpeak.parallel.parameters import FlatShard, LoraDelta, fsdp_shard, local_shard

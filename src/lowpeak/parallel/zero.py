@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from lowpeak.errors import CheckpointError
-from lowpeak.parallel.base import AccelerateStrategy
+from lowpeak.parallel.base import AccelerateStrategy, freeze
 from lowpeak.parallel.checkpoint_shards import load_shards, read_saved_state, save_shards
 from lowpeak.parallel.checkpoint_state import (
     WEIGHT,
@@ -31,7 +31,6 @@ from lowpeak.parallel.checkpoint_state import (
     set_group_options,
     trained_parameters,
 )
-from lowpeak.parallel.frozen_models import freeze
 from lowpeak.parallel.parameters import FlatShard
 from lowpeak.parallel.strategy import FrozenModel
 

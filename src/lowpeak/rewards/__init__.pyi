@@ -14,7 +14,10 @@ from lowpeak.rewards.factory import as_list as as_list
 from lowpeak.rewards.factory import load_judge as load_judge
 from lowpeak.rewards.factory import load_reward as load_reward
 from lowpeak.rewards.factory import make_rewards as make_rewards
+from lowpeak.rewards.function import BackgroundLoop as BackgroundLoop
 from lowpeak.rewards.function import FunctionReward as FunctionReward
+from lowpeak.rewards.function import TimeLimitExceeded as TimeLimitExceeded
+from lowpeak.rewards.function import call_with_timeout as call_with_timeout
 from lowpeak.rewards.function import callable_name as callable_name
 from lowpeak.rewards.judge import NO_PREFERENCE as NO_PREFERENCE
 from lowpeak.rewards.judge import JudgeReward as JudgeReward
@@ -29,6 +32,3 @@ from lowpeak.rewards.panel import merge_rewarded_completions as merge_rewarded_c
 from lowpeak.rewards.panel import reward_metrics as reward_metrics
 from lowpeak.rewards.panel import warn_of_unscored as warn_of_unscored
 from lowpeak.rewards.reward import Reward as Reward
-from lowpeak.rewards.timeouts import BackgroundLoop as BackgroundLoop
-from lowpeak.rewards.timeouts import TimeLimitExceeded as TimeLimitExceeded
-from lowpeak.rewards.timeouts import call_with_timeout as call_with_timeout

@@ -23,11 +23,10 @@ from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Metric, Record, merge_metrics
 from lowpeak.rewards.factory import unique_names
-from lowpeak.rewards.function import FunctionReward
+from lowpeak.rewards.function import BackgroundLoop, FunctionReward, TimeLimitExceeded
 from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
 from lowpeak.rewards.reward_call import MAX_REWARD, NO_REWARD, RewardCall, RewardInputs, reward_inputs
-from lowpeak.rewards.timeouts import BackgroundLoop, TimeLimitExceeded
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from lowpeak.setup.elastic_restart import renew_master_port as renew_master_port
 from lowpeak.setup.preflight import check_adapter as check_adapter
 from lowpeak.setup.preflight import check_data as check_data
 from lowpeak.setup.preflight import check_hub as check_hub
-from lowpeak.setup.rank_consistency import require_same_arguments as require_same_arguments
-from lowpeak.setup.rank_consistency import require_same_data as require_same_data
-from lowpeak.setup.rank_consistency import silence_nonzero_ranks as silence_nonzero_ranks
+from lowpeak.setup.preflight import require_same_arguments as require_same_arguments
+from lowpeak.setup.preflight import require_same_data as require_same_data
+from lowpeak.setup.preflight import silence_nonzero_ranks as silence_nonzero_ranks
 from lowpeak.setup.resume import check_checkpoint_name as check_checkpoint_name
 from lowpeak.setup.resume import check_resume as check_resume
 from lowpeak.setup.resume import clear_output_dir as clear_output_dir

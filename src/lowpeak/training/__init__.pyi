@@ -40,7 +40,11 @@ from lowpeak.training.run import Run as Run
 from lowpeak.training.run import StepCallback as StepCallback
 from lowpeak.training.run import StepScratch as StepScratch
 from lowpeak.training.run import explain_out_of_memory as explain_out_of_memory
+from lowpeak.training.run_sizes import ModelShape as ModelShape
 from lowpeak.training.run_sizes import Sizes as Sizes
+from lowpeak.training.run_sizes import auto_chunk_tokens as auto_chunk_tokens
+from lowpeak.training.run_sizes import auto_kv_cache_bytes as auto_kv_cache_bytes
+from lowpeak.training.run_sizes import auto_micro_batch_tokens as auto_micro_batch_tokens
 from lowpeak.training.run_sizes import choose_layout as choose_layout
 from lowpeak.training.run_sizes import device_at_start as device_at_start
 from lowpeak.training.run_sizes import prepare_layout as prepare_layout

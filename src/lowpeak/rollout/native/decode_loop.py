@@ -20,9 +20,16 @@ from torch import Tensor, nn
 from lowpeak.arguments import Sampling
 from lowpeak.attention import ATTENTION_NAME
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.cache import SlotCache, bytes_per_token, parameter_dtype, text_config
+from lowpeak.rollout.native.cache import (
+    SlotCache,
+    bytes_per_token,
+    left_pad,
+    parameter_dtype,
+    prefill_prompts,
+    split_prefill,
+    text_config,
+)
 from lowpeak.rollout.native.output import OutputBuffer
-from lowpeak.rollout.native.prefill import left_pad, prefill_prompts, split_prefill
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId
 from lowpeak.rollout.sampling import UniformDraws, sample_tokens
 
