@@ -32,10 +32,10 @@ from lowpeak.training.prepare_run import prepare_online as prepare_online
 from lowpeak.training.rollout import Rollout as Rollout
 from lowpeak.training.rollout import StepBatches as StepBatches
 from lowpeak.training.rollout import make_step_batches as make_step_batches
+from lowpeak.training.rollout import print_completions as print_completions
 from lowpeak.training.rollout import records_of_step as records_of_step
 from lowpeak.training.rollout import score_records as score_records
 from lowpeak.training.rollout import with_step_shares as with_step_shares
-from lowpeak.training.rollout_report import print_completions as print_completions
 from lowpeak.training.run import Run as Run
 from lowpeak.training.run import StepCallback as StepCallback
 from lowpeak.training.run import StepScratch as StepScratch

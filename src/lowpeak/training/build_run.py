@@ -39,7 +39,7 @@ from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
 from lowpeak.training.collector import RolloutCollector
 from lowpeak.training.engines import adapters_idle, make_engine
 from lowpeak.training.prepare_run import OnlineParts
-from lowpeak.training.rollout_report import RolloutStats
+from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import ProgressTracker, Run, RunContext
 from lowpeak.training.run_sizes import Sizes, prepare_layout, training_bytes
 from lowpeak.training.step import LogprobSettings

@@ -23,8 +23,7 @@ from lowpeak.rewards import (
     warn_of_unscored,
 )
 from lowpeak.rollout import RolloutEngine
-from lowpeak.training.rollout import Rollout, score_records
-from lowpeak.training.rollout_report import RolloutStats, completion_rows, length_metrics
+from lowpeak.training.rollout import Rollout, RolloutStats, completion_rows, length_metrics, score_records
 from lowpeak.training.run import RunContext
 from lowpeak.training.weight_sync import WeightSync
 

@@ -22,7 +22,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.rollout import FunctionEngine, RolloutEngine
 from lowpeak.rollout.native import NativeEngine, bytes_per_token, end_token_ids, parameter_dtype
 from lowpeak.training.prepare_run import OnlineParts
-from lowpeak.training.rollout_report import RolloutStats
+from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import Run, RunContext
 from lowpeak.vllm import (
     ColocatedModelSpec,

@@ -20,8 +20,7 @@ from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards import RewardedCompletions, warn_of_unscored
 from lowpeak.training.collector import RolloutCollector, merge_all_rewarded, with_advantages, with_loss_masks
-from lowpeak.training.rollout import score_records, with_step_shares
-from lowpeak.training.rollout_report import completion_rows, length_metrics
+from lowpeak.training.rollout import completion_rows, length_metrics, score_records, with_step_shares
 from lowpeak.training.run import Run
 from lowpeak.training.step import loss_of_outputs
 
