@@ -27,6 +27,7 @@ from lowpeak.arguments import (
     resolve_memory,
     resolve_online,
     resolve_online_dpo,
+    resolve_passes,
     resolve_ppo,
     resolve_rloo,
     run_facts,
@@ -158,7 +159,7 @@ def outcome(config, folder, said):
             settings = (dataclasses.replace(online, facts=RunFacts()), ONLINE[config](acted, online))
         else:
             facts, acted = run_facts(args), resolve_common(args)
-            settings = resolve_memory(acted)
+            settings = resolve_memory(acted), resolve_passes(acted)
         facts = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
         report_idle_arguments(args, facts)
     except ArgumentError as error:

@@ -1,7 +1,9 @@
 from lowpeak.arguments.base import IDLE_INHERITED as IDLE_INHERITED
 from lowpeak.arguments.base import MemorySettings as MemorySettings
+from lowpeak.arguments.base import PassSettings as PassSettings
 from lowpeak.arguments.base import resolve_common as resolve_common
 from lowpeak.arguments.base import resolve_memory as resolve_memory
+from lowpeak.arguments.base import resolve_passes as resolve_passes
 from lowpeak.arguments.base import run_facts as run_facts
 from lowpeak.arguments.configs import CommonConfig as CommonConfig
 from lowpeak.arguments.configs import GRPOConfig as GRPOConfig
@@ -33,6 +35,7 @@ from lowpeak.arguments.online import Correction as Correction
 from lowpeak.arguments.online import KLEstimator as KLEstimator
 from lowpeak.arguments.online import OnlineArguments as OnlineArguments
 from lowpeak.arguments.online import OnlineSettings as OnlineSettings
+from lowpeak.arguments.online import PromptSettings as PromptSettings
 from lowpeak.arguments.online import resolve_online as resolve_online
 from lowpeak.arguments.online_dpo import OnlineDPOSettings as OnlineDPOSettings
 from lowpeak.arguments.online_dpo import check_betas as check_betas

@@ -203,6 +203,20 @@ class MemorySettings:
     idle_on_host: bool = False
 
 
+@dataclass(frozen=True)
+class PassSettings:
+    """Settings of forward passes: the load-balancing loss, the entropy, and the temperature of log-probs."""
+
+    router_aux_loss_coef: float | None = None
+    log_entropy: bool = True
+    temperature: float = 1.0
+
+
+def resolve_passes(args: Any) -> PassSettings:
+    """Return the settings of forward passes; supervised trainers have no temperature."""
+    return make_settings(PassSettings, args)
+
+
 def resolve_common(args: Any) -> Any:
     """Check the arguments of a trainer without rollouts; return them with defaults for those without effect."""
     check_values(args)

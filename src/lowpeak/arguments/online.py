@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lowpeak.arguments.base import MemorySettings, resolve_memory, run_facts
+from lowpeak.arguments.base import MemorySettings, PassSettings, resolve_memory, resolve_passes, run_facts
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     Check,
@@ -18,6 +19,7 @@ from lowpeak.arguments.declare import (
     evaluation_argument,
     if_on,
     logging_argument,
+    make_settings,
     one_of,
     require,
     reward_argument,
@@ -165,8 +167,30 @@ class Correction:
 
 
 @dataclass(frozen=True)
+class PromptSettings:
+    """How prompts are read: in which order, with which template, and whether those that are too long are dropped.
+
+    `vllm_max_model_length` bounds a prompt with its completion, beside the contexts of the models.
+    """
+
+    shuffle_dataset: bool = True
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    overlong_prompts: Literal["error", "drop"] = "error"
+    vllm_max_model_length: int | None = None
+
+
+@dataclass(frozen=True)
+class TableSettings:
+    """The table of completions in the terminal: least steps between two, its rows (None: all), and one row per prompt."""
+
+    log_completions_steps: int = 1
+    num_completions_to_print: int | None = None
+    log_unique_prompts: bool = False
+
+
+@dataclass(frozen=True)
 class OnlineSettings:
-    """Settings of an online run: rollouts, sampling, evaluation, reference updates, memory, vLLM.
+    """Settings of an online run: rollouts, sampling, evaluation, reference updates, memory, passes, prompts, rewards, vLLM.
 
     `facts` are the facts of the run that were known when its arguments were resolved.
     """
@@ -179,6 +203,11 @@ class OnlineSettings:
     memory: MemorySettings
     reward_weights: tuple[float, ...]
     mask_truncated: bool
+    passes: PassSettings = PassSettings()
+    prompts: PromptSettings = PromptSettings()
+    table: TableSettings | None = None
+    reward_failures: Literal["raise", "none"] = "raise"
+    reward_timeout: float | None = None
     vllm: VllmSettings | None = None
     facts: RunFacts = RunFacts()
 
@@ -207,6 +236,11 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
         ),
         reward_weights=_resolve_weights(args, num_rewards),
         mask_truncated=args.mask_truncated_completions,
+        passes=resolve_passes(args),
+        prompts=make_settings(PromptSettings, args, chat_template_kwargs=args.chat_template_kwargs or {}),
+        table=make_settings(TableSettings, args) if args.log_completions else None,
+        reward_failures=args.reward_failures,
+        reward_timeout=args.reward_timeout,
         vllm=resolve_vllm(args, world_size),
         facts=facts,
     )

@@ -170,16 +170,16 @@ def read_eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) 
     return [replace(prompt, serial=i) for i, prompt in enumerate(read_all(dataset, reader)[0])]
 
 
-def make_cursor(dataset: Any, reader: RowReader[Item], args: Any) -> PromptCursor[Item]:
+def make_cursor(dataset: Any, reader: RowReader[Item], args: Any, shuffle: bool) -> PromptCursor[Item]:
     """Return a run's cursor over the usable rows of a dataset.
 
-    A dataset with random access is checked completely first, a stream row by row.
+    A dataset with random access is checked completely first, a stream row by row. `args` have transformers' seeds.
     """
     is_stream = num_rows(dataset) is None
     return PromptCursor(
         dataset if is_stream else filter_rows(dataset, reader),
         reader,
-        shuffle=args.shuffle_dataset,
+        shuffle=shuffle,
         seed=args.seed if args.data_seed is None else args.data_seed,
         digest=None if is_stream else digest_rows(dataset),
     )

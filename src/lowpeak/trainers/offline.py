@@ -15,7 +15,14 @@ from transformers import AutoModelForCausalLM, EvalPrediction, set_seed
 from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import CommonConfig, report_idle_arguments, resolve_common, resolve_memory, run_facts
+from lowpeak.arguments import (
+    CommonConfig,
+    report_idle_arguments,
+    resolve_common,
+    resolve_memory,
+    resolve_passes,
+    run_facts,
+)
 from lowpeak.checkpoint import RunState, capture_rng_state, check_writable, preserve_rng_state
 from lowpeak.data import RowReader, check_special_tokens, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
@@ -128,7 +135,7 @@ class OfflineTrainer(StepTrainer):
         silence_nonzero_ranks(args)
         with Ranks(args.device).propagate_errors():
             self.acting_args = args = resolve_common(args)
-            self.memory = resolve_memory(args)
+            self.memory, passes = resolve_memory(args), resolve_passes(args)
             set_seed(args.seed)  # before anything is made: the first weights of an adapter, or a new head, are random
             algorithm = self.make_algorithm(args)
             if args.process_index == 0:
@@ -152,10 +159,11 @@ class OfflineTrainer(StepTrainer):
         report_idle_arguments(self.user_args, replace(run_facts(args), in_fp32=computes_in_fp32(args, policy)))
         strategy = detect_strategy(self.accelerator)
         pad_id = padding_id(tokenizer)
-        self.start_run(make_run(self, args, algorithm, strategy, policy, self.memory, pad_id, head=self.head))
+        run = make_run(self, args, self.memory, passes, algorithm, strategy, policy, pad_id, head=self.head)
+        self.start_run(run)
         self.reader = self.make_reader(args, policy, tokenizer)
         with strategy.ranks.propagate_errors():
-            self.cursor = make_cursor(train_dataset, self.reader, args)
+            self.cursor = make_cursor(train_dataset, self.reader, args, args.shuffle_dataset)
 
     def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
         """Return the model, ready to train, and its tokenizer."""

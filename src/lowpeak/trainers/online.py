@@ -185,28 +185,29 @@ class OnlineTrainer(StepTrainer):
         return values
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        metrics = self.unlogged_metrics
+        metrics, table = self.unlogged_metrics, self.collector.settings.table
         super().log(logs, start_time)
         if (
             metrics
             and self.unlogged_metrics is not metrics
-            and self._table_is_due()
+            and table is not None
+            and self._table_is_due(table.log_completions_steps)
             and self.rollout is not None
             and self.is_world_process_zero()
         ):
             print_completions(
                 self.rollout.rows,
                 self.state.global_step,
-                most=self.acting_args.num_completions_to_print,
-                unique=self.acting_args.log_unique_prompts,
+                most=table.num_completions_to_print,
+                unique=table.log_unique_prompts,
             )
 
-    def _table_is_due(self) -> bool:
-        """Return whether to print a table: one in each span of `log_completions_steps`, starting with the first log."""
-        span = self.state.global_step // self.acting_args.log_completions_steps
-        due = self.acting_args.log_completions and span != self.last_table_span
-        self.last_table_span = span if due else self.last_table_span
-        return bool(due)
+    def _table_is_due(self, steps: int) -> bool:
+        """Return whether to print a table: one in each span of `steps`, starting with the first log."""
+        span = self.state.global_step // steps
+        due = span != self.last_table_span
+        self.last_table_span = span
+        return due
 
     def dry_run(self) -> dict[str, Any]:
         """Return the resolved arguments, without training: model, data, rollout, sizes, micro-batches."""

@@ -1,4 +1,8 @@
-"""The second half of building a run, once transformers' Trainer has an accelerator: strategy, sizes, engine, collector."""
+"""The second half of building a run, once transformers' Trainer has an accelerator: strategy, sizes, engine, collector.
+
+`args` are read only for arguments that transformers declares (bf16, seeds, output_dir, activation checkpointing), and for
+`cast_lm_head_to_fp32`, which acts only if the loaded models do not compute in fp32 already.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import MemorySettings, OnlineSettings, report_idle_arguments
+from lowpeak.arguments import MemorySettings, OnlineSettings, PassSettings, PromptSettings, report_idle_arguments
 from lowpeak.data import PromptCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
@@ -56,14 +60,15 @@ def connect_online(
     critic = critic_classifier(causal_lm(parts.policy))
     if critic is not None:
         check_critic_vocabulary(critic, parts.policy, parts.tokenizer)
-    limit = _max_prompt_tokens(parts.policy, critic, args.max_completion_length, args.vllm_max_model_length)
+    prompts, max_new_tokens = settings.prompts, settings.sampling.max_new_tokens
+    limit = _max_prompt_tokens(parts.policy, critic, max_new_tokens, prompts.vllm_max_model_length)
     new_reader = partial(
         PromptReader,
         parts.tokenizer,
-        chat_template_kwargs=args.chat_template_kwargs or {},
+        chat_template_kwargs=prompts.chat_template_kwargs,
         max_prompt_tokens=limit,
-        overlong=args.overlong_prompts,
-        limit_reason=f"{_context_name(args, critic)} less max_completion_length {args.max_completion_length}",
+        overlong=prompts.overlong_prompts,
+        limit_reason=f"{_context_name(prompts, critic)} less max_completion_length {max_new_tokens}",
         num_embeddings=num_embeddings(parts.policy),
     )
     with strategy.ranks.propagate_errors():
@@ -78,7 +83,9 @@ def connect_online(
             frozen = freeze(reward.model)
             reward.use(frozen, strategy.ranks if is_sharded(frozen.model) else None, trainer.accelerator.device)
     pad_id = padding_id(parts.tokenizer)
-    run = make_run(trainer, args, parts.algorithm, strategy, parts.policy, settings.memory, pad_id, reference)
+    run = make_run(
+        trainer, args, settings.memory, settings.passes, parts.algorithm, strategy, parts.policy, pad_id, reference
+    )
     stats = RolloutStats()
     collector = RolloutCollector(
         context=trainer,
@@ -97,10 +104,11 @@ def connect_online(
 def make_run(
     trainer: RunContext,
     args: Any,
+    memory: MemorySettings,
+    passes: PassSettings,
     algorithm: Algorithm,
     strategy: Strategy,
     policy: nn.Module,
-    memory: MemorySettings,
     pad_id: int,
     reference: Reference | None = None,
     head: HeadKind = LOGPROB_HEAD,
@@ -115,7 +123,7 @@ def make_run(
     trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     with ranks.propagate_errors():
         head.install(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
-    load_balance = load_balance_of(transformers_model(policy), args.router_aux_loss_coef)
+    load_balance = load_balance_of(transformers_model(policy), passes.router_aux_loss_coef)
     if load_balance is not None:  # sequences with zero advantages move the routers, too
         algorithm = algorithm.without_skipping()
     with ExitStack() as on_device:
@@ -139,11 +147,10 @@ def make_run(
     materialize_meta_params(policy)
     offloads = memory.activation_offloading
     saving = ActivationOffload(policy, AsyncHostMover(device)).saving if offloads else nullcontext
-    temperature = getattr(args, "temperature", 1.0)
     return Run(
         algorithm=algorithm,
         logprob_settings=LogprobSettings(
-            temperature, sizes.logprob_chunk_size, device, args.log_entropy, saving, load_balance
+            passes.temperature, sizes.logprob_chunk_size, device, passes.log_entropy, saving, load_balance
         ),
         strategy=strategy,
         tracker=ProgressTracker(device, trainer),
@@ -267,14 +274,14 @@ def _report_unused_arguments(trainer: RunContext, parts: OnlineParts, strategy: 
 
 
 def _panel(parts: OnlineParts) -> RewardPanel:
-    settings = RewardSettings(parts.settings.reward_weights, parts.args.reward_failures, parts.args.reward_timeout)
-    tokenizer = parts.tokenizer
-    return RewardPanel(parts.rewards, settings, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    settings, tokenizer = parts.settings, parts.tokenizer
+    failures = RewardSettings(settings.reward_weights, settings.reward_failures, settings.reward_timeout)
+    return RewardPanel(parts.rewards, failures, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def _context_name(args: Any, critic: nn.Module | None) -> str:
+def _context_name(prompts: PromptSettings, critic: nn.Module | None) -> str:
     """Return the limit of a sequence's length, in words: the shortest context of policy, critic and vLLM."""
-    length = args.vllm_max_model_length
+    length = prompts.vllm_max_model_length
     context = "the model's context" if critic is None else "the model's context or its critic's"
     return context if length is None else f"{context} or vllm_max_model_length {length}"
 
@@ -297,7 +304,7 @@ def _max_prompt_tokens(
 
 def _prompt_cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> PromptCursor[Prompt]:
     """Check all rows of the data set, and that they are enough for a rollout; a stream starts again when it ends."""
-    cursor = make_cursor(dataset, reader, args)
+    cursor = make_cursor(dataset, reader, args, settings.prompts.shuffle_dataset)
     prompts = cursor.rows_per_epoch
     if prompts is not None and prompts < settings.rollout.num_prompts:
         raise DataError(

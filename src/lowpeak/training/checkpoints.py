@@ -1,7 +1,6 @@
 """Checkpoints of a run: staged by all ranks, synced and renamed; only then the oldest one is removed.
 
-`trainer` is a StepTrainer, untyped because saving calls transformers' private methods of it. Parts that wait for all
-ranks are inside `Ranks.propagate_errors`, so that an error of one rank is raised on all.
+Parts that wait for all ranks are inside `Ranks.propagate_errors`, so that an error of one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -47,9 +46,55 @@ from lowpeak.parallel import (
     save_shards,
 )
 from lowpeak.ranks import Ranks, is_lost_connection
+from lowpeak.training.run import Run
 
 
-def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
+class ExportedModel(Protocol):
+    """The part of a trainer that exports its model; `_save` is transformers'."""
+
+    run: Run
+    args: Any
+    accelerator: Any
+    model: Any
+    model_wrapped: nn.Module
+    processing_class: Any
+
+    def _save(self, output_dir: str) -> None: ...
+
+
+class TrainingStates(Protocol):
+    """The part of a trainer with optimizer states, schedule and loss scale; the methods are transformers'."""
+
+    run: Run
+    model_wrapped: nn.Module
+    optimizer: Any
+    lr_scheduler: Any
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...
+
+    def _save_scaler(self, output_dir: str) -> None: ...
+
+    def _load_scaler(self, checkpoint: str) -> None: ...
+
+
+class CheckpointedTrainer(ExportedModel, TrainingStates, Protocol):
+    """The part of a trainer that writes and loads checkpoints; all methods but `save_extra` are transformers'."""
+
+    acting_args: Any
+    state: Any
+    control: Any
+    callback_handler: Any
+
+    def save_extra(self, folder: Path) -> None: ...
+
+    def store_flos(self) -> None: ...
+
+    def _get_output_dir(self, trial: Any) -> str: ...
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None: ...
+
+
+def save_checkpoint(trainer: CheckpointedTrainer, trial: Any, state: RunState) -> Path:
     """Write `checkpoint-<step>` on all ranks, completely or not at all; return its folder."""
     args, ranks = trainer.args, trainer.run.strategy.ranks.processes
     run_dir = Path(trainer._get_output_dir(trial=trial))
@@ -74,7 +119,7 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
     return final
 
 
-def _save_training(trainer: Any, stage: Path) -> None:
+def _save_training(trainer: TrainingStates, stage: Path) -> None:
     """Write optimizer states, schedule and loss scale: each rank its shard, or rank 0 all of it."""
     strategy, folder = trainer.run.strategy, os.fspath(stage)
     with strategy.ranks.propagate_errors():
@@ -87,7 +132,7 @@ def _save_training(trainer: Any, stage: Path) -> None:
     trainer._save_scaler(folder)
 
 
-def load_training(trainer: Any, checkpoint: Path) -> None:
+def load_training(trainer: TrainingStates, checkpoint: Path) -> None:
     """Load sharded weights and optimizer states, schedule and loss scale, on any number of ranks."""
     strategy = trainer.run.strategy
     strategy.load_state(checkpoint, trainer.model_wrapped, trainer.optimizer)
@@ -156,7 +201,7 @@ def explain_load_errors(checkpoint: str, content: str, remedy: str) -> Iterator[
         ) from error
 
 
-def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
+def export_model(trainer: ExportedModel, folder: Path, *, merged: bool = False) -> None:
     """Write the model in the Hugging Face layout, slice by slice: an adapter alone, or `merged` into the full model."""
     strategy = trainer.run.strategy
     model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -179,7 +224,7 @@ def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
         write_weights(folder if first else None, base, layout, slices)
 
 
-def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
+def _export_adapter(trainer: ExportedModel, model: Any, folder: Path) -> None:
     """Write the adapter as peft does; gather a sharded one on rank 0, slice by slice, without its base."""
     strategy = trainer.run.strategy
     if not strategy.shards_states:
@@ -202,7 +247,7 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
             _save_tokenizer_and_arguments(trainer, folder)
 
 
-def _save_tokenizer_and_arguments(trainer: Any, folder: Path) -> None:
+def _save_tokenizer_and_arguments(trainer: ExportedModel, folder: Path) -> None:
     if trainer.processing_class is not None:
         trainer.processing_class.save_pretrained(folder)
     torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
@@ -222,7 +267,7 @@ def only_policy_adapters(model: Any) -> Iterator[None]:
         del model.save_pretrained
 
 
-def _record_best(trainer: Any, run_dir: Path, final: Path) -> None:
+def _record_best(trainer: CheckpointedTrainer, run_dir: Path, final: Path) -> None:
     """Set `best_model_checkpoint`, as transformers does, to the folder of the best step if it exists."""
     step = trainer.state.best_global_step
     if step:
@@ -231,7 +276,7 @@ def _record_best(trainer: Any, run_dir: Path, final: Path) -> None:
             trainer.state.best_model_checkpoint = os.fspath(best)
 
 
-def _record_callbacks(trainer: Any) -> None:
+def _record_callbacks(trainer: CheckpointedTrainer) -> None:
     """Store the states of callbacks in the trainer's state, as transformers does."""
     stateful = [h for h in (*trainer.callback_handler.callbacks, trainer.control) if isinstance(h, ExportableState)]
     for callback in stateful:
@@ -289,7 +334,7 @@ Settings = dict[tuple[str, int], Any]
 
 
 @contextmanager
-def warn_of_ignored_arguments(trainer: Any, checkpoint: str) -> Iterator[None]:
+def warn_of_ignored_arguments(trainer: CheckpointedTrainer, checkpoint: str) -> Iterator[None]:
     """Warn of arguments that the optimizer and schedule states of `checkpoint`, loaded in the block, replace."""
     requested = _settings(trainer)
     yield
@@ -308,7 +353,7 @@ def warn_of_ignored_arguments(trainer: Any, checkpoint: str) -> Iterator[None]:
         )
 
 
-def _settings(trainer: Any) -> Settings:
+def _settings(trainer: TrainingStates) -> Settings:
     """Return the arguments in the states, by name and number of the parameter group."""
     schedule = trainer.lr_scheduler
     settings: Settings = {(_RATE, i): rate for i, rate in enumerate(getattr(schedule, "base_lrs", ()))}
@@ -324,7 +369,7 @@ def _settings(trainer: Any) -> Settings:
     return settings | of_schedule
 
 
-def _argument_name(name: str, value: Any, trainer: Any) -> str:
+def _argument_name(name: str, value: Any, trainer: CheckpointedTrainer) -> str:
     # PPO's critic has separate groups if it has a separate learning rate.
     critic_rate = getattr(trainer.acting_args, "value_learning_rate", None)
     return (

@@ -93,7 +93,7 @@ def make_engine(
     new_reader = partial(
         PromptReader,
         tokenizer,
-        chat_template_kwargs=parts.args.chat_template_kwargs or {},
+        chat_template_kwargs=parts.settings.prompts.chat_template_kwargs,
         num_embeddings=num_embeddings(policy),
     )
     return FunctionEngine(
