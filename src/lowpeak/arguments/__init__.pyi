@@ -1,4 +1,3 @@
-from lowpeak.arguments.base import IDLE_INHERITED as IDLE_INHERITED
 from lowpeak.arguments.base import MemorySettings as MemorySettings
 from lowpeak.arguments.base import resolve_common as resolve_common
 from lowpeak.arguments.base import resolve_memory as resolve_memory
@@ -24,6 +23,8 @@ from lowpeak.arguments.grpo import GRPOLossType as GRPOLossType
 from lowpeak.arguments.grpo import GRPOSettings as GRPOSettings
 from lowpeak.arguments.grpo import ImportanceLevel as ImportanceLevel
 from lowpeak.arguments.grpo import resolve_grpo as resolve_grpo
+from lowpeak.arguments.inherited import ACT_IF as ACT_IF
+from lowpeak.arguments.inherited import NEVER_ACT as NEVER_ACT
 from lowpeak.arguments.names import REJECTED as REJECTED
 from lowpeak.arguments.names import check_names as check_names
 from lowpeak.arguments.names import drop_trl_defaults as drop_trl_defaults

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=TrainingArguments)
 
+# Variables by which accelerate sees that a launcher started the process.
+_SIZES_OF_LAUNCHERS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RENAMED = (
     ("gradient_checkpointing", "activation_checkpointing"),
     ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
@@ -108,6 +110,10 @@ class CommonConfig(CommonArguments, TrainingArguments):
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()
         self._check_parallelism()
+        require(
+            self.ddp_backend is None or any(name in os.environ for name in _SIZES_OF_LAUNCHERS),
+            f"ddp_backend={self.ddp_backend!r} needs several processes, which a launcher starts; remove it.",
+        )
         renew_master_port()
         check_range(self, "ddp_timeout")  # checked early, because it is used below
         if self.use_cpu or is_switched_on(os.environ, "ACCELERATE_USE_CPU"):

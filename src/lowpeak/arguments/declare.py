@@ -31,8 +31,9 @@ class RunFacts:
     """Facts of a run that decide which arguments have an effect; None if not known yet, which counts as an effect.
 
     A rollout serves `num_steps` optimizer steps. `has_device_memory`: the device does not use host memory.
-    `sharded`: parameters are sharded over ranks. `frozen`: the run has a model that is never trained. `idle` maps other
-    arguments without effect, as shown to the user, to the reason.
+    `sharded`: parameters are sharded over ranks. `frozen`: the run has a model that is never trained. `passed_optimizer`: the
+    user passed an optimizer to the trainer ("instance"), or its class ("class"); `passed_schedule`: a schedule. `idle` maps
+    other arguments without effect, as shown to the user, to the reason.
     """
 
     num_rewards: int | None = None
@@ -42,6 +43,8 @@ class RunFacts:
     in_fp32: bool | None = None
     states_on_host: bool | None = None
     frozen: bool | None = None
+    passed_optimizer: str | None = None
+    passed_schedule: bool | None = None
     idle: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -50,13 +53,15 @@ class EffectCondition:
     """A condition for an argument to have an effect, with the reason and remedy shown if it does not hold.
 
     An argument without effect is named in a warning; with `raises` it is an error, if continuing would mislead. `switch` is the
-    argument that turns this one on: if `switch` never has an effect, this argument has none either.
+    argument that turns this one on: if `switch` never has an effect, this argument has none either. With `stays` its value is not
+    reset, because the run does not read it, but callbacks and methods that a user calls may.
     """
 
     holds: Callable[[Any, RunFacts], bool]
     because: str
     raises: bool = False
     switch: str = ""
+    stays: bool = False
 
 
 def never(because: str, raises: bool = False) -> EffectCondition:

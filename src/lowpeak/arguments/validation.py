@@ -119,7 +119,8 @@ def reset_idle_arguments(args: Any, facts: RunFacts) -> Any:
     for name, when in _find_idle(args, facts):
         if when.raises:
             raise ArgumentError(f"{show(shown_name(args, name), getattr(args, name))} has no effect: {when.because}.")
-        setattr(changed, name, default_value(args, name))
+        if not when.stays:
+            setattr(changed, name, default_value(args, name))
     return changed
 
 
