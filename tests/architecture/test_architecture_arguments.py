@@ -21,6 +21,8 @@ from lowpeak.arguments import (
     REJECTED,
     OnlineArguments,
     RunFacts,
+    data_argument,
+    declaration,
     idle_arguments,
     report_idle_arguments,
     reset_idle_arguments,
@@ -123,7 +125,7 @@ def names(config) -> set[str]:
 
 
 def ours(config) -> set[str]:
-    return {f.name for f in fields(config) if "group" in f.metadata}
+    return {f.name for f in fields(config) if declaration(f).group}
 
 
 def read_beside_settings() -> set[str]:
@@ -180,7 +182,7 @@ def test_the_table_has_every_argument_of_ours():
 def test_an_argument_that_nothing_reads_would_be_found(tmp_path):
     @dataclasses.dataclass(repr=False)
     class Extended(GRPOConfig):
-        nobody_reads_this: int = dataclasses.field(default=1, metadata={"group": "data"})
+        nobody_reads_this: int = data_argument(1, "Not read.")
 
     ONLINE[Extended] = resolve_grpo
     try:

@@ -14,10 +14,12 @@ from lowpeak.arguments.configs import use_one_device as use_one_device
 from lowpeak.arguments.declare import MAPPING as MAPPING
 from lowpeak.arguments.declare import RunFacts as RunFacts
 from lowpeak.arguments.declare import data_argument as data_argument
+from lowpeak.arguments.declare import declaration as declaration
 from lowpeak.arguments.declare import device_argument as device_argument
 from lowpeak.arguments.declare import logging_argument as logging_argument
 from lowpeak.arguments.declare import model_argument as model_argument
 from lowpeak.arguments.declare import reward_argument as reward_argument
+from lowpeak.arguments.declare import value_types as value_types
 from lowpeak.arguments.grpo import EntropyBonus as EntropyBonus
 from lowpeak.arguments.grpo import GRPOLossType as GRPOLossType
 from lowpeak.arguments.grpo import GRPOSettings as GRPOSettings

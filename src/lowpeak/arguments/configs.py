@@ -17,7 +17,7 @@ import torch
 from transformers import TrainingArguments
 
 from lowpeak.arguments.base import CommonArguments
-from lowpeak.arguments.declare import MAPPING, argument, redeclared, require
+from lowpeak.arguments.declare import MAPPING, argument, declaration, default_value, redeclared, require
 from lowpeak.arguments.grpo import GRPOArguments
 from lowpeak.arguments.names import REJECTED, check_names, drop_trl_defaults
 from lowpeak.arguments.offline import RewardArguments, SFTArguments
@@ -104,7 +104,7 @@ class CommonConfig(CommonArguments, TrainingArguments):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.metadata.get("check") is MAPPING:
+            if declaration(field).check is MAPPING:
                 _parse_mapping(self, field.name)
         if self.bf16 is None:
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -191,8 +191,9 @@ class OnlineConfig(OnlineArguments, CommonConfig):
         # The alias that set each argument. This name, as `given`, is part of the pickled training_args.bin.
         self.said_as: dict[str, str] = {}
         for field in fields(self):
-            if field.metadata.get("means"):
-                self._set_alias(field.name, field.metadata["means"], getattr(self, field.name))
+            target = declaration(field).means
+            if target is not None:
+                self._set_alias(field.name, target, getattr(self, field.name))
         super().__post_init__()
         kwargs: Any = self.generation_kwargs or {}
         for name, target in ARGUMENT_OF_KWARG.items():
@@ -203,7 +204,7 @@ class OnlineConfig(OnlineArguments, CommonConfig):
         if value is None:
             return
         given: frozenset[str] = getattr(self, "given", frozenset())
-        if target in given and getattr(self, target) != value:
+        if target in given and getattr(self, target) not in (value, default_value(self, target)):
             value, other = getattr(self, name, value), getattr(self, target)
             raise ArgumentError(f"{name}={value!r} and {target}={other!r} set the same argument; set one.")
         setattr(self, target, value)

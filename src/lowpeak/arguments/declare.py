@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from numbers import Real
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lowpeak.errors import ArgumentError
 
@@ -75,6 +75,31 @@ def if_on(switch: str) -> EffectCondition:
     return EffectCondition(lambda args, facts: getattr(args, switch), off, switch=switch)
 
 
+class Declaration(str):
+    """The help text of an argument, with its group in `--help`, its check, the conditions of its effect, and its alias.
+
+    `means` is the name of another argument, if this one is an alias of it.
+    """
+
+    # A field's metadata contains nothing but the help text, because HfArgumentParser passes all of it to argparse.
+    group: str = ""
+    check: Check | None = None
+    acts: tuple[EffectCondition, ...] = ()
+    means: str | None = None
+
+
+def _metadata(text: str, **parts: Any) -> dict[str, Declaration]:
+    declared = Declaration(text)
+    vars(declared).update(parts)
+    return {"help": declared}
+
+
+def declaration(declared: Field[Any]) -> Declaration:
+    """Return the declaration of a field; an empty one for transformers' fields."""
+    text = declared.metadata.get("help", "")
+    return text if isinstance(text, Declaration) else Declaration(text)
+
+
 def argument(
     default: Any,
     text: str,
@@ -84,13 +109,9 @@ def argument(
     *,
     group: str = "algorithm",
 ) -> Any:
-    """Return a dataclass field with its help text, its check, the conditions of its effect, and its group in `--help`.
-
-    `means` is the name of another argument, if this one is an alias of it.
-    """
+    """Return a dataclass field with its declaration."""
     conditions = acts if isinstance(acts, tuple) else (acts,)
-    metadata = {"group": group, "help": text, "check": check, "acts": conditions, "means": means}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=_metadata(text, group=group, check=check, acts=conditions, means=means))
 
 
 model_argument = partial(argument, group="model")
@@ -108,12 +129,25 @@ training_argument = partial(argument, group="training")
 def redeclared(
     family: Any, name: str, default: Any = MISSING, also: EffectCondition | None = None, **changes: Any
 ) -> Any:
-    """Return a field of another family with a new default, a new first condition (`also`), or other metadata."""
+    """Return a field of another family with a new default, a new first condition (`also`), or another declaration."""
     was: Field[Any] = family.__dataclass_fields__[name]
-    metadata = {**was.metadata, **changes}
+    before = declaration(was)
+    text, parts = changes.pop("help", before), {**vars(before), **changes}
     if also is not None:
-        metadata["acts"] = (also, *metadata["acts"])
-    return field(default=was.default if default is MISSING else default, metadata=metadata)
+        parts["acts"] = (also, *parts["acts"])
+    return field(default=was.default if default is MISSING else default, metadata=_metadata(text, **parts))
+
+
+def value_types(kind: type) -> dict[str, Any]:
+    """Return the types of the arguments of a dataclass; `Annotated[str, bool]` means a string or a boolean.
+
+    HfArgumentParser accepts no such union, and parses the first type.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: Union[hint.__origin__, *hint.__metadata__] if get_origin(hint) is Annotated else hint
+        for name, hint in hints.items()
+    }
 
 
 def make_settings(record: Callable[..., Record], args: Any, prefix: str = "", **computed: Any) -> Record:
