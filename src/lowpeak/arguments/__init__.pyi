@@ -1,4 +1,3 @@
-from lowpeak.arguments.base import IDLE_INHERITED as IDLE_INHERITED
 from lowpeak.arguments.base import MemorySettings as MemorySettings
 from lowpeak.arguments.base import PassSettings as PassSettings
 from lowpeak.arguments.base import resolve_common as resolve_common
@@ -17,15 +16,19 @@ from lowpeak.arguments.configs import use_one_device as use_one_device
 from lowpeak.arguments.declare import MAPPING as MAPPING
 from lowpeak.arguments.declare import RunFacts as RunFacts
 from lowpeak.arguments.declare import data_argument as data_argument
+from lowpeak.arguments.declare import declaration as declaration
 from lowpeak.arguments.declare import device_argument as device_argument
 from lowpeak.arguments.declare import logging_argument as logging_argument
 from lowpeak.arguments.declare import model_argument as model_argument
 from lowpeak.arguments.declare import reward_argument as reward_argument
+from lowpeak.arguments.declare import value_types as value_types
 from lowpeak.arguments.grpo import EntropyBonus as EntropyBonus
 from lowpeak.arguments.grpo import GRPOLossType as GRPOLossType
 from lowpeak.arguments.grpo import GRPOSettings as GRPOSettings
 from lowpeak.arguments.grpo import ImportanceLevel as ImportanceLevel
 from lowpeak.arguments.grpo import resolve_grpo as resolve_grpo
+from lowpeak.arguments.inherited import ACT_IF as ACT_IF
+from lowpeak.arguments.inherited import NEVER_ACT as NEVER_ACT
 from lowpeak.arguments.names import REJECTED as REJECTED
 from lowpeak.arguments.names import check_names as check_names
 from lowpeak.arguments.names import drop_trl_defaults as drop_trl_defaults

@@ -1,4 +1,4 @@
-"""Arguments of every trainer, and transformers' arguments that have no effect in lowpeak."""
+"""Arguments of every trainer, and the values that transformers' arguments may have."""
 
 from __future__ import annotations
 
@@ -26,57 +26,8 @@ from lowpeak.arguments.declare import (
     require,
     training_argument,
 )
+from lowpeak.arguments.inherited import ACT_IF, NEVER_ACT, idle_of_accelerate
 from lowpeak.arguments.validation import check_values, reset_idle_arguments
-
-_NO_LOADER = "a cursor draws the rows, there is no data loader; remove it"
-_EVALUATION = "evaluation runs in micro-batches under a token budget, as training does; remove it"
-_COMPILED = "the engine's growing KV caches would recompile at each token; remove it"
-_NO_LABELS = "the loss uses the tokens' log-probs, not labels; remove it"
-
-# Ignoring these would change what is learned, so they are errors.
-_CHANGES_LEARNING: dict[str, str] = {
-    "fp16": "log-ratios need fp32 or bf16's range; set bf16=True or remove both",
-    "label_smoothing_factor": _NO_LABELS,
-    "neftune_noise_alpha": "noise in the embeddings makes training log-probs differ from sampling log-probs; remove it",
-    "use_liger_kernel": "it replaces the LM head, which already computes log-probs without full logits; remove it",
-    "average_tokens_across_devices": "losses are always normalised by the counts of the whole step; remove it",
-    "ignore_data_skip": "a resumed run always continues at its position in the data; remove it",
-    "train_sampling_strategy": "use shuffle_dataset; remove it",
-}
-_CHANGES_NOTHING: dict[str, str] = {
-    **dict.fromkeys(
-        ("fp16_full_eval", "bf16_full_eval", "prediction_loss_only", "eval_do_concat_batches"), _EVALUATION
-    ),
-    **dict.fromkeys(("include_for_metrics", "eval_accumulation_steps", "eval_use_gather_object"), _EVALUATION),
-    "batch_eval_metrics": _EVALUATION,
-    **dict.fromkeys(("dataloader_drop_last", "dataloader_num_workers", "dataloader_persistent_workers"), _NO_LOADER),
-    **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_multiprocessing_context"), _NO_LOADER),
-    "dataloader_in_order": _NO_LOADER,
-    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED),
-    "auto_find_batch_size": "it would change the rollout's size; set micro_batch_tokens, which changes only memory",
-    "label_names": _NO_LABELS,
-    "liger_kernel_config": "lowpeak uses no Liger kernel; remove it",
-    "length_column_name": "micro-batches are formed under a token budget (micro_batch_tokens); remove it",
-    "torch_empty_cache_steps": "the next step allocates the same memory again, so the peak stays; lower micro_batch_tokens",
-    "save_on_each_node": "all ranks write one checkpoint to a folder that all hosts share; remove it",
-    "use_cache": "generation always uses a KV cache and training never does; remove it",
-    "include_num_input_tokens_seen": "num_tokens is always logged; remove it",
-    "enable_jit_checkpoint": "send SIGINT to finish the step and save; remove it",
-}
-# transformers' arguments that have no effect in lowpeak.
-IDLE_INHERITED: dict[str, EffectCondition] = {
-    **{name: never(because, raises=True) for name, because in _CHANGES_LEARNING.items()},
-    **{name: never(because) for name, because in _CHANGES_NOTHING.items()},
-    # On CPUs transformers sets it to False itself, so a copy by dataclasses.replace() passes it explicitly.
-    "dataloader_pin_memory": EffectCondition(lambda args, facts: args.use_cpu, _NO_LOADER),
-}
-# Fields of accelerator_config without effect, with their defaults; None is also ignored.
-_IDLE_OF_ACCELERATE = {
-    "split_batches": False,
-    "dispatch_batches": False,
-    "even_batches": True,
-    "use_seedable_sampler": True,
-}
 
 _FRACTION = Check(lambda x: 0 <= x < 1, "must be in [0, 1)")
 INHERITED_CHECKS: dict[str, Check] = {
@@ -113,6 +64,15 @@ HAS_DEVICE_MEMORY = EffectCondition(
 )
 
 
+# Without eval_steps, transformers evaluates every logging_steps.
+_HAS_STEPS = EffectCondition(
+    lambda args, facts: (
+        args.logging_strategy == "steps" or (args.eval_strategy == "steps" and args.eval_steps == args.logging_steps)
+    ),
+    "logging_strategy is not 'steps'; set it or remove this",
+)
+
+
 @dataclass(repr=False)
 class CommonArguments:
     """Arguments of every trainer, and transformers' arguments with another default.
@@ -120,11 +80,20 @@ class CommonArguments:
     `bf16` None is True if the GPU supports bf16, else False. Activation checkpointing is on by default.
     """
 
-    never_act: ClassVar[Mapping[str, EffectCondition]] = IDLE_INHERITED
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {**NEVER_ACT, **ACT_IF}
     inherited_checks: ClassVar[Mapping[str, Check]] = INHERITED_CHECKS
 
-    learning_rate: float = training_argument(1e-6, "The optimizer's learning rate.", FINITE)
-    logging_steps: float = logging_argument(10, "Steps between logs (below 1: as a fraction of all steps).")
+    learning_rate: float = training_argument(
+        1e-6,
+        "The optimizer's learning rate.",
+        FINITE,
+        EffectCondition(
+            lambda args, facts: facts.passed_optimizer is None, "the optimizer that was passed has its own; remove it"
+        ),
+    )
+    logging_steps: float = logging_argument(
+        10, "Steps between logs (below 1: as a fraction of all steps).", acts=_HAS_STEPS
+    )
     bf16: bool | None = training_argument(None, "Compute in bf16 (None: if the GPU supports it).")
     gradient_checkpointing: bool | None = memory_argument(
         None, "Recompute activations in the backward pass (None: True); newer name: activation_checkpointing."
@@ -225,11 +194,7 @@ def resolve_common(args: Any) -> Any:
 
 def run_facts(args: Any, **known: Any) -> RunFacts:
     """Return `known` facts with those of the device and of accelerator_config."""
-    idle = {
-        f"accelerator_config['{name}']={getattr(args.accelerator_config, name)!r}": _NO_LOADER
-        for name, default in _IDLE_OF_ACCELERATE.items()
-        if getattr(args.accelerator_config, name) not in (None, default)
-    }
+    idle = idle_of_accelerate(args.accelerator_config)
     kwargs = args.accelerator_config.gradient_accumulation_kwargs
     require(
         not kwargs,

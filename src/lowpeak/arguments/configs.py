@@ -17,7 +17,7 @@ import torch
 from transformers import TrainingArguments
 
 from lowpeak.arguments.base import CommonArguments
-from lowpeak.arguments.declare import MAPPING, argument, redeclared, require
+from lowpeak.arguments.declare import MAPPING, argument, declaration, default_value, redeclared, require
 from lowpeak.arguments.grpo import GRPOArguments
 from lowpeak.arguments.names import REJECTED, check_names, drop_trl_defaults
 from lowpeak.arguments.offline import RewardArguments, SFTArguments
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=TrainingArguments)
 
+# Variables by which accelerate sees that a launcher started the process.
+_SIZES_OF_LAUNCHERS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _RENAMED = (
     ("gradient_checkpointing", "activation_checkpointing"),
     ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
@@ -102,12 +104,16 @@ class CommonConfig(CommonArguments, TrainingArguments):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.metadata.get("check") is MAPPING:
+            if declaration(field).check is MAPPING:
                 _parse_mapping(self, field.name)
         if self.bf16 is None:
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()
         self._check_parallelism()
+        require(
+            self.ddp_backend is None or any(name in os.environ for name in _SIZES_OF_LAUNCHERS),
+            f"ddp_backend={self.ddp_backend!r} needs several processes, which a launcher starts; remove it.",
+        )
         renew_master_port()
         check_range(self, "ddp_timeout")  # checked early, because it is used below
         if self.use_cpu or is_switched_on(os.environ, "ACCELERATE_USE_CPU"):
@@ -185,8 +191,9 @@ class OnlineConfig(OnlineArguments, CommonConfig):
         # The alias that set each argument. This name, as `given`, is part of the pickled training_args.bin.
         self.said_as: dict[str, str] = {}
         for field in fields(self):
-            if field.metadata.get("means"):
-                self._set_alias(field.name, field.metadata["means"], getattr(self, field.name))
+            target = declaration(field).means
+            if target is not None:
+                self._set_alias(field.name, target, getattr(self, field.name))
         super().__post_init__()
         kwargs: Any = self.generation_kwargs or {}
         for name, target in ARGUMENT_OF_KWARG.items():
@@ -197,7 +204,7 @@ class OnlineConfig(OnlineArguments, CommonConfig):
         if value is None:
             return
         given: frozenset[str] = getattr(self, "given", frozenset())
-        if target in given and getattr(self, target) != value:
+        if target in given and getattr(self, target) not in (value, default_value(self, target)):
             value, other = getattr(self, name, value), getattr(self, target)
             raise ArgumentError(f"{name}={value!r} and {target}={other!r} set the same argument; set one.")
         setattr(self, target, value)

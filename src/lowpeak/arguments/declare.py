@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from numbers import Real
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lowpeak.errors import ArgumentError
 
@@ -31,8 +31,9 @@ class RunFacts:
     """Facts of a run that decide which arguments have an effect; None if not known yet, which counts as an effect.
 
     A rollout serves `num_steps` optimizer steps. `has_device_memory`: the device does not use host memory.
-    `sharded`: parameters are sharded over ranks. `frozen`: the run has a model that is never trained. `idle` maps other
-    arguments without effect, as shown to the user, to the reason.
+    `sharded`: parameters are sharded over ranks. `frozen`: the run has a model that is never trained. `passed_optimizer`: the
+    user passed an optimizer to the trainer ("instance"), or its class ("class"); `passed_schedule`: a schedule. `idle` maps
+    other arguments without effect, as shown to the user, to the reason.
     """
 
     num_rewards: int | None = None
@@ -42,6 +43,8 @@ class RunFacts:
     in_fp32: bool | None = None
     states_on_host: bool | None = None
     frozen: bool | None = None
+    passed_optimizer: str | None = None
+    passed_schedule: bool | None = None
     idle: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -50,13 +53,15 @@ class EffectCondition:
     """A condition for an argument to have an effect, with the reason and remedy shown if it does not hold.
 
     An argument without effect is named in a warning; with `raises` it is an error, if continuing would mislead. `switch` is the
-    argument that turns this one on: if `switch` never has an effect, this argument has none either.
+    argument that turns this one on: if `switch` never has an effect, this argument has none either. With `stays` its value is not
+    reset, because the run does not read it, but callbacks and methods that a user calls may.
     """
 
     holds: Callable[[Any, RunFacts], bool]
     because: str
     raises: bool = False
     switch: str = ""
+    stays: bool = False
 
 
 def never(because: str, raises: bool = False) -> EffectCondition:
@@ -70,6 +75,31 @@ def if_on(switch: str) -> EffectCondition:
     return EffectCondition(lambda args, facts: getattr(args, switch), off, switch=switch)
 
 
+class Declaration(str):
+    """The help text of an argument, with its group in `--help`, its check, the conditions of its effect, and its alias.
+
+    `means` is the name of another argument, if this one is an alias of it.
+    """
+
+    # A field's metadata contains nothing but the help text, because HfArgumentParser passes all of it to argparse.
+    group: str = ""
+    check: Check | None = None
+    acts: tuple[EffectCondition, ...] = ()
+    means: str | None = None
+
+
+def _metadata(text: str, **parts: Any) -> dict[str, Declaration]:
+    declared = Declaration(text)
+    vars(declared).update(parts)
+    return {"help": declared}
+
+
+def declaration(declared: Field[Any]) -> Declaration:
+    """Return the declaration of a field; an empty one for transformers' fields."""
+    text = declared.metadata.get("help", "")
+    return text if isinstance(text, Declaration) else Declaration(text)
+
+
 def argument(
     default: Any,
     text: str,
@@ -79,13 +109,9 @@ def argument(
     *,
     group: str = "algorithm",
 ) -> Any:
-    """Return a dataclass field with its help text, its check, the conditions of its effect, and its group in `--help`.
-
-    `means` is the name of another argument, if this one is an alias of it.
-    """
+    """Return a dataclass field with its declaration."""
     conditions = acts if isinstance(acts, tuple) else (acts,)
-    metadata = {"group": group, "help": text, "check": check, "acts": conditions, "means": means}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=_metadata(text, group=group, check=check, acts=conditions, means=means))
 
 
 model_argument = partial(argument, group="model")
@@ -103,12 +129,25 @@ training_argument = partial(argument, group="training")
 def redeclared(
     family: Any, name: str, default: Any = MISSING, also: EffectCondition | None = None, **changes: Any
 ) -> Any:
-    """Return a field of another family with a new default, a new first condition (`also`), or other metadata."""
+    """Return a field of another family with a new default, a new first condition (`also`), or another declaration."""
     was: Field[Any] = family.__dataclass_fields__[name]
-    metadata = {**was.metadata, **changes}
+    before = declaration(was)
+    text, parts = changes.pop("help", before), {**vars(before), **changes}
     if also is not None:
-        metadata["acts"] = (also, *metadata["acts"])
-    return field(default=was.default if default is MISSING else default, metadata=metadata)
+        parts["acts"] = (also, *parts["acts"])
+    return field(default=was.default if default is MISSING else default, metadata=_metadata(text, **parts))
+
+
+def value_types(kind: type) -> dict[str, Any]:
+    """Return the types of the arguments of a dataclass; `Annotated[str, bool]` means a string or a boolean.
+
+    HfArgumentParser accepts no such union, and parses the first type.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: Union[hint.__origin__, *hint.__metadata__] if get_origin(hint) is Annotated else hint
+        for name, hint in hints.items()
+    }
 
 
 def make_settings(record: Callable[..., Record], args: Any, prefix: str = "", **computed: Any) -> Record:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
@@ -66,7 +66,7 @@ class GRPOArguments(OnlineArguments):
     delta: float | None = argument(
         None, "Upper bound of the ratio for negative advantages (None: no bound).", acts=(_CLIPS_BELOW, REUSES_ROLLOUTS)
     )
-    scale_rewards: str | bool = argument(
+    scale_rewards: Annotated[str, bool] = argument(
         "group",
         "Divide advantages by the standard deviation of rewards in the: group, batch, or none.",
         one_of(RewardScale, True, False),

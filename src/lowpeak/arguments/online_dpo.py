@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from lowpeak.arguments.base import CommonArguments
 from lowpeak.arguments.declare import (
@@ -71,7 +71,7 @@ class OnlineDPOArguments(OnlineArguments):
         help="Completions per prompt; the best and the worst form a pair.",
     )
     max_completion_length: int = redeclared(OnlineArguments, "max_completion_length", 64)
-    beta: float | list[float] = argument(  # type: ignore[assignment]
+    beta: Annotated[float, list[float]] = argument(
         0.1,
         "Strength of the KL to the reference (IPO's tau); a list has one value per epoch, and the last one stays.",
         Check(_are_positive, "must be a number above 0, or a list of them: at 0 the loss has no preference"),

@@ -159,7 +159,7 @@ class RolloutArguments:
         above_zero("a number of bytes"),
         acts=_HAS_KV_CACHE,
     )
-    gather_budget: str | int | None = memory_argument(
+    gather_budget: int | str | None = memory_argument(
         None,
         "Bytes of a sharded model (FSDP2, ZeRO-3) that stay gathered during generation: 8GiB, 0, or auto (None: auto).",
         acts=_GATHERS,

@@ -10,9 +10,17 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin
 
-from lowpeak.arguments.declare import Check, EffectCondition, RunFacts, default_value, shown_name
+from lowpeak.arguments.declare import (
+    Check,
+    EffectCondition,
+    RunFacts,
+    declaration,
+    default_value,
+    shown_name,
+    value_types,
+)
 from lowpeak.arguments.names import TRL_DEFAULTS
 from lowpeak.arguments.text import show
 from lowpeak.errors import ArgumentError
@@ -39,7 +47,7 @@ def check_types(args: Any) -> None:
 
     `"4"` or 4.5 for an integer would fail far from here, or be misread.
     """
-    hints = get_type_hints(type(args))
+    hints = value_types(type(args))
     for field in fields(args):
         hint, value = hints[field.name], getattr(args, field.name)
         allowed = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -65,7 +73,7 @@ def _has_type(value: Any, allowed: tuple[Any, ...]) -> bool:
 def check_range(args: Any, name: str) -> None:
     """Raise ArgumentError for an argument that fails its declared check."""
     field = args.__dataclass_fields__[name]
-    check: Check | None = field.metadata.get("check") or getattr(args, "inherited_checks", {}).get(name)
+    check: Check | None = declaration(field).check or getattr(args, "inherited_checks", {}).get(name)
     if check is not None and not check.fits(getattr(args, name)):
         raise ArgumentError(f"{show(shown_name(args, name), getattr(args, name))} {check.words}.")
 
@@ -81,7 +89,7 @@ def check_finite(args: Any, names: Iterable[str]) -> None:
 def is_set(args: Any, name: str) -> bool:
     """Return whether an argument differs from its class's default and from TRL's."""
     # transformers changes some of its own arguments itself: of these, only those that the user set count.
-    ours = "group" in args.__dataclass_fields__[name].metadata
+    ours = declaration(args.__dataclass_fields__[name]).group
     if not ours and name not in getattr(args, "given", (name,)):
         return False
     default, value = default_value(args, name), getattr(args, name)
@@ -94,7 +102,7 @@ def _find_idle(args: Any, facts: RunFacts) -> Iterator[tuple[str, EffectConditio
         *(vars(owner).get("never_act", {}) for owner in type(args).__mro__)
     )
     for field in fields(args):
-        declared = field.metadata.get("acts", ())
+        declared = declaration(field).acts
         names = (field.name, *(each.switch for each in declared))
         conditions = [*(never_act[name] for name in names if name in never_act), *declared]
         failed = next((each for each in conditions if not each.holds(args, facts)), None)
@@ -119,7 +127,8 @@ def reset_idle_arguments(args: Any, facts: RunFacts) -> Any:
     for name, when in _find_idle(args, facts):
         if when.raises:
             raise ArgumentError(f"{show(shown_name(args, name), getattr(args, name))} has no effect: {when.because}.")
-        setattr(changed, name, default_value(args, name))
+        if not when.stays:
+            setattr(changed, name, default_value(args, name))
     return changed
 
 

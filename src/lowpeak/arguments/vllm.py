@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from lowpeak.arguments.declare import (
@@ -102,7 +102,7 @@ class VllmArguments:
     vllm_engine_kwargs: dict | str | None = vllm_argument(
         None, "Colocated: further engine arguments of vLLM, passed unchanged (JSON).", MAPPING, _COLOCATED
     )
-    vllm_server_base_url: str | list[str] | None = vllm_argument(
+    vllm_server_base_url: Annotated[str | None, list[str]] = vllm_argument(
         None,
         "Server: its URL, or several (a list, or separated by commas) that share the prompts.",
         acts=(USES_VLLM, replace(_IS_SERVED, raises=True)),
@@ -148,7 +148,7 @@ class VllmArguments:
         Check(lambda x: x is None or x, "must be a regular expression, or None"),
         _BOUNDS_COMPLETIONS,
     )
-    vllm_bucket_size: str | int = vllm_argument(
+    vllm_bucket_size: Annotated[str, int] = vllm_argument(
         "64MiB",
         "Bytes of weights sent to the engine together: a size such as 64MiB, or a number.",
         Check(

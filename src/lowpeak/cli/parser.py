@@ -11,11 +11,21 @@ import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Union, cast, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
-from lowpeak.arguments import MAPPING, REJECTED, check_names, drop_trl_defaults, is_secret, load_yaml, read_object
+from lowpeak.arguments import (
+    MAPPING,
+    REJECTED,
+    check_names,
+    declaration,
+    drop_trl_defaults,
+    is_secret,
+    load_yaml,
+    read_object,
+    value_types,
+)
 from lowpeak.cli.arguments import ErrorParser
 from lowpeak.errors import ArgumentError
 
@@ -113,7 +123,7 @@ class TypedParser(ErrorParser, HfArgumentParser):
             self._add_dataclass_arguments(kind)
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
-        hints = get_type_hints(dtype)
+        hints = value_types(dtype)
         for declared in dataclasses.fields(dtype):
             if declared.init:
                 self._add(declared, hints[declared.name])
@@ -253,14 +263,14 @@ def _metavar(action: argparse.Action, simple: Any) -> str:
 
 def _group_of(declared: dataclasses.Field[Any]) -> str:
     """Return the help group of a field: as declared, or by the prefix of its name."""
-    title = declared.metadata.get("group") or next(
+    title = declaration(declared).group or next(
         (title for title, prefixes in _GROUP_PREFIXES.items() if declared.name.startswith(prefixes)), "training"
     )
     return _GROUP_TITLES.get(title, title)
 
 
 def _help(declared: dataclasses.Field[Any]) -> str:
-    text = " ".join(declared.metadata.get("help", "").split())
+    text = " ".join(declaration(declared).split())
     first = text.partition(" ")[0]
     text = text[:1].upper() + text[1:] if first.islower() else text  # names such as vLLM stay
     default = getattr(declared.default, "value", declared.default)

@@ -17,6 +17,7 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import (
     CommonConfig,
+    RunFacts,
     report_idle_arguments,
     resolve_common,
     resolve_memory,
@@ -156,7 +157,7 @@ class OfflineTrainer(StepTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        report_idle_arguments(self.user_args, replace(run_facts(args), in_fp32=computes_in_fp32(args, policy)))
+        report_idle_arguments(self.user_args, self._facts(args, policy))
         strategy = detect_strategy(self.accelerator)
         pad_id = padding_id(tokenizer)
         run = make_run(self, args, self.memory, passes, algorithm, strategy, policy, pad_id, head=self.head)
@@ -164,6 +165,15 @@ class OfflineTrainer(StepTrainer):
         self.reader = self.make_reader(args, policy, tokenizer)
         with strategy.ranks.propagate_errors():
             self.cursor = make_cursor(train_dataset, self.reader, args, args.shuffle_dataset)
+
+    def _facts(self, args: Any, policy: nn.Module) -> RunFacts:
+        passed = "class" if self.optimizer_cls_and_kwargs else "instance" if self.optimizer is not None else None
+        return replace(
+            run_facts(args),
+            in_fp32=computes_in_fp32(args, policy),
+            passed_optimizer=passed,
+            passed_schedule=self.lr_scheduler is not None,
+        )
 
     def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
         """Return the model, ready to train, and its tokenizer."""

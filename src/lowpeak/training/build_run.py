@@ -269,6 +269,8 @@ def _report_unused_arguments(trainer: RunContext, parts: OnlineParts, strategy: 
             in_fp32=computes_in_fp32(parts.args, parts.policy, parts.reference_model),
             states_on_host=states_on_host(trainer.accelerator.state),
             frozen=_has_frozen_models(parts),
+            passed_optimizer=None if trainer.optimizer is None else "instance",
+            passed_schedule=trainer.lr_scheduler is not None,
         ),
     )
 

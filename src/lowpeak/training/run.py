@@ -87,6 +87,7 @@ class RunContext(Protocol):
     accelerator: Any
     model_wrapped: nn.Module
     optimizer: Any
+    lr_scheduler: Any
     train_dataset: Any
     callback_handler: Any
 

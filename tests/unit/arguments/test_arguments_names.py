@@ -6,10 +6,11 @@ from dataclasses import MISSING, fields
 
 import pytest
 from datasets import Dataset
+from transformers import HfArgumentParser
 
 import lowpeak
 from lowpeak import GRPOConfig
-from lowpeak.arguments import REJECTED
+from lowpeak.arguments import REJECTED, idle_arguments, run_facts
 from lowpeak.cli import parse_arguments
 from lowpeak.errors import ArgumentError
 from preferences import tiny_classifier
@@ -159,3 +160,26 @@ def test_rejected_names_are_told_from_misspelled_ones(tmp_path):
         GRPOConfig(output_dir=str(tmp_path), off_policy_mask_threshold=0.5)
     with pytest.raises(ArgumentError, match=r"'lerning_rate'.*'learning_rate'"):
         GRPOConfig(output_dir=str(tmp_path), lerning_rate=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("GRPOConfig", {"scale_rewards": "batch", "gather_budget": "8GiB", "vllm_bucket_size": "1MiB"}),
+        ("RLOOConfig", {"temperature": 0.5, "vllm_server_base_url": "http://a:1"}),
+        ("PPOConfig", {"num_mini_batches": 2, "gradient_accumulation_steps": 4}),
+        ("OnlineDPOConfig", {"beta": 0.3, "max_new_tokens": 9}),
+        ("SFTConfig", {"packing": True, "pad_to_multiple_of": "8"}),
+        ("RewardConfig", {"center_rewards_coefficient": 0.5}),
+    ],
+)
+def test_hf_argument_parser_reads_a_configuration(tmp_path, name, words):
+    parser = HfArgumentParser((getattr(lowpeak, name),))
+    assert "--learning_rate" in parser.format_help()
+    words = {"output_dir": str(tmp_path), "use_cpu": True, **words}
+    (args,) = parser.parse_args_into_dataclasses([f"--{key}={value}" for key, value in words.items()])
+    assert {key: getattr(args, key) for key in words} == words
+    assert set(idle_arguments(args, run_facts(args))) <= {
+        f"vllm_bucket_size={'1MiB'!r}",
+        f"vllm_server_base_url={'http://a:1'!r}",
+    }

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 
+import lowpeak
 from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.arguments import (
     RunFacts,
     idle_arguments,
+    load_yaml,
     report_idle_arguments,
     reset_idle_arguments,
     resolve_common,
@@ -31,6 +37,7 @@ RESOLVE = {
     PPOConfig: resolve_ppo,
     OnlineDPOConfig: resolve_online_dpo,
 }
+EVERY = (*RESOLVE, SFTConfig, RewardConfig)
 VLLM = {"use_vllm": True}
 SERVED = {**VLLM, "vllm_mode": "server"}
 OTHERWISE = {
@@ -122,10 +129,106 @@ def test_an_argument_that_does_not_act_changes_no_setting_and_is_named_with_the_
     assert reason in found[shown]
 
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
+SAVED = {"save_strategy": "no"}
+UPLOADED = {
+    "hub_model_id": "a/b",
+    "hub_strategy": "end",
+    "hub_always_push": True,
+    "hub_revision": "a",
+    "hub_private_repo": True,
+}
+TRACKED = {"project": "a", "trackio_space_id": "a", "trackio_bucket_id": "a", "trackio_static_space_id": "a"}
+BETAS = {"adam_beta1": 0.5, "adam_beta2": 0.5}
+DDP = {"ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 4, "ddp_broadcast_buffers": True, "ddp_static_graph": True,
+    "ddp_timeout": 60, "log_level_replica": "error", "log_on_each_node": False}  # fmt: skip
+LAYERS = {"every_n_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("others", "said", "idle"),
+    [
+        ({"max_steps": 4}, {"num_train_epochs": 1.0}, True),
+        ({}, {"num_train_epochs": 1.0}, False),
+        ({}, {"do_predict": True}, True),
+        *(({}, {name: value}, True) for name, value in (
+            ("do_eval", True), ("eval_steps", 3), ("eval_delay", 3), ("metric_for_best_model", "reward"),
+            ("greater_is_better", True))),
+        ({"eval_strategy": "epoch"}, {"eval_steps": 3}, True),
+        (EVALUATED, {"do_eval": True, "eval_delay": 3, "metric_for_best_model": "reward", "greater_is_better": False}, False),
+        ({"eval_on_start": True}, {"do_eval": True}, False),
+        (EVALUATED, {"greater_is_better": True}, True),
+        (SAVED, {"load_best_model_at_end": True, "metric_for_best_model": "reward"}, 2),
+        (SAVED, {"save_steps": 5}, True),
+        ({}, {"save_steps": 5}, False),
+        (SAVED, {"save_total_limit": 2, "save_only_model": True}, False),
+        ({"logging_strategy": "no"}, {"logging_steps": 3}, True),
+        ({"logging_strategy": "no"}, {"logging_first_step": True}, False),
+        ({"logging_strategy": "no", "eval_strategy": "steps"}, {"logging_steps": 3}, False),
+        *(({}, {name: value}, True) for name, value in {**UPLOADED, **TRACKED}.items()),
+        ({"push_to_hub": True}, UPLOADED, False),
+        ({"report_to": ["trackio"]}, {**TRACKED, "hub_private_repo": True}, False),
+        *(({"report_to": tracker}, {"run_name": "a"}, tracker != "wandb") for tracker in ("none", "tensorboard", "wandb")),
+        ({}, {"debug": "tpu_metrics_debug"}, True),
+        ({}, {"debug": "underflow_overflow"}, False),
+        *(({"optim": name}, {each: 0.5}, True) for name in ("adafactor", "sgd", "rmsprop", "galore_adamw") for each in BETAS),
+        *(({"optim": name}, {"adam_epsilon": 0.1}, True) for name in ("adafactor", "lion_8bit", "paged_lion_32bit")),
+        *(({"optim": name}, BETAS, False) for name in ("adamw_torch", "lion_8bit", "stable_adamw", "ademamix")),
+        ({"optim": "galore_adamw"}, {"weight_decay": 0.1}, True),
+        *(({"optim": name}, {"optim_args": "a=1"}, True) for name in (
+            "adamw_torch", "adamw_torch_fused", "adafactor", "lion_8bit")),
+        *(({"optim": name}, {"optim_args": "a=1"}, False) for name in ("sgd", "rmsprop", "adamw_torch_8bit", "galore_adamw")),
+        ({}, {"optim_target_modules": "all-linear"}, True),
+        ({"optim": "apollo_adamw"}, {"optim_target_modules": "all-linear"}, False),
+        *(({"lr_scheduler_type": "constant"}, said, True) for said in ({"warmup_steps": 3}, {"lr_scheduler_kwargs": {"a": 1}})),
+        ({"lr_scheduler_type": "constant_with_warmup"}, {"lr_scheduler_kwargs": {"a": 1}}, True),
+        ({"lr_scheduler_type": "constant_with_warmup"}, {"warmup_steps": 3}, False),
+        ({"lr_scheduler_type": "constant", "optim": "schedule_free_adamw"}, {"warmup_steps": 3}, False),
+        ({}, {"warmup_steps": 3, "lr_scheduler_kwargs": {}}, False),
+        ({"gradient_checkpointing": False}, {"gradient_checkpointing_kwargs": LAYERS}, True),
+        ({}, {"gradient_checkpointing_kwargs": LAYERS}, False),
+        ({}, {"fsdp_config": {"version": 2}}, True),
+        *(({}, {name: value}, True) for name, value in DDP.items()),
+        ({}, {"accelerator_config": {"non_blocking": True}}, True),
+        ({}, {"do_train": True, "save_total_limit": 2, "per_device_eval_batch_size": 4, "num_generations_eval": 2}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_inherited_argument_that_does_not_act_is_named_and_no_other_is(tmp_path, others, said, idle):
+    _, found = resolved(tmp_path, **others, **said)
+    assert len(found) == idle, found
+    assert all(name in shown for name, shown in zip(said, found, strict=False))
+
+
+def test_ddps_arguments_act_with_several_processes_that_share_nothing(tmp_path):
+    ranks = dataclasses.make_dataclass("Ranks", [], bases=(GRPOConfig,), namespace={"world_size": 2})
+    assert not idle_arguments(ranks(output_dir=str(tmp_path), use_cpu=True, **DDP), RunFacts())
+    sharded = ranks(output_dir=str(tmp_path), use_cpu=True, **DDP)
+    sharded.fsdp = True
+    assert {shown.partition("=")[0] for shown in idle_arguments(sharded, RunFacts())} == set(list(DDP)[:4])
+
+
+def test_arguments_of_the_hub_and_of_trackers_keep_their_values_for_who_else_reads_them(tmp_path):
+    args = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, hub_model_id="a/b", run_name="a", save_strategy="no", save_steps=5
+    )
+    acting = reset_idle_arguments(args, RunFacts())
+    assert (acting.hub_model_id, acting.run_name, acting.save_steps) == ("a/b", "a", 500)
+
+
+@pytest.mark.parametrize("config", EVERY)
+def test_defaults_and_copies_of_them_name_nothing(tmp_path, config):
+    args = config(output_dir=str(tmp_path), use_cpu=True)
+    spelled_out = config(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init})
+    for each in (args, dataclasses.replace(args), spelled_out):
+        assert not idle_arguments(each, run_facts(each))
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         *((GRPOConfig, {name: value}) for name, value in (
+            ("save_strategy", "best"), ("ddp_backend", "gloo"),
             ("fp16", True), ("label_smoothing_factor", 0.1), ("neftune_noise_alpha", 5.0), ("use_liger_kernel", True),
             ("average_tokens_across_devices", False), ("train_sampling_strategy", "sequential"))),
         (GRPOConfig, {"vllm_structured_outputs_regex": "a+"}),
@@ -158,14 +261,15 @@ def test_each_argument_of_vllm_is_in_the_table_of_those_that_need_it_or_hidden(t
 THREE = {"epsilon": 0.1, "kl_estimator": "k1", "dataloader_num_workers": 4}
 
 
-def train(folder, **said):
+def train(folder, optimizers=(None, None), model=None, **said):
     tokenizer = char_tokenizer()
     sizes = {"per_device_train_batch_size": 8, "max_completion_length": 4}
     args = GRPOConfig(output_dir=str(folder), use_cpu=True, report_to="none", **sizes, **said)
     return GRPOTrainer(
-        model=tiny_model(len(tokenizer)),
+        model=model or tiny_model(len(tokenizer)),
         reward_funcs=lambda completions, **columns: [0.0] * len(completions),
         args=args,
+        optimizers=optimizers,
         train_dataset=Dataset.from_list([{"prompt": "1="}] * 4),
         processing_class=tokenizer,
     )
@@ -198,6 +302,47 @@ def test_what_models_and_devices_leave_idle_is_named_too(tmp_path, caplog, said)
     assert next(iter(said)) in caplog.text
     with pytest.raises(ArgumentError, match=next(iter(said))):
         train(tmp_path, **said, strict_arguments=True)
+
+
+def test_arguments_of_an_optimizer_and_a_schedule_do_not_act_if_those_are_passed(tmp_path, caplog):
+    model = tiny_model(len(char_tokenizer()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    said = {"learning_rate": 0.5, "optim": "adamw_torch", "weight_decay": 0.1, "adam_beta1": 0.5, "lr_scheduler_type": "cosine",
+        "warmup_steps": 3}  # fmt: skip
+    train(tmp_path, (optimizer, schedule), model, **said)
+    assert [name for name in said if f"{name}=" not in caplog.text] == []
+    caplog.clear()
+    train(tmp_path, **said)
+    assert "strict_arguments" not in caplog.text
+
+
+def configs_in(text):
+    """The calls of a configuration in Python, with the arguments that are literals."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"config_class"} | {
+            config.__name__ for config in EVERY
+        }:
+            literals = {each.arg: each.value.value for each in node.keywords if isinstance(each.value, ast.Constant)}
+            name = ast.unparse(node.func)
+            yield getattr(lowpeak, "GRPOConfig" if name == "config_class" else name), literals
+
+
+def test_the_configurations_of_readme_and_examples_name_nothing(tmp_path):
+    root = Path(__file__).parents[3]
+    python = [path.read_text() for path in sorted((root / "examples").glob("*.py"))]
+    python += re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    found = [each for text in python for each in configs_in(text)]
+    for path in sorted((root / "examples").glob("*.yaml")):
+        kind = re.search(r"lowpeak (\S+) --config", path.read_text())[1]
+        config = {"grpo": GRPOConfig, "rloo": RLOOConfig, "ppo": PPOConfig, "online-dpo": OnlineDPOConfig, "sft": SFTConfig,
+                  "reward": RewardConfig}[kind]  # fmt: skip
+        known = {f.name for f in dataclasses.fields(config)}
+        found.append((config, {name: value for name, value in load_yaml(path).items() if name in known}))
+    assert len(found) >= 17
+    for config, said in found:
+        args = config(**{**said, "output_dir": str(tmp_path), "use_cpu": True})
+        assert not idle_arguments(args, run_facts(args)), said
 
 
 def test_another_rank_than_the_first_says_nothing(tmp_path, caplog):
