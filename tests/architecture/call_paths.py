@@ -37,10 +37,11 @@ COMPLETIONS = {
     "MicroBatch",
     "TokenBatch",
 }  # records with a completion's tokens
-# Packages whose inside a reader of the main line need not open, the types themselves, and what only measures.
+# Packages whose inside a reader of the main line need not open, the types themselves, and what only measures or checks.
 OFF_THE_LINE = (
     *("rollout/native/", "batching/", "logprobs/", "attention/"),
-    *("records.py", "training/rollout_report.py", "algorithms/metrics.py", "vllm/weight_sync/checksum.py"),
+    *("records.py", "training/rollout_report.py", "algorithms/metrics.py", "algorithms/result_checks.py"),
+    "vllm/weight_sync/checksum.py",
 )
 
 

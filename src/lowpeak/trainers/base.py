@@ -257,7 +257,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         metrics["tokens_per_second"] = Metric(float(scratch.num_new), usage.seconds)
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
-        self.algorithm_state = self.run.algorithm.update(self.algorithm_state, values)
+        self.algorithm_state = self.run.algorithm.next_state(self.algorithm_state, values)
         row = {"loss": float(measured.loss), "grad_norm": measured.grad_norm, **values}
         self.run.journal.write_step(self.state.global_step, {**row, "epoch": self.state.epoch})
         self.unlogged_metrics = merge_metrics(self.unlogged_metrics, metrics)
