@@ -22,11 +22,13 @@ from lowpeak.checkpoint.rng_state import restore_rng_state as restore_rng_state
 from lowpeak.checkpoint.run_lock import LOCK_FILE as LOCK_FILE
 from lowpeak.checkpoint.run_lock import lock_run_folder as lock_run_folder
 from lowpeak.checkpoint.run_lock import open_without_symlink as open_without_symlink
+from lowpeak.checkpoint.run_state import ARGUMENTS as ARGUMENTS
 from lowpeak.checkpoint.run_state import FORMAT_VERSION as FORMAT_VERSION
 from lowpeak.checkpoint.run_state import ROLLOUT_FILE as ROLLOUT_FILE
 from lowpeak.checkpoint.run_state import RolloutInUse as RolloutInUse
 from lowpeak.checkpoint.run_state import RunState as RunState
 from lowpeak.checkpoint.run_state import check_run_identity as check_run_identity
+from lowpeak.checkpoint.run_state import learning_arguments as learning_arguments
 from lowpeak.checkpoint.run_state import load_run_state as load_run_state
 from lowpeak.checkpoint.run_state import pack_records as pack_records
 from lowpeak.checkpoint.run_state import save_run_state as save_run_state
