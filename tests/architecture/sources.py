@@ -51,7 +51,7 @@ def exports() -> dict[str, str]:
     found = {}
     for stub in PACKAGE.rglob("__init__.pyi"):
         package = module_of(stub)
-        found |= {f"{package}.{name}": module for name, module in exported_names(stub).items()}
+        found |= {f"{package}.{name}": module for name, module in exported_names(stub.read_bytes()).items()}
     return found
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
 import lowpeak
+from architecture.sources import PACKAGE
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "peft", "vllm")
 
@@ -33,7 +35,21 @@ def test_this_loads_no_heavy_package(statement):
 
 def test_the_public_names_are_the_sorted_table():
     assert lowpeak.__all__ == sorted(lowpeak.__all__)
-    assert dir(lowpeak) == lowpeak.__all__
+    assert dir(lowpeak) == sorted([*lowpeak.__all__, "__version__"])
+
+
+def test_the_public_names_are_found_in_a_zip_file(tmp_path):
+    with zipfile.ZipFile(tmp_path / "code.zip", "w") as file:
+        for path in PACKAGE.rglob("*.py*"):
+            if path.suffix in (".py", ".pyi"):
+                file.write(path, path.relative_to(PACKAGE.parent))
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'code.zip')!r})\n"
+        "import lowpeak; print(lowpeak.__file__, lowpeak.GRPOConfig.__name__, lowpeak.ArgumentError.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    found = done.stdout.splitlines()[-1]
+    assert found == f"{tmp_path / 'code.zip' / 'lowpeak' / '__init__.py'} GRPOConfig ArgumentError"
 
 
 @pytest.mark.parametrize("name", lowpeak.__all__)

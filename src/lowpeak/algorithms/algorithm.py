@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from lowpeak.errors import ArgumentError
 from lowpeak.records import Metric, Record, TokenBatch, Unit
 
 Need = Literal["old", "reference", "values", "entropy"]
@@ -106,12 +107,61 @@ class Algorithm:
     # The step's metrics as numbers -> whether the rollout's remaining steps are skipped.
     stop_early: Callable[[Mapping[str, float]], bool] = lambda metrics: False
 
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for a field whose value is of another kind."""
+        for name, (is_kind, kind) in _KINDS.items():
+            if not is_kind(getattr(self, name)):
+                raise ArgumentError(
+                    f"{name} of the algorithm {self.name!r} must be {kind}, got {getattr(self, name)!r}."
+                )
+        if self.loss is None and self.values is None:
+            raise ArgumentError(
+                f"the algorithm {self.name!r} has loss=None and values=None, and would train nothing: give one."
+            )
+
     def coefficients(
         self, state: Mapping[str, float] | None = None, step: int = 0, epoch: float = 0.0
     ) -> dict[str, float]:
         """Return `state` (None: the initial one) and the schedule's numbers after `step` steps and `epoch` epochs."""
         return {**(self.state if state is None else state), **self.schedule(step, epoch)}
 
+    def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Return `update(state, metrics)`; raise ArgumentError unless it is a state with the initial one's names."""
+        updated = self.update(state, metrics)
+        if not _is_state(updated) or updated.keys() != self.state.keys():
+            raise ArgumentError(
+                f"update of the algorithm {self.name!r} returned {updated!r}, and must return a dict of Python numbers with the "
+                f"names of the state: {', '.join(self.state) or 'none'}."
+            )
+        return updated
+
     def without_skipping(self) -> Algorithm:
         """Return the algorithm that also trains on sequences without an advantage."""
         return replace(self, skip_zero_advantage=False)
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(number, int | float) for name, number in value.items()
+    )
+
+
+# What each field of Algorithm must be.
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "name": (lambda x: isinstance(x, str), "a string"),
+    "unit": (lambda x: x in get_args(Unit), f"one of {', '.join(get_args(Unit))}"),
+    "needs": (
+        lambda x: isinstance(x, frozenset) and x <= frozenset(get_args(Need)),
+        f"a frozenset of {', '.join(get_args(Need))} or fewer",
+    ),
+    **dict.fromkeys(
+        ("select", "advantages", "reduction", "measure", "update", "schedule", "stop_early"), (callable, "a function")
+    ),
+    "loss": (lambda x: x is None or callable(x), "a function or None"),
+    "values": (lambda x: x is None or isinstance(x, ValueTerm), "a lowpeak.algorithms.ValueTerm or None"),
+    **dict.fromkeys(
+        ("skip_zero_advantage", "entropy_bonus", "needs_full_sequence", "top1"),
+        (lambda x: isinstance(x, bool), "True or False"),
+    ),
+    "state": (_is_state, "a dict of names and Python numbers"),
+}

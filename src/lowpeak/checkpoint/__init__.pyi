@@ -19,12 +19,14 @@ from lowpeak.checkpoint.manifest import MANIFEST_FILE as MANIFEST_FILE
 from lowpeak.checkpoint.manifest import digest_files as digest_files
 from lowpeak.checkpoint.manifest import verify_manifest as verify_manifest
 from lowpeak.checkpoint.manifest import write_manifest as write_manifest
+from lowpeak.checkpoint.run_state import ARGUMENTS as ARGUMENTS
 from lowpeak.checkpoint.run_state import FORMAT_VERSION as FORMAT_VERSION
 from lowpeak.checkpoint.run_state import ROLLOUT_FILE as ROLLOUT_FILE
 from lowpeak.checkpoint.run_state import RolloutInUse as RolloutInUse
 from lowpeak.checkpoint.run_state import RunState as RunState
 from lowpeak.checkpoint.run_state import capture_rng_state as capture_rng_state
 from lowpeak.checkpoint.run_state import check_run_identity as check_run_identity
+from lowpeak.checkpoint.run_state import learning_arguments as learning_arguments
 from lowpeak.checkpoint.run_state import load_run_state as load_run_state
 from lowpeak.checkpoint.run_state import pack_records as pack_records
 from lowpeak.checkpoint.run_state import preserve_rng_state as preserve_rng_state

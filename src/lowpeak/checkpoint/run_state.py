@@ -15,8 +15,8 @@ import json
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,10 +34,24 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 ROLLOUT_FILE = "lowpeak_rollout.safetensors"
+ARGUMENTS = "arguments"  # the entry of a run's identity with the arguments that may change
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _PLAIN = ("cursor", "algorithm_state", "resolved", "identity")
 _PER_TOKEN = ("old", "reference", "values", "entropy", "advantages", "returns", "token_rewards")
+# Arguments whose values change what is learned: those of these groups, and of transformers' these. Others are identified
+# otherwise, have their values in the states of the optimizer and the schedule, or may hold a secret.
+_LEARNING_GROUPS = {"algorithm", "model", "data", "rewards", "generation", "training"}
+_LEARNING_ARGUMENTS = {
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs", "max_grad_norm"),
+    *("optim", "vllm_structured_outputs_regex", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+}
+_OTHER_ARGUMENTS = {
+    *("num_generations", "num_iterations", "steps_per_generation", "generation_batch_size", "num_mini_batches"),
+    *("learning_rate", "value_learning_rate", "shuffle_dataset", "remove_unused_columns", "eval_packing"),
+    *("strict_arguments", "trust_remote_code", "model_init_kwargs", "reward_timeout"),
+}
 _OF_COMPLETION = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
 _RAGGED = ("prompt_ids", *_OF_COMPLETION, "rewards", *_PER_TOKEN)
 
@@ -55,9 +69,9 @@ class RolloutInUse:
 class RunState:
     """A run after `policy_version` optimizer steps, without weights, optimizer and schedule.
 
-    `cursor` is the position in the prompts, `identity` the algorithm, rewards and shape of rollouts, `resolved` the values that
-    `auto` resolved to. They are stored as JSON: keys are strings, and tuples are loaded as lists. `random` are the generator
-    states of one process; empty if its rank is beyond the `world_size` of the saved run.
+    `cursor` is the position in the prompts, `identity` the algorithm, rewards, shape of rollouts and arguments, `resolved`
+    the values that `auto` resolved to. They are stored as JSON: keys are strings, and tuples are loaded as lists. `random` are
+    the generator states of one process; empty if its rank is beyond the `world_size` of the saved run.
     """
 
     policy_version: int
@@ -74,17 +88,40 @@ class RunState:
         return self.rollout is not None and bool(self.rollout.records)
 
 
+def learning_arguments(args: Any) -> dict[str, Any]:
+    """Return, as JSON, the arguments that change what is learned; without those that JSON cannot store."""
+    arguments: dict[str, Any] = {}
+    for declared in fields(args):
+        name, metadata = declared.name, declared.metadata
+        is_learning = metadata.get("group") in _LEARNING_GROUPS and not metadata["means"]
+        if name in _LEARNING_ARGUMENTS or (is_learning and name not in _OTHER_ARGUMENTS):
+            with suppress(TypeError, ValueError):
+                arguments[name] = json.loads(json.dumps(getattr(args, name)))
+    return arguments
+
+
 def check_run_identity(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, in_rollout: bool) -> None:
-    """Raise CheckpointError if the algorithm changed, or anything in the middle of a rollout; else log what changed."""
-    changed = [name for name in now if name in saved and saved[name] != now[name]]
-    changes = ", ".join(f"{name} was {saved[name]!r} and is {now[name]!r}" for name in changed)
+    """Raise CheckpointError if the algorithm changed, or in the middle of a rollout any other value of its identity.
+
+    Otherwise one warning names the changed values, and the arguments that change what is learned.
+    """
+    changed = _changes(saved, now)
+    changes = ", ".join([*changed.values(), *_changes(saved.get(ARGUMENTS, {}), now.get(ARGUMENTS, {})).values()])
     if "algorithm" in changed or (in_rollout and changed):
         raise CheckpointError(
             f"{checkpoint} is of another run: {changes}. Resume with the arguments that it was made with, or start a new run "
             "from its weights (model=that folder)."
         )
-    if changed:
-        logger.warning("%s is resumed with other arguments: %s.", checkpoint, changes)
+    if changes:
+        logger.warning(
+            "%s is resumed with other arguments, whose new values act from here on: %s.", checkpoint, changes
+        )
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values that differ, by name and as text; those that an earlier version did not save are left out."""
+    names = [name for name in now if name != ARGUMENTS and name in saved and saved[name] != now[name]]
+    return {name: f"{name} was {saved[name]!r} and is {now[name]!r}" for name in names}
 
 
 def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:

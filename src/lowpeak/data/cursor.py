@@ -60,6 +60,7 @@ class PromptCursor(Generic[Item]):
             else:
                 logger.warning("A %s has no shuffle(), so its prompts are not shuffled.", type(dataset).__name__)
         self._serial = 0
+        self._logged_truncation = False
         self._start_epoch(0)
 
     def take(self, count: int) -> list[Item]:
@@ -76,7 +77,18 @@ class PromptCursor(Generic[Item]):
             else:
                 self._serial += 1
                 items.append(item)
+                self._log_truncation(index, item)
         return items
+
+    def _log_truncation(self, index: int, item: Item) -> None:
+        """Log the first truncated row of a stream; rows with random access are counted before the run."""
+        if self.rows_per_epoch is None and not self._logged_truncation and self._reader.is_truncated(item):
+            self._logged_truncation = True
+            logger.warning(
+                "Row %d is longer than %s tokens (max_length, or the model's context if that is less) and is truncated at its end. "
+                "Logged once: other rows of the stream may be, too.",
+                *(index, self._reader.max_length),
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values."""

@@ -36,6 +36,7 @@ class RowReader(ABC, Generic[Item_co]):
     """
 
     drop_reason: str
+    max_length: int | None = None
 
     def __init__(
         self,
@@ -51,6 +52,10 @@ class RowReader(ABC, Generic[Item_co]):
     @abstractmethod
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Item_co | None:
         """Read one row; `index` is its index in the dataset, for errors (None: `serial`)."""
+
+    def is_truncated(self, item: Any) -> bool:
+        """Return whether the end of the item's row was removed, because the row has more than `max_length` tokens."""
+        return False
 
     def read_batch(self, rows: Sequence[Mapping[str, Any]], first: int) -> Sequence[Item_co | None]:
         """Read consecutive rows; `first` is the first one's index and serial."""
@@ -151,12 +156,17 @@ def _batches(dataset: Dataset | IterableDataset) -> Iterator[list[Mapping[str, A
 
 
 def filter_rows(dataset: Dataset, reader: RowReader[Any]) -> Any:
-    """Return the dataset without the rows that the reader drops; logs their number.
+    """Return the dataset without the rows that the reader drops; logs how many it drops and truncates.
 
     A list of rows is a dataset too. Raises DataError for the first invalid row, for an empty dataset, and if all rows are
     dropped.
     """
-    kept = [index for index, item in read_items(dataset, reader) if item is not None]
+    kept, num_truncated = [], 0
+    for index, item in read_items(dataset, reader):
+        if item is not None:
+            kept.append(index)
+            num_truncated += reader.is_truncated(item)
+    _log_truncated_rows(num_truncated, len(dataset), reader)
     log_dropped_rows(len(dataset) - len(kept), len(dataset), reader)
     if len(kept) == len(dataset):
         return dataset
@@ -166,12 +176,22 @@ def filter_rows(dataset: Dataset, reader: RowReader[Any]) -> Any:
 def read_all(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> tuple[list[Item_co], int]:
     """Return the items of all rows that are not dropped, and the number of rows.
 
-    Logs how many rows are dropped.
+    Logs how many rows are dropped and truncated.
     """
     items = [item for _, item in read_items(dataset, reader)]
     kept = [item for item in items if item is not None]
+    _log_truncated_rows(sum(map(reader.is_truncated, kept)), len(items), reader)
     log_dropped_rows(len(items) - len(kept), len(items), reader)
     return kept, len(items)
+
+
+def _log_truncated_rows(num_truncated: int, num_rows: int, reader: RowReader[Any]) -> None:
+    if num_truncated:
+        logger.warning(
+            "%d of %d rows are longer than %s tokens (max_length, or the model's context if that is less) and are truncated at "
+            "their end.",
+            *(num_truncated, num_rows, reader.max_length),
+        )
 
 
 def log_dropped_rows(num_dropped: int, num_rows: int, reader: RowReader[Any]) -> None:

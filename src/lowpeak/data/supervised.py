@@ -77,6 +77,8 @@ class SupervisedReader(RowReader[Record]):
     ) -> None:
         super().__init__(tokenizer, **settings)
         self.max_length = max_length
+        if max_length is not None:
+            self.drop_reason = f"none of their first {max_length} tokens counts for the loss"
         self._completion_only = completion_only
         self._assistant_only = assistant_only
         self._text_field = text_field
@@ -89,6 +91,9 @@ class SupervisedReader(RowReader[Record]):
         ids, loss_mask = self._tokenize(row, where)
         self._check_ids(ids, where)
         return make_record(serial, ids, loss_mask, self.max_length)
+
+    def is_truncated(self, item: Record) -> bool:
+        return item.completion.finish_reason == "length"
 
     def _tokenize(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         """Return the token ids of the row, and its loss mask."""
@@ -287,12 +292,5 @@ def make_record(group: int, ids: list[int], loss_mask: list[bool], max_length: i
 
 
 def read_records(dataset: Dataset | IterableDataset, reader: SupervisedReader) -> list[Record]:
-    """Return all records of a dataset, with groups from 0.
-
-    Logs how many rows are truncated and how many are dropped.
-    """
-    records, num_rows = read_all(dataset, reader)
-    num_truncated = sum(record.completion.finish_reason == "length" for record in records)
-    if num_truncated:
-        logger.warning("%d of %d rows are longer than max_length and are truncated.", num_truncated, num_rows)
-    return records
+    """Return all records of a dataset, with groups from 0."""
+    return read_all(dataset, reader)[0]

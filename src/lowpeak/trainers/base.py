@@ -51,6 +51,7 @@ from lowpeak.training import (
     StepScratch,
     StepUsage,
     agree_on_flags,
+    check_loaded_names,
     check_optimizer_groups,
     check_training_state,
     explain_load_errors,
@@ -257,7 +258,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         metrics["tokens_per_second"] = Metric(float(scratch.num_new), usage.seconds)
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
-        self.algorithm_state = self.run.algorithm.update(self.algorithm_state, values)
+        self.algorithm_state = self.run.algorithm.next_state(self.algorithm_state, values)
         row = {"loss": float(measured.loss), "grad_norm": measured.grad_norm, **values}
         self.run.journal.write_step(self.state.global_step, {**row, "epoch": self.state.epoch})
         self.unlogged_metrics = merge_metrics(self.unlogged_metrics, metrics)
@@ -350,9 +351,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         if self.run.strategy.ranks.call_on_first(best.is_dir):
             self.load_best(best)
             return
-        logger.warning(
-            "load_best_model_at_end: the best checkpoint, %s, was removed; the last step's weights stay.", best
-        )
+        logger.warning("load_best_model_at_end: the best checkpoint, %s, was removed; the last weights stay.", best)
         self.state.best_model_checkpoint = None  # otherwise transformers would look for it again
 
     def load_best(self, best: Path) -> None:
@@ -365,11 +364,12 @@ class StepTrainer(ModelCardMixin, Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.run.strategy.shards_states:  # `_prepare_for_training` loads sharded states
             return
-        with (
-            self.run.strategy.ranks.propagate_errors(),
-            explain_load_errors(resume_from_checkpoint, "weights", "model"),
-        ):
+        explained = explain_load_errors(resume_from_checkpoint, "weights", "model")
+        with self.run.strategy.ranks.propagate_errors(), explained:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        check_loaded_names(self.model, load_result)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -24,7 +24,14 @@ from lowpeak.arguments import (
     resolve_passes,
     run_facts,
 )
-from lowpeak.checkpoint import RunState, capture_rng_state, check_writable, preserve_rng_state
+from lowpeak.checkpoint import (
+    ARGUMENTS,
+    RunState,
+    capture_rng_state,
+    check_writable,
+    learning_arguments,
+    preserve_rng_state,
+)
 from lowpeak.data import RowReader, check_special_tokens, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.memory import Phase
@@ -248,6 +255,10 @@ class OfflineTrainer(StepTrainer):
             resolved=self.run.sizes.as_dict(),
             identity=self.identity(),
         )
+
+    def identity(self) -> dict[str, Any]:
+        arguments = learning_arguments(self.acting_args)
+        return {**super().identity(), "rows of a step": self.rows_per_step, ARGUMENTS: arguments}
 
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
         self.cursor.load_state_dict(state.cursor)

@@ -13,7 +13,14 @@ from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineConfig, OnlineSettings, Sampling
-from lowpeak.checkpoint import RolloutInUse, RunState, capture_rng_state, preserve_rng_state
+from lowpeak.checkpoint import (
+    ARGUMENTS,
+    RolloutInUse,
+    RunState,
+    capture_rng_state,
+    learning_arguments,
+    preserve_rng_state,
+)
 from lowpeak.data import check_prompt_columns, read_eval_prompts
 from lowpeak.errors import CheckpointError
 from lowpeak.parallel import check_is_sharded, has_shards
@@ -260,6 +267,7 @@ class OnlineTrainer(StepTrainer):
             "completions of a rollout": rollout.num_sequences,
             "rows of a step": rollout.rows_per_step,
             "num_iterations": rollout.num_iterations,
+            ARGUMENTS: learning_arguments(self.acting_args),
         }
 
     def save_extra(self, folder: Path) -> None:

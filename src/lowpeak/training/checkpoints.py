@@ -32,7 +32,7 @@ from lowpeak.checkpoint import (
 )
 from lowpeak.errors import CheckpointError, LowpeakError, first_line
 from lowpeak.memory import is_out_of_memory
-from lowpeak.models import is_peft, name_damaged_file
+from lowpeak.models import belongs_to_critic, is_peft, name_damaged_file
 from lowpeak.parallel import (
     WEIGHT,
     Strategy,
@@ -171,6 +171,19 @@ def check_training_state(checkpoint: Path, strategy: Strategy) -> None:
             f"{checkpoint} has no sharded optimizer states: it was written on one device, under DDP, or with save_only_model. "
             "Resume with the strategy that wrote it, or start a new run from its weights (model=that folder)."
         )
+
+
+def check_loaded_names(model: nn.Module, loaded: Any) -> None:
+    """Raise ValueError if a checkpoint's weights lack parameters of the model, or have others; `loaded` is torch's result.
+
+    Tied parameters have one name, and a critic has its own file.
+    """
+    parameters = {name for name, _ in model.named_parameters() if not belongs_to_critic(name)}
+    missing = [name for name in loaded.missing_keys if name in parameters]
+    for names, problem in ((missing, "they lack"), (loaded.unexpected_keys, "this model lacks")):
+        if names:
+            others = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(f"{problem} {', '.join(names[:3])}{others}")
 
 
 def check_optimizer_groups(optimizer: Any) -> None:

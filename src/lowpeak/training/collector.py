@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from lowpeak.algorithms import Advantages, loss_mask
+from lowpeak.algorithms import Advantages, check_advantages, check_selection, loss_mask
 from lowpeak.arguments import OnlineSettings, Sampling
 from lowpeak.batching import assign_completions, balanced_partition
 from lowpeak.data import PromptCursor, PromptReader
@@ -72,7 +72,7 @@ class RolloutCollector:
         records, score_metrics = score_records(self.context, records, algorithm.needs, Phase.SCORE)
         if coefficients is None:
             coefficients = algorithm.coefficients()
-        advantages = algorithm.advantages(records, coefficients)
+        advantages = check_advantages(algorithm.advantages(records, coefficients), algorithm.advantages, records)
         records = with_advantages(records, advantages)
         if self.settings.rollout.num_steps == 1:  # old is the policy's own log-prob in the step
             records = tuple(replace(record, old=None) for record in records)
@@ -167,7 +167,8 @@ class RolloutCollector:
                 prompts = self.cursor.take(num_missing)
             judged = self.generate_and_score(prompts, sampling, state, num_generated, Phase.ROLLOUT)
             num_generated += num_missing
-            selection = self.context.run.algorithm.select(judged.records)
+            select = self.context.run.algorithm.select
+            selection = check_selection(select(judged.records), select, len(judged.records))
             start = sum(len(part.records) for part in parts)
             selected += [start + i for i in selection.indices]
             parts.append(replace(judged, metrics=merge_metrics(judged.metrics, selection.metrics)))

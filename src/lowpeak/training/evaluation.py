@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lowpeak.algorithms import Need, StepCounts, indices_by_group, reward_metrics
+from lowpeak.algorithms import Need, StepCounts, check_advantages, check_selection, indices_by_group, reward_metrics
 from lowpeak.arguments import Sampling
 from lowpeak.batching import num_loss_tokens, pack
 from lowpeak.memory import Phase
@@ -100,13 +100,13 @@ def _loss_metrics(
     """
     run = collector.context.run
     algorithm = run.algorithm
-    selection = algorithm.select(records)
+    selection = check_selection(algorithm.select(records), algorithm.select, len(records))
     chosen = selection.indices if algorithm.unit == "pair" else range(len(records))
     if not chosen:
         return _numbers(selection.metrics)
     rows = with_loss_masks([records[i] for i in chosen], collector.settings.mask_truncated)
     rows, _ = score_records(collector.context, rows, _needs(run), Phase.EVALUATE)
-    advantages = algorithm.advantages(rows, coefficients)
+    advantages = check_advantages(algorithm.advantages(rows, coefficients), algorithm.advantages, rows)
     rows = with_advantages(rows, advantages)
     counts = StepCounts(len(rows), sum(map(num_loss_tokens, rows)))
     batches = pack(

@@ -14,7 +14,15 @@ from functools import partial, reduce
 import torch
 from torch import Tensor, nn
 
-from lowpeak.algorithms import ENTROPY_COEF, VALUES_GRADIENT, Algorithm, ValueTerm, measure_top1
+from lowpeak.algorithms import (
+    ENTROPY_COEF,
+    VALUES_GRADIENT,
+    Algorithm,
+    ValueTerm,
+    check_losses,
+    check_metrics,
+    measure_top1,
+)
 from lowpeak.attention import forward_arguments, no_packing_detection
 from lowpeak.logprobs import HeadRequest, eval_mode
 from lowpeak.models import LoadBalance, RoutingRequest, balance_loss, sequences_per_token
@@ -184,7 +192,7 @@ def _policy_term(
     loss = out["loss"] if "loss" in out else weighted_loss(algorithm, tokens, logprobs_T, entropy_T)
     with torch.no_grad():
         seen_entropy_T = None if entropy_T is None else entropy_T.detach()
-        metrics = algorithm.measure(logprobs_T.detach(), seen_entropy_T, tokens)
+        metrics = check_metrics(algorithm.measure(logprobs_T.detach(), seen_entropy_T, tokens), algorithm.measure)
         if algorithm.entropy_bonus:
             assert seen_entropy_T is not None, "an entropy bonus asks for entropies"
             policy_loss = loss.detach() + _entropy_bonus(seen_entropy_T, tokens)
@@ -206,7 +214,8 @@ def weighted_loss(
     """Return `sum(weights_U * loss_U)` of tokens [start, stop), minus their entropy bonus; of all tokens without a stop."""
     assert algorithm.loss is not None
     part = tokens if stop is None else tokens.slice(start, stop)
-    loss = (part.weights_U * algorithm.loss(logprobs, part)).sum()
+    losses_U = check_losses(algorithm.loss(logprobs, part), algorithm.loss, part.weights_U, logprobs)
+    loss = (part.weights_U * losses_U).sum()
     if not algorithm.entropy_bonus:
         return loss
     assert entropy is not None, "an entropy bonus asks for entropies"
@@ -219,9 +228,10 @@ def _entropy_bonus(entropy_T: Tensor, tokens: TokenBatch) -> Tensor:
 
 
 def _value_term(values_T: Tensor, tokens: TokenBatch, term: ValueTerm) -> tuple[Tensor, dict[str, Metric]]:
-    loss = (tokens.weights_U * term.loss(values_T, tokens)).sum()
+    losses_U = check_losses(term.loss(values_T, tokens), term.loss, tokens.weights_U, values_T)
     with torch.no_grad():
-        return loss, term.measure(values_T.detach(), tokens)
+        metrics = check_metrics(term.measure(values_T.detach(), tokens), term.measure)
+    return (tokens.weights_U * losses_U).sum(), metrics
 
 
 def _balance_term(

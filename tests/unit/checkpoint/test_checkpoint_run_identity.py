@@ -47,13 +47,17 @@ def twos(completions, **columns):
     return [float(text.count("2")) for text in completions]
 
 
-def run(tmp_path, kind="grpo", *, hidden=32, reward=ones, data=DATA, **changes):
+def run(tmp_path, kind="grpo", *, hidden=32, layers=2, reward=ones, data=DATA, **changes):
     config, trainer, settings = KINDS[kind]
     args = config(output_dir=str(tmp_path), **{**SMALL, **settings, **changes})
     evaluated = data if "eval_strategy" in changes else None
     inputs = {"eval_dataset": evaluated} if kind == "sft" else {"reward_funcs": reward}
     return trainer(
-        tiny_model(hidden=hidden), args=args, train_dataset=data, processing_class=char_tokenizer(), **inputs
+        tiny_model(hidden=hidden, layers=layers),
+        args=args,
+        train_dataset=data,
+        processing_class=char_tokenizer(),
+        **inputs,
     )
 
 
@@ -106,7 +110,9 @@ def test_a_resume_that_fails_leaves_the_folder_as_it_was(tmp_path):
     before, first = contents(tmp_path), str(tmp_path / "checkpoint-1")
     told = {
         r"checkpoint-1 .* momentum.*optim, optim_args ": {"optim": "sgd"},
-        r"checkpoint-1 .* model, ": {"hidden": 64},
+        r"checkpoint-1 .*embed_tokens.* model, ": {"hidden": 64},
+        r"checkpoint-1 .*they lack model\.layers\.2\..*9 more.* model, ": {"layers": 3},
+        r"checkpoint-1 .*model lacks model\.layers\.1\..*9 more.* model, ": {"layers": 1},
     }
     for pattern, changes in told.items():
         with pytest.raises(CheckpointError, match=pattern):
@@ -152,6 +158,41 @@ def test_numbers_of_other_optimizers_and_schedules_are_named_too(tmp_path, caplo
     changed = {"optim_args": "momentum=0.75", "lr_scheduler_kwargs": {"patience": 3}, "max_steps": 3}
     run(tmp_path, "sft", **settings, **changed).train(True)
     assert "optim's momentum=0.75 (0.5 acts), lr_scheduler_kwargs' patience=3 (10 acts)" in caplog.text
+
+
+OTHERS = {
+    "grpo": {"beta": 0.5, "loss_type": "grpo", "temperature": 0.5, "scale_rewards": "none", "max_completion_length": 3},
+    "ppo": {"kl_target": 0.25, "lam": 0.5, "missing_eos_penalty": 1.0},
+    "online_dpo": {"beta": [0.25], "loss_type": "ipo"},
+    "sft": {"max_length": 8, "per_device_train_batch_size": 4},
+}
+SHARED_OTHERS = {"lr_scheduler_type": "cosine", "warmup_steps": 1.0, "max_grad_norm": 0.5, "max_steps": 3}
+UNNAMED = {"logging_steps": 5, "micro_batch_tokens": 64, "save_total_limit": 3, "logprob_chunk_size": 8}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_arguments_that_change_what_is_learned_are_named_in_one_warning(tmp_path, kind, caplog):
+    first, others = run(tmp_path, kind), {**SHARED_OTHERS, **OTHERS[kind]}
+    first.train()
+    run(tmp_path, kind, **UNNAMED).train(resume_from_checkpoint=True)
+    assert " was " not in caplog.text
+    run(tmp_path, kind, **UNNAMED, **others).train(resume_from_checkpoint=True)
+    (told,) = [record.getMessage() for record in caplog.records if " was " in record.getMessage()]
+    renamed = {"per_device_train_batch_size": "rows of a step"}
+    assert sorted(re.findall(r"([a-z_ ]+) was ", told)) == sorted(f" {renamed.get(name, name)}" for name in others)
+    assert "max_grad_norm was 1.0 and is 0.5" in told
+    assert "lr_scheduler_type was 'linear' and is 'cosine'" in told
+
+
+def test_a_checkpoint_without_arguments_resumes_with_others(tmp_path, caplog):
+    run(tmp_path).train()
+    file = tmp_path / "checkpoint-2/lowpeak_state.json"
+    state = json.loads(file.read_text())
+    del state["identity"]["arguments"]
+    file.write_text(json.dumps(state))
+    sign_again(file.parent)
+    run(tmp_path, beta=0.5, max_steps=3).train(resume_from_checkpoint=True)
+    assert " was " not in caplog.text
 
 
 def test_other_data_of_the_same_size_is_named_and_a_checkpoint_without_a_digest_resumes(tmp_path, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lowpeak.data import SupervisedReader, make_record, read_records
+from lowpeak.data import SupervisedReader, make_cursor, make_record, read_records
 from lowpeak.errors import DataError
 from tiny import char_tokenizer
 
@@ -188,6 +189,18 @@ def test_only_the_first_token_and_those_after_the_last_that_counts_are_left_away
         record = make_record(0, [5, 6, 7, 8], counted)
         assert (record.prompt_ids, record.completion.ids.tolist()) == (prompt, ids)
     assert make_record(0, [5, 6, 7], [False, True, False], max_length=2).completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("max_length", [5, None])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_truncated_rows_of_training_data_are_counted_or_in_a_stream_named_once(max_length, is_stream, caplog):
+    data = Dataset.from_list([{"prompt": "1" * n, "completion": "22"} for n in (1, 3, 4, 9)])
+    arguments = SimpleNamespace(shuffle_dataset=False, seed=0, data_seed=None)
+    source = data.to_iterable_dataset() if is_stream else data
+    with caplog.at_level(logging.WARNING):
+        make_cursor(source, reader(max_length=max_length), arguments).take(6)
+    told = [record.args for record in caplog.records if "truncated" in record.getMessage()]
+    assert told == ([] if max_length is None else [(1, 5)] if is_stream else [(2, 4, 5)])
 
 
 def test_all_records_of_a_data_set_are_counted_and_one_at_least_there_has_to_be(caplog):

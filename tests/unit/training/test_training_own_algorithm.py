@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ from small_runs import COMMON, PARTS, TOKENIZER, column, digits, journal, same, 
 from tiny import tiny_model
 
 
-def reinforce(folder, **changes):
+def reinforce(folder, trainer=ReinforceTrainer, **changes):
     parts = {"reward_funcs": digits} | {name: changes.pop(name) for name in PARTS if name in changes}
     small = {**COMMON, "max_completion_length": 6, "max_steps": 3, "kv_cache_bytes": 1 << 24}
-    return ReinforceTrainer(
+    return trainer(
         model=tiny_model(),
         args=ReinforceConfig(output_dir=str(folder), **{**small, **changes}),
         train_dataset=Dataset.from_list([{"prompt": f"{i}{i * 7 % 10}="} for i in range(40)]),
@@ -105,3 +106,98 @@ def test_its_own_argument_trains_other_weights(tmp_path):
 def test_what_cannot_act_is_refused_as_everywhere(tmp_path, changes, words):
     with pytest.raises(ArgumentError, match=words):
         reinforce(tmp_path, **changes)
+
+
+def advantages_with(change):
+    def changed_advantages(records, coefficients):
+        result = lowpeak.Advantages(tuple(torch.ones(len(record.completion)) for record in records), {})
+        return change(result, records)
+
+    return changed_advantages
+
+
+def first_advantage(tensor):
+    return advantages_with(lambda result, records: replace(result, per_token=(tensor(records), *result.per_token[1:])))
+
+
+def summed_loss(logprobs_T, tokens):
+    return -(tokens.advantages_T * logprobs_T).sum()
+
+
+def detached_loss(logprobs_T, tokens):
+    return -tokens.advantages_T * logprobs_T.detach()
+
+
+def plain_number(logprobs_T, tokens):
+    return 0.5
+
+
+def measured(metrics):
+    def own_measure(logprobs_T, entropy_T, tokens):
+        return metrics
+
+    return own_measure
+
+
+FULL = {"needs_full_sequence": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"loss": summed_loss}, r"summed_loss.*\[\].*\[\d+\]"),
+        ({"loss": summed_loss, **FULL}, r"summed_loss.*\[\].*\[\d+\]"),
+        ({"loss": plain_number}, "plain_number.*float.*"),
+        ({"loss": lambda logprobs_T, tokens: logprobs_T, "unit": "sequence"}, r"lambda.*\[\d\d\].*\[\d\].*sequence"),
+        ({"loss": detached_loss}, "detached_loss.*gradient"),
+        ({"loss": detached_loss, **FULL}, "detached_loss.*gradient"),
+        ({"advantages": lambda records, coefficients: [1.0] * len(records)}, "advantages.*list.*Advantages"),
+        (
+            {"advantages": advantages_with(lambda result, records: replace(result, per_token=result.per_token[1:]))},
+            "changed_advantages.* 7 .*per_token.* 8 ",
+        ),
+        ({"advantages": advantages_with(lambda result, records: replace(result, returns=()))}, "returns.* 8 "),
+        ({"advantages": first_advantage(lambda records: 1.0)}, r"per_token\[0\].*float.*\[6\]"),
+        ({"advantages": first_advantage(lambda records: torch.ones(1))}, r"per_token\[0\].*\[1\].*\[6\]"),
+        ({"advantages": first_advantage(lambda records: torch.ones(6).double())}, r"per_token\[0\].*float64.*float32"),
+        ({"advantages": first_advantage(lambda records: torch.full((6,), torch.nan))}, r"per_token\[0\] nan.*reward \d"),
+        ({"select": lambda records: list(range(len(records)))}, "select.*list.*Selection"),
+        ({"select": lambda records: lowpeak.Selection((0, 99), 0)}, "select.* 99.* 7"),
+        ({"measure": measured({"share": 0.5})}, "own_measure.*float.*share.*Metric"),
+        ({"measure": measured({"share": lowpeak.Metric(torch.ones(3))})}, r"share.*own_measure.*total.*\[3\]"),
+        ({"measure": measured({"share": lowpeak.Metric(1.0, kind="median")})}, "share.*median.*mean, sum"),
+        ({"measure": measured(None)}, "own_measure.*NoneType.*Metric"),
+        ({"update": lambda state, metrics: None}, "update.*reinforce.*None.*average, weight"),
+        ({"update": lambda state, metrics: {"average": 0.0}}, r"update.*'average': 0\.0.*average, weight"),
+        ({"update": lambda state, metrics: {**state, "weight": torch.zeros(())}}, "update.*weight.*tensor"),
+    ],
+)  # fmt: skip
+def test_what_a_function_returned_is_refused_by_its_name_and_value(tmp_path, changes, words):
+    class BrokenTrainer(ReinforceTrainer):
+        @staticmethod
+        def make_algorithm(args, settings):
+            return replace(ReinforceTrainer.make_algorithm(args, settings), **changes)
+
+    run = reinforce(tmp_path, trainer=BrokenTrainer, per_device_train_batch_size=8, num_generations=2, max_steps=1)
+    with pytest.raises(ArgumentError, match=words):
+        run.train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"unit": "tokens"}, "unit.*token, sequence, pair.*tokens"),
+        ({"needs": {"old"}}, "needs.*frozenset"),
+        ({"needs": frozenset({"olds"})}, "needs.*olds"),
+        ({"select": None}, "select.*None"),
+        ({"loss": 3}, "loss.* 3"),
+        ({"loss": None}, "loss=None.*values=None"),
+        ({"values": summed_loss}, "values.*ValueTerm.*summed_loss"),
+        ({"skip_zero_advantage": "no"}, "skip_zero_advantage.*no"),
+        ({"state": {"average": torch.zeros(())}}, "state.*average"),
+    ],
+)
+def test_a_field_of_an_algorithm_is_checked_when_it_is_made(tmp_path, changes, words):
+    algorithm = reinforce(tmp_path).run.algorithm
+    with pytest.raises(ArgumentError, match=words):
+        replace(algorithm, **changes)
