@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -29,30 +29,20 @@ from vllms import engine_over
 
 PAGE = ROOT / "docs" / "architecture.md"
 MARKS = ("<!-- call paths -->", "<!-- end of call paths -->")
-COMPLETIONS = {
-    "Completion",
-    "Group",
-    "Record",
-    "Rollout",
-    "MicroBatch",
-    "TokenBatch",
-}  # that have a completion's tokens
-WEIGHTS = {
-    "ExportParam",
-    "FlatShard",
-    "Parameter",
-    "Tensor",
-    "WeightSlice",
-    "Bucket",
-    "Piece",
-}  # of a policy on its way
+# Records that have a completion's tokens.
+COMPLETIONS = ("Completion", "Group", "Record", "Rollout", "MicroBatch", "TokenBatch")
+# What weights are in on their way, and what sends and receives them in a process.
+WEIGHTS = (
+    *("ExportParam", "FlatShard", "Parameter", "Tensor", "WeightSlice"),
+    *("Bucket", "Piece", "ProcessSender", "ProcessReceiver"),
+)
 # Packages whose inside a reader of the main line need not open: decoding, packing and the head. Nothing else is left out.
 OFF_THE_LINE = ("rollout/native/", "batching/", "logprobs/")
 
 Function = tuple[str, str]  # its file and its name
 
 
-def carries(value: Any, types: set[str], depth: int = 3) -> bool:
+def carries(value: Any, types: Collection[str], depth: int = 3) -> bool:
     """Return whether a value is of one of these types, or has one as an item or a field."""
     if type(value).__name__ in types:
         return True
@@ -69,7 +59,7 @@ class Trace:
     a function that is given only a generator, or a function to call, passes the values on. The trace ends once `until` returned.
     """
 
-    def __init__(self, types: set[str], below: Function | None = None, until: Function | None = None) -> None:
+    def __init__(self, types: Collection[str], below: Function | None = None, until: Function | None = None) -> None:
         self.types, self.below, self.until = types, below, until
         self.functions: dict[str, str] = {}
 

@@ -21,6 +21,7 @@ from lowpeak.arguments.online import (
     GROUP_SIZE,
     HAS_KL,
     REUSES_ROLLOUTS,
+    CorrectedSettings,
     Correction,
     KLEstimator,
     OnlineArguments,
@@ -116,7 +117,7 @@ class EntropyBonus:
 
 
 @dataclass(frozen=True)
-class GRPOSettings:
+class GRPOSettings(CorrectedSettings):
     """Settings of GRPO and its family.
 
     The ratio's upper bound is 1 + `clip_high` for every loss type. CISPO has neither `clip_low` nor `delta`: both are None.
@@ -140,16 +141,6 @@ class GRPOSettings:
     drop_equal_groups: bool
     score_old: bool
     correction: Correction | None = None
-
-    @property
-    def step_correction(self) -> Correction | None:
-        """The correction that each step computes with its log-probs, if old log-probs are not scored."""
-        return None if self.score_old else self.correction
-
-    @property
-    def rollout_correction(self) -> Correction | None:
-        """The correction that is fixed for the rollout, if old log-probs are scored."""
-        return self.correction if self.score_old else None
 
 
 def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:

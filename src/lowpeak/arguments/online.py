@@ -166,6 +166,28 @@ class Correction:
     maximum: float | None
 
 
+class CorrectedSettings:
+    """Settings of an algorithm whose correction each step computes, or, with scored old log-probs, is fixed for the rollout."""
+
+    score_old: bool
+    correction: Correction | None
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether old log-probs are scored."""
+        return self.score_old
+
+    @property
+    def step_correction(self) -> Correction | None:
+        """The correction that each step computes with its log-probs, if old log-probs are not scored."""
+        return None if self.needs_old else self.correction
+
+    @property
+    def rollout_correction(self) -> Correction | None:
+        """The correction that is fixed for the rollout, if old log-probs are scored."""
+        return self.correction if self.needs_old else None
+
+
 @dataclass(frozen=True)
 class PromptSettings:
     """How prompts are read: in which order, with which template, and whether those that are too long are dropped.

@@ -8,6 +8,7 @@ from typing import Any
 from lowpeak.arguments.declare import Check, are_finite, argument, make_settings, redeclared, require
 from lowpeak.arguments.online import (
     GROUP_SIZE,
+    CorrectedSettings,
     Correction,
     KLEstimator,
     OnlineArguments,
@@ -35,7 +36,7 @@ class RLOOArguments(OnlineArguments):
 
 
 @dataclass(frozen=True)
-class RLOOSettings:
+class RLOOSettings(CorrectedSettings):
     """Settings of RLOO: KL in the reward, leave-one-out baseline, one ratio per sequence."""
 
     clip_low: float
@@ -53,16 +54,6 @@ class RLOOSettings:
     def needs_old(self) -> bool:
         """Whether old log-probs are scored, for several steps per rollout or for the KL in the reward."""
         return self.score_old or self.beta != 0.0
-
-    @property
-    def step_correction(self) -> Correction | None:
-        """The correction that each step computes with its log-probs, if old log-probs are not scored."""
-        return None if self.needs_old else self.correction
-
-    @property
-    def rollout_correction(self) -> Correction | None:
-        """The correction that is fixed for the rollout, if old log-probs are scored."""
-        return self.correction if self.needs_old else None
 
 
 def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
