@@ -13,6 +13,7 @@ from lowpeak.algorithms import Algorithm, make_ppo
 from lowpeak.arguments import OnlineConfig, OnlineSettings, PPOConfig, resolve_ppo
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards import as_list
+from lowpeak.trainers.constructor import check_kinds
 from lowpeak.trainers.online import OnlineTrainer
 from lowpeak.trainers.ppo_critic import (
     EXPORT_FOLDER,
@@ -54,6 +55,7 @@ class PPOTrainer(OnlineTrainer):
         reward_model: Any = None,
         **named: Any,
     ) -> None:
+        check_kinds(value_model=value_model)
         self.value_model = value_model
         super().__init__(model, [*as_list(reward_funcs), *as_list(reward_model)], *others, **named)
         self.value_model = None
