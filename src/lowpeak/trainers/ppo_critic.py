@@ -36,7 +36,7 @@ EXPORT_FOLDER = "critic"
 
 
 def attach_critic(policy: nn.Module, origin: Any, value_model: Any, args: Any) -> None:
-    """Attach the critic that the arguments describe; `origin` is what the user passed as the model.
+    """Attach the critic that the arguments describe; `origin` is the user's argument `model`.
 
     Raises ArgumentError for a layout that the policy cannot have, and for a value model that is not a classifier with
     one label.
