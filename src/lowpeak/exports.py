@@ -13,8 +13,8 @@ from typing import Any
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package whose code is in `file`.
 
-    The public names are those that the `__init__.pyi` in the same folder, or zip file, imports. Type checkers and editors read the same
-    stub, so each name is listed once.
+    The public names are those that the `__init__.pyi` in the same folder, or zip file, imports. Type checkers and editors read
+    the same stub, so each name is listed once.
     """
     module = sys.modules[package]
     # The loader also reads from a zip file.

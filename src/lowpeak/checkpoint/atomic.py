@@ -111,19 +111,26 @@ def _replace_files(stage: Path, folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, folder / name)
     if is_full_model:
-        for path in (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX):
-            if path.relative_to(folder) not in names:
-                path.unlink(missing_ok=True)
+        earlier = {path.relative_to(folder) for path in folder.glob("model-*-of-*.safetensors")} | {Path(_INDEX)}
+        for name in earlier.difference(names):
+            (folder / name).unlink(missing_ok=True)
     sync(folder)
-    if not is_full_model and Path(_ADAPTER[0]) in names and (folder / "config.json").exists():
-        base = json.loads((folder / _ADAPTER[0]).read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if base is None or Path(base).resolve() != folder.resolve():
-            logger.warning(
-                "%s also contains a full model, and from_pretrained would use that as the base of the adapter saved there, "
-                "instead of %s. Remove that model's config.json and weights, or save the adapter into another folder.",
-                folder,
-                base,
-            )
+    if not is_full_model and Path(_ADAPTER[0]) in names:
+        _warn_of_other_base(folder)
+
+
+def _warn_of_other_base(folder: Path) -> None:
+    """Warn if `from_pretrained` would apply the adapter in `folder` to the full model there, and not to its base."""
+    if not (folder / "config.json").exists():
+        return
+    base = json.loads((folder / _ADAPTER[0]).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if base is None or Path(base).resolve() != folder.resolve():
+        logger.warning(
+            "%s also contains a full model, and from_pretrained would use that as the base of the adapter saved there, "
+            "instead of %s. Remove that model's config.json and weights, or save the adapter into another folder.",
+            folder,
+            base,
+        )
 
 
 @contextmanager
@@ -183,11 +190,15 @@ def _os_reason(error: BaseException, stage: Path) -> str | None:
         return os.strerror(int(match[1]))
     if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _TORCH_WRITER):
         return None
+    return _reason_of_cause(error) or _retry_write(stage) or f"torch could not write a file ({error})"
+
+
+def _reason_of_cause(error: BaseException) -> str | None:
+    """Return the reason of the first OSError among the causes of `error`."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    reason = None if cause is None else cause.strerror
-    return reason or _retry_write(stage) or f"torch could not write a file ({error})"
+    return None if cause is None else cause.strerror
 
 
 def _retry_write(stage: Path) -> str | None:

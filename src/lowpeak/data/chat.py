@@ -36,16 +36,20 @@ def check_messages(messages: Sequence[Any], where: str) -> Messages:
 def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(f"{where} must be a mapping with 'role' and 'content', got {message!r:.80}.")
-    content = message.get("content")
-    if isinstance(content, list):
-        for kind in (part.get("type") if isinstance(part, Mapping) else None for part in content):
-            if kind != "text":
-                raise DataError(f"{where} has a content part of type {kind!r}; lowpeak trains on text only.")
-    elif content is None and not message.get("tool_calls"):
+    if message.get("content") is not None:
+        _check_content(message["content"], where)
+    elif not message.get("tool_calls"):
         raise DataError(f"{where} has no 'content'; it must be a mapping with 'role' and 'content'.")
-    elif content is not None and not isinstance(content, str):
-        raise DataError(f"{where} must have a string as content, got type {type(content).__name__}.")
     return {key: value for key, value in message.items() if value is not None}
+
+
+def _check_content(content: Any, where: str) -> None:
+    if not isinstance(content, str | list):
+        raise DataError(f"{where} must have a string as content, got type {type(content).__name__}.")
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            raise DataError(f"{where} has a content part of type {kind!r}; lowpeak trains on text only.")
 
 
 def template_options(row: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:

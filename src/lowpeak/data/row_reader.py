@@ -110,6 +110,8 @@ def num_rows(dataset: Dataset | IterableDataset, name: str = "The dataset") -> i
             raise DataError(
                 f"{name} must be a dataset, got a {type(dataset).__name__}; convert it with datasets.{conversion}."
             )
+    if not (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
+        raise DataError(f"{name} must be a dataset, got {dataset!r:.80} of type {type(dataset).__name__}.")
     if not hasattr(dataset, "__len__"):
         return None
     if len(dataset) == 0:
@@ -204,7 +206,7 @@ def log_dropped_rows(num_dropped: int, num_rows: int, reader: RowReader[Any]) ->
 
 def check_max_steps(dataset: Any, max_steps: int) -> None:
     """Raise ArgumentError if training on a stream would never end."""
-    if dataset is not None and num_rows(dataset) is None and max_steps <= 0:
+    if dataset is not None and num_rows(dataset, "train_dataset") is None and max_steps <= 0:
         raise ArgumentError(
             f"max_steps={max_steps} does not end the run, and the dataset has no length: set max_steps."
         )

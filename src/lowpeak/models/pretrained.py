@@ -59,8 +59,8 @@ def _read_model(
     auto: Any, name: str, cut: ModelParallel, frozen_on: torch.device | None, may_lack: str, options: Mapping[str, Any]
 ) -> Any:
     check_dtype(options)
-    with_report = options.get("output_loading_info", False)
-    options = {key: value for key, value in options.items() if key != "output_loading_info"}
+    options = dict(options)
+    with_report = options.pop("output_loading_info", False)
     if cut == NOT_PARALLEL and "quantization_config" not in options and not reads_weights(frozen_on):
         return init_without_weights(auto, name, options)
     reporting = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
@@ -75,18 +75,22 @@ def _read_model(
     }
     if not options.get("ignore_mismatched_sizes", False):
         check_shapes(name, problems)
-    if missing := sorted(problems["missing_keys"]):
+    _check_missing(name, sorted(problems["missing_keys"]))
+    return (model, report) if with_report else model
+
+
+def _tensor_name(reported: Any) -> str:
+    return reported if isinstance(reported, str) else str(reported[0])
+
+
+def _check_missing(name: str, missing: Sequence[str]) -> None:
+    if missing:
         num_more = len(missing) - _MAX_NAMES_SHOWN
         names = ", ".join(missing[:_MAX_NAMES_SHOWN]) + (f" and {num_more} more tensors" if num_more > 0 else "")
         raise ModelError(
             f"{name!r} lacks {names}, which would be initialised at random: copy or download the model again, or correct its "
             "config.json."
         )
-    return (model, report) if with_report else model
-
-
-def _tensor_name(reported: Any) -> str:
-    return reported if isinstance(reported, str) else str(reported[0])
 
 
 def check_dtype(options: Mapping[str, Any]) -> None:

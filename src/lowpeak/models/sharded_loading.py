@@ -49,7 +49,7 @@ def _needs_device_copy(device: torch.device) -> bool:
 
 
 def gather_zero3_params(*parameters: nn.Parameter) -> AbstractContextManager[Any]:
-    """Gather parameters that ZeRO-3 sharded at their creation, for a block; what rank 0 writes into them is kept."""
+    """Gather, for a block, parameters that ZeRO-3 sharded when they were created; rank 0's changes to them are kept."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return nullcontext()
     import deepspeed

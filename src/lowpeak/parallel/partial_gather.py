@@ -144,8 +144,11 @@ def _install(
     for (_, params), layer_buffers in zip(parts.layers[: plan.num_layers], buffers, strict=False):
         _keep_gathered(stack, params, layer_buffers)
     head: Any = transformers_model(model).get_output_embeddings()
-    heads = {id(param.parameter) for param in parts.vocabulary if param.module is head}
-    gathered = [p for p in parts.vocabulary if plan.vocabulary or (gather_head and id(p.parameter) in heads)]
+    gathered = list[ShardedParam]()
+    if plan.vocabulary:
+        gathered = parts.vocabulary
+    elif gather_head:
+        gathered = _tables_of(head, parts.vocabulary)
     _keep_gathered(stack, gathered, buffers[-1] if plan.vocabulary else _buffers(gathered))
     row_sharded = [
         (param, ShardedRows(param.shard, bool(getattr(param.module, "computes_in_fp32", False))))
@@ -165,6 +168,12 @@ def _install(
         if param.module is head:
             multiply = partial(rows.multiply, bias=bias)
             replace_forward(stack, head, lockstep.register(multiply, rows.dummy_multiply))
+
+
+def _tables_of(head: nn.Module, vocabulary: list[ShardedParam]) -> list[ShardedParam]:
+    """Return the head's tables, and embeddings that are tied to them."""
+    heads = {id(param.parameter) for param in vocabulary if param.module is head}
+    return [param for param in vocabulary if id(param.parameter) in heads]
 
 
 def find_sharded_parameters(model: nn.Module, shard_of: ShardOf) -> ShardedParts:

@@ -80,7 +80,7 @@ def make_rewards(
         if callable(item):
             return FunctionReward(item)
         raise ArgumentError(
-            f"A reward must be a function, a reward model, or a model's name or path, got {item!r} "
+            f"Each of reward_funcs must be a function, a reward model, or a model's name or path, got {item!r} "
             f"of type {type(item).__name__}."
         )
 

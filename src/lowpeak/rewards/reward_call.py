@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowpeak.errors import RewardError
-from lowpeak.records import Group, Metric, merge_metrics
+from lowpeak.records import Group, Metric, Prompt, merge_metrics
 from lowpeak.rewards.function import FunctionReward
 from lowpeak.rewards.judge import JudgeReward
 from lowpeak.rewards.reward import Reward
@@ -74,17 +74,19 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
     names = dict.fromkeys(name for values in fields for name in values if name not in _NOT_COLUMNS)
     return RewardInputs(
         prompts=[prompt.source for prompt, _ in pairs],
-        completions=[
-            text
-            if isinstance(prompt.source, str)
-            else [{"role": "assistant", "content": prompt.assistant_prefix + text}]
-            for (prompt, _), text in zip(pairs, texts, strict=True)
-        ],
+        completions=[_in_format_of(prompt, text) for (prompt, _), text in zip(pairs, texts, strict=True)],
         completion_ids=ids,
         columns={name: [values.get(name) for values in fields] for name in names},
         texts=texts,
         positions=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
     )
+
+
+def _in_format_of(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
+    """Return a completion's text as a string or a message, like the prompt."""
+    if not prompt.conversational:
+        return text
+    return [{"role": "assistant", "content": prompt.assistant_prefix + text}]
 
 
 @dataclass

@@ -117,7 +117,7 @@ class FunctionEngine:
 
     @contextmanager
     def _request_sampling(self, call: _FunctionCall, training: bool) -> Iterator[None]:
-        """Set the trainer's attributes that tell the function what to generate."""
+        """Set the sampling and the mode that the function reads from the trainer; reset them after the block."""
         trainer, self._call = self.trainer, call
         trainer.asked, mode = call.sampling, trainer.model.training
         # TRL's functions tell a rollout from an evaluation by this flag. The modules inside stay in eval mode.

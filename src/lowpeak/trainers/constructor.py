@@ -1,11 +1,14 @@
-"""Constructor arguments of TRL's trainers: those that are rejected, and those that change a run's arguments."""
+"""Constructor arguments of TRL's trainers: those that are rejected, their kinds, and those that change a run's arguments."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from lowpeak.errors import ArgumentError
 
@@ -29,6 +32,46 @@ def reject_unsupported(trainer: object, arguments: Mapping[str, Any]) -> None:
             raise TypeError(f"{type(trainer).__name__}.__init__() got an unexpected keyword argument {name!r}")
         if value is not None:
             raise ArgumentError(f"{name} is not supported: {UNSUPPORTED[name]}.")
+
+
+def _is_function(value: Any) -> bool:
+    return value is None or callable(value)
+
+
+def _is_model(value: Any) -> bool:
+    return value is None or isinstance(value, str | PathLike | nn.Module)
+
+
+def _are_callbacks(value: Any) -> bool:
+    return value is None or (isinstance(value, list | tuple) and all(hasattr(each, "on_step_end") for each in value))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+# What each of these arguments must be.
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("ref_model", "value_model"), (_is_model, "a name, a path or a torch module")),
+    **dict.fromkeys(
+        ("rollout_func", "formatting_func", "compute_metrics", "preprocess_logits_for_metrics"),
+        (_is_function, "a function"),
+    ),
+    "reward_processing_classes": (
+        lambda x: x is None or isinstance(x, list | tuple) or callable(x), "a tokenizer, or a list of tokenizers and None"
+    ),
+    "callbacks": (_are_callbacks, "a list of transformers.TrainerCallback"),
+    "optimizers": (_is_pair, "a tuple of an optimizer and a schedule, or of two None"),
+    "optimizer_cls_and_kwargs": (lambda x: x is None or _is_pair(x), "a tuple of a class and a dict of its arguments"),
+}  # fmt: skip
+
+
+def check_kinds(**arguments: Any) -> None:
+    """Raise ArgumentError for the first argument with a value of another kind."""
+    for name, value in arguments.items():
+        is_kind, kind = _KINDS[name]
+        if not is_kind(value):
+            raise ArgumentError(f"{name} must be {kind}, got {value!r:.80} of type {type(value).__name__}.")
 
 
 def reject_virtual_tokens(model: Any, peft_config: Any) -> None:

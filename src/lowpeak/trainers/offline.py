@@ -50,7 +50,13 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.setup import check_adapter, check_data, check_hub, silence_nonzero_ranks
 from lowpeak.trainers.base import StepTrainer
-from lowpeak.trainers.constructor import base_arguments, make_arguments, reject_unsupported, reject_virtual_tokens
+from lowpeak.trainers.constructor import (
+    base_arguments,
+    check_kinds,
+    make_arguments,
+    reject_unsupported,
+    reject_virtual_tokens,
+)
 from lowpeak.training import (
     StepBatches,
     StepMetrics,
@@ -137,6 +143,12 @@ class OfflineTrainer(StepTrainer):
     ) -> None:
         unsupported["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         reject_unsupported(self, {"data_collator": data_collator, **unsupported})
+        check_kinds(
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
         reject_virtual_tokens(model, peft_config)
         self.user_args = args = make_arguments(self.config_class, args, model, quantization_config)
         check_devices(bool(args.fsdp), args.cut.tensor > 1)

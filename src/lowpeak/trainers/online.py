@@ -28,7 +28,13 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.setup import check_adapter, check_data, check_hub, silence_nonzero_ranks
 from lowpeak.trainers.base import StepTrainer
-from lowpeak.trainers.constructor import base_arguments, make_arguments, reject_unsupported, reject_virtual_tokens
+from lowpeak.trainers.constructor import (
+    base_arguments,
+    check_kinds,
+    make_arguments,
+    reject_unsupported,
+    reject_virtual_tokens,
+)
 from lowpeak.training import (
     REFERENCE_FOLDER,
     Evaluation,
@@ -102,6 +108,13 @@ class OnlineTrainer(StepTrainer):
         **unsupported: Any,
     ) -> None:
         reject_unsupported(self, {"tools": tools, "environment_factory": environment_factory, **unsupported})
+        check_kinds(
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            rollout_func=rollout_func,
+            ref_model=ref_model,
+        )
         reject_virtual_tokens(model, peft_config)
         args = make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)

@@ -36,6 +36,7 @@ from lowpeak.models import (
 )
 from lowpeak.parallel import decoder_layers, exported_parameters, shard_like
 from lowpeak.rewards import as_list, load_classifier
+from lowpeak.trainers.constructor import check_kinds
 from lowpeak.trainers.online import OnlineTrainer
 from lowpeak.training import CRITIC_FOLDER
 
@@ -69,6 +70,7 @@ class PPOTrainer(OnlineTrainer):
         reward_model: Any = None,
         **named: Any,
     ) -> None:
+        check_kinds(value_model=value_model)
         self.value_model = value_model
         super().__init__(model, [*as_list(reward_funcs), *as_list(reward_model)], *others, **named)
         self.value_model = None
@@ -110,7 +112,7 @@ EXPORT_FOLDER = "critic"
 
 
 def attach_critic(policy: nn.Module, origin: Any, value_model: Any, args: Any) -> None:
-    """Attach the critic that the arguments describe; `origin` is what the user passed as the model.
+    """Attach the critic that the arguments describe; `origin` is the user's argument `model`.
 
     Raises ArgumentError for a layout that the policy cannot have, and for a value model that is not a classifier with
     one label.

@@ -17,6 +17,7 @@ from lowpeak.data import SupervisedReader, check_supervised_columns, read_record
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.models import load_policy, num_embeddings
 from lowpeak.records import Record
+from lowpeak.trainers.constructor import check_kinds
 from lowpeak.trainers.offline import OfflineTrainer, longest_row
 from lowpeak.training import StepBatches
 
@@ -58,6 +59,11 @@ class SFTTrainer(OfflineTrainer):
         peft_config: Any = None,
         formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> None:
+        check_kinds(
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            formatting_func=formatting_func,
+        )
         if compute_metrics is not None and preprocess_logits_for_metrics is None:
             raise ArgumentError(f"compute_metrics needs {_PREPROCESS}.")
         self.formatting_func = formatting_func

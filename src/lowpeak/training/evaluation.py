@@ -132,7 +132,7 @@ def _needs(run: Run) -> frozenset[Need]:
 
 
 def _outputs(batch: MicroBatch, rows: Sequence[Record]) -> dict[str, torch.Tensor]:
-    """Return what a forward pass of the micro-batch would return, from the scores: old log-probs, values, entropies."""
+    """Return the outputs of a forward pass of the micro-batch, taken from its scores: log-probs, values, entropies."""
     outputs = {"logprobs": batch.tokens.old_T, "values": batch.tokens.values_T}
     entropies = [(rows[i].entropy, rows[i].completion.loss_mask) for i in batch.record_indices]
     known = [entropy[mask] for entropy, mask in entropies if entropy is not None]

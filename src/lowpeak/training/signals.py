@@ -6,6 +6,7 @@ Launchers pass signals on to all ranks, which may be in different steps then: th
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -51,8 +52,10 @@ class Interrupts:
         # SIGTERM may come twice, from a scheduler and from the launcher in between: only Ctrl-C stops at once.
         if not self.stopping:
             self.stopping = True
-            reason = "Interrupted" if signum == signal.SIGINT else "Asked to stop (SIGTERM)"
-            logger.warning("%s: finishing this step and saving; press Ctrl-C again to stop at once.", reason)
+            reason, again = "Interrupted", "press Ctrl-C again"
+            if signum == signal.SIGTERM:
+                reason, again = "Asked to stop (SIGTERM)", f"send SIGINT (Ctrl-C, or kill -INT {os.getpid()})"
+            logger.warning("%s: finishing this step and saving; %s to stop at once.", reason, again)
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def raise_if_stopped(self, output_dir: Path, step: int) -> None:

@@ -53,9 +53,10 @@ def score(
     settings: LogprobSettings,
     **wishes: bool,
 ) -> list[dict[str, Tensor]]:
-    """Return `logprobs`, and what else `wishes` name, of each micro-batch's loss tokens, without gradients: station 8.
+    """Return the log-probs of each micro-batch's loss tokens, by name and without gradients: station 8.
 
-    `wishes` are fields of HeadRequest: `entropy`, a critic's `values`, or values without `logprobs`.
+    `wishes` are fields of HeadRequest that add entropies (`entropy`) or a critic's values (`values`), or leave the log-probs
+    out (`logprobs=False`).
     """
     with torch.no_grad():
         return [_forward(model, batch.to(settings.device), settings, **wishes) for batch in micro_batches]

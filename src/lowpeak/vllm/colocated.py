@@ -198,7 +198,7 @@ class ColocatedVllm(Vllm):
             raise self._explain_error("vLLM could not be built in this process", error) from error
 
     def _explain_error(self, what: str, error: Exception) -> LowpeakError:
-        """Return an error with vLLM's message and what to change if memory or the context was too small."""
+        """Return an error with vLLM's message, and the arguments to change if memory or the context was too small."""
         kind = MemoryExhaustedError if is_out_of_memory(error) else EngineError
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         message = " ".join(lines[:3]) or type(error).__name__

@@ -89,7 +89,7 @@ class Vllm(Protocol):
         """
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
-        """Return what each worker's method returns, in rank order; raise LostEngineError if a worker is gone."""
+        """Call a method of all workers and return the results in rank order; raise LostEngineError if one is gone."""
 
     def facts(self) -> EngineFacts:
         """Return the properties; call it once vLLM is ready, and again after a restart."""

@@ -168,6 +168,21 @@ def test_a_sigterm_that_comes_while_a_failure_is_explained_does_not_cut_the_expl
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGINT, r"Ctrl-C"), (signal.SIGTERM, rf"SIGTERM.*kill -INT {os.getpid()}\b")]
+)
+def test_a_signal_is_told_with_what_stops_the_run_at_once(tmp_path, number, words, caplog):
+    def interrupting(completions, **columns):
+        os.kill(os.getpid(), number)
+        return ones(completions)
+
+    with pytest.raises(KeyboardInterrupt):
+        grpo(tmp_path, reward_funcs=interrupting).train()
+    (told,) = [record.getMessage() for record in caplog.records if "finishing" in record.getMessage()]
+    assert re.search(words, told)
+    assert ("again" in told) == (number == signal.SIGINT)
+
+
 # arguments
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuni
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
 import lowpeak
-from lowpeak.errors import ArgumentError, DataError
+from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.training import run_step
 from preferences import tiny_classifier
 from small_runs import KINDS, TOKENIZER, make, ones, pair_rows, same, supervised_rows, trained, weights
@@ -81,6 +82,30 @@ def test_what_cannot_act_is_refused_by_name_before_anything_is_loaded(tmp_path, 
 def test_an_argument_that_nobody_knows_is_pythons_own_error(kind):
     with pytest.raises(TypeError, match=r"'refmodel'"):
         trainer_class(kind)(tiny_model(), **({"reward_funcs": ones} if kind in ONLINE else {}), refmodel=None)
+
+
+OF_ONLINE = ("rollout_func", "reward_processing_classes", "ref_model", "reward_funcs")
+OF_OFFLINE = ("compute_metrics", "optimizer_cls_and_kwargs")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        *[(kind, name, 3) for kind in ONLINE for name in OF_ONLINE if (kind, name) != ("PPO", "ref_model")],
+        *[(kind, name, 3) for kind in OFFLINE for name in OF_OFFLINE],
+        *[
+            (kind, name, 3)
+            for kind in KINDS
+            for name in ("data", "eval_dataset", "tokenizer", "callbacks", "optimizers")
+        ],
+        *[("SFT", name, 3) for name in ("formatting_func", "preprocess_logits_for_metrics")],
+        *[("PPO", "value_model", 3), ("GRPO", "callbacks", [3]), ("SFT", "optimizers", (None,))],
+    ],
+)
+def test_a_value_of_another_kind_is_refused_in_a_sentence_that_names_the_argument(tmp_path, kind, name, value):
+    shown = {"data": "train_dataset", "tokenizer": "processing_class"}.get(name, name)
+    with pytest.raises((ArgumentError, DataError, ModelError), match=rf"{shown} .*{re.escape(repr(value))}"):
+        make(kind, tmp_path, **{name: value})
 
 
 # quantization_config

@@ -39,7 +39,7 @@ def reply_with_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., di
     """
 
     @wraps(method)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         try:
             return method(self, *args, **kwargs)
         except LowpeakError as error:
@@ -47,7 +47,7 @@ def reply_with_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., di
         except Exception as error:
             return {"error": f"vLLM's worker failed in {method.__name__}: {type(error).__name__}: {error}"[:500]}
 
-    return wrapped
+    return call
 
 
 class Extension:
