@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from architecture.sources import PACKAGE, ROOT
 from fused import FusedVllm
-from lowpeak.vllm import EngineFacts
+from lowpeak.vllm import EngineInfo
 from small_runs import make
 from tiny import tiny_model
 from vllms import engine_over
@@ -132,8 +132,8 @@ class WeightsVllm(FusedVllm):
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         return [{}] if method == "lowpeak_score_at_temperature" else super().call(method, arguments, timeout)
 
-    def facts(self) -> EngineFacts:
-        return EngineFacts("0.32.0", "tiny", "", "float32", 128, 256, 1 << 14, 1)
+    def engine_info(self) -> EngineInfo:
+        return EngineInfo("0.32.0", "tiny", "", "float32", 128, 256, 1 << 14, 1)
 
     def complete(self, requests: Any, timeout: float | None = None) -> Any:
         raise SystemExit  # the weights are there, which is all
