@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lowpeak.records import WeightSlice
-from lowpeak.vllm import EngineFacts
+from lowpeak.vllm import EngineInfo
 from tiny import tiny_model
 
 PROMPTS = [[2, 3, 4, 5, 6], [7, 8, 9], [5] * 12]
@@ -32,8 +32,8 @@ class InsideVllm:
     def in_process(self) -> bool:
         return self.num_workers == 1
 
-    def facts(self) -> EngineFacts:
-        return EngineFacts("", "", "", "float32", 128, 8, 1000, self.num_workers)
+    def engine_info(self) -> EngineInfo:
+        return EngineInfo("", "", "", "float32", 128, 8, 1000, self.num_workers)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         return list(self.llm.collective_rpc(method, timeout, kwargs=dict(arguments)))

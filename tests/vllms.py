@@ -11,10 +11,10 @@ from lowpeak.arguments import ColocateSettings, Sampling, VllmSettings
 from lowpeak.errors import LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.vllm import Answer, EngineFacts, EngineSharing, PolicyFacts, VllmEngine
+from lowpeak.vllm import Answer, EngineInfo, EngineSharing, PolicyFacts, VllmEngine
 from lowpeak.vllm.weight_sync import Piece
 
-FACTS = EngineFacts(
+FACTS = EngineInfo(
     version="0.32.0", model="scripted", fingerprint="", dtype="float32", max_model_len=128, max_num_seqs=256,
     kv_tokens=1 << 14, num_workers=1,
 )  # fmt: skip
@@ -93,7 +93,7 @@ class ScriptedVllm:
         self.num_proofs += 1
         return {"error": "The scripted vLLM has no weights."} if self.policy_version is None else {}
 
-    def facts(self):
+    def engine_info(self):
         return self._facts
 
     def complete(self, requests, timeout=None):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from architecture.sources import PACKAGE, ROOT
 from fused import FusedWorker
-from lowpeak.vllm import ColocatedVllm, EngineFacts
+from lowpeak.vllm import ColocatedVllm, EngineInfo
 from small_runs import make, spread
 from tiny import tiny_model
 from vllms import engine_over
@@ -148,8 +148,8 @@ class WeightsVllm(ColocatedVllm):
         )
         self.llm = SimpleNamespace(collective_rpc=lambda method, kwargs: [getattr(worker, method)(**kwargs)])
 
-    def facts(self) -> EngineFacts:
-        return EngineFacts("0.32.0", "tiny", "", "float32", 128, 256, 1 << 14, 1)
+    def engine_info(self) -> EngineInfo:
+        return EngineInfo("0.32.0", "tiny", "", "float32", 128, 256, 1 << 14, 1)
 
     def resume(self) -> None:
         raise SystemExit  # the weights are there, which is all

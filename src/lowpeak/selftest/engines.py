@@ -78,7 +78,7 @@ def _vllm_model(bench: Bench) -> Any:
 
 
 def _push_and_compare(model: Any, vllm: Vllm, bench: Bench) -> str:
-    vllm.facts()
+    vllm.engine_info()
     vllm.call("lowpeak_score_at_temperature", {}, _TIMEOUT_SECONDS)
     pushed = push_over_each([vllm], lambda version: _slices(model, version), bench.device)
     return f"{pushed}; log-probs within {_logprob_difference(model, vllm, bench):.0e} of the model's"

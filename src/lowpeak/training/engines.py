@@ -27,7 +27,7 @@ from lowpeak.training.run import Run, RunContext
 from lowpeak.vllm import (
     ColocatedModelSpec,
     ColocatedVllm,
-    EngineFacts,
+    EngineInfo,
     EngineSharing,
     PolicyFacts,
     Vllm,
@@ -144,14 +144,14 @@ def connect_checked(
     """Return the servers when all answer; EngineError if one has another model or tokenizer than the policy."""
     vllms = connect_servers(where, stopping)
     for vllm in vllms:
-        info = vllm.facts()
+        info = vllm.engine_info()
         warn_unsupported(info.version)
         check_same_model(info, policy, tokenizer)
         _check_rotations(info, longrope_switch_length(policy), where)
     return vllms
 
 
-def _check_rotations(info: EngineFacts, limit: int | None, where: ServerSettings) -> None:
+def _check_rotations(info: EngineInfo, limit: int | None, where: ServerSettings) -> None:
     if limit is not None and info.max_model_len > limit:
         raise EngineError(
             f"vLLM has a context of {info.max_model_len} tokens, for which it uses the long rotations of longrope on all "

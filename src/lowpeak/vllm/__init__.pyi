@@ -15,7 +15,7 @@ from lowpeak.vllm.engine_args import option_name as option_name
 from lowpeak.vllm.process_isolation import undo_vllm_class_patch as undo_vllm_class_patch
 from lowpeak.vllm.protocol import Adapter as Adapter
 from lowpeak.vllm.protocol import Answer as Answer
-from lowpeak.vllm.protocol import EngineFacts as EngineFacts
+from lowpeak.vllm.protocol import EngineInfo as EngineInfo
 from lowpeak.vllm.protocol import Request as Request
 from lowpeak.vllm.protocol import Vllm as Vllm
 from lowpeak.vllm.protocol import call_concurrently as call_concurrently

@@ -19,7 +19,7 @@ from lowpeak.arguments import ColocateSettings, VllmSettings, hide_secrets
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError, MemoryExhaustedError
 from lowpeak.memory import free_bytes, is_out_of_memory
 from lowpeak.ranks import Ranks, has_process_group
-from lowpeak.vllm.compatibility import read_facts, require_vllm, warn_unsupported
+from lowpeak.vllm.compatibility import read_engine_info, require_vllm, warn_unsupported
 from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS, MIN_MEMORY_SHARE, memory_remedy
 from lowpeak.vllm.process_isolation import (
     destroy_vllm_groups,
@@ -28,7 +28,7 @@ from lowpeak.vllm.process_isolation import (
     shut_down_vllm,
     undo_vllm_class_patch,
 )
-from lowpeak.vllm.protocol import Answer, EngineFacts, Request, Vllm
+from lowpeak.vllm.protocol import Answer, EngineInfo, Request, Vllm
 from lowpeak.vllm.requests import wave_capacity
 
 logger = logging.getLogger(__name__)
@@ -96,9 +96,9 @@ class ColocatedVllm(Vllm):
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
         return self.llm.collective_rpc(method, kwargs=dict(arguments))
 
-    def facts(self) -> EngineFacts:
-        facts = read_facts(self.llm.llm_engine.vllm_config)
-        return replace(facts, model=self._model, num_workers=1, limits_to_cache=True)
+    def engine_info(self) -> EngineInfo:
+        info = read_engine_info(self.llm.llm_engine.vllm_config)
+        return replace(info, model=self._model, num_workers=1, limits_to_cache=True)
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """Complete one wave; after `timeout` abort the rest and raise LostEngineError with the finished answers."""
@@ -214,7 +214,7 @@ class ColocatedVllm(Vllm):
         engine, steps = self.llm.llm_engine, 0
         # No more sequences run than the cache fits at full length: vLLM would start others and preempt them later.
         longest = max((len(request.prompt_ids) + int(request.params["max_tokens"]) for request in requests), default=1)
-        most = wave_capacity([self.facts()], longest, 1, self._where)
+        most = wave_capacity([self.engine_info()], longest, 1, self._where)
         while len(outputs) < len(requests):
             while len(names) < len(requests) and len(names) - len(outputs) < most:
                 names.append(self._add_request(requests[len(names)]))

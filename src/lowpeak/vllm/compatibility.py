@@ -15,7 +15,7 @@ from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 from lowpeak.errors import EngineError, require_package
-from lowpeak.vllm.protocol import EngineFacts
+from lowpeak.vllm.protocol import EngineInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,12 +97,12 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def read_facts(config: Any) -> EngineFacts:
+def read_engine_info(config: Any) -> EngineInfo:
     """Return the properties of the vLLM in this process from its `VllmConfig`, without a fingerprint."""
     import vllm
 
     model, cache = config.model_config, config.cache_config
-    return EngineFacts(
+    return EngineInfo(
         version=vllm.__version__,
         model=str(model.model),
         fingerprint="",
@@ -115,19 +115,19 @@ def read_facts(config: Any) -> EngineFacts:
     )
 
 
-def check_same_model(facts: EngineFacts, model: Any, tokenizer: Any) -> None:
+def check_same_model(info: EngineInfo, model: Any, tokenizer: Any) -> None:
     """Raise EngineError, with both names, if vLLM has loaded another model or tokenizer than the trainer's."""
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     sizes, vocabulary = fingerprint(model.config, tokenizer.get_vocab()).split(":")
-    engine_sizes, engine_vocabulary = facts.fingerprint.split(":")
+    engine_sizes, engine_vocabulary = info.fingerprint.split(":")
     if sizes != engine_sizes:
         raise EngineError(
-            f"vLLM has loaded {facts.model!r}, whose sizes differ from those of the model that is trained, {name!r}: start it with "
+            f"vLLM has loaded {info.model!r}, whose sizes differ from those of the model that is trained, {name!r}: start it with "
             f"`lowpeak serve --model {name}`."
         )
     if vocabulary != engine_vocabulary:
         raise EngineError(
-            f"vLLM's tokenizer, from {facts.model!r}, has another vocabulary than the trainer's, "
+            f"vLLM's tokenizer, from {info.model!r}, has another vocabulary than the trainer's, "
             f"{getattr(tokenizer, 'name_or_path', '') or name!r}: start vLLM with the same tokenizer (--tokenizer)."
         )
 

@@ -17,7 +17,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout import SLICE_BYTES, SliceForm, check_lengths
 from lowpeak.vllm.engine_args import option_name
-from lowpeak.vllm.protocol import Adapter, EngineFacts, Vllm, call_concurrently, call_workers
+from lowpeak.vllm.protocol import Adapter, EngineInfo, Vllm, call_concurrently, call_workers
 from lowpeak.vllm.requests import (
     PartialAnswers,
     SequenceRequest,
@@ -93,7 +93,7 @@ class VllmEngine:
 
     def __post_init__(self) -> None:
         self._vllms: Sequence[Vllm] = ()
-        self._facts: list[EngineFacts] = []
+        self._engine_infos: list[EngineInfo] = []
         self._weights = LoadedWeights()
         self._partial = PartialAnswers()
         self._asleep = False
@@ -104,7 +104,7 @@ class VllmEngine:
 
     @property
     def slice_form(self) -> SliceForm:
-        dtypes = {facts.dtype for facts in self._facts}
+        dtypes = {info.dtype for info in self._engine_infos}
         if len(dtypes) != 1:
             raise EngineError(
                 f"The vLLM engines have different dtypes ({', '.join(sorted(dtypes))}): start all with the same --dtype."
@@ -172,7 +172,7 @@ class VllmEngine:
         """Connect on first use; otherwise reallocate memory. Drops the weights' version if they did not survive the sleep."""
         if not self._vllms:
             vllms = tuple(self.connect())
-            self._vllms, self._facts = vllms, [vllm.facts() for vllm in vllms]
+            self._vllms, self._engine_infos = vllms, [vllm.engine_info() for vllm in vllms]
         if not self._asleep:
             return
         for vllm in self._vllms:
@@ -186,7 +186,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Free the vLLMs of this process; servers keep running."""
-        vllms, self._vllms, self._facts = self._vllms, (), []
+        vllms, self._vllms, self._engine_infos = self._vllms, (), []
         self._weights, self._partial, self._asleep = LoadedWeights(), PartialAnswers(), False
         for vllm in vllms:
             vllm.close()
@@ -235,7 +235,7 @@ class VllmEngine:
         False if several ranks share the engines: only the pushing rank knows the adapter's name.
         """
         wanted = self.settings.adapters and self.policy.adapter is not None and self.callers.num_callers == 1
-        return wanted and all(facts.serves_adapters for facts in self._facts)
+        return wanted and all(info.serves_adapters for info in self._engine_infos)
 
     def _weights_survived(self) -> bool:
         """Return whether the weights are unchanged, by the same checksums as after a push."""
@@ -260,7 +260,7 @@ class VllmEngine:
             )
         if self._weights.identities is None:
             # The first call after a load: a restarted vLLM may have other properties.
-            self._facts = [vllm.facts() for vllm in self._vllms]
+            self._engine_infos = [vllm.engine_info() for vllm in self._vllms]
         self._weights = replace(self._weights, identities=identities)
 
     def _answer(self, sequences: Sequence[SequenceRequest], version: int) -> None:
@@ -279,10 +279,10 @@ class VllmEngine:
 
     def _capacity(self, sequences: Sequence[SequenceRequest]) -> int:
         """Return how many sequences of the greatest length fit the engines' caches; all if the engines limit themselves."""
-        if all(facts.limits_to_cache for facts in self._facts):
+        if all(info.limits_to_cache for info in self._engine_infos):
             return len(sequences)
         longest = max(len(s.request.prompt_ids) + int(s.request.params["max_tokens"]) for s in sequences)
-        return wave_capacity(self._facts, longest, self.callers.num_callers, self.settings.where)
+        return wave_capacity(self._engine_infos, longest, self.callers.num_callers, self.settings.where)
 
     def _complete(
         self, vllm: Vllm, adapter: Adapter | None, sequences: Sequence[SequenceRequest], version: int
@@ -302,7 +302,7 @@ class VllmEngine:
         return failure
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        context, where = min(facts.max_model_len for facts in self._facts), self.settings.where
+        context, where = min(info.max_model_len for info in self._engine_infos), self.settings.where
         remedy = f"raise {option_name(where, 'max_model_length')} or shorten completions"
         if isinstance(where, ServerSettings):
             remedy += f", or set vllm_max_model_length={context}, which rejects such prompts at the start"

@@ -54,7 +54,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class EngineFacts:
+class EngineInfo:
     """Properties of a vLLM: the model that it loaded and its capacity.
 
     `model` is the name or path that vLLM loaded, `fingerprint` a hash of the configuration's sizes and of the
@@ -91,7 +91,7 @@ class Vllm(Protocol):
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
         """Call a method of all workers and return the results in rank order; raise LostEngineError if one is gone."""
 
-    def facts(self) -> EngineFacts:
+    def engine_info(self) -> EngineInfo:
         """Return the properties; call it once vLLM is ready, and again after a restart."""
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:

@@ -21,7 +21,7 @@ from lowpeak.batching import balanced_partition
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Completion, Prompt
 from lowpeak.vllm.engine_args import Location, cache_size_remedy
-from lowpeak.vllm.protocol import Answer, EngineFacts, Request
+from lowpeak.vllm.protocol import Answer, EngineInfo, Request
 
 Route = Literal["/inference/v1/generate", "/v1/completions"]
 GENERATE: Route = "/inference/v1/generate"
@@ -244,7 +244,7 @@ def to_completion(answer: Answer) -> Completion:
     )
 
 
-def wave_capacity(engines: Sequence[EngineFacts], longest: int, num_callers: int, where: Location) -> int:
+def wave_capacity(engines: Sequence[EngineInfo], longest: int, num_callers: int, where: Location) -> int:
     """Return the sequences of `longest` tokens that fit the engines' caches at once, divided by `num_callers`.
 
     Raise EngineError if one sequence exceeds an engine's cache.
@@ -252,13 +252,13 @@ def wave_capacity(engines: Sequence[EngineFacts], longest: int, num_callers: int
     # vLLM queues what does not fit and preempts running sequences, dropping their keys and values: a wave that fits is never
     # computed twice.
     total = 0
-    for facts in engines:
-        if facts.kv_tokens < longest:
+    for info in engines:
+        if info.kv_tokens < longest:
             raise EngineError(
-                f"One sequence of {longest} tokens (prompt and completion) does not fit vLLM's KV cache of {facts.kv_tokens} "
+                f"One sequence of {longest} tokens (prompt and completion) does not fit vLLM's KV cache of {info.kv_tokens} "
                 f"tokens: {cache_size_remedy(where, 'raise')}, or generate fewer tokens."
             )
-        total += min(facts.max_num_seqs, facts.kv_tokens // longest)
+        total += min(info.max_num_seqs, info.kv_tokens // longest)
     return max(1, total // num_callers)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from lowpeak.arguments import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run_on_loop
-from lowpeak.vllm.protocol import Adapter, Answer, EngineFacts, Request, Vllm
+from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Request, Vllm
 from lowpeak.vllm.requests import COMPLETIONS, GENERATE, Route, parse_answer, request_body
 from lowpeak.vllm.serving import ADAPTER_ROUTE
 
@@ -81,12 +81,12 @@ class ServerVllm(Vllm):
                 )
         return "/".join(str(identity.get("incarnation")) for identity in identities)
 
-    def facts(self) -> EngineFacts:
+    def engine_info(self) -> EngineInfo:
         self._route = self._adapter = None
         self._incarnation = self.read_incarnation()
         properties = self.call("lowpeak_facts", {}, _CALL_SECONDS)[0]
         try:
-            return EngineFacts(**properties)
+            return EngineInfo(**properties)
         except TypeError as error:
             raise EngineError(
                 f"the server at {self.url} returned properties that this lowpeak does not know ({error}): install the same "
@@ -177,6 +177,6 @@ class ServerVllm(Vllm):
             self._adapter = adapter
 
     def _check_incarnation(self) -> None:
-        """Raise LostEngineError if the server restarted since `facts` was called."""
+        """Raise LostEngineError if the server restarted since `engine_info` was called."""
         if self._incarnation is not None and self.read_incarnation() != self._incarnation:
             raise LostEngineError(f"the server at {self.url} was restarted and has the checkpoint's weights.")

@@ -14,7 +14,7 @@ from peft import LoraConfig
 import lowpeak
 from closeness import assert_each_close_to_largest
 from lowpeak.errors import ArgumentError
-from small_runs import COMMON, PARTS, TOKENIZER, column, digits, journal, same, weights
+from small_runs import COMMON, PARTS, TOKENIZER, column, digits, journal, make, same, weights
 from tiny import tiny_model
 
 
@@ -179,6 +179,25 @@ def test_what_a_function_returned_is_refused_by_its_name_and_value(tmp_path, cha
             return replace(ReinforceTrainer.make_algorithm(args, settings), **changes)
 
     run = reinforce(tmp_path, trainer=BrokenTrainer, per_device_train_batch_size=8, num_generations=2, max_steps=1)
+    with pytest.raises(ArgumentError, match=words):
+        run.train()
+
+
+def mean_loss(values_T, tokens):
+    return values_T.mean()
+
+
+def constant_loss(values_T, tokens):
+    return torch.zeros_like(tokens.weights_U)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"), [(mean_loss, r"mean_loss.*\[\].*\[\d\]"), (constant_loss, "constant_loss.*gradient")]
+)
+def test_a_loss_on_values_is_checked_too(tmp_path, loss, words):
+    run = make("Reward", tmp_path, max_steps=1)
+    term = run.run.algorithm.values
+    run.run = replace(run.run, algorithm=replace(run.run.algorithm, values=replace(term, loss=loss)))
     with pytest.raises(ArgumentError, match=words):
         run.train()
 

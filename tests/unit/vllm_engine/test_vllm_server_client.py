@@ -54,7 +54,7 @@ def test_a_client_asks_for_facts_and_passes_calls_with_their_limit_on_to_the_wor
     vllm = ServerVllm(fake.url)
     assert isinstance(vllm, Vllm)
     assert not vllm.in_process
-    assert vllm.facts() == fake.facts
+    assert vllm.engine_info() == fake.facts
     fake.answers["/collective_rpc"] = lambda body: (200, {"results": [body, None]})
     told = vllm.call("lowpeak_take", {"pieces": [1]}, 7.0)
     assert told == [{"method": "lowpeak_take", "kwargs": {"pieces": [1]}, "timeout": 7.0}, None]
@@ -106,7 +106,7 @@ def test_an_adapter_is_registered_once_and_named_by_its_requests(fake):
     assert known == [{"name": "lowpeak-7", "number": 7, "folder": "folder"}]
     assert [body["model"] for path, body in fake.calls if path == GENERATE] == ["lowpeak-7"] * 2
     fake.incarnation = "second"
-    vllm.facts()
+    vllm.engine_info()
     vllm.complete([Request((2,), {}, adapter)])
     assert len([path for path, _ in fake.calls if path == "/lowpeak_adapter"]) == 2
 
@@ -129,9 +129,9 @@ def test_a_pause_gives_up_requests_and_a_resume_empties_the_cache_first(fake):
 
 def test_a_token_is_sent_and_appears_in_no_error():
     with serving(FakeServer(token="secret")) as fake:
-        assert ServerVllm(fake.url, "secret").facts() == fake.facts
+        assert ServerVllm(fake.url, "secret").engine_info() == fake.facts
         with pytest.raises(EngineError, match=r"vllm_server_token.*LOWPEAK_SERVER_TOKEN") as found:
-            ServerVllm(fake.url, "a wrong one").facts()
+            ServerVllm(fake.url, "a wrong one").engine_info()
     assert "a wrong one" not in str(found.value)
 
 
@@ -214,10 +214,10 @@ def test_a_restart_since_the_facts_were_asked_or_during_a_wave_is_a_loss(fake):
         return fake.generate(body)
 
     vllm = ServerVllm(fake.url)
-    vllm.facts()
+    vllm.engine_info()
     fake.incarnation = "second"
     assert fake.url in str(lost(vllm, 2))
-    vllm.facts()
+    vllm.engine_info()
     assert vllm.complete(requests(2))
     fake.answers[GENERATE] = restart
     assert fake.url in str(lost(vllm, 2))
@@ -289,7 +289,7 @@ def test_an_answer_of_the_right_form_that_cannot_be_used_is_refused(answer, said
 def test_a_server_that_this_lowpeak_did_not_start_is_refused(fake, answer, said):
     fake.answers["/collective_rpc"] = lambda body: answer
     with pytest.raises(EngineError, match=said):
-        ServerVllm(fake.url).facts()
+        ServerVllm(fake.url).engine_info()
 
 
 # waiting
@@ -310,7 +310,7 @@ def test_a_server_that_comes_up_late_is_waited_for_and_the_log_says_so(caplog):
     try:
         with caplog.at_level(logging.WARNING):
             (vllm,) = connect_servers(ServerSettings((f"http://127.0.0.1:{port}",), timeout=10))
-        assert vllm.facts() == fake.facts
+        assert vllm.engine_info() == fake.facts
     finally:
         done.set()
         thread.join()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError, LowpeakError, is_installed
-from lowpeak.vllm.compatibility import disable_cpu_repacking, engine_fingerprint, read_facts, score_at_temperature
+from lowpeak.vllm.compatibility import disable_cpu_repacking, engine_fingerprint, read_engine_info, score_at_temperature
 from lowpeak.vllm.weight_sync.buckets import BucketReceiver, Piece, ProcessReceiver, shorten_names
 from lowpeak.vllm.weight_sync.lora import AdapterReceiver
 from lowpeak.vllm.weight_sync.nccl import NcclReceiver, device_id
@@ -62,7 +62,7 @@ class Extension:
     @reply_with_errors
     def lowpeak_facts(self) -> dict[str, Any]:
         config = self.vllm_config  # type: ignore[attr-defined]
-        return asdict(replace(read_facts(config), fingerprint=engine_fingerprint(config.model_config)))
+        return asdict(replace(read_engine_info(config), fingerprint=engine_fingerprint(config.model_config)))
 
     @reply_with_errors
     def lowpeak_look(self) -> dict[str, Any]:
