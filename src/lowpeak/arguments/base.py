@@ -39,6 +39,10 @@ INHERITED_CHECKS: dict[str, Check] = {
     "adam_beta2": _FRACTION,
     "adam_epsilon": NOT_NEGATIVE,
     "max_grad_norm": Check(lambda x: x >= 0, "must be 0 (no clipping) or more"),
+    "optim_args": Check(
+        lambda x: x is None or (isinstance(x, str) and all(pair.count("=") == 1 for pair in x.split(","))),
+        "must be pairs such as 'momentum=0.9,nesterov=true', or None",
+    ),
     "warmup_steps": NOT_NEGATIVE,
     "num_train_epochs": above_zero(),
     "max_steps": Check(lambda x: x == -1 or x >= 1, "must be at least 1 (or -1, to use num_train_epochs)"),

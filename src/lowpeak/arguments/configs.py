@@ -37,7 +37,7 @@ from lowpeak.arguments.parallelism import (
 from lowpeak.arguments.ppo import PPOArguments
 from lowpeak.arguments.rloo import RLOOArguments
 from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG
-from lowpeak.arguments.text import hide_secrets, read_object
+from lowpeak.arguments.text import hide_secrets, parse_bytes, read_object
 from lowpeak.arguments.validation import check_finite, check_range
 from lowpeak.errors import ArgumentError
 from lowpeak.setup import limit_collectives_on_cpu, renew_master_port
@@ -175,8 +175,9 @@ class CommonConfig(CommonArguments, TrainingArguments):
         """Turn activation checkpointing on by default, under its name in the installed transformers."""
         newer = any(field.name == "activation_checkpointing" for field in fields(TrainingArguments))
         for old, new in _RENAMED if newer else ():
-            if getattr(self, new) is None:
+            if getattr(self, new) is None and getattr(self, old) is not None:
                 setattr(self, new, getattr(self, old))
+                self.said_as = {**getattr(self, "said_as", {}), new: old}
             setattr(self, old, None)
         name = "activation_checkpointing" if newer else "gradient_checkpointing"
         if getattr(self, name) is None:
@@ -195,6 +196,8 @@ class OnlineConfig(OnlineArguments, CommonConfig):
             if target is not None:
                 self._set_alias(field.name, target, getattr(self, field.name))
         super().__post_init__()
+        if isinstance(self.kv_cache_bytes, str):
+            self.kv_cache_bytes = parse_bytes(self.kv_cache_bytes) or self.kv_cache_bytes
         kwargs: Any = self.generation_kwargs or {}
         for name, target in ARGUMENT_OF_KWARG.items():
             self._set_alias(f"generation_kwargs[{name!r}]", target, kwargs.get(name))

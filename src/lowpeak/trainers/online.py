@@ -19,7 +19,7 @@ from lowpeak.errors import CheckpointError
 from lowpeak.parallel import check_is_sharded, has_shards
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.setup import check_adapter, check_data, check_hub, silence_nonzero_ranks
+from lowpeak.setup import check_adapter, check_data, check_hub, check_optimizer, silence_nonzero_ranks
 from lowpeak.trainers.base import StepTrainer
 from lowpeak.trainers.constructor import base_arguments, make_arguments, reject_unsupported, reject_virtual_tokens
 from lowpeak.training import (
@@ -101,6 +101,7 @@ class OnlineTrainer(StepTrainer):
         with Ranks(args.device).propagate_errors():
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_prompt_columns)
             check_hub(args)
+            check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
             inputs = OnlineInputs(
                 model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model
