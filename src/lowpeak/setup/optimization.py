@@ -37,7 +37,9 @@ def _check_optimizer(args: Any) -> None:
             f"{shown} updates weights in each backward pass, but a step has one for each micro-batch; use another optimizer."
         )
     with _named_errors(args, ("optim", "optim_args", "optim_target_modules")):
-        made = _make_optimizer(args, args.optim_args)
+        kind, keywords = made = _make_optimizer(args, args.optim_args)
+        if "params" not in keywords:  # otherwise they are of layers
+            kind(_LAYER.parameters(), **keywords)
     if ACT_IF["optim_args"].holds(args, RunFacts()):
         _check_optim_args(args, made, shown)
 

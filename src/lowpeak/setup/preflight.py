@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub import is_offline_mode
 from transformers import AutoModelForCausalLM
+from transformers.integrations import get_reporting_integration_callbacks
 
 from lowpeak.data import check_max_steps, fetch_rows, num_rows
 from lowpeak.errors import ArgumentError, DataError
@@ -42,8 +43,12 @@ def check_data(
             check_row(fetch_rows(dataset, [0])[0], "row 0" if dataset is train_dataset else f"{name}: row 0")
 
 
-def check_hub(args: Any) -> None:
-    """Raise ArgumentError for an upload while the hub is switched off."""
+def check_services(args: Any) -> None:
+    """Raise ArgumentError for an upload while the hub is switched off, and for a tracker that transformers does not know."""
+    try:
+        get_reporting_integration_callbacks(args.report_to)
+    except ValueError as error:
+        raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
     if args.push_to_hub and is_offline_mode():
         raise ArgumentError(
             "push_to_hub=True has no effect: the hub is switched off (HF_HUB_OFFLINE); unset that variable, or set "

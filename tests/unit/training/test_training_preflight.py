@@ -65,13 +65,15 @@ def test_an_evaluation_without_data_is_told_first(folder, trainer, changes):
         ({"optim": "sgd", "optim_args": "a"}, "optim_args='a'"),
         ({"optim": "sgd", "optim_args": "momentum=fast"}, "optim_args='momentum=fast'"),
         ({"optim": "sgd", "optim_args": "momentum=0.9,momentun=0.9"}, "optim_args .*momentun=0.9.*'sgd'"),
+        ({"optim": "sgd", "optim_args": "momentum=-1"}, "optim_args='momentum=-1'"),
+        ({"report_to": "foo"}, r"report_to=\['foo'\]"),
         ({"optim": "galore_adamw"}, "optim='galore_adamw'"),
         ({"optim": "lomo"}, "optim='lomo'"),
         ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "optim='galore_adamw_layerwise'"),
     ],
     ids=str,
 )
-def test_an_optimizer_or_a_schedule_that_cannot_be_made_is_told_first(folder, trainer, changes, words):
+def test_an_optimizer_a_schedule_or_a_tracker_that_cannot_be_made_is_told_first(folder, trainer, changes, words):
     with pytest.raises(ArgumentError, match=words):
         build(trainer, folder, **changes)
 
