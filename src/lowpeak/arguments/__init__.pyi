@@ -66,6 +66,7 @@ from lowpeak.arguments.text import HIDDEN as HIDDEN
 from lowpeak.arguments.text import hide_secrets as hide_secrets
 from lowpeak.arguments.text import is_secret as is_secret
 from lowpeak.arguments.text import load_yaml as load_yaml
+from lowpeak.arguments.text import parse_bytes as parse_bytes
 from lowpeak.arguments.text import read_object as read_object
 from lowpeak.arguments.validation import check_values as check_values
 from lowpeak.arguments.validation import idle_arguments as idle_arguments

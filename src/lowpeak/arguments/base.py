@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lowpeak.arguments.declare import (
     FINITE,
@@ -23,12 +23,14 @@ from lowpeak.arguments.declare import (
     memory_argument,
     model_argument,
     never,
+    one_of,
     require,
     training_argument,
 )
 from lowpeak.arguments.inherited import ACT_IF, NEVER_ACT, idle_of_accelerate
 from lowpeak.arguments.validation import check_values, reset_idle_arguments
 
+_LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
 _FRACTION = Check(lambda x: 0 <= x < 1, "must be in [0, 1)")
 INHERITED_CHECKS: dict[str, Check] = {
     "output_dir": Check(lambda x: str(x).strip() != "", "must be the path of a folder"),
@@ -39,6 +41,10 @@ INHERITED_CHECKS: dict[str, Check] = {
     "adam_beta2": _FRACTION,
     "adam_epsilon": NOT_NEGATIVE,
     "max_grad_norm": Check(lambda x: x >= 0, "must be 0 (no clipping) or more"),
+    "optim_args": Check(
+        lambda x: x is None or (isinstance(x, str) and all(pair.count("=") == 1 for pair in x.split(","))),
+        "must be pairs such as 'momentum=0.9,nesterov=true', or None",
+    ),
     "warmup_steps": NOT_NEGATIVE,
     "num_train_epochs": above_zero(),
     "max_steps": Check(lambda x: x == -1 or x >= 1, "must be at least 1 (or -1, to use num_train_epochs)"),
@@ -46,6 +52,8 @@ INHERITED_CHECKS: dict[str, Check] = {
     "save_total_limit": Check(lambda x: x is None or x >= 0, "must be 0 (keep all) or more, or None"),
     "ddp_timeout": above_zero("a number of seconds"),
     "ddp_bucket_cap_mb": above_zero("a number of MB"),
+    "log_level": one_of(_LogLevel),
+    "log_level_replica": one_of(_LogLevel),
     "seed": Check(lambda x: 0 <= x < 2**32, "must be from 0 to 2**32 - 1"),
     "data_seed": Check(lambda x: x is None or 0 <= x < 2**32, "must be from 0 to 2**32 - 1, or None"),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -37,9 +38,9 @@ from lowpeak.arguments.parallelism import (
 from lowpeak.arguments.ppo import PPOArguments
 from lowpeak.arguments.rloo import RLOOArguments
 from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG
-from lowpeak.arguments.text import hide_secrets, read_object
-from lowpeak.arguments.validation import check_finite, check_range
-from lowpeak.errors import ArgumentError
+from lowpeak.arguments.text import hide_secrets, parse_bytes, read_object, show
+from lowpeak.arguments.validation import check_finite, check_range, check_types
+from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.setup import limit_collectives_on_cpu, renew_master_port
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,37 @@ def _parse_mapping(args: Any, name: str) -> None:
     check_range(args, name)
 
 
+def _check_json(args: Any, name: str) -> None:
+    """Raise ArgumentError for JSON that transformers cannot parse; other text is the path of a file."""
+    value = getattr(args, name)
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            read_object(value)
+        except ValueError as error:
+            raise ArgumentError(f"{name} {MAPPING.words} ({error}).") from None
+
+
+@contextmanager
+def _named_errors(args: Any) -> Iterator[None]:
+    """Raise ArgumentError in place of an error of transformers, with the argument whose value the error quotes first."""
+    values = {field.name: getattr(args, field.name) for field in fields(args)}
+    try:
+        yield
+    except LowpeakError:
+        raise
+    except (AttributeError, KeyError, NotImplementedError, OSError, TypeError, ValueError) as error:
+        check_types(args)
+        text = " ".join(str(error).split())
+        quoted = {
+            found.start(): show(name, value)
+            for name, value in values.items()
+            for word in (value if isinstance(value, dict) else [value])
+            if isinstance(word, str) and value != default_value(args, name)
+            for found in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text)
+        }
+        raise ArgumentError(f"{quoted[min(quoted)]}: {text}" if quoted else text) from error
+
+
 @contextmanager
 def _without_dynamo() -> Iterator[None]:
     """Undo the environment variables by which transformers asks accelerate to compile the model."""
@@ -119,7 +151,9 @@ class CommonConfig(CommonArguments, TrainingArguments):
         if self.use_cpu or is_switched_on(os.environ, "ACCELERATE_USE_CPU"):
             limit_collectives_on_cpu(self.ddp_timeout, self.ddp_backend)
         check_finite(self, ("logging_steps", "eval_steps", "save_steps"))  # transformers rounds them to integers
-        with _without_dynamo():
+        for name in getattr(TrainingArguments, "_VALID_DICT_FIELDS", ()):
+            _check_json(self, name)
+        with _without_dynamo(), _named_errors(self):
             super().__post_init__()
         if self.fsdp_plugin_args is not None:
             refuse_fsdp1(self.fsdp_plugin_args["fsdp_version"], "fsdp_config")
@@ -175,8 +209,9 @@ class CommonConfig(CommonArguments, TrainingArguments):
         """Turn activation checkpointing on by default, under its name in the installed transformers."""
         newer = any(field.name == "activation_checkpointing" for field in fields(TrainingArguments))
         for old, new in _RENAMED if newer else ():
-            if getattr(self, new) is None:
+            if getattr(self, new) is None and getattr(self, old) is not None:
                 setattr(self, new, getattr(self, old))
+                self.said_as = {**getattr(self, "said_as", {}), new: old}
             setattr(self, old, None)
         name = "activation_checkpointing" if newer else "gradient_checkpointing"
         if getattr(self, name) is None:
@@ -195,6 +230,8 @@ class OnlineConfig(OnlineArguments, CommonConfig):
             if target is not None:
                 self._set_alias(field.name, target, getattr(self, field.name))
         super().__post_init__()
+        if isinstance(self.kv_cache_bytes, str):
+            self.kv_cache_bytes = parse_bytes(self.kv_cache_bytes) or self.kv_cache_bytes
         kwargs: Any = self.generation_kwargs or {}
         for name, target in ARGUMENT_OF_KWARG.items():
             self._set_alias(f"generation_kwargs[{name!r}]", target, kwargs.get(name))

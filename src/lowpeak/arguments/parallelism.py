@@ -57,6 +57,11 @@ def resolve_model_parallel(environ: Mapping[str, str], parallelism: Any, other: 
     kind of parallelism that the run requests.
     """
     if parallelism is not None:
+        require(
+            any(hasattr(parallelism, axis) for axis in _AXES),
+            f"parallelism_config={parallelism!r} must be a ParallelismConfig of accelerate; a command line takes "
+            "--accelerate_config fsdp2-tp instead.",
+        )
         where, sizes = "parallelism_config", {axis: getattr(parallelism, axis, 1) for axis in _AXES}
     elif is_switched_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         where = "accelerate's parallelism config"

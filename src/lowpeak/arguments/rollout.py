@@ -153,10 +153,13 @@ class RolloutArguments:
         "Prompts that do not fit in the context: 'error', or 'drop', which logs their number.",
         one_of(Literal["error", "drop"]),
     )
-    kv_cache_bytes: int | None = memory_argument(
+    kv_cache_bytes: int | str | None = memory_argument(
         None,
-        "Bytes of the engine's KV cache (None: set from free memory).",
-        above_zero("a number of bytes"),
+        "Bytes of the engine's KV cache: 8GiB, or a number (None: set from free memory).",
+        Check(
+            lambda x: x is None or (isinstance(x, int | str) and (parse_bytes(x) or 0) > 0),
+            "must be above 0: a number of bytes, or a size such as '8GiB'",
+        ),
         acts=_HAS_KV_CACHE,
     )
     gather_budget: int | str | None = memory_argument(
@@ -245,7 +248,10 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
     rows = batch * per_generation
     # The least number of batches that has whole groups and whole steps.
     batches = lcm(args.num_generations // gcd(args.num_generations, batch), accumulation)
-    remedy = f"steps_per_generation={batches}, or another multiple of {batches}"
+    name = shown_name(args, "steps_per_generation")
+    # A mini-batch of PPO has gradient_accumulation_steps batches.
+    multiple = batches // accumulation if name == "num_mini_batches" else batches
+    remedy = f"{name}={multiple}, or another multiple of {multiple}"
     if args.generation_batch_size is not None:
         remedy = f"generation_batch_size={batch * batches}, or another multiple of {batch * batches}"
     require(
@@ -315,20 +321,25 @@ def resolve_sampling(args: Any) -> Sampling:
 
 def _resolve_stops(kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the strings and the token ids that end a completion."""
-    stop, stop_ids = kwargs.get("stop_strings") or kwargs.get("stop") or (), kwargs.get("stop_token_ids") or ()
-    ends = kwargs.get("eos_token_id")
-    ends = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
+    stop = kwargs.get("stop_strings") or kwargs.get("stop") or ()
     strings = (stop,) if isinstance(stop, str) else stop
     require(
         isinstance(strings, list | tuple) and all(isinstance(text, str) and text for text in strings),
         f"generation_kwargs has stop strings {stop!r}: they must be a non-empty string, or a list of them.",
     )
-    for name, ids, words in (("stop_token_ids", stop_ids, ""), ("eos_token_id", ends, "a token id, or ")):
-        require(
-            isinstance(ids, list | tuple) and all(isinstance(number, int) and number >= 0 for number in ids),
-            f"generation_kwargs has {name}={kwargs.get(name)!r}: it must be {words}a list of token ids.",
-        )
-    return tuple(strings), (*stop_ids, *ends)
+    ends = kwargs.get("eos_token_id")
+    ends = ends if isinstance(ends, list | tuple) or ends is None else (ends,)
+    stop_ids = _token_ids(kwargs.get("stop_token_ids"), "stop_token_ids", "a list of token ids")
+    return tuple(strings), (*stop_ids, *_token_ids(ends, "eos_token_id", "a token id, or a list of token ids"))
+
+
+def _token_ids(ids: Any, name: str, words: str) -> tuple[int, ...]:
+    ids = () if ids is None else ids
+    require(
+        isinstance(ids, list | tuple) and all(isinstance(number, int) and number >= 0 for number in ids),
+        f"generation_kwargs has {name}={ids!r}: it must be {words}.",
+    )
+    return tuple(ids)
 
 
 def sampling_kwargs(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:

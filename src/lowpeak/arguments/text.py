@@ -56,8 +56,13 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         raise ArgumentError(f"The config file {path} is not valid YAML: {reason}; correct it.") from error
     if settings is None:
         return {}
-    if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
+    if not isinstance(settings, dict):
         raise ArgumentError(f"The config file {path} must have lines `name: value`, got a {type(settings).__name__}.")
+    for name in settings:
+        if not isinstance(name, str):
+            raise ArgumentError(
+                f"The config file {path} has the name {name!r}, which is not text; write `name: value`."
+            )
     return settings
 
 
@@ -73,8 +78,8 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 def parse_bytes(text: int | str) -> int | None:
-    """Return the bytes of a size such as `8GiB` (1024**3), `500MB` (1000**2) or `4096`; None for other text."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", str(text).strip(), re.IGNORECASE)
+    """Return the bytes of a size such as `8GiB` (1024**3), `500MB` (1000**2), `4096` or `1e9`; None for other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*([KMGT]?)(i)?B?", str(text).strip(), re.IGNORECASE)
     if match is None:
         return None
     number, unit, binary = match.groups()

@@ -52,7 +52,8 @@ def read_config(path: Path) -> Any:
             f"{path} has distributed_type {kind} on {place}, which lowpeak does not support; the presets are "
             f"{', '.join(PRESETS)} (on CPUs: ddp or a ZeRO preset, with --use_cpu)."
         )
-    _check_values(config, path)
+    _check_numbers(config, path)
+    _check_groups(config, path)
     sizes = {name.removeprefix("parallelism_config_"): size for name, size in config.parallelism_config.items()}
     check_axes(sizes, str(path))
     if kind == "FSDP":
@@ -64,21 +65,24 @@ def read_config(path: Path) -> Any:
     return config
 
 
-def _check_values(config: Any, path: Path) -> None:
-    """Raise ArgumentError for a value of the wrong type, and for a name in a group that accelerate would ignore."""
-    from accelerate.commands.launch import launch_command_parser
-
+def _check_numbers(config: Any, path: Path) -> None:
     for name in _NUMBERS:
         value = getattr(config, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ArgumentError(f"{path}: {name} must be an integer, got {value!r}.")
+
+
+def _check_groups(config: Any, path: Path) -> None:
+    """Make each group of settings a dict; raise ArgumentError for other values, and for names that accelerate would ignore."""
+    from accelerate.commands.launch import launch_command_parser
+
     known = {action.dest for action in launch_command_parser()._actions} | {_OLDER}
     for group, prefix in _GROUPS.items():
-        settings = getattr(config, group)
-        if settings is not None and not isinstance(settings, Mapping):
+        settings = getattr(config, group) or {}
+        if not isinstance(settings, Mapping):
             raise ArgumentError(f"{path}: {group} must be a mapping of names to values, got {settings!r}.")
-        setattr(config, group, dict(settings or {}))
-        names = [name if name.startswith(prefix) else prefix + name for name in settings or ()]
+        setattr(config, group, dict(settings))
+        names = [name if name.startswith(prefix) else prefix + name for name in settings]
         _check_names(names, known, f"{group} of {path}")
 
 

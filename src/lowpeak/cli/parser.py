@@ -131,9 +131,10 @@ class TypedParser(ErrorParser, HfArgumentParser):
     def _add(self, declared: dataclasses.Field[Any], hint: Any) -> None:
         """Declare a field by the base class with one type of its hint, then convert the hint's other types too."""
         name, simple = declared.name, _primary_type(hint)
-        listed = get_origin(simple) is list
+        # If text alone is a value, as in `--report_to none`, a later one replaces it.
+        extends = get_origin(simple) is list and str not in _alternatives(hint)
         field: Any = dataclasses.field(
-            default=None, metadata={"help": _help(declared)} | ({"action": "extend"} if listed else {})
+            default=None, metadata={"help": _help(declared)} | ({"action": "extend"} if extends else {})
         )
         field.name, field.type = name, simple
         self._parse_dataclass_field(self.groups[_group_of(declared)], field)
@@ -170,6 +171,8 @@ class TypedParser(ErrorParser, HfArgumentParser):
             raise ArgumentError(f"{name} does not take a {'mapping' if isinstance(value, dict) else 'list'}.")
         if value is False and action.choices:
             value = "no"  # YAML 1.1 reads a bare `no` as false
+        if isinstance(value, list) and value and str in _alternatives(self.hints[name]):
+            return [f"--{name}", *map(str, value)]
         return [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
 
     def unwrap_single_items(self, given: Mapping[str, Any]) -> dict[str, Any]:

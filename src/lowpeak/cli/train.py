@@ -74,8 +74,8 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
 
     job = with_config(parsed, library)
     resume = parse_resume(job.config.resume_from_checkpoint)
-    if not job.run.dry_run:
-        check_resume(Path(job.config.output_dir), resume)
+    check_resume(Path(job.config.output_dir), resume)
+    check_evaluation(job)
     try:
         trainer = make_trainer(job, library)
     except LowpeakError:
@@ -155,6 +155,16 @@ def check_job(job: Job) -> None:
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"):
         if getattr(job.model, name) != getattr(defaults, name):
             raise ArgumentError(f"--{name} has no effect without --use_peft; add --use_peft, or leave it out.")
+
+
+def check_evaluation(job: Job) -> None:
+    """Raise ArgumentError for data to evaluate on that the command never reads."""
+    given = [name for name in ("eval_dataset", "eval_split") if getattr(job.data, name) is not None]
+    if given and job.config.eval_strategy == "no" and not job.config.eval_on_start:
+        raise ArgumentError(
+            f"--{given[0]} has no effect: eval_strategy is 'no', so the command never evaluates; add --eval_strategy steps (or "
+            "epoch), or leave it out."
+        )
 
 
 def make_trainer(job: Job, library: Any = lowpeak) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowpeak.arguments import NO_KV_CACHE_BYTES, SERVER_TOKEN, check_tensor_parallel_size, engine_kwargs
+from lowpeak.arguments import NO_KV_CACHE_BYTES, SERVER_TOKEN, check_tensor_parallel_size, engine_kwargs, parse_bytes
 from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import num_devices, read_devices
 from lowpeak.cli.launch import LAUNCHED, is_rank
@@ -162,7 +162,7 @@ def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token
         "gpu_memory_utilization": share if cache is None else MIN_MEMORY_SHARE,
         "max_model_len": given.get("vllm_max_model_length"),
         "model_impl": given.get("vllm_model_impl"),
-        "kv_cache_memory_bytes": cache,
+        "kv_cache_memory_bytes": None if cache is None else parse_bytes(cache) or cache,
         "trust_remote_code": given.get("trust_remote_code") or None,
     }
     return ServerSpec(

@@ -1,9 +1,11 @@
 from lowpeak.setup.elastic_restart import limit_collectives_on_cpu as limit_collectives_on_cpu
 from lowpeak.setup.elastic_restart import record_launch as record_launch
 from lowpeak.setup.elastic_restart import renew_master_port as renew_master_port
+from lowpeak.setup.optimization import check_best_metric as check_best_metric
+from lowpeak.setup.optimization import check_optimizer as check_optimizer
 from lowpeak.setup.preflight import check_adapter as check_adapter
 from lowpeak.setup.preflight import check_data as check_data
-from lowpeak.setup.preflight import check_hub as check_hub
+from lowpeak.setup.preflight import check_services as check_services
 from lowpeak.setup.preflight import require_same_arguments as require_same_arguments
 from lowpeak.setup.preflight import require_same_data as require_same_data
 from lowpeak.setup.preflight import silence_nonzero_ranks as silence_nonzero_ranks

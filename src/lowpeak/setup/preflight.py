@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub import is_offline_mode
 from transformers import AutoModelForCausalLM
+from transformers.integrations import get_reporting_integration_callbacks
 
 from lowpeak.data import check_max_steps, digest_row, fetch_rows, num_rows
 from lowpeak.errors import ArgumentError, DataError
@@ -32,11 +33,9 @@ def check_data(
     if train_dataset is None:
         raise DataError(f"train_dataset is None: pass a data set with {columns}.")
     check_max_steps(train_dataset, args.max_steps)
-    if args.eval_strategy != "no" and eval_dataset is None:
-        raise ArgumentError(
-            f"eval_strategy={str(args.eval_strategy.value)!r} has no data: pass eval_dataset (--eval_dataset or --eval_split), or "
-            "set eval_strategy='no'."
-        )
+    cause = f"eval_strategy={str(args.eval_strategy.value)!r}" if args.eval_strategy != "no" else "eval_on_start=True"
+    if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+        raise ArgumentError(f"{cause} has no data: pass eval_dataset (--eval_dataset or --eval_split), or remove it.")
     named = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     if isinstance(eval_dataset, dict):
         named = {
@@ -48,8 +47,12 @@ def check_data(
             check_row(fetch_rows(dataset, [0])[0], "row 0" if dataset is train_dataset else f"{name}: row 0")
 
 
-def check_hub(args: Any) -> None:
-    """Raise ArgumentError for an upload while the hub is switched off."""
+def check_services(args: Any) -> None:
+    """Raise ArgumentError for an upload while the hub is switched off, and for a tracker that transformers does not know."""
+    try:
+        get_reporting_integration_callbacks(args.report_to)
+    except ValueError as error:
+        raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
     if args.push_to_hub and is_offline_mode():
         raise ArgumentError(
             "push_to_hub=True has no effect: the hub is switched off (HF_HUB_OFFLINE); unset that variable, or set "

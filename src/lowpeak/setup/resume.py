@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 from lowpeak.checkpoint import clean_up_checkpoints, last_checkpoint, move_later_checkpoints, resolve_checkpoint
 from lowpeak.errors import CheckpointError
@@ -14,12 +15,20 @@ from lowpeak.setup.elastic_restart import is_of_this_launch, num_restarts, recor
 logger = logging.getLogger(__name__)
 
 
-def find_resume_checkpoint(output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path | None:
+def find_resume_checkpoint(
+    output_dir: Path, resume_from_checkpoint: str | bool | None, args: Any = None
+) -> Path | None:
     """Remove partial checkpoints of a killed run, and return the checkpoint to resume from; one process calls it.
 
     After a restart by torchrun (TORCHELASTIC_RESTART_COUNT) that is the last complete checkpoint of the same launch, if
-    there is one, whatever the arguments are.
+    there is one, whatever the arguments are. Logs a warning if only the argument in `args` asks to resume.
     """
+    argument = getattr(args, "resume_from_checkpoint", None)
+    if resume_from_checkpoint is None and str(argument).lower() not in ("none", "false"):
+        logger.warning(
+            "resume_from_checkpoint=%r has no effect in the configuration, so a new run starts: pass it to train().",
+            argument,
+        )
     clean_up_checkpoints(output_dir)
     restarts = num_restarts()
     last = last_checkpoint(output_dir)

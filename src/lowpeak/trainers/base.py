@@ -34,6 +34,7 @@ from lowpeak.memory import Phase
 from lowpeak.parallel import has_shards, trained_parameters
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
+    check_best_metric,
     check_checkpoint_name,
     clear_output_dir,
     find_resume_checkpoint,
@@ -129,6 +130,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         # Signal handlers are restored last: a SIGTERM must not end rank 0 before `detect_failures` has reported which rank died.
         with ExitStack() as signals, ExitStack() as stack:
             stack.enter_context(detect_failures(ranks, lambda: self.run.tracker.current_phase))
+            stack.callback(setattr, self, "is_in_train", False)  # transformers leaves it True if training fails
             require_same_arguments(self.args, ranks)
             require_same_data({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}, ranks)
             ranks.call_on_first(lambda: stack.enter_context(lock_run_folder(output_dir)))
@@ -150,7 +152,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         self.run.tracker.pop_uses()
         ranks = self.run.strategy.ranks
         ranks.call_on_first(self.run.journal.check)
-        checkpoint = ranks.call_on_first(lambda: find_resume_checkpoint(output_dir, resume_from_checkpoint))
+        checkpoint = ranks.call_on_first(lambda: find_resume_checkpoint(output_dir, resume_from_checkpoint, self.args))
         self.resumed = None
         if checkpoint is not None:
             verify_manifest(checkpoint, ranks.processes)
@@ -184,8 +186,7 @@ class StepTrainer(ModelCardMixin, Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a stand-in that counts steps: the cursor draws the data."""
-        steps = self.num_steps_per_epoch() or self.args.max_steps
-        counter: Any = range(max(1, steps))
+        counter: Any = range(max(1, self.num_steps_per_epoch() or self.args.max_steps))
         # A separate generator leaves torch's random state untouched.
         return DataLoader(counter, batch_size=1, generator=torch.Generator())
 
@@ -296,15 +297,15 @@ class StepTrainer(ModelCardMixin, Trainer):
         """Return the metrics of one data set, or of each of several under its name."""
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(data, dict):
-            merged: dict[str, float] = {}
-            for name, one in data.items():
-                merged |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
-            return merged
-        if data is None:
+            each = [self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}") for name, one in data.items()]
+            metrics = {name: value for measured in each for name, value in measured.items()}
+        elif data is None:
             raise DataError("there is nothing to evaluate on: pass eval_dataset to the trainer or to evaluate().")
-        metrics = self.evaluate_one(data, metric_key_prefix)
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        else:
+            metrics = self.evaluate_one(data, metric_key_prefix)
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        check_best_metric(self, metric_key_prefix, metrics)
         return metrics
 
     # checkpoints

@@ -48,7 +48,7 @@ from lowpeak.models import (
 from lowpeak.parallel import check_devices, check_is_sharded, detect_strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.setup import check_adapter, check_data, check_hub, silence_nonzero_ranks
+from lowpeak.setup import check_adapter, check_data, check_optimizer, check_services, silence_nonzero_ranks
 from lowpeak.trainers.base import StepTrainer
 from lowpeak.trainers.constructor import (
     base_arguments,
@@ -161,7 +161,8 @@ class OfflineTrainer(StepTrainer):
             if args.process_index == 0:
                 check_writable(Path(args.output_dir))
             check_data(train_dataset, eval_dataset, args, self.columns, partial(self.check_row, args))
-            check_hub(args)
+            check_services(args)
+            check_optimizer(args, (optimizers[0] or optimizer_cls_and_kwargs, optimizers[1]))
             check_adapter(peft_config, model, self.auto, args)
             policy, tokenizer = self.load(model, args, processing_class, peft_config)
         super().__init__(

@@ -31,6 +31,12 @@ def test_a_model_is_cut_over_data_ranks_and_tensors_alone(axis, words):
         resolve_model_parallel({}, SimpleNamespace(**{axis: 2}))
 
 
+@pytest.mark.parametrize("value", ["x", {"tp_size": 2}])
+def test_a_parallelism_config_that_is_none_is_named(value):
+    with pytest.raises(ArgumentError, match="parallelism_config="):
+        resolve_model_parallel({}, value)
+
+
 def test_hybrid_sharding_cuts_no_tensors():
     environ = {**ON, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_TP_SIZE": "1"}
     assert resolve_model_parallel(environ | {"PARALLELISM_CONFIG_CP_BACKEND": "torch"}, None) == NOT_PARALLEL

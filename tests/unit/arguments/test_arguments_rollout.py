@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowpeak import GRPOConfig
-from lowpeak.arguments import GATHER_ALL, resolve_gather_budget
+from lowpeak import GRPOConfig, PPOConfig, SFTConfig
+from lowpeak.arguments import GATHER_ALL, check_values, resolve_gather_budget, resolve_online
 from lowpeak.errors import ArgumentError
 
 WHOLE, LAYERED = {"ds3_gather_for_generation": True}, {"ds3_gather_for_generation": False}
@@ -39,3 +39,36 @@ def test_one_budget_is_said_in_three_ways_that_agree(tmp_path, said, expected):
     with pytest.raises(ArgumentError) as error:
         resolve_gather_budget(args)
     assert all(f"{name}={value!r}" in str(error.value) for name, value in said.items())
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (None, None),
+        (4096, 4096),
+        ("1GiB", 1 << 30),
+        ("1e6", 10**6),
+        *((value, ArgumentError) for value in (0, 1.5, True, "much")),
+    ],
+)
+def test_a_cache_is_as_large_as_a_number_or_a_size_says(tmp_path, said, expected):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, kv_cache_bytes=said)
+    if expected is not ArgumentError:
+        assert resolve_online(args, 1, 1).memory.kv_cache_bytes == expected
+        return
+    with pytest.raises(ArgumentError, match=f"kv_cache_bytes={said!r}"):
+        resolve_online(args, 1, 1)
+
+
+def test_mini_batches_that_hold_no_whole_groups_are_named_as_the_user_did(tmp_path):
+    said = {"num_mini_batches": 3, "num_generations": 16, "gradient_accumulation_steps": 3}
+    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, **said)
+    with pytest.raises(ArgumentError, match=r"num_mini_batches=2\b"):
+        resolve_online(args, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+@pytest.mark.parametrize("config", [GRPOConfig, SFTConfig])
+def test_checkpointing_of_another_type_is_named_as_the_user_did(tmp_path, config, name):
+    with pytest.raises(ArgumentError, match=f"^{name}='no'"):
+        check_values(config(output_dir=str(tmp_path), use_cpu=True, **{name: "no"}))

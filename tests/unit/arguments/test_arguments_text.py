@@ -40,7 +40,8 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
         (b"- a\n- b\n", "list"),
         (b"just text\n", "str"),
         (b"3\n", "int"),
-        (b"1: 2\n", "dict"),
+        (b"seed: 1\n1: 2\n", " 1,"),
+        (b"on: 2\n", " True,"),
         (b"a: 1\nb: 2: 3\n", " 2,"),
         (b"a: 2026-13-01\n", "month"),
         (b"beta: 0.1\nseed: 1\nbeta: 0.2\n", " 3, .*'beta'"),
@@ -61,11 +62,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
 
 
 def test_each_unknown_name_is_named_with_its_remedy_or_the_closest_known_one():
-    known, rejected = {"beta", "num_generations"}, {"max_prompt_length": "set overlong_prompts"}
+    known, rejected = {"beta", "num_generations", "label_names"}, {"max_prompt_length": "set overlong_prompts"}
     check_names(known, known, rejected)
-    names = ["num_generation", "beta", "zzz", "max_prompt_length"]
-    with pytest.raises(ArgumentError, match=r"'num_generation'.*'num_generations'.*'zzz'.*'max_pro.*overlong_prompts"):
+    names = ["num_generation", "beta", "zzz", "model_name", "max_prompt_length"]
+    told = r"'num_generation'.*'num_generations'.*'zzz'.*'model_name'.*'max_pro.*overlong_prompts"
+    with pytest.raises(ArgumentError, match=told) as refused:
         check_names(names, known, rejected)
+    assert "label_names" not in str(refused.value)  # far from `model_name`
 
 
 def test_loading_a_config_file_loads_no_torch(tmp_path):

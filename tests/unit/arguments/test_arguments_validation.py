@@ -15,6 +15,7 @@ import lowpeak
 from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.arguments import (
     RunFacts,
+    check_values,
     idle_arguments,
     load_yaml,
     report_idle_arguments,
@@ -198,6 +199,29 @@ def test_an_inherited_argument_that_does_not_act_is_named_and_no_other_is(tmp_pa
     _, found = resolved(tmp_path, **others, **said)
     assert len(found) == idle, found
     assert all(name in shown for name, shown in zip(said, found, strict=False))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({name: "foo"} for name in (
+            "lr_scheduler_type", "optim", "eval_strategy", "save_strategy", "logging_strategy", "hub_strategy", "debug",
+            "log_level", "log_level_replica", "warmup_steps", "logging_steps", "save_steps")),
+        {"logging_strategy": "foo", "save_strategy": "epoch"},
+        *({name: text} for name in ("lr_scheduler_kwargs", "accelerator_config", "deepspeed") for text in ("{bad", "{}}")),
+        {"accelerator_config": {"foo": 1}},
+        {"accelerator_config": "foo.json", "save_strategy": "no"},
+        {"fsdp_config": "foo.json", "fsdp": True},
+        {"deepspeed": "foo.json"},
+        {"fsdp": "foo"},
+        {"load_best_model_at_end": True, "save_strategy": "epoch"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_transformers_cannot_read_is_named(tmp_path, said):
+    with pytest.raises(ArgumentError, match=next(iter(said))) as refused:
+        check_values(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **said))
+    assert "\n" not in str(refused.value)
 
 
 def test_ddps_arguments_act_with_several_processes_that_share_nothing(tmp_path):

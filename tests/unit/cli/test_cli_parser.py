@@ -33,6 +33,7 @@ def write(folder, text):
         ("--log_completions --use_peft false", {"log_completions": True, "use_peft": False}),
         ("--lora_target_modules a b", {"lora_target_modules": ["a", "b"]}),
         ("--lora_target_modules a --lora_target_modules b", {"lora_target_modules": ["a", "b"]}),
+        ("--report_to wandb trackio --report_to none", {"report_to": "none"}),
         ("--seed -1", {"seed": -1}),
         ("--report_to none --logging_steps 0.5 --warmup_steps 3",
          {"report_to": "none", "logging_steps": 0.5, "warmup_steps": 3}),
@@ -156,6 +157,7 @@ def several(*argv):
         ("size", "8GiB", "8GiB", "8GiB"),
         ("words", "one", "one", "one"),
         ("words", "one", ["one"], "one"),
+        ("words", ["one", "two"], ["one", "two"], ["one", "two"]),
         ("numbers", "0.5", 0.5, [0.5]),
         ("weights", "0.5", [0.5], [0.5]),
         ("speed", "steps", "steps", "steps"),
@@ -167,7 +169,7 @@ def several(*argv):
 )
 def test_a_word_and_a_yaml_value_become_what_the_hint_asks_for(tmp_path, name, word, yaml, value):
     path = write(tmp_path, to_yaml({name: yaml}))
-    for given_by in ([f"--{name}", word], ["--config", path]):
+    for given_by in ([f"--{name}", *([word] if isinstance(word, str) else word)], ["--config", path]):
         found = several(*given_by)[name]
         assert found == value
         assert type(found) is type(value)

@@ -134,8 +134,15 @@ def test_supervised_training_takes_completions_and_no_reward(library, folder):
 def test_the_evaluation_set_has_its_own_file_and_slice_or_is_a_slice_of_the_training_one(library, folder):
     own = ["--eval_dataset", f"{folder}/rows.jsonl", "--eval_split", "test[:3]"]
     for words, prompts in ((own, ["0+1?", "1+1?", "2+1?"]), (["--eval_split", "train[8:]"], ["8+1?", "9+1?"])):
-        trainer = trainer_of("grpo", argv(folder, *words), library)
+        trainer = trainer_of("grpo", argv(folder, *words, "--eval_strategy", "steps"), library)
         assert trainer.keywords["eval_dataset"]["prompt"] == prompts
+
+
+def test_an_evaluation_set_that_nothing_reads_is_refused(library, folder):
+    for words in (["--eval_dataset", f"{folder}/rows.jsonl"], ["--eval_split", "train[8:]"]):
+        with pytest.raises(ArgumentError, match=words[0]):
+            run_training("grpo", argv(folder, *words), library)
+    assert trainer_of("grpo", argv(folder, "--eval_split", "train[8:]", "--eval_on_start"), library).asked
 
 
 def test_words_about_a_hubs_data_set_that_do_nothing_for_a_file_are_told(library, folder, caplog):

@@ -10,7 +10,7 @@ from peft import LoraConfig
 import lowpeak
 from lowpeak.cli import main
 from lowpeak.errors import ArgumentError, DataError, ModelError
-from lowpeak.setup import check_adapter
+from lowpeak.setup import check_adapter, find_resume_checkpoint
 from small_runs import KINDS, make, saved
 from tiny import tiny_model
 
@@ -50,9 +50,59 @@ def test_wrong_columns_are_told_first(folder, trainer):
 
 
 @EACH
-def test_an_evaluation_without_data_is_told_first(folder, trainer):
-    with pytest.raises(ArgumentError, match=r"eval_strategy='steps'.*eval_dataset"):
-        build(trainer, folder, eval_strategy="steps")
+@pytest.mark.parametrize("changes", [{"eval_strategy": "steps"}, {"eval_on_start": True}])
+def test_an_evaluation_without_data_is_told_first(folder, trainer, changes):
+    with pytest.raises(ArgumentError, match=rf"{next(iter(changes))}=.*eval_dataset"):
+        build(trainer, folder, **changes)
+
+
+@pytest.mark.parametrize("trainer", ["GRPO", "SFT"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lr_scheduler_kwargs": {"foo": 1}}, r"lr_scheduler_type='linear', lr_scheduler_kwargs={'foo': 1}"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_type='cosine_with_min_lr'"),
+        ({"optim": "sgd", "optim_args": "a"}, "optim_args='a'"),
+        ({"optim": "sgd", "optim_args": "momentum=fast"}, "optim_args='momentum=fast'"),
+        ({"optim": "sgd", "optim_args": "momentum=0.9,momentun=0.9"}, "optim_args .*momentun=0.9.*'sgd'"),
+        ({"optim": "sgd", "optim_args": "momentum=-1"}, "optim_args='momentum=-1'"),
+        ({"report_to": "foo"}, r"report_to=\['foo'\]"),
+        ({"optim": "galore_adamw"}, "optim='galore_adamw'"),
+        ({"optim": "lomo"}, "optim='lomo'"),
+        ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "optim='galore_adamw_layerwise'"),
+    ],
+    ids=str,
+)
+def test_an_optimizer_a_schedule_or_a_tracker_that_cannot_be_made_is_told_first(folder, trainer, changes, words):
+    with pytest.raises(ArgumentError, match=words):
+        build(trainer, folder, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optim": "sgd", "optim_args": "momentum=0, nesterov=false"},
+        {"optim": "rmsprop", "optim_args": "alpha=0.9,centered=true"},
+        {"optim_args": "momentum=0.9"},  # named as without effect
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.0}},
+        {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"foo": 1}},
+    ],
+    ids=str,
+)
+def test_an_optimizer_and_a_schedule_that_can_be_made_are_not_refused(folder, changes):
+    with pytest.raises(ModelError):
+        build("SFT", folder, **changes)
+
+
+@pytest.mark.parametrize("trainer", ["GRPO", "SFT"])
+@pytest.mark.parametrize("changes", [{"eval_on_start": True}, {"eval_strategy": "steps", "eval_steps": 1}])
+def test_a_metric_that_no_evaluation_has_is_named_with_those_that_it_has(tmp_path, trainer, changes):
+    for data in (TABLE, {"easy": TABLE}):
+        changes = {"eval_strategy": "steps", "eval_steps": 2, **changes, "metric_for_best_model": "foo"}
+        run = make(trainer, tmp_path, data=TABLE, eval_dataset=data, **changes)
+        with pytest.raises(ArgumentError, match=r"metric_for_best_model='foo'.*\b(easy_)?loss\b"):
+            run.train()
+        assert run.evaluate()
 
 
 @EACH
@@ -93,5 +143,17 @@ def test_the_command_says_first_that_there_is_nothing_to_resume_from(folder, cap
     TABLE.to_json(folder / "rows.jsonl")
     words = ["sft", "--model", f"{folder}/model", "--dataset", f"{folder}/rows.jsonl", "--output_dir", f"{folder}/out"]
     for given, named in (("true", "checkpoint-N"), (f"{folder}/no", f"{folder}/no")):
+        assert main([*words, "--use_cpu", "--resume_from_checkpoint", given, "--dry-run"]) == 2
+        assert named in capsys.readouterr().err
         assert main([*words, "--use_cpu", "--resume_from_checkpoint", given]) == 2
         assert named in capsys.readouterr().err
+
+
+def test_a_configuration_that_asks_to_resume_is_named_if_train_is_not_asked(tmp_path, caplog):
+    args = lowpeak.SFTConfig(output_dir=str(tmp_path), use_cpu=True, resume_from_checkpoint="a/checkpoint-3")
+    assert find_resume_checkpoint(tmp_path, None, args) is None
+    assert "resume_from_checkpoint='a/checkpoint-3'" in caplog.text
+    caplog.clear()
+    args.resume_from_checkpoint = "false"
+    assert find_resume_checkpoint(tmp_path, None, args) is None
+    assert not caplog.text
