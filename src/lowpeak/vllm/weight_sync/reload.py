@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 from lowpeak.vllm.weight_sync.verification import tensor_checksum
 
-AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}  # without oneDNN's format, see `disable_cpu_repacking`
+AS_LOADED = {
+    "UnquantizedLinearMethod",
+    "UnquantizedEmbeddingMethod",
+}  # without oneDNN's format, see `disable_cpu_repacking`
 PLAIN_ATTENTION = {"Attention", "MMEncoderAttention"}  # MLAAttention absorbs a projection
 
 
