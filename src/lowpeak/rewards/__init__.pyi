@@ -19,15 +19,15 @@ from lowpeak.rewards.function import FunctionReward as FunctionReward
 from lowpeak.rewards.function import TimeLimitExceeded as TimeLimitExceeded
 from lowpeak.rewards.function import call_with_timeout as call_with_timeout
 from lowpeak.rewards.function import callable_name as callable_name
-from lowpeak.rewards.judge import NO_PREFERENCE as NO_PREFERENCE
 from lowpeak.rewards.judge import JudgeReward as JudgeReward
+from lowpeak.rewards.judge import NO_PREFERENCE as NO_PREFERENCE
 from lowpeak.rewards.judge import resolve_reward_funcs as resolve_reward_funcs
 from lowpeak.rewards.model import ModelReward as ModelReward
 from lowpeak.rewards.model import batches_by_length as batches_by_length
 from lowpeak.rewards.model import load_classifier as load_classifier
-from lowpeak.rewards.panel import RewardedCompletions as RewardedCompletions
 from lowpeak.rewards.panel import RewardPanel as RewardPanel
 from lowpeak.rewards.panel import RewardSettings as RewardSettings
+from lowpeak.rewards.panel import RewardedCompletions as RewardedCompletions
 from lowpeak.rewards.panel import merge_rewarded_completions as merge_rewarded_completions
 from lowpeak.rewards.panel import reward_metrics as reward_metrics
 from lowpeak.rewards.panel import warn_of_unscored as warn_of_unscored
