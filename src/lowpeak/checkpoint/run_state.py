@@ -101,7 +101,7 @@ def learning_arguments(args: Any) -> dict[str, Any]:
 
 
 def check_run_identity(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, in_rollout: bool) -> None:
-    """Raise CheckpointError if the algorithm changed, or in the middle of a rollout any other value of its identity.
+    """Raise CheckpointError if the algorithm changed, or, within a rollout, another value of the identity.
 
     Otherwise one warning names the changed values, and the arguments that change what is learned.
     """
