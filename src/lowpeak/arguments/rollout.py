@@ -327,17 +327,19 @@ def _resolve_stops(kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[in
         isinstance(strings, list | tuple) and all(isinstance(text, str) and text for text in strings),
         f"generation_kwargs has stop strings {stop!r}: they must be a non-empty string, or a list of them.",
     )
-    ends = kwargs.get("eos_token_id")
-    ends = ends if isinstance(ends, list | tuple) or ends is None else (ends,)
-    stop_ids = _token_ids(kwargs.get("stop_token_ids"), "stop_token_ids", "a list of token ids")
-    return tuple(strings), (*stop_ids, *_token_ids(ends, "eos_token_id", "a token id, or a list of token ids"))
+    return tuple(strings), (*_token_ids(kwargs, "stop_token_ids"), *_token_ids(kwargs, "eos_token_id"))
 
 
-def _token_ids(ids: Any, name: str, words: str) -> tuple[int, ...]:
-    ids = () if ids is None else ids
+def _token_ids(kwargs: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Return the token ids of a name in generation_kwargs; `eos_token_id` may be a single one."""
+    value = kwargs.get(name)
+    if value is None:
+        return ()
+    is_one = name == "eos_token_id" and not isinstance(value, list | tuple)
+    ids = (value,) if is_one else value
     require(
         isinstance(ids, list | tuple) and all(isinstance(number, int) and number >= 0 for number in ids),
-        f"generation_kwargs has {name}={ids!r}: it must be {words}.",
+        f"generation_kwargs has {name}={value!r}: it must be {'a token id, or ' if is_one else ''}a list of token ids.",
     )
     return tuple(ids)
 

@@ -10,7 +10,7 @@ from peft import LoraConfig
 import lowpeak
 from lowpeak.cli import main
 from lowpeak.errors import ArgumentError, DataError, ModelError
-from lowpeak.setup import check_adapter, find_resume_checkpoint
+from lowpeak.setup import check_adapter, check_optimizer, find_resume_checkpoint
 from small_runs import KINDS, make, saved
 from tiny import tiny_model
 
@@ -131,11 +131,12 @@ def test_an_adapter_that_does_not_fit_an_instance_is_one_sentence(tmp_path):
         make("SFT", tmp_path, peft_config=LoraConfig(target_modules=["nope"]))
 
 
-def test_looking_whether_an_adapter_fits_draws_no_random_number(folder):
+def test_looking_whether_an_adapter_and_an_optimizer_fit_draws_no_random_number(folder):
     from transformers import AutoModelForCausalLM
 
     args, before = lowpeak.SFTConfig(output_dir=str(folder), use_cpu=True), torch.get_rng_state()
     check_adapter(LoraConfig(target_modules="all-linear"), str(folder / "model"), AutoModelForCausalLM, args)
+    check_optimizer(args, (None, None))
     assert torch.equal(torch.get_rng_state(), before)
 
 
