@@ -11,8 +11,8 @@ from datasets import Dataset
 from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, MistralForCausalLM, TrainerCallback
 
 import lowpeak
-from preferences import tiny_classifier
-from tiny import char_tokenizer, tiny_model
+from preference_data import tiny_classifier
+from tiny_models import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
 PARTS = (

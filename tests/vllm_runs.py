@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from lowpeak import GRPOConfig, GRPOTrainer
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 # More tokens than the 64 that vLLM gives each of two workers at least: both have some.
 TOKENIZER = char_tokenizer("0123456789=" + string.ascii_letters + string.punctuation.replace("=", ""))

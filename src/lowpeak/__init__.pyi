@@ -12,8 +12,8 @@ from lowpeak.arguments.configs import GRPOConfig as GRPOConfig
 from lowpeak.arguments.configs import OnlineConfig as OnlineConfig
 from lowpeak.arguments.configs import OnlineDPOConfig as OnlineDPOConfig
 from lowpeak.arguments.configs import PPOConfig as PPOConfig
-from lowpeak.arguments.configs import RLOOConfig as RLOOConfig
 from lowpeak.arguments.configs import RewardConfig as RewardConfig
+from lowpeak.arguments.configs import RLOOConfig as RLOOConfig
 from lowpeak.arguments.configs import SFTConfig as SFTConfig
 from lowpeak.arguments.configs import config_dataclass as config_dataclass
 from lowpeak.arguments.declare import Check as Check

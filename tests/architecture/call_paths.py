@@ -21,11 +21,11 @@ if __name__ == "__main__":
 from torch import Tensor, nn
 
 from architecture.sources import PACKAGE, ROOT
-from fused import FusedWorker
+from fake_vllm import engine_over
+from fused_model import FusedWorker
 from lowpeak.vllm import ColocatedVllm, EngineInfo
 from small_runs import make, spread
-from tiny import tiny_model
-from vllms import engine_over
+from tiny_models import tiny_model
 
 PAGE = ROOT / "docs" / "architecture.md"
 MARKS = ("<!-- call paths -->", "<!-- end of call paths -->")

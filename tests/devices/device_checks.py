@@ -15,7 +15,7 @@ from second_device import TwinModule, ledger
 from torch import nn
 
 from lowpeak.rewards import ModelReward
-from tiny import digest, footprint
+from tiny_models import digest, footprint
 
 
 def refuse_and_count(name: str, place: Path) -> None:

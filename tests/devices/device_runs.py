@@ -21,8 +21,8 @@ from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
 import lowpeak
-from preferences import ScriptedJudge, tiny_classifier
-from tiny import char_tokenizer, digest, tiny_model, trained_adapter
+from preference_data import ScriptedJudge, tiny_classifier
+from tiny_models import char_tokenizer, digest, tiny_model, trained_adapter
 
 TOKENIZER = char_tokenizer()
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])

@@ -7,7 +7,7 @@ import json
 import pytest
 from device_checks import leave_by_exception, leave_on_host, measure_all, refuse_and_count
 
-from children import succeed
+from child_processes import succeed
 
 SECONDS = 240.0
 MEASURED = {

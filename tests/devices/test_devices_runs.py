@@ -7,7 +7,7 @@ import json
 import pytest
 from device_runs import CASES, run_on_cpu, run_on_twin
 
-from children import succeed
+from child_processes import succeed
 
 SECONDS = 400.0  # for a process on a busy machine
 # Attention's on the CPU's way are none on a GPU. accelerate uploads each layer of a model that waits on the host.

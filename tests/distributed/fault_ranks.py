@@ -27,7 +27,7 @@ from lowpeak.journal import read_steps
 from lowpeak.parallel import DeviceFractions
 from lowpeak.ranks import Ranks
 from lowpeak.training import Sizes, prepare_layout
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 
 def run_with(place: Path, reward: Any, strategy: str = "ddp", name: str = "run", **arguments: Any) -> Any:

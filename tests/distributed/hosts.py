@@ -18,7 +18,7 @@ from pathlib import Path
 
 from spawn import PATH, TESTS
 
-from children import QUIET
+from child_processes import QUIET
 
 SCRIPT = str(TESTS / "distributed" / "run_launched.py")
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from lowpeak.logprobs import causal_lm
 from lowpeak.models import critic_of
-from preferences import tiny_classifier
-from tiny import char_tokenizer, tiny_model
+from preference_data import tiny_classifier
+from tiny_models import char_tokenizer, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 TOLERANCE = 5e-6  # of weights

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from children import QUIET, free_port
+from child_processes import QUIET, free_port
 
 TESTS = Path(__file__).parent.parent
 PATH = os.pathsep.join(map(str, (TESTS.parent / "src", TESTS, TESTS / "distributed")))

@@ -28,10 +28,10 @@ from setups import (
 )
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from children import KILLED, finish, start_ranks, succeed_on_ranks
-from damage import DAMAGES, harm
+from child_processes import KILLED, finish, start_ranks, succeed_on_ranks
+from file_damage import DAMAGES, harm
 from lowpeak.training import REFERENCE_FOLDER, load_extra_weights, save_checkpoint, save_extra_weights
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 SHARDED = ("fsdp2", "zero2", "zero3")
 ALL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from setups import STRATEGIES, assert_same_bits, assert_same_run, build, forget, prepare, rank, result_of, weights_of
 
 from all_pairs import Case, all_pairs, every, pairs_in, pairs_of
-from children import succeed_on_ranks
+from child_processes import succeed_on_ranks
+from fake_vllm import END, engine_over, scripted
 from lowpeak.errors import ArgumentError
 from lowpeak.ranks import Ranks
 from lowpeak.vllm import Answer, EngineSharing, Request
-from vllms import END, engine_over, scripted
 
 SETTINGS = {
     "strategy": ["single", *STRATEGIES],

@@ -11,7 +11,7 @@ import fault_ranks
 from setups import seen
 from spawn import PATH, TESTS
 
-from children import QUIET, free_port, run_ranks
+from child_processes import QUIET, free_port, run_ranks
 from lowpeak.journal import read_steps
 
 

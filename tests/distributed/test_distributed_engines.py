@@ -15,10 +15,10 @@ import torch
 from accelerate import PartialState
 from setups import build, error_of, named_models, note, prepare, rank, seen, weights
 
-from children import succeed_on_ranks
+from child_processes import succeed_on_ranks
+from fake_vllm import SAMPLING, engine_over, prompts, said, scripted
 from lowpeak.ranks import Ranks
 from lowpeak.vllm import EngineSharing, ServerVllm, VllmEngine, sequence_requests
-from vllms import SAMPLING, engine_over, prompts, said, scripted
 
 
 def run_with(

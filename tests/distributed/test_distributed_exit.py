@@ -8,7 +8,7 @@ import sys
 
 from spawn import PATH
 
-from children import QUIET, free_port
+from child_processes import QUIET, free_port
 
 # Rank 0 ends while its last collective is under way, in a group that an object outside Python's reach refers to.
 SCRIPT = """

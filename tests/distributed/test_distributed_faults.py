@@ -9,7 +9,7 @@ import fault_ranks
 import pytest
 from setups import named_models, seen
 
-from children import run_ranks, succeed_on_ranks
+from child_processes import run_ranks, succeed_on_ranks
 from lowpeak.journal import read_steps
 
 

@@ -10,12 +10,12 @@ import torch
 from setups import Failing, build, error_of, forget, note, prepare, rank, seen
 from transformers import TrainerCallback
 
-from children import succeed_on_ranks
+from child_processes import succeed_on_ranks
 from lowpeak.arguments import Sampling
 from lowpeak.parallel import Gatherer, find_sharded_parameters
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import NativeEngine
-from tiny import char_tokenizer, footprint, tiny_model
+from tiny_models import char_tokenizer, footprint, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "zero3")
 # Ranks have different numbers and lengths of prompts; in the second round the second rank has none at all.

@@ -9,7 +9,7 @@ import fault_ranks
 import pytest
 from setups import noted, seen
 
-from children import Ended, run_ranks, succeed_on_ranks
+from child_processes import Ended, run_ranks, succeed_on_ranks
 
 SOON = 20.0  # seconds on a busy machine; a rank that hangs is given 5 to end by itself
 

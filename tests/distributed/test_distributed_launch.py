@@ -17,10 +17,10 @@ import torch
 from hosts import SCRIPT, Host, finish, kill_all, two_hosts, wait_for
 from safetensors.torch import load_file
 
-from children import free_port, run_ranks, succeed_on_ranks
+from child_processes import free_port, run_ranks, succeed_on_ranks
 from lowpeak.cli import PRESET_FOLDER, main
-from processes import are_gone
-from tiny import char_tokenizer, tiny_model
+from process_ends import are_gone
+from tiny_models import char_tokenizer, tiny_model
 
 REWARD = """
 def spread(completions, **columns):

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from setups import joined, named_models, note, rank, seen
 from transformers import AutoModelForCausalLM
 
-from children import succeed_on_ranks
+from child_processes import succeed_on_ranks
 from lowpeak.models import from_pretrained
 from lowpeak.parallel import Replicated
 from lowpeak.rewards import make_rewards
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 
 def own_mb(call: Callable[[], Any]) -> tuple[Any, float]:

@@ -10,8 +10,8 @@ import pytest
 from datasets import Dataset
 from setups import ANSWERS, PROMPTS, build, forget, note, prepare, seen
 
-from children import succeed_on_ranks
-from preferences import tiny_classifier
+from child_processes import succeed_on_ranks
+from preference_data import tiny_classifier
 
 
 def evaluate(place: Path, strategy: str) -> None:

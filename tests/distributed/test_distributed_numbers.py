@@ -13,8 +13,8 @@ import pytest
 import torch
 from setups import STRATEGIES, assert_same_run, build, forget, keep, named_models, prepare, result_of, spread
 
-from children import succeed_on_ranks
-from tiny import char_tokenizer, tiny_experts
+from child_processes import succeed_on_ranks
+from tiny_models import char_tokenizer, tiny_experts
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "accumulated": (

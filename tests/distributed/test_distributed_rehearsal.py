@@ -11,11 +11,11 @@ from accelerate import Accelerator, PartialState
 from setups import FSDP2, allow_meshes_on_cpu, note, seen
 from torch.distributed.tensor import DTensor
 
-from children import succeed_on_ranks
+from child_processes import succeed_on_ranks
 from lowpeak.memory import rehearse
 from lowpeak.parallel import Fsdp2
 from lowpeak.training import run_step, score
-from rehearsing import ALGORITHM, CORE, make_model, micro_batches
+from rehearsal_cases import ALGORITHM, CORE, make_model, micro_batches
 
 # Tensors of a page and more come from the kernel and go back to it: what malloc keeps would be a later phase's.
 LIBC, M_MMAP_THRESHOLD = ctypes.CDLL(None), -3

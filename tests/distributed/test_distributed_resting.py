@@ -10,11 +10,11 @@ import pytest
 import torch
 from setups import assert_same_bits, build, forget, named_models, prepare, rank, spread
 
-from children import succeed_on_ranks
+from child_processes import succeed_on_ranks
+from cpu_as_device import CopyingMover
 from lowpeak.models import Reference
 from lowpeak.parallel import FrozenModel
 from lowpeak.training import make_rollout_offloader, offloadable
-from movers import CopyingMover
 
 STRATEGIES = ("fsdp2", "zero2", "zero3")
 

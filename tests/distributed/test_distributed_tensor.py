@@ -28,8 +28,8 @@ from setups import (
 )
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from children import succeed_on_ranks
-from tiny import char_tokenizer, tiny_model
+from child_processes import succeed_on_ranks
+from tiny_models import char_tokenizer, tiny_model
 
 # Models and settings, of which each lies on the ranks in its own way, or changes what they must agree on.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {

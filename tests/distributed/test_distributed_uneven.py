@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from setups import build, error_of, note, prepare, rank, seen
 
-from children import succeed_on_ranks
-from tiny import char_tokenizer
+from child_processes import succeed_on_ranks
+from tiny_models import char_tokenizer
 
 LONG = [4, 7, 8, 3, 9, 5] * 4
 # Of each case: which of a rollout's four completions are long, and which of them count.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fault_runs import Case, ending, run_alone
 
-from children import succeed
+from child_processes import succeed
 
 
 @pytest.fixture(scope="session")

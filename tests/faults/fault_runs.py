@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from lowpeak.journal import ROLLOUTS, read_steps
-from tiny import char_tokenizer, digest, tiny_model, trained_adapter
+from tiny_models import char_tokenizer, digest, tiny_model, trained_adapter
 
 TRAINERS = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer), "sft": (SFTConfig, SFTTrainer)}
 BASE: dict[str, Any] = {

@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "distributed")]
 import fault_runs  # noqa: E402
 import setups  # noqa: E402
 
-import children  # noqa: E402
+import child_processes  # noqa: E402
 
 SECONDS = 300.0  # until a run that is left alone has ended
 SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 6}
@@ -83,7 +83,7 @@ def train_and_export(name: str, place: Path) -> None:
 
 def start(name: str, place: Path) -> list[BaseProcess]:
     """The processes of one try, which write to one log."""
-    return children.start_ranks(train_and_export, (name, place), [place / "log"] * KINDS[name].num_ranks)
+    return child_processes.start_ranks(train_and_export, (name, place), [place / "log"] * KINDS[name].num_ranks)
 
 
 def wait(processes: list[BaseProcess], seconds: float) -> bool:

@@ -17,10 +17,10 @@ from fault_kills import kill, kill_at_event, renaming
 from fault_runs import Case, build, run_alone
 from safetensors.torch import load_file
 
-from children import KILLED, call, succeed
-from damage import DAMAGES, harm, sign_again
+from child_processes import KILLED, call, succeed
+from file_damage import DAMAGES, harm, sign_again
 from lowpeak.errors import CheckpointError
-from tiny import digest
+from tiny_models import digest
 
 # A rollout is in the middle of its use, and the reference's average is in a folder of ranges.
 CASE = Case(

@@ -11,7 +11,7 @@ import pytest
 from fault_runs import STANDARD, At, Case, checkpoints, ending, run_alone, run_resumed, run_until_error
 from transformers import PrinterCallback
 
-from children import succeed
+from child_processes import succeed
 
 
 def fill(size: int, trainer: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 from fault_kills import at_event, in_backward, opening, renaming
 from fault_runs import STANDARD, At, Case, build, checkpoints, ending, finish, run_resumed, run_until_error, steps
 
-from children import call, succeed
+from child_processes import call, succeed
 from lowpeak.checkpoint import last_checkpoint
 
 

@@ -10,7 +10,7 @@ import pytest
 from fault_kills import run_killed_in_training
 from fault_runs import STANDARD, run_resumed
 
-from children import KILLED, call, succeed
+from child_processes import KILLED, call, succeed
 
 READERS = {
     "pandas": lambda path: pandas.read_json(path, lines=True).to_dict("records"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from fault_runs import At, Case, build
 
-from children import succeed
+from child_processes import succeed
 from lowpeak.records import Completion, Group, MicroBatch, Prompt, Record, TokenBatch
 
 KEPT = (Prompt, Completion, Group, Record, TokenBatch, MicroBatch)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from fault_runs import STANDARD, At, Case, build, checkpoints, ending, run_resumed, run_until_error, steps
 
-from children import succeed
+from child_processes import succeed
 from lowpeak.errors import NonFiniteError
-from tiny import digest
+from tiny_models import digest
 
 BROKEN = "model.layers.1.mlp.up_proj.weight"
 

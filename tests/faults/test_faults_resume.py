@@ -10,8 +10,8 @@ import pytest
 from fault_kills import KILLS, kill_at_event, renaming, run_killed_in_training
 from fault_runs import STANDARD, Case, build, checkpoints, ending, finish, run_alone, run_resumed
 
-from children import KILLED, call, succeed
-from damage import sign_again
+from child_processes import KILLED, call, succeed
+from file_damage import sign_again
 from lowpeak.errors import CheckpointError
 
 MOVING = {

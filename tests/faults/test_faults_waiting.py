@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from fault_runs import Case, build, checkpoints, ending, finish, steps
 
-from children import free_port, succeed
+from child_processes import free_port, succeed
+from fake_vllm import ScriptedVllm, engine_over, said
 from lowpeak.vllm import ServerVllm
-from vllms import ScriptedVllm, engine_over, said
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 50.0}
 SHORT = {"max_steps": 6, "save_steps": 2, "num_iterations": 2, "max_completion_length": 3}

@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import StorageMeter, rehearse
 from lowpeak.parallel import fake_process_group, make_mesh, wrap_shape_propagation
-from rehearsing import ALGORITHM, CORE, make_model, micro_batches
+from rehearsal_cases import ALGORITHM, CORE, make_model, micro_batches
 
 GB = 10**9
 RESIZE = torch.UntypedStorage.resize_

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import StepCounts
 from lowpeak.attention import install_attention, packing_unsupported_reason
 from lowpeak.batching import Budget, num_loss_tokens, pack
 from lowpeak.logprobs import install_head
 from lowpeak.records import Completion, Record
 from lowpeak.training import LogprobSettings, run_step, with_step_shares
-from plain_losses import Row, plain_grpo, plain_rloo
-from steps import GRPO, LocalStrategy
+from naive_losses import Row, plain_grpo, plain_rloo
+from rounding import assert_each_close_to_largest
+from step_settings import GRPO, LocalStrategy
 
 TEMPERATURE = 0.8
 BASE = replace(GRPO, loss_type="grpo", max_completion_length=9)

@@ -10,10 +10,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from test_logprobs_head import NUM_IDS, ask, batch, check, token_loss
 
-from closeness import assert_close_to_largest
 from lowpeak.errors import ModelError
 from lowpeak.logprobs import install_head, verify_head
-from tiny import tiny_model
+from rounding import assert_close_to_largest
+from tiny_models import tiny_model
 
 ADAPTERS = {
     "beside the head": {"target_modules": ["q_proj", "v_proj"]},

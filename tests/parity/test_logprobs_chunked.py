@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from closeness import assert_close_to_largest
 from lowpeak.logprobs import (
     ChunkSettings,
     HeadScale,
@@ -18,6 +17,7 @@ from lowpeak.logprobs import (
     module_loss,
     naive_logprobs,
 )
+from rounding import assert_close_to_largest
 
 SETTINGS = {
     "plain": ChunkSettings(4),

@@ -13,7 +13,7 @@ from torch import nn
 
 from lowpeak.logprobs import ChunkSettings, HeadRequest, allows_inplace_grad, chunked_logprobs, fused_loss, install_head
 from lowpeak.parallel import Replicated
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 NUM_IDS, PADDING = 37, 0
 

@@ -23,10 +23,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from closeness import assert_close_to_largest, assert_each_close_to_largest
 from lowpeak.errors import ModelError
 from lowpeak.logprobs import HeadRequest, install_head, verify_head
-from tiny import tiny_model
+from rounding import assert_close_to_largest, assert_each_close_to_largest
+from tiny_models import tiny_model
 
 NUM_IDS = 37
 SHAPE = {

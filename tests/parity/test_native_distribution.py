@@ -24,7 +24,7 @@ from transformers import (
 from lowpeak.arguments import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import NativeEngine
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 VOCABULARY = 6
 LENGTH = 3

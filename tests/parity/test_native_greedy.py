@@ -14,7 +14,7 @@ from lowpeak.arguments import Sampling
 from lowpeak.logprobs import install_head
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import NativeEngine, bytes_per_token
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 TEXTS = ("12=", "987654321=", "5=", "33333=", "0=", "4711=", "31415926535=")
 GREEDY = Sampling(num_generations=2, max_new_tokens=24, temperature=0.0)

@@ -10,11 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch._subclasses import FakeTensorMode
 
-from closeness import assert_close_to_largest
-from forests import MODELS, NUM_IDS, forest_of, length_of, model_of, rows_of
+from forest_cases import MODELS, NUM_IDS, forest_of, length_of, model_of, rows_of
 from lowpeak.attention import forest_mask, forward_arguments, install_attention
 from lowpeak.logprobs import HeadRequest, install_head
-from tiny import tiny_model
+from rounding import assert_close_to_largest
+from tiny_models import tiny_model
 
 # RMS norms compute in fp32 whatever the model's dtype, and their gradients round there; GPT-2's do not.
 IN_FP32_NORMS = 1e-6

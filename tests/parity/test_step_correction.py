@@ -20,14 +20,14 @@ from step_cases import (
 )
 
 from all_pairs import all_pairs
-from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import make_grpo, make_rloo
 from lowpeak.arguments import Correction, GRPOLossType, RLOOSettings
 from lowpeak.batching import Budget
 from lowpeak.logprobs import install_head
 from lowpeak.training import LogprobSettings, run_step
-from steps import LocalStrategy
-from tiny import tiny_model
+from rounding import assert_each_close_to_largest
+from step_settings import LocalStrategy
+from tiny_models import tiny_model
 
 MODES = {
     "token_truncate": Correction(False, False, 0.8, 1.25),

@@ -24,12 +24,12 @@ from step_cases import (
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from all_pairs import all_pairs
-from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import make_grpo, make_rloo, make_supervised
 from lowpeak.arguments import EntropyBonus, GRPOLossType, RLOOSettings
 from lowpeak.batching import Budget, LayerCosts, num_loss_tokens, pack
 from lowpeak.training import LogprobSettings, score
-from tiny import tiny_model
+from rounding import assert_each_close_to_largest
+from tiny_models import tiny_model
 
 SHARED, ROWS = Budget(1000, layout="shared"), Budget(1000, layout="rows")
 SOME = Budget(1000, layout="shared", costs=LayerCosts(token=1.0, pair=0.0, merge=0.0, tree=4.0))

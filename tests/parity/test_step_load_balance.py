@@ -17,7 +17,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import make_grpo, make_supervised
 from lowpeak.attention import packing_unsupported_reason
 from lowpeak.batching import Budget
@@ -25,8 +24,9 @@ from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import verify_load_balance
 from lowpeak.models import LoadBalance, balance_loss, load_balance_of
 from lowpeak.training import LogprobSettings, measure_step, run_step
-from steps import LocalStrategy
-from tiny import tiny_model
+from rounding import assert_each_close_to_largest
+from step_settings import LocalStrategy
+from tiny_models import tiny_model
 
 COEFFICIENT = 0.7
 SHAPE = {

@@ -6,14 +6,14 @@ import pytest
 import torch
 from step_cases import micro_batches
 
-from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import make_reward_model
 from lowpeak.attention import install_attention
 from lowpeak.batching import Budget
 from lowpeak.logprobs import install_score_head
 from lowpeak.training import LogprobSettings, measure_step, run_step
-from preferences import plain_loss, records_of, tiny_classifier
-from steps import LocalStrategy
+from preference_data import plain_loss, records_of, tiny_classifier
+from rounding import assert_each_close_to_largest
+from step_settings import LocalStrategy
 
 CORE = LogprobSettings(1.0, 16, torch.device("cpu"))
 

@@ -20,7 +20,6 @@ from step_cases import (
 )
 from transformers import Qwen2ForSequenceClassification
 
-from closeness import assert_close_to_largest, assert_each_close_to_largest
 from lowpeak.algorithms import VALUES_GRADIENT, make_ppo
 from lowpeak.attention import install_attention
 from lowpeak.batching import Budget, num_loss_tokens
@@ -35,8 +34,9 @@ from lowpeak.models import (
     keep_critic_trainable,
 )
 from lowpeak.training import LogprobSettings, run_step, score
-from steps import PPO, LocalStrategy
-from tiny import tiny_model
+from rounding import assert_close_to_largest, assert_each_close_to_largest
+from step_settings import PPO, LocalStrategy
+from tiny_models import tiny_model
 
 BUDGETS = [Budget(40), Budget(1000, layout="rows"), Budget(1000, layout="shared"), Budget(28, layout="shared")]
 LAYOUTS = ["head", "model", "adapter"]

@@ -23,9 +23,9 @@ import setups  # noqa: E402
 from fault_runs import steps  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-import children  # noqa: E402
-from preferences import tiny_classifier  # noqa: E402
-from tiny import tiny_model  # noqa: E402
+import child_processes  # noqa: E402
+from preference_data import tiny_classifier  # noqa: E402
+from tiny_models import tiny_model  # noqa: E402
 
 CHECKPOINT = "checkpoint-3"
 SAVED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 2}
@@ -75,13 +75,13 @@ def run(place: Path, name: str, *, resume: bool) -> None:
 
 def start(name: str, place: Path) -> None:
     """Run a kind from its start in a process of its own, or on two ranks."""
-    children.succeed_on_ranks(from_start, place, name, world_size=2 if KINDS[name].strategy else 1)
+    child_processes.succeed_on_ranks(from_start, place, name, world_size=2 if KINDS[name].strategy else 1)
 
 
 def resume(name: str, place: Path) -> None:
     """Resume a kind's stored checkpoint in a copy of its folder."""
     shutil.copytree(SAVED_RUNS / name / "run", place / "run")
-    children.succeed_on_ranks(from_checkpoint, place, name, world_size=2 if KINDS[name].strategy else 1)
+    child_processes.succeed_on_ranks(from_checkpoint, place, name, world_size=2 if KINDS[name].strategy else 1)
 
 
 def from_start(place: Path, name: str) -> None:

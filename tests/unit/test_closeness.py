@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from closeness import assert_close_to_largest, assert_each_close_to_largest
+from rounding import assert_close_to_largest, assert_each_close_to_largest
 
 LARGE = torch.tensor([2.0, 1e-3])
 

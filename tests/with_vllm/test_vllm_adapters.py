@@ -8,12 +8,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from inside import TOLERANCE, InsideVllm, engine, gap, policy_of, slices
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.parallel import adapter_file_key, adapter_parameters
 from lowpeak.records import WeightSlice
 from lowpeak.vllm.weight_sync import adapter_config, loaded_version, push_weights, verify_unchanged
+from vllm_in_process import TOLERANCE, InsideVllm, engine, gap, policy_of, slices
 
 SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 14)
 

@@ -26,10 +26,10 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
 from lowpeak.vllm import EngineSharing, PolicyFacts, Request, ServerVllm, VllmEngine, check_same_model, connect_servers
 from lowpeak.vllm.weight_sync import adapter_config, push_weights
-from served import SECRET, environment, members, model_in, model_of, num_running, serving, until
 from stopwatch import Stopwatch
-from tiny import char_tokenizer
+from tiny_models import char_tokenizer
 from vllm_runs import grpo_arguments, grpo_trainer, steps_of
+from vllm_servers import SECRET, environment, members, model_in, model_of, num_running, serving, until
 
 EOS = 1
 pytestmark = pytest.mark.timeout(600)  # a server takes half a minute to start, minutes where others compute beside it

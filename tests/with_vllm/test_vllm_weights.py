@@ -7,10 +7,10 @@ import gc
 import pytest
 import torch
 
-from inside import TOLERANCE, engine, gap, policy_of, slices
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.vllm.weight_sync import loaded_version, push_weights, verify_unchanged
+from vllm_in_process import TOLERANCE, engine, gap, policy_of, slices
 
 
 def _settings(transport="auto", bucket_bytes=1 << 16):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from inside import TOLERANCE, engine, gap, policy_of, slices
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.vllm.weight_sync import loaded_version, push_weights, verify_unchanged
+from vllm_in_process import TOLERANCE, engine, gap, policy_of, slices
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from lowpeak.arguments.configs import GRPOConfig as GRPOConfig
 from lowpeak.arguments.configs import OnlineConfig as OnlineConfig
 from lowpeak.arguments.configs import OnlineDPOConfig as OnlineDPOConfig
 from lowpeak.arguments.configs import PPOConfig as PPOConfig
-from lowpeak.arguments.configs import RLOOConfig as RLOOConfig
 from lowpeak.arguments.configs import RewardConfig as RewardConfig
+from lowpeak.arguments.configs import RLOOConfig as RLOOConfig
 from lowpeak.arguments.configs import SFTConfig as SFTConfig
 from lowpeak.arguments.configs import use_one_device as use_one_device
 from lowpeak.arguments.declare import MAPPING as MAPPING
@@ -43,8 +43,8 @@ from lowpeak.arguments.online import resolve_online as resolve_online
 from lowpeak.arguments.online_dpo import OnlineDPOSettings as OnlineDPOSettings
 from lowpeak.arguments.online_dpo import check_betas as check_betas
 from lowpeak.arguments.online_dpo import resolve_online_dpo as resolve_online_dpo
-from lowpeak.arguments.parallelism import ModelParallel as ModelParallel
 from lowpeak.arguments.parallelism import NOT_PARALLEL as NOT_PARALLEL
+from lowpeak.arguments.parallelism import ModelParallel as ModelParallel
 from lowpeak.arguments.parallelism import check_axes as check_axes
 from lowpeak.arguments.parallelism import disable_accelerate_fsdp as disable_accelerate_fsdp
 from lowpeak.arguments.parallelism import is_switched_on as is_switched_on
@@ -72,9 +72,9 @@ from lowpeak.arguments.validation import check_values as check_values
 from lowpeak.arguments.validation import idle_arguments as idle_arguments
 from lowpeak.arguments.validation import report_idle_arguments as report_idle_arguments
 from lowpeak.arguments.validation import reset_idle_arguments as reset_idle_arguments
-from lowpeak.arguments.vllm import ColocateSettings as ColocateSettings
 from lowpeak.arguments.vllm import NO_KV_CACHE_BYTES as NO_KV_CACHE_BYTES
 from lowpeak.arguments.vllm import SERVER_TOKEN as SERVER_TOKEN
+from lowpeak.arguments.vllm import ColocateSettings as ColocateSettings
 from lowpeak.arguments.vllm import ServerSettings as ServerSettings
 from lowpeak.arguments.vllm import Transport as Transport
 from lowpeak.arguments.vllm import VllmSettings as VllmSettings

@@ -12,8 +12,8 @@ from lowpeak.data.preference import check_preference_columns as check_preference
 from lowpeak.data.preference import flatten_pairs as flatten_pairs
 from lowpeak.data.preference import make_pair as make_pair
 from lowpeak.data.preference import read_pairs as read_pairs
-from lowpeak.data.prompts import PromptReader as PromptReader
 from lowpeak.data.prompts import REWARD_KEYWORDS as REWARD_KEYWORDS
+from lowpeak.data.prompts import PromptReader as PromptReader
 from lowpeak.data.prompts import check_prompt_columns as check_prompt_columns
 from lowpeak.data.row_reader import RowReader as RowReader
 from lowpeak.data.row_reader import check_max_steps as check_max_steps

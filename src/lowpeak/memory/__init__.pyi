@@ -7,8 +7,8 @@ from lowpeak.memory.device_memory import is_out_of_memory as is_out_of_memory
 from lowpeak.memory.phases import Phase as Phase
 from lowpeak.memory.rehearsal import StorageMeter as StorageMeter
 from lowpeak.memory.rehearsal import rehearse as rehearse
-from lowpeak.memory.rollout_offload import HostMover as HostMover
 from lowpeak.memory.rollout_offload import LEAST_BYTES as LEAST_BYTES
+from lowpeak.memory.rollout_offload import HostMover as HostMover
 from lowpeak.memory.rollout_offload import RolloutOffloader as RolloutOffloader
 from lowpeak.memory.tracker import MemoryTracker as MemoryTracker
 from lowpeak.memory.tracker import PhaseUse as PhaseUse

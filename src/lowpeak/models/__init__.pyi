@@ -4,9 +4,9 @@ from lowpeak.models.experts import balance_loss as balance_loss
 from lowpeak.models.experts import load_balance_of as load_balance_of
 from lowpeak.models.experts import routing_sums as routing_sums
 from lowpeak.models.experts import sequences_per_token as sequences_per_token
-from lowpeak.models.load import HeadKind as HeadKind
 from lowpeak.models.load import LOGPROB_HEAD as LOGPROB_HEAD
 from lowpeak.models.load import SCORE_HEAD as SCORE_HEAD
+from lowpeak.models.load import HeadKind as HeadKind
 from lowpeak.models.load import context_length as context_length
 from lowpeak.models.load import disable_dropout as disable_dropout
 from lowpeak.models.load import load_policy as load_policy
@@ -34,8 +34,8 @@ from lowpeak.models.sharded_loading import reads_weights as reads_weights
 from lowpeak.models.unwrap import is_peft as is_peft
 from lowpeak.models.unwrap import num_embeddings as num_embeddings
 from lowpeak.models.unwrap import transformers_model as transformers_model
-from lowpeak.models.value_heads import AdapterCritic as AdapterCritic
 from lowpeak.models.value_heads import CRITIC as CRITIC
+from lowpeak.models.value_heads import AdapterCritic as AdapterCritic
 from lowpeak.models.value_heads import CriticInputs as CriticInputs
 from lowpeak.models.value_heads import SeparateCritic as SeparateCritic
 from lowpeak.models.value_heads import SharedCritic as SharedCritic

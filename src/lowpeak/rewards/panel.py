@@ -143,7 +143,7 @@ class RewardPanel:
         ]
         self._run_calls(calls, len(inputs))
         records = self._records(groups, inputs, calls)
-        metrics = reward_metrics(self.names, records)
+        metrics = metrics_by_function(self.names, records)
         columns: dict[str, list[Any]] = {}
         for call in calls:
             metrics = merge_metrics(metrics, call.log.metrics)
@@ -243,7 +243,7 @@ def weighted_sum(rewards: Sequence[float], weights: Sequence[float]) -> float:
     return sum(reward * weight for reward, weight in scored) if scored else NO_REWARD
 
 
-def reward_metrics(names: Sequence[str], records: Sequence[Record]) -> dict[str, Metric]:
+def metrics_by_function(names: Sequence[str], records: Sequence[Record]) -> dict[str, Metric]:
     """Return `rewards/<name>/mean` and `/std` (unbiased) over the records that have this reward.
 
     With the records of all ranks these are TRL's metrics.

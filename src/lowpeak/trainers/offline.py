@@ -180,8 +180,7 @@ class OfflineTrainer(StepTrainer):
         report_idle_arguments(self.user_args, self._facts(args, policy))
         strategy = detect_strategy(self.accelerator)
         pad_id = padding_id(tokenizer)
-        run = make_run(self, args, self.memory, passes, algorithm, strategy, policy, pad_id, head=self.head)
-        self.start_run(run)
+        self.start_run(make_run(self, args, self.memory, passes, algorithm, strategy, policy, pad_id, head=self.head))
         self.reader = self.make_reader(args, policy, tokenizer)
         with strategy.ranks.propagate_errors():
             self.cursor = make_cursor(train_dataset, self.reader, args, args.shuffle_dataset)

@@ -19,7 +19,7 @@ from lowpeak.rewards import (
     RewardedCompletions,
     RewardPanel,
     merge_rewarded_completions,
-    reward_metrics,
+    metrics_by_function,
     warn_of_unscored,
 )
 from lowpeak.rollout import RolloutEngine
@@ -229,4 +229,4 @@ def in_prompt_order(
 def merge_all_rewarded(parts: Sequence[RewardedCompletions], names: Sequence[str]) -> RewardedCompletions:
     """Merge rewarded records, with the statistics of each reward over all of them."""
     merged = merge_rewarded_completions(parts)
-    return replace(merged, metrics=merged.metrics | reward_metrics(names, merged.records))
+    return replace(merged, metrics=merged.metrics | metrics_by_function(names, merged.records))

@@ -13,8 +13,8 @@ from lowpeak.algorithms import Algorithm, StepCounts
 from lowpeak.arguments import RLOOSettings
 from lowpeak.records import Completion, FinishReason, Record, TokenBatch
 from lowpeak.training import weighted_loss
-from plain_losses import Row
-from steps import GRPO
+from naive_losses import Row
+from step_settings import GRPO
 
 CISPO = replace(GRPO, loss_type="cispo", clip_low=None, delta=None)
 RLOO = RLOOSettings(

@@ -13,7 +13,7 @@ from algorithm_cases import CISPO, GRPO, RLOO, assert_same, gradients, ragged_ro
 from lowpeak.algorithms import StepCounts, correction_weight, make_grpo, make_rloo
 from lowpeak.arguments import Correction, EntropyBonus, GRPOLossType
 from lowpeak.records import Completion, Metric, Record, merge_metrics
-from plain_losses import plain_grpo, plain_rloo
+from naive_losses import plain_grpo, plain_rloo
 
 LEAST, MOST = 0.6, 1.5
 MODES = {

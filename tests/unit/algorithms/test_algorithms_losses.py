@@ -22,7 +22,7 @@ from lowpeak.algorithms import (
 from lowpeak.arguments import EntropyBonus, GRPOLossType
 from lowpeak.records import TokenBatch
 from lowpeak.training import weighted_loss
-from plain_losses import plain_grpo, plain_rloo
+from naive_losses import plain_grpo, plain_rloo
 
 LOSS_TYPES = get_args(GRPOLossType)
 LEVELS = ["token", "sequence"]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from algorithm_cases import record
 
-import steps
+import step_settings
 from lowpeak.algorithms import VALUES_GRADIENT, gae, make_ppo, ppo_advantages, whiten
 from lowpeak.arguments import AdaptiveKL
 from lowpeak.records import TokenBatch
 
-PPO = replace(steps.PPO, gamma=0.9, gae_lambda=0.8, clip_high=0.3, whiten_advantages=False)
+PPO = replace(step_settings.PPO, gamma=0.9, gae_lambda=0.8, clip_high=0.3, whiten_advantages=False)
 STATE = {"kl_coef": 0.1}
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lowpeak.algorithms import StepCounts, make_reward_model, measure_preferences, pair_mean, preference_loss
 from lowpeak.batching import Budget, pack, zero_weight_batch
-from preferences import PAIRS, records_of
+from preference_data import PAIRS, records_of
 
 MARGINS = [margin for _, _, margin in PAIRS]
 

@@ -13,8 +13,8 @@ from lowpeak import GRPOConfig
 from lowpeak.arguments import REJECTED, idle_arguments, run_facts
 from lowpeak.cli import parse_arguments
 from lowpeak.errors import ArgumentError
-from preferences import tiny_classifier
-from tiny import char_tokenizer, tiny_model
+from preference_data import tiny_classifier
+from tiny_models import char_tokenizer, tiny_model
 
 # What TRL 1.16's configurations declare beside transformers' TrainingArguments, or with another default.
 EVERY = {

@@ -30,7 +30,7 @@ from lowpeak.arguments import (
     run_facts,
 )
 from lowpeak.errors import ArgumentError
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 RESOLVE = {
     GRPOConfig: resolve_grpo,

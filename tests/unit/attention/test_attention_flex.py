@@ -8,9 +8,9 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from closeness import assert_close_to_largest
-from forests import forest_of, length_of
+from forest_cases import forest_of, length_of
 from lowpeak.attention import attend_flex, block_mask, forest_mask
+from rounding import assert_close_to_largest
 
 FORESTS = {
     "less than a block": forest_of((5, (3, 1, 4)), (0, (6,)), padding=2),

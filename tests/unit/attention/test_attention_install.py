@@ -13,11 +13,11 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from closeness import assert_close_to_largest
-from forests import MODELS, NUM_IDS, SIZES, forest_of, length_of, model_of, rows_of
+from forest_cases import MODELS, NUM_IDS, SIZES, forest_of, length_of, model_of, rows_of
 from lowpeak.attention import forward_arguments, install_attention, packing_unsupported_reason, uninstall_attention
 from lowpeak.errors import ModelError
-from tiny import tiny_model
+from rounding import assert_close_to_largest
+from tiny_models import tiny_model
 
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 SMALL = {"vocab_size": NUM_IDS, "hidden_size": 32, "num_hidden_layers": 2}

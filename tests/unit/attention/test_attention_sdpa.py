@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from forests import forest_of, length_of
+from forest_cases import forest_of, length_of
 from lowpeak.attention import ForestLayout, attend_forest, forest_mask
 
 CPU = torch.device("cpu")

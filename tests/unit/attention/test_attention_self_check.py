@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from forests import MODELS, model_of
+from forest_cases import MODELS, model_of
 from lowpeak.attention import attention_mismatch, install_attention, packing_mismatch
 from lowpeak.logprobs import install_head
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 CPU = torch.device("cpu")
 DIFFERENCE = r"^Qwen2ForCausalLM .*\b(inf|\d[\d.e+-]*) .*, .*\b\d[\d.e+-]*$"  # what was found, and what is allowed

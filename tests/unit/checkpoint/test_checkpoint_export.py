@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from lowpeak.checkpoint import SafetensorsWriter, stage_files, write_configs, write_weights
 from lowpeak.parallel import broadcast_slices, exported_parameters, layout
 from lowpeak.ranks import Ranks
-from tiny import tiny_experts, tiny_model
+from tiny_models import tiny_experts, tiny_model
 
 TENSORS = {
     "half": torch.randn(5, 3).bfloat16(),

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from damage import DAMAGES, harm
+from file_damage import DAMAGES, harm
 from lowpeak.checkpoint import MANIFEST_FILE, digest_files, stage_checkpoint, verify_manifest, write_manifest
 from lowpeak.errors import CheckpointError, RankError
 from lowpeak.ranks import Ranks

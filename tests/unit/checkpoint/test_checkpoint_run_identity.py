@@ -8,7 +8,7 @@ import re
 import pytest
 from datasets import Dataset
 
-from damage import sign_again
+from file_damage import sign_again
 from lowpeak import (
     GRPOConfig,
     GRPOTrainer,
@@ -24,7 +24,7 @@ from lowpeak import (
 from lowpeak.checkpoint import last_checkpoint
 from lowpeak.errors import CheckpointError
 from lowpeak.journal import read_steps
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 SMALL = {"max_steps": 2, "save_steps": 1, "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 8}
 GENERATING = {"num_generations": 4, "max_completion_length": 4}

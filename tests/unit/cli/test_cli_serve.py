@@ -19,7 +19,7 @@ from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.vllm import ServerVllm
 from lowpeak.vllm.serving import ServerProcess, ServerSpec, find_token, saved_token, server_command, server_environment
 from lowpeak.watchdog import PARENT_VARIABLE
-from processes import are_gone
+from process_ends import are_gone
 from stopwatch import Stopwatch
 
 GUARD = "lowpeak.vllm.serving.middleware.TokenMiddleware"

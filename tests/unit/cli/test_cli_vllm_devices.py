@@ -15,8 +15,8 @@ import pytest
 from lowpeak.arguments import SERVER_TOKEN
 from lowpeak.cli import SERVER_ARGUMENTS, SERVER_URLS, STARTED_WITH_SERVERS, main, plan_processes, trainer_settings
 from lowpeak.errors import ArgumentError
-from processes import are_gone
-from tiny import char_tokenizer, tiny_model
+from process_ends import are_gone
+from tiny_models import char_tokenizer, tiny_model
 
 GIVEN = {"use_vllm": True, "model": "m", "output_dir": "out"}
 

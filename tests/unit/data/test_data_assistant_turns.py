@@ -11,7 +11,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lowpeak.data import AssistantTurns
 from lowpeak.errors import DataError
-from tiny import char_tokenizer
+from tiny_models import char_tokenizer
 
 TOKENS = [
     "<|a|>",

@@ -6,7 +6,7 @@ import pytest
 
 from lowpeak.data import PreferenceReader, PromptReader, SupervisedReader
 from lowpeak.errors import DataError
-from tiny import char_tokenizer
+from tiny_models import char_tokenizer
 
 NAN = float("nan")
 ASSISTANT = {"role": "assistant", "content": "2"}

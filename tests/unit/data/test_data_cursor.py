@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from lowpeak.data import PromptCursor, PromptReader, permutation, read_eval_prompts
 from lowpeak.errors import CheckpointError, DataError
-from tiny import char_tokenizer
+from tiny_models import char_tokenizer
 
 
 def rows(count):

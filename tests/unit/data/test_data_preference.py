@@ -13,8 +13,8 @@ from lowpeak.batching import Budget, pack
 from lowpeak.data import PreferenceReader, read_pairs
 from lowpeak.errors import DataError
 from lowpeak.rewards import ModelReward
-from preferences import tiny_classifier
-from tiny import char_tokenizer
+from preference_data import tiny_classifier
+from tiny_models import char_tokenizer
 
 TOKENIZER = char_tokenizer(chat=True)
 

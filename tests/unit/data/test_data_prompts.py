@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from lowpeak.data import PromptReader, check_messages
 from lowpeak.errors import DataError
-from tiny import char_tokenizer
+from tiny_models import char_tokenizer
 
 ALPHABET = "0123456789=+ab"
 

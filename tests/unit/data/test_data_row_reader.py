@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 
 from lowpeak.data import PromptReader, check_tokenizer, filter_rows, num_rows, padding_id
 from lowpeak.errors import DataError, ModelError
-from tiny import char_tokenizer
+from tiny_models import char_tokenizer
 
 
 def plain_reader(**settings):

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lowpeak.data import SupervisedReader, make_cursor, make_record, read_records
 from lowpeak.errors import DataError
-from tiny import char_tokenizer
+from tiny_models import char_tokenizer
 
 ALPHABET = "0123456789=+ab"
 GENERATION = (

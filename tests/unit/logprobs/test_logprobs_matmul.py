@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from closeness import assert_close_to_largest
 from lowpeak.logprobs import install_head, linear
-from tiny import tiny_model
+from rounding import assert_close_to_largest
+from tiny_models import tiny_model
 
 HAS_ONEDNN = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 LARGE, WIDTH = 1 << 19, 32  # 64 MB of fp32

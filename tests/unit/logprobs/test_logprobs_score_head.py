@@ -11,8 +11,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from lowpeak.errors import HeadMismatchError, ModelError
 from lowpeak.logprobs import HeadRequest, install_score_head, verify_score_head
-from preferences import FirstToken, tiny_classifier
-from tiny import tiny_model
+from preference_data import FirstToken, tiny_classifier
+from tiny_models import tiny_model
 
 IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 2, 0, 0]])
 LASTS = torch.tensor([4, 7])  # of the flattened rows

@@ -14,7 +14,7 @@ from lowpeak.logprobs import torch_kernels
 from lowpeak.logprobs.kernels import kernel_mismatch
 from lowpeak.logprobs.lm_head import install_head
 from lowpeak.logprobs.self_check import matmul_eps, verify_head
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowpeak import RLOOConfig, RLOOTrainer
 from lowpeak.memory import ActivationOffload
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 
 class CountingMover:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from cpu_as_device import CopyingMover
 from lowpeak.errors import MemoryExhaustedError
 from lowpeak.memory import RolloutOffloader
-from movers import CopyingMover
 
 
 def trained():

@@ -22,7 +22,7 @@ from lowpeak.models import (
     load_tensor_parallel,
     modules_with_style,
 )
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 DEVICE = torch.device("meta")  # with separate memory, as a GPU
 

@@ -15,7 +15,7 @@ from lowpeak.parallel import (
     layout,
     unchanged_names,
 )
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 REPLICATED = lambda parameter: None  # noqa: E731 every rank has the whole parameter
 

@@ -10,7 +10,7 @@ from panel_groups import compute_rewards, group
 
 from lowpeak.errors import ArgumentError, RewardError
 from lowpeak.rewards import JudgeReward, resolve_reward_funcs
-from preferences import ScriptedJudge
+from preference_data import ScriptedJudge
 
 NAN = float("nan")
 

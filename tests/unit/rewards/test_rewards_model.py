@@ -20,7 +20,7 @@ from transformers import (
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.parallel import FrozenModel, freeze
 from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings, batches_by_length, make_rewards
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 PLAIN = {"prompts": ["1+1=", "12+34=", "5+5="], "completions": ["2", "46", "1000"], "completion_ids": [[], [], []]}
 MESSAGES = [[{"role": "user", "content": "1"}]]

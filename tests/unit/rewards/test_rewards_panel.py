@@ -17,7 +17,7 @@ from panel_groups import completion, compute_rewards, decode, group, panel
 
 from lowpeak.errors import ArgumentError
 from lowpeak.records import Group, Prompt
-from lowpeak.rewards import FunctionReward, RewardPanel, RewardSettings, reward_metrics
+from lowpeak.rewards import FunctionReward, RewardPanel, RewardSettings, metrics_by_function
 
 NAN = float("nan")
 
@@ -122,7 +122,8 @@ def test_metrics_of_gathered_records_are_those_of_one_rank_with_all_groups():
     groups = [group("p", "a", "bb"), group("q", "ccc", "")]
     gathered = [record for own in groups for record in compute_rewards(length, only_long, groups=[own]).records]
     assert (
-        reward_metrics(("length", "only_long"), gathered) == compute_rewards(length, only_long, groups=groups).metrics
+        metrics_by_function(("length", "only_long"), gathered)
+        == compute_rewards(length, only_long, groups=groups).metrics
     )
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from fused import FusedModel, FusedVllm, slices, weights
+from fused_model import FusedModel, FusedVllm, slices, weights
 from lowpeak.selftest import (
     Bench,
     MismatchError,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lowpeak.errors import ArgumentError, ModelError
 from small_runs import SAVED, column, make, rows, same, weights
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 IDS = torch.tensor([[3, 4, 5, 6]])

@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, SFTTrainer
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, EngineError, LowpeakError, ModelError, RewardError
 from small_runs import TOKENIZER, make, ones, pair_rows, supervised_rows, trained
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 INF, NAN = math.inf, math.nan
 ROWS = [{"prompt": f"{i}="} for i in range(8)]

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, Generati
 import lowpeak
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.training import run_step
-from preferences import tiny_classifier
+from preference_data import tiny_classifier
 from small_runs import KINDS, TOKENIZER, make, ones, pair_rows, same, supervised_rows, trained, weights
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 QUANTIZED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
 PAIRS = pair_rows()

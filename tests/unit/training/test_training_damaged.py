@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
 from lowpeak.models import critic_classifier, load_policy, load_reference
-from preferences import tiny_classifier
+from preference_data import tiny_classifier
 from small_runs import SAVED, make, rows, saved, supervised_rows, trained
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 MOVING = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "num_iterations": 2}
 

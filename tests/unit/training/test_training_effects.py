@@ -15,7 +15,7 @@ from lowpeak import GRPOConfig
 from lowpeak.arguments import EntropyBonus, reset_idle_arguments, resolve_grpo, resolve_online
 from lowpeak.errors import ArgumentError, DataError, EngineError, ModelError, RewardTimeoutError
 from small_runs import column, make, ones, rows, same, saved, spread, steps, trained, weights
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 grpo = partial(make, "GRPO")
 

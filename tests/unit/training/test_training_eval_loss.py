@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from lowpeak.training import make_step_batches, measure_step, score_records, with_advantages
 from small_runs import TOKENIZER, make, same, spread, weights
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 HELD_OUT = Dataset.from_list([{"prompt": f"{i}{i + 1}="} for i in range(3)])
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from closeness import assert_each_close_to_largest
 from lowpeak.errors import ArgumentError
+from rounding import assert_each_close_to_largest
 from small_runs import make, spread, steps, weights
-from tiny import tiny_experts, tiny_model
+from tiny_models import tiny_experts, tiny_model
 
 ARGUMENTS = {
     "GRPO": {"num_iterations": 2},

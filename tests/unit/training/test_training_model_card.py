@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from hub import serve_hub
-from tiny import tiny_model
+from fake_hub import serve_hub
+from tiny_models import tiny_model
 
 KWARGS = ["--model_init_kwargs", '{"token": "secret"}']
 SCRIPT = Path(__file__).with_name("push_runs.py")

@@ -11,14 +11,14 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import OPTConfig, OPTForCausalLM, TrainerCallback
 
-from closeness import assert_each_close_to_largest
-from longrope import FIRST, longrope_model
+from longrope_model import FIRST, longrope_model
 from lowpeak import GRPOConfig
 from lowpeak.arguments import use_one_device
 from lowpeak.errors import ArgumentError, ModelError
-from preferences import tiny_classifier
+from preference_data import tiny_classifier
+from rounding import assert_each_close_to_largest
 from small_runs import SAVED, SGD, TOKENIZER, column, journal, make, ones, rows, same, saved, trained, weights
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 grpo, trained_grpo = partial(make, "GRPO"), partial(trained, "GRPO")
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from closeness import assert_each_close_to_largest
 from lowpeak import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer
 from lowpeak.arguments import reset_idle_arguments, resolve_online, resolve_online_dpo
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.rewards import ModelReward
 from lowpeak.training import run_step
-from preferences import ScriptedJudge, tiny_classifier
+from preference_data import ScriptedJudge, tiny_classifier
+from rounding import assert_each_close_to_largest
 from small_runs import (
     COMMON,
     LAYOUTS,
@@ -32,7 +32,7 @@ from small_runs import (
     trained,
     weights,
 )
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 SMALL = {"reward_funcs": spread, "per_device_train_batch_size": 16, "micro_batch_tokens": 48, "logprob_chunk_size": 16}
 online_dpo = partial(make, "OnlineDPO", **SMALL)

@@ -12,10 +12,10 @@ from examples.own_algorithm import ReinforceConfig, ReinforceTrainer
 from peft import LoraConfig
 
 import lowpeak
-from closeness import assert_each_close_to_largest
 from lowpeak.errors import ArgumentError
+from rounding import assert_each_close_to_largest
 from small_runs import COMMON, PARTS, TOKENIZER, column, digits, journal, make, same, weights
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 
 def reinforce(folder, trainer=ReinforceTrainer, **changes):

@@ -14,14 +14,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-from damage import sign_again
+from file_damage import sign_again
 from lowpeak import PPOConfig
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
 from lowpeak.memory import Phase
 from lowpeak.training import score_records
-from preferences import tiny_classifier
+from preference_data import tiny_classifier
 from small_runs import SGD, TOKENIZER, StopAfter, column, digits, granite, make, same, saved, trained, weights
-from tiny import char_tokenizer, tiny_model, trained_adapter
+from tiny_models import char_tokenizer, tiny_model, trained_adapter
 
 LORA = LoraConfig(r=4, target_modules="all-linear")
 CRITICS = [("head", None), ("model", None), ("head", LORA), ("adapter", LORA), ("model", LORA)]

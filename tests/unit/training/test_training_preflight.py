@@ -12,7 +12,7 @@ from lowpeak.cli import main
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.setup import check_adapter, check_optimizer, find_resume_checkpoint
 from small_runs import KINDS, make, saved
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 ROWS = {"prompt": ["1="] * 8, "completion": ["1"] * 8, "chosen": ["1"] * 8, "rejected": ["2"] * 8}
 TABLE, WRONG = Dataset.from_dict(ROWS), Dataset.from_dict({"question": ["1="] * 8})

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from cpu_as_device import CopyingMover
 from lowpeak.models import Reference
 from lowpeak.parallel import FrozenModel, states_on_host
 from lowpeak.training import make_rollout_offloader, offloadable
-from movers import CopyingMover
 from small_runs import column, make, same, spread, steps, weights
 
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForSequenceClassification, Qwen2ForSequenceCla
 from lowpeak import GRPOConfig, RewardTrainer
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, HeadMismatchError, ModelError
 from lowpeak.rewards import ModelReward
-from preferences import FirstToken, plain_loss, tiny_classifier
+from preference_data import FirstToken, plain_loss, tiny_classifier
 from small_runs import TOKENIZER, column, granite, journal, make, rows, same, saved, steps, trained, weights
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 ROWS = [
     {"prompt": f"{i % 10}{i * 7 % 10}=", "chosen": str(i % 10) * (1 + i % 3), "rejected": str((i + 3) % 10)}

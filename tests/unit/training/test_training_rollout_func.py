@@ -10,10 +10,10 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from closeness import assert_each_close_to_largest
 from lowpeak.errors import EngineError
+from rounding import assert_each_close_to_largest
 from small_runs import SAVED, TOKENIZER, journal, trained
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 PROMPT = TOKENIZER("12=")["input_ids"]
 OTHER_PROMPT = TOKENIZER("3=")["input_ids"]

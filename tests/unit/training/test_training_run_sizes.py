@@ -21,7 +21,7 @@ from lowpeak.training import (
     choose_layout,
     training_bytes,
 )
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 GIB = 1 << 30
 SHAPE = ModelShape(hidden=1024, layers=24, intermediate=4096, vocab=150_000, itemsize=2, stream=2)

@@ -21,8 +21,8 @@ from lowpeak.logprobs import install_head
 from lowpeak.memory import ActivationOffload
 from lowpeak.records import Completion, Record
 from lowpeak.training import LogprobSettings, run_step, score
-from steps import GRPO as BASE
-from steps import LocalStrategy
+from step_settings import GRPO as BASE
+from step_settings import LocalStrategy
 
 # The shapes of a 7B model; each further layer is the same code again.
 SEVEN_B = Qwen2Config(

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from lowpeak.errors import ArgumentError
 from small_runs import TOKENIZER, make, same, sliding_model, steps, weights
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 
 def rows(model):

@@ -12,14 +12,14 @@ import pytest
 import torch
 from datasets import Dataset
 
+from fake_vllm import engine_over, scripted
 from lowpeak import GRPOTrainer, generate_rollout_completions
 from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.rollout import FunctionEngine
 from lowpeak.training import check_function
 from small_runs import column, make
-from tiny import char_tokenizer, tiny_model
-from vllms import engine_over, scripted
+from tiny_models import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer(chat=True)
 TEXTS = [{"prompt": f"{i}{i + 1}="} for i in range(8)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datasets import Dataset
 
 from small_runs import journal, same, saved, weights
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 SCRIPT = """
 import asyncio

@@ -13,15 +13,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from fake_server import FakeServer, serving
-from longrope import FIRST, longrope_model
+from fake_vllm import engine_over, said, scripted
+from longrope_model import FIRST, longrope_model
 from lowpeak import GRPOConfig
 from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, MissingPackageError
 from lowpeak.training import MAX_RECONNECTS, adapters_idle, connect_checked, describe_vllm, within_rotations
 from lowpeak.vllm import fingerprint
 from small_runs import column, journal, make, rows, same, weights
-from tiny import char_tokenizer, tiny_model
-from vllms import engine_over, said, scripted
+from tiny_models import char_tokenizer, tiny_model
 
 DATA = rows(10)
 

@@ -12,7 +12,7 @@ from fake_server import FACTS
 from lowpeak.errors import EngineError
 from lowpeak.ranks import Ranks
 from lowpeak.vllm import SUPPORTED, check_same_model, fingerprint, num_host_ranks, warn_unsupported
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fake_vllm import SAMPLING, ScriptedVllm, engine_over, prompts, said, scripted, slices
 from lowpeak.arguments import ColocateSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.rollout import RolloutEngine
 from lowpeak.vllm import Answer, Vllm, completion_seed
-from vllms import SAMPLING, ScriptedVllm, engine_over, prompts, said, scripted, slices
 
 
 def asked(vllm):

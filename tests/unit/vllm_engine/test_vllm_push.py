@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from fused import VOCAB, FusedModel, FusedVllm, slices, weights
+from fused_model import VOCAB, FusedModel, FusedVllm, slices, weights
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import WeightSlice
 from lowpeak.vllm.weight_sync import CheckpointNames, loaded_version, push_weights, verify_unchanged
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 
 def _settings(transport="process", bucket_bytes=256, verify=True):

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
+from fake_vllm import facts
 from lowpeak.arguments import ColocateSettings, ServerSettings
 from lowpeak.errors import EngineError
 from lowpeak.vllm import Request, SequenceRequest, form_waves, split_wave, wave_capacity
-from vllms import facts
 
 
 def rows(*groups):

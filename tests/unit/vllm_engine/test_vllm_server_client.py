@@ -28,7 +28,7 @@ from lowpeak.vllm import (
     connect_servers,
 )
 from lowpeak.vllm.serving import ServerProcess, ServerSpec
-from served import free_port
+from vllm_servers import free_port
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from fused import VOCAB, FusedVllm, slices, weights
+from fused_model import VOCAB, FusedVllm, slices, weights
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.vllm.weight_sync import (
@@ -25,8 +25,8 @@ from lowpeak.vllm.weight_sync import (
     push_weights,
     verify_unchanged,
 )
-from remote import RemoteVllm
-from served import free_port
+from vllm_servers import free_port
+from worker_process import RemoteVllm
 
 CPU = torch.device("cpu")
 HERE = r"127\.0\.0\.1"

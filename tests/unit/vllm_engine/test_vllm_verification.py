@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fused import slices, weights
+from fused_model import slices, weights
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
 from lowpeak.vllm.weight_sync import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import are_gone, is_alive
+from process_ends import are_gone, is_alive
 
 SECONDS = 60  # until processes have started, or have ended; by themselves they would run for ten minutes
 

@@ -1,6 +1,6 @@
 from lowpeak.rollout.native.cache import MAX_COPIED as MAX_COPIED
-from lowpeak.rollout.native.cache import PromptLayer as PromptLayer
 from lowpeak.rollout.native.cache import ROOM as ROOM
+from lowpeak.rollout.native.cache import PromptLayer as PromptLayer
 from lowpeak.rollout.native.cache import SlotCache as SlotCache
 from lowpeak.rollout.native.cache import bytes_per_token as bytes_per_token
 from lowpeak.rollout.native.cache import left_pad as left_pad

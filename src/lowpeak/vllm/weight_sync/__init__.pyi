@@ -15,12 +15,12 @@ from lowpeak.vllm.weight_sync.push import verify_unchanged as verify_unchanged
 from lowpeak.vllm.weight_sync.tcp import TcpReceiver as TcpReceiver
 from lowpeak.vllm.weight_sync.tcp import TcpSender as TcpSender
 from lowpeak.vllm.weight_sync.tcp import host_addresses as host_addresses
-from lowpeak.vllm.weight_sync.verification import Checksum as Checksum
 from lowpeak.vllm.weight_sync.verification import MIX_1 as MIX_1
 from lowpeak.vllm.weight_sync.verification import MIX_2 as MIX_2
 from lowpeak.vllm.weight_sync.verification import PLACE as PLACE
 from lowpeak.vllm.weight_sync.verification import ROW_BYTES as ROW_BYTES
 from lowpeak.vllm.weight_sync.verification import WIDTH as WIDTH
+from lowpeak.vllm.weight_sync.verification import Checksum as Checksum
 from lowpeak.vllm.weight_sync.verification import read_checksums as read_checksums
 from lowpeak.vllm.weight_sync.verification import tensor_checksum as tensor_checksum
 from lowpeak.vllm.weight_sync.worker import CheckpointNames as CheckpointNames

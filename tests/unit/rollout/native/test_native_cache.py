@@ -21,7 +21,7 @@ from lowpeak.rollout.native import (
     prefill_prompts,
     split_prefill,
 )
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 
 def _states(num_rows: int, length: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

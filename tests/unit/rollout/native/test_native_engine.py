@@ -22,7 +22,7 @@ from lowpeak.errors import EngineError
 from lowpeak.records import Group, Prompt
 from lowpeak.rollout import RolloutEngine
 from lowpeak.rollout.native import NativeEngine, SlotCache, bytes_per_token
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 TEXTS = ("12=", "987654321=", "5=", "33333=", "0=", "4711=")
 SAMPLING = Sampling(num_generations=4, max_new_tokens=12, seed=3)

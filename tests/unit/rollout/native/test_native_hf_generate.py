@@ -32,7 +32,7 @@ from lowpeak.rollout.native import (
     end_token_ids,
     unsupported_reason,
 )
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 PROMPTS = [Prompt(i, ids, "") for i, ids in enumerate([(2, 3, 4, 5, 6, 7, 8), (9, 9), (4, 5, 6)])]
 SAMPLING = Sampling(num_generations=3, max_new_tokens=8, temperature=0.9, top_k=9, repetition_penalty=1.1, seed=2)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.rollout.native import OutputBuffer, StopStrings, end_token_ids
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 SAMPLING = Sampling(num_generations=1, max_new_tokens=1)
 

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, Qwen3Config
 
 from lowpeak.records import Forest, Tree
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 NUM_IDS = 37
 SIZES = {

@@ -106,7 +106,7 @@ def free_port() -> int:
 def _server() -> ForkServerContext:
     """The context of the server, started with this process's import path (it takes only PYTHONPATH over)."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["children_warm"])
+    context.set_forkserver_preload(["child_process_imports"])
     before = dict(os.environ)
     os.environ.update(QUIET, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
     try:

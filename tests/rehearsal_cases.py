@@ -11,7 +11,7 @@ from lowpeak.batching import Budget, pack
 from lowpeak.logprobs import install_head
 from lowpeak.records import Completion, MicroBatch, Record
 from lowpeak.training import LogprobSettings
-from steps import GRPO
+from step_settings import GRPO
 
 ALGORITHM = make_grpo(GRPO)
 CORE = LogprobSettings(1.0, 16, torch.device("cpu"))

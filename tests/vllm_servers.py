@@ -12,10 +12,10 @@ from urllib.error import URLError
 from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
 
-from children import free_port
+from child_processes import free_port
 from lowpeak.arguments import SERVER_TOKEN
 from lowpeak.vllm import ServerVllm
-from tiny import char_tokenizer, tiny_model
+from tiny_models import char_tokenizer, tiny_model
 
 SECRET = "only for tests"
 OPTIONS = ("--enforce-eager", "--kv-cache-memory-bytes", str(16 << 20), "--max-num-seqs", "32")

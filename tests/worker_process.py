@@ -8,7 +8,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from fused import FusedModel, FusedWorker
+from fused_model import FusedModel, FusedWorker
 from lowpeak.errors import LostEngineError
 
 

@@ -24,7 +24,7 @@ from lowpeak import (  # noqa: F401
     SFTTrainer,
 )
 from lowpeak.parallel import Fsdp2, Zero  # noqa: F401
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 with tempfile.TemporaryDirectory() as folder:
     tiny_model().save_pretrained(folder)

@@ -14,7 +14,7 @@ import torch
 
 from lowpeak.records import WeightSlice
 from lowpeak.vllm import EngineInfo
-from tiny import tiny_model
+from tiny_models import tiny_model
 
 PROMPTS = [[2, 3, 4, 5, 6], [7, 8, 9], [5] * 12]
 TOLERANCE = 1e-5  # fp32: two implementations of the same sums, 1e-6 or 2e-6 apart right after loading
