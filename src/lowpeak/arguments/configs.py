@@ -167,7 +167,7 @@ class CommonConfig(CommonArguments, TrainingArguments):
         return (self.per_device_eval_batch_size or self.per_device_train_batch_size) * max(1, self.n_gpu)
 
     @property
-    def cut(self) -> ModelParallel:
+    def model_parallel(self) -> ModelParallel:
         """Sizes of tensor and data parallelism that the policy is loaded with."""
         return resolve_model_parallel(os.environ, self.parallelism_config)
 

@@ -19,13 +19,13 @@ _NO_LABELS = "the loss uses the tokens' log-probs, not labels; remove it"
 
 # Ignoring these would change what is learned, so they are errors.
 _CHANGES_LEARNING: dict[str, str] = {
-    "fp16": "log-ratios need fp32 or bf16's range; set bf16=True or remove both",
+    "fp16": "log-ratios need the range of fp32 or bf16; set bf16=True, or remove it",
     "label_smoothing_factor": _NO_LABELS,
     "neftune_noise_alpha": "noise in the embeddings makes training log-probs differ from sampling log-probs; remove it",
     "use_liger_kernel": "it replaces the LM head, which already computes log-probs without full logits; remove it",
     "average_tokens_across_devices": "losses are always normalised by the counts of the whole step; remove it",
     "ignore_data_skip": "a resumed run always continues at its position in the data; remove it",
-    "train_sampling_strategy": "use shuffle_dataset; remove it",
+    "train_sampling_strategy": "a cursor draws the rows, in order or shuffled; set shuffle_dataset in its place",
 }
 _CHANGES_NOTHING: dict[str, str] = {
     **dict.fromkeys(
@@ -46,7 +46,7 @@ _CHANGES_NOTHING: dict[str, str] = {
     "save_on_each_node": "all ranks write one checkpoint to a folder that all hosts share; remove it",
     "use_cache": "generation always uses a KV cache and training never does; remove it",
     "include_num_input_tokens_seen": "num_tokens is always logged; remove it",
-    "enable_jit_checkpoint": "send SIGINT to finish the step and save; remove it",
+    "enable_jit_checkpoint": "SIGTERM and SIGINT always finish the step and save; remove it",
 }
 NEVER_ACT: dict[str, EffectCondition] = {
     **{name: never(because, raises=True) for name, because in _CHANGES_LEARNING.items()},
@@ -68,25 +68,36 @@ def _if(holds: Callable[[Any], Any], because: str, *, raises: bool = False, stay
     return EffectCondition(lambda args, facts: bool(holds(args)), because, raises, stays=stays)
 
 
-def _optimizer(holds: Callable[[Any], bool] = lambda args: True) -> EffectCondition:
-    """Return the condition of an argument that only the optimizer of `optim` reads."""
+_MAKES_OPTIMIZER = EffectCondition(
+    lambda args, facts: facts.passed_optimizer is None, "an optimizer was passed to the trainer; remove one of the two"
+)
+_MAKES_SCHEDULE = EffectCondition(
+    lambda args, facts: not facts.passed_schedule, "a schedule was passed to the trainer; remove one of the two"
+)
+
+
+def _optimizer(holds: Callable[[Any], bool]) -> EffectCondition:
+    """Return the condition of an argument that some optimizers of `optim` read."""
     return EffectCondition(
-        lambda args, facts: facts.passed_optimizer is None and holds(args),
-        "the optimizer (optim) does not read it; remove it",
+        lambda args, facts: _MAKES_OPTIMIZER.holds(args, facts) and holds(args),
+        "the optimizer in use does not read it; remove it",
     )
 
 
-def _schedule(holds: Callable[[Any], bool] = lambda args: True) -> EffectCondition:
-    """Return the condition of an argument that only the schedule of `lr_scheduler_type` reads."""
+def _schedule(holds: Callable[[Any], bool]) -> EffectCondition:
+    """Return the condition of an argument that some schedules of `lr_scheduler_type` read."""
     return EffectCondition(
-        lambda args, facts: not facts.passed_schedule and holds(args),
-        "the schedule (lr_scheduler_type) does not read it; remove it",
+        lambda args, facts: _MAKES_SCHEDULE.holds(args, facts) and holds(args),
+        "the schedule in use does not read it; remove it",
     )
 
 
 def _is_ddp(args: Any) -> bool:
     shards = (
-        args.fsdp or args.deepspeed_plugin or args.cut.tensor > 1 or is_switched_on(os.environ, "ACCELERATE_USE_FSDP")
+        args.fsdp
+        or args.deepspeed_plugin
+        or args.model_parallel.tensor > 1
+        or is_switched_on(os.environ, "ACCELERATE_USE_FSDP")
     )
     return bool(args.world_size > 1 and not shards)
 
@@ -150,14 +161,14 @@ ACT_IF: dict[str, EffectCondition] = {
     ),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), _optimizer(lambda args: not args.optim.startswith(_NO_BETAS))),
     "adam_epsilon": _optimizer(lambda args: not args.optim.startswith(_NO_EPSILON)),
-    "optim": _optimizer(),
+    "optim": _MAKES_OPTIMIZER,
     "weight_decay": EffectCondition(
         lambda args, facts: facts.passed_optimizer != "instance" and not args.optim.startswith(_NO_WEIGHT_DECAY),
-        "the optimizer (optim) does not read it; remove it",
+        "the optimizer in use does not read it; remove it",
     ),
     "optim_args": _optimizer(lambda args: not args.optim.startswith(_NO_OPTIM_ARGS) and args.optim not in _PLAIN_ADAMW),
     "optim_target_modules": _optimizer(lambda args: args.optim.startswith(_TARGETS_MODULES)),
-    "lr_scheduler_type": _schedule(),
+    "lr_scheduler_type": _MAKES_SCHEDULE,
     "lr_scheduler_kwargs": _schedule(lambda args: args.lr_scheduler_type not in ("constant", "constant_with_warmup")),
     "warmup_steps": _schedule(_warms_up),
     **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), _CHECKPOINTED),

@@ -221,7 +221,7 @@ def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
 
 def _check_critic(args: Any) -> None:
     require(
-        args.critic == "head" or args.cut.tensor == 1,
+        args.critic == "head" or args.model_parallel.tensor == 1,
         f"critic={args.critic!r} is not supported with tensor parallelism: set critic='head', or use ddp, fsdp2 or zero3.",
     )
     require(

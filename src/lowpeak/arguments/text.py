@@ -116,4 +116,4 @@ def hide_user(text: str) -> str:
 
 def show(name: str, value: Any) -> str:
     """Return `name=value` for a message, with secrets hidden."""
-    return f"{name}={HIDDEN}" if is_secret(name) else hide_user(f"{name}={value!r}")
+    return f"{name}={HIDDEN}" if is_secret(name) else hide_user(f"{name}={getattr(value, 'value', value)!r}")

@@ -55,7 +55,7 @@ def check_types(args: Any) -> None:
             continue
         expected = " or ".join(words for kind, words in _TYPE_NAMES.items() if kind in allowed)
         raise ArgumentError(
-            f"{shown_name(args, field.name)}={value!r} must be {expected}, got a {type(value).__name__}."
+            f"{shown_name(args, field.name)}={value!r} must be {expected}, got the type {type(value).__name__}."
         )
 
 
@@ -126,7 +126,7 @@ def reset_idle_arguments(args: Any, facts: RunFacts) -> Any:
     changed = copy.copy(args)
     for name, when in _find_idle(args, facts):
         if when.raises:
-            raise ArgumentError(f"{show(shown_name(args, name), getattr(args, name))} has no effect: {when.because}.")
+            raise ArgumentError(f"{show(shown_name(args, name), getattr(args, name))} cannot be used: {when.because}.")
         if not when.stays:
             setattr(changed, name, default_value(args, name))
     return changed

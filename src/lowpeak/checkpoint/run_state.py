@@ -25,6 +25,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from lowpeak.arguments import declaration
 from lowpeak.checkpoint.folders import STATE_FILE
 from lowpeak.checkpoint.manifest import explain_read_errors
 from lowpeak.errors import CheckpointError
@@ -39,8 +40,8 @@ ARGUMENTS = "arguments"  # the entry of a run's identity with the arguments that
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _PLAIN = ("cursor", "algorithm_state", "resolved", "identity")
 _PER_TOKEN = ("old", "reference", "values", "entropy", "advantages", "returns", "token_rewards")
-# Arguments whose values change what is learned: those of these groups, and of transformers' these. Others are identified
-# otherwise, have their values in the states of the optimizer and the schedule, or may hold a secret.
+# Arguments that change what is learned: those of these groups in `--help`, and these of transformers and vLLM. The others are
+# part of the run's identity, are saved with the optimizer and the schedule, or may be secret.
 _LEARNING_GROUPS = {"algorithm", "model", "data", "rewards", "generation", "training"}
 _LEARNING_ARGUMENTS = {
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs", "max_grad_norm"),
@@ -52,8 +53,8 @@ _OTHER_ARGUMENTS = {
     *("learning_rate", "value_learning_rate", "shuffle_dataset", "remove_unused_columns", "eval_packing"),
     *("strict_arguments", "trust_remote_code", "model_init_kwargs", "reward_timeout"),
 }
-_OF_COMPLETION = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
-_RAGGED = ("prompt_ids", *_OF_COMPLETION, "rewards", *_PER_TOKEN)
+_COMPLETION_FIELDS = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
+_RAGGED = ("prompt_ids", *_COMPLETION_FIELDS, "rewards", *_PER_TOKEN)
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,11 @@ class RunState:
 
 
 def learning_arguments(args: Any) -> dict[str, Any]:
-    """Return, as JSON, the arguments that change what is learned; without those that JSON cannot store."""
+    """Return the arguments that change the learned weights, as JSON; those that JSON cannot store are left out."""
     arguments: dict[str, Any] = {}
     for declared in fields(args):
-        name, metadata = declared.name, declared.metadata
-        is_learning = metadata.get("group") in _LEARNING_GROUPS and not metadata["means"]
+        name, words = declared.name, declaration(declared)
+        is_learning = words.group in _LEARNING_GROUPS and not words.means
         if name in _LEARNING_ARGUMENTS or (is_learning and name not in _OTHER_ARGUMENTS):
             with suppress(TypeError, ValueError):
                 arguments[name] = json.loads(json.dumps(getattr(args, name)))
@@ -222,7 +223,7 @@ def unpack_records(tensors: Mapping[str, Tensor], extras: Sequence[Mapping[str, 
     fields = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     records = []
     for each, group, reward, reason, extra in zip(fields, groups, rewards, reasons, extras, strict=True):
-        ids, logprobs, loss_mask, override = (each[name] for name in _OF_COMPLETION)
+        ids, logprobs, loss_mask, override = (each[name] for name in _COMPLETION_FIELDS)
         prompt_ids = None if override is None else tuple(override.tolist())
         completion = Completion(ids, logprobs, loss_mask, reason, prompt_ids, extra)
         record = Record(group, tuple(each["prompt_ids"].tolist()), completion, tuple(each["rewards"].tolist()), reward)

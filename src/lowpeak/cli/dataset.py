@@ -68,7 +68,7 @@ def map_columns(dataset: Any, arguments: DataArguments, answers: Sequence[str] =
             continue
         if columns is not None and column not in columns:
             raise DataError(
-                f"the data set has no column {column!r} for the {name}; its columns are {', '.join(columns)}"
+                f"the data set has no column {column!r} for the {name}: set --{name}_column to one of {', '.join(columns)}."
             )
         if columns is not None and name in columns:
             dataset = dataset.remove_columns(name)

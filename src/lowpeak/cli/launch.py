@@ -25,7 +25,7 @@ from lowpeak.watchdog import PARENT_VARIABLE, exit_training_with_parent
 
 LAUNCHED = "LOWPEAK_LAUNCHED"  # set in the environment of ranks that `launch_or_join` started
 _SETTINGS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "CUDA_VISIBLE_DEVICES")
-_COPIES, _SHARDS, _TENSORS = _MESH_SIZES = tuple(
+_DP_REPLICATE, _DP_SHARD, _TP = _MESH_SIZES = tuple(
     f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp")
 )
 _USER_ERROR = 2  # a rank's exit status after an error message to the user
@@ -126,9 +126,9 @@ def _mesh_sizes(path: Path, config: Any, given: Mapping[str, Any], hosts: int, p
         return {}
     sizes = {name: int(given.get(name) or in_file.get(name, 1)) for name in _MESH_SIZES}
     if path.parent == PRESET_FOLDER:
-        sizes |= _preset_sizes(path.stem, given, sizes[_TENSORS], hosts, per_host)
+        sizes |= _preset_sizes(path.stem, given, sizes[_TP], hosts, per_host)
     processes = hosts * per_host
-    if math.prod(sizes.values()) != processes or (sizes[_COPIES] > 1 and sizes[_SHARDS] < 2):
+    if math.prod(sizes.values()) != processes or (sizes[_DP_REPLICATE] > 1 and sizes[_DP_SHARD] < 2):
         shape = " x ".join(f"{name.split('_', 2)[2]}={size}" for name, size in sizes.items())
         raise ArgumentError(
             f"{shape} does not fill {processes} processes, with several shards in each of several copies."
@@ -138,18 +138,18 @@ def _mesh_sizes(path: Path, config: Any, given: Mapping[str, Any], hosts: int, p
 
 def _preset_sizes(preset: str, given: Mapping[str, Any], tensors: int, hosts: int, per_host: int) -> dict[str, int]:
     """Return the sizes that a preset leaves open: copies (hsdp: one per host), and shards over the remaining devices."""
-    if preset == "hsdp" and hosts == 1 and not {_COPIES, _SHARDS} & given.keys():
+    if preset == "hsdp" and hosts == 1 and not {_DP_REPLICATE, _DP_SHARD} & given.keys():
         raise ArgumentError(
             "hsdp keeps a copy of the model on each host, but there is one host: use fsdp2, or set the number of copies with "
-            f"--{_COPIES}."
+            f"--{_DP_REPLICATE}."
         )
     if per_host % tensors:
         raise ArgumentError(
-            f"--{_TENSORS} {tensors} must divide the {per_host} processes of a host: tensors are sharded over devices of one "
+            f"--{_TP} {tensors} must divide the {per_host} processes of a host: tensors are sharded over devices of one "
             "host."
         )
-    copies = given.get(_COPIES) or (hosts if preset == "hsdp" else 1)
-    return {_COPIES: copies, _SHARDS: given.get(_SHARDS) or hosts * per_host // (copies * tensors)}
+    copies = given.get(_DP_REPLICATE) or (hosts if preset == "hsdp" else 1)
+    return {_DP_REPLICATE: copies, _DP_SHARD: given.get(_DP_SHARD) or hosts * per_host // (copies * tensors)}
 
 
 def _as_options(path: Path, config: Any, settings: Mapping[str, Any]) -> list[str]:

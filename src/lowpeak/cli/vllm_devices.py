@@ -25,7 +25,7 @@ from lowpeak.vllm import MIN_MEMORY_SHARE, require_vllm
 from lowpeak.vllm.serving import CPU, ServerSpec, free_ports, visible_device_variables
 from lowpeak.watchdog import exit_training_with_parent
 
-STARTED_WITH_SERVERS = "LOWPEAK_BESIDE"  # set in the environment of a trainer that this module started
+STARTED_WITH_SERVERS = "LOWPEAK_STARTED_WITH_SERVERS"  # set in the environment of a trainer that this module started
 SERVER_URLS = "LOWPEAK_VLLM_URLS"  # in the trainer's environment: the servers' URLs
 SERVER_ARGUMENTS = (
     "vllm_tensor_parallel_size",

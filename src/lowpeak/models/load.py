@@ -35,18 +35,18 @@ def load_policy(
     *,
     trust_remote_code: bool,
     peft_config: Any = None,
-    cut: ModelParallel = NOT_PARALLEL,
+    model_parallel: ModelParallel = NOT_PARALLEL,
     device: torch.device | None = None,
 ) -> nn.Module:
     """Return the model to train, from a name, path or instance; under a new adapter if `peft_config` is given.
 
-    A tensor parallel model (`cut`) is loaded in fp32; see `upcast_trainable` for the others. A model that will not be sharded is
+    A tensor parallel model is loaded in fp32; see `upcast_trainable` for the others. A model that will not be sharded is
     read directly into the memory of its `device`.
     """
-    if cut != NOT_PARALLEL:
+    if model_parallel != NOT_PARALLEL:
         _check_tensor_parallel(model, init_kwargs, peft_config)
         init_kwargs = {**(init_kwargs or {}), "dtype": torch.float32}
-    policy = _load_or_take(model, init_kwargs, trust_remote_code, cut, device)
+    policy = _load_or_take(model, init_kwargs, trust_remote_code, model_parallel, device)
     _keep_training_format(policy)
     if peft_config is not None:
         policy = add_training_adapter(policy, peft_config)
@@ -60,13 +60,13 @@ def _load_or_take(
     model: str | nn.Module,
     init_kwargs: Mapping[str, Any] | None,
     trust_remote_code: bool,
-    cut: ModelParallel,
+    model_parallel: ModelParallel,
     device: torch.device | None,
 ) -> nn.Module:
     if isinstance(model, str):
         options = dict(init_kwargs or {})
-        device_map = device_map_for_loading(device, options) if cut == NOT_PARALLEL else {}
-        return _load_causal(model, options | device_map, trust_remote_code, cut)
+        device_map = device_map_for_loading(device, options) if model_parallel == NOT_PARALLEL else {}
+        return _load_causal(model, options | device_map, trust_remote_code, model_parallel)
     _check_instance(model, bool(init_kwargs) or trust_remote_code)
     remove_added_modules(model)
     return model
@@ -88,11 +88,11 @@ def _load_causal(
     name: str,
     init_kwargs: Mapping[str, Any] | None,
     trust_remote_code: bool,
-    cut: ModelParallel = NOT_PARALLEL,
+    model_parallel: ModelParallel = NOT_PARALLEL,
     frozen_on: torch.device | None = None,
 ) -> nn.Module:
     kwargs = {"dtype": "auto", "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
-    return from_pretrained(AutoModelForCausalLM, name, cut, frozen_on, **kwargs)
+    return from_pretrained(AutoModelForCausalLM, name, model_parallel, frozen_on, **kwargs)
 
 
 def _check_tensor_parallel(model: Any, init_kwargs: Mapping[str, Any] | None, peft_config: Any) -> None:
@@ -145,7 +145,7 @@ def load_reference(
     ref_model: str | nn.Module | None = None,
     *,
     trust_remote_code: bool,
-    cut: ModelParallel = NOT_PARALLEL,
+    model_parallel: ModelParallel = NOT_PARALLEL,
     device: torch.device | None = None,
 ) -> nn.Module | None:
     """Return the frozen reference as a separate model, for a `device`; None under LoRA (see `adapter_reference`).
@@ -158,11 +158,11 @@ def load_reference(
             raise ArgumentError("ref_model is the model itself, which training changes: remove it.")
         return ref_model
     if ref_model is not None:
-        return _load_causal(ref_model, init_kwargs, trust_remote_code, cut, device)
+        return _load_causal(ref_model, init_kwargs, trust_remote_code, model_parallel, device)
     if is_peft(policy):
         return None
     if isinstance(origin, str):
-        return _load_causal(origin, init_kwargs, trust_remote_code, cut, device)
+        return _load_causal(origin, init_kwargs, trust_remote_code, model_parallel, device)
     reference = copy.deepcopy(policy)
     remove_critic(reference)
     return reference

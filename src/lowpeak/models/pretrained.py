@@ -27,7 +27,7 @@ _REPORTED = ("missing_keys", "mismatched_keys")  # keys of transformers' report;
 def from_pretrained(
     auto: Any,
     name: str,
-    cut: ModelParallel = NOT_PARALLEL,
+    model_parallel: ModelParallel = NOT_PARALLEL,
     frozen_on: torch.device | None = None,
     *,
     may_lack: str = "",
@@ -44,7 +44,7 @@ def from_pretrained(
             check_generation_config(Path(name))
             if not hasattr(auto, "from_config"):  # a tokenizer
                 return auto.from_pretrained(name, **options)
-            return _read_model(auto, name, cut, frozen_on, may_lack, options)
+            return _read_model(auto, name, model_parallel, frozen_on, may_lack, options)
     except LowpeakError:
         raise
     except ImportError as error:
@@ -56,17 +56,22 @@ def from_pretrained(
 
 
 def _read_model(
-    auto: Any, name: str, cut: ModelParallel, frozen_on: torch.device | None, may_lack: str, options: Mapping[str, Any]
+    auto: Any,
+    name: str,
+    model_parallel: ModelParallel,
+    frozen_on: torch.device | None,
+    may_lack: str,
+    options: Mapping[str, Any],
 ) -> Any:
     check_dtype(options)
     options = dict(options)
     with_report = options.pop("output_loading_info", False)
-    if cut == NOT_PARALLEL and "quantization_config" not in options and not reads_weights(frozen_on):
+    if model_parallel == NOT_PARALLEL and "quantization_config" not in options and not reads_weights(frozen_on):
         return init_without_weights(auto, name, options)
     reporting = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
     model, report = (
-        load_tensor_parallel(auto, name, reporting, cut)
-        if cut != NOT_PARALLEL
+        load_tensor_parallel(auto, name, reporting, model_parallel)
+        if model_parallel != NOT_PARALLEL
         else auto.from_pretrained(name, **reporting)
     )
     problems = {

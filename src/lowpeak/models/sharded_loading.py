@@ -104,7 +104,7 @@ COLLECTIVE_STYLES = ("rowwise", "colwise_gather_output", "colwise_rep", "embeddi
 _SUPPORTED_STYLES = ("colwise", *COLLECTIVE_STYLES, GRAD_ALLREDUCE_STYLE)
 
 
-def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], cut: ModelParallel) -> Any:
+def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], model_parallel: ModelParallel) -> Any:
     """Return the model of `auto.from_pretrained(name, **options)`, sharded by transformers, and its loading report.
 
     Each process reads only its part. Raises ArgumentError for a model whose plan has styles that lowpeak does not support.
@@ -115,7 +115,7 @@ def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], cut: 
     # accelerate needs this older name of transformers to combine tensor parallelism with FSDP2.
     if not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
         raise MissingPackageError("tensor parallelism needs transformers 5.23 or later.")
-    sizes = DistributedConfig(tp_size=cut.tensor, fsdp_size=cut.data)
+    sizes = DistributedConfig(tp_size=model_parallel.tensor, fsdp_size=model_parallel.data)
     model, report = auto.from_pretrained(name, **options, distributed_config=sizes)
     unknown = sorted(set(model.tp_plan.values()) - set(_SUPPORTED_STYLES))
     if unknown:
@@ -123,8 +123,8 @@ def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], cut: 
             f"the tensor parallel plan of {type(model).__name__} has {', '.join(unknown)}, which lowpeak does not support: "
             "use fsdp2 or zero3."
         )
-    _check_heads(model, cut)
-    _check_tied_embedding(model, cut)
+    _check_heads(model, model_parallel)
+    _check_tied_embedding(model, model_parallel)
     # Otherwise transformers' Trainer saves no optimizer states, and averages gradients in a different way.
     model._is_distributed_loading_by_transformers = False
     # Remove hooks that all-reduce a gradient after each micro-batch, together with sums of earlier ones (transformers 5.23);
@@ -134,24 +134,25 @@ def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], cut: 
     return model, report
 
 
-def _check_heads(model: Any, cut: ModelParallel) -> None:
+def _check_heads(model: Any, model_parallel: ModelParallel) -> None:
     config = model.config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
-        if heads is not None and heads % cut.tensor:
+        if heads is not None and heads % model_parallel.tensor:
             raise ArgumentError(
-                f"the model has {name}={heads}, which tp_size={cut.tensor} does not divide: lower tp_size."
+                f"the model has {name}={heads}, which tp_size={model_parallel.tensor} does not divide: lower tp_size."
             )
 
 
-def _check_tied_embedding(model: Any, cut: ModelParallel) -> None:
+def _check_tied_embedding(model: Any, model_parallel: ModelParallel) -> None:
     """Raise ArgumentError if FSDP2 would pad, and so untie, the two uses of a tied weight."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
-    if tied and cut.data > 1 and table.weight.shape[0] % (cut.tensor * cut.data):
+    tensor, data, num_rows = model_parallel.tensor, model_parallel.data, table.weight.shape[0]
+    if tied and data > 1 and num_rows % (tensor * data):
         raise ArgumentError(
-            f"the tied embedding has {table.weight.shape[0]} rows, which {cut.tensor} x {cut.data} processes do not divide: head "
-            "and embedding would become different weights. Use other sizes, tensor parallelism alone, or fsdp2."
+            f"the tied embedding has {num_rows} rows, which {tensor} x {data} processes do not divide: head and embedding would "
+            "become different weights. Use other sizes, tensor parallelism alone, or fsdp2."
         )
 
 

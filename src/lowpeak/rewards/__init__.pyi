@@ -30,5 +30,5 @@ from lowpeak.rewards.panel import RewardPanel as RewardPanel
 from lowpeak.rewards.panel import RewardSettings as RewardSettings
 from lowpeak.rewards.panel import merge_rewarded_completions as merge_rewarded_completions
 from lowpeak.rewards.panel import metrics_by_function as metrics_by_function
-from lowpeak.rewards.panel import warn_of_unscored as warn_of_unscored
+from lowpeak.rewards.panel import warn_of_unrewarded as warn_of_unrewarded
 from lowpeak.rewards.reward import Reward as Reward

@@ -258,18 +258,18 @@ def metrics_by_function(names: Sequence[str], records: Sequence[Record]) -> dict
     return metrics
 
 
-def warn_of_unscored(names: Sequence[str], judged: RewardedCompletions) -> None:
+def warn_of_unrewarded(names: Sequence[str], rewarded: RewardedCompletions) -> None:
     """Log one warning if completions have no reward, with their number and the first one."""
-    unscored = [i for i, record in enumerate(judged.records) if math.isnan(record.reward)]
+    unscored = [i for i, record in enumerate(rewarded.records) if math.isnan(record.reward)]
     if unscored:
-        total = len(judged.records)
+        total = len(rewarded.records)
         logger.warning(
             "%s completions have no reward from %s, so nothing is learned from them: return a number from at least one reward. "
             "The first is %.60r to the prompt %.60r.",
             f"All {total}" if len(unscored) == total else f"{len(unscored)} of {total}",
             ", ".join(names),
-            judged.texts[unscored[0]],
-            judged.prompts[unscored[0]],
+            rewarded.texts[unscored[0]],
+            rewarded.prompts[unscored[0]],
         )
 
 

@@ -151,7 +151,7 @@ class OfflineTrainer(StepTrainer):
         )
         reject_virtual_tokens(model, peft_config)
         self.user_args = args = make_arguments(self.config_class, args, model, quantization_config)
-        check_devices(bool(args.fsdp), args.cut.tensor > 1)
+        check_devices(bool(args.fsdp), args.model_parallel.tensor > 1)
         silence_nonzero_ranks(args)
         with Ranks(args.device).propagate_errors():
             self.acting_args = args = resolve_common(args)

@@ -104,11 +104,8 @@ class PPOTrainer(OnlineTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the policy, and a critic that is a separate model into the folder `critic` in it."""
-        export_critic(self, Path(output_dir or self.args.output_dir) / EXPORT_FOLDER)
+        export_critic(self, Path(output_dir or self.args.output_dir) / CRITIC_FOLDER)
         super().save_model(output_dir, _internal_call)
-
-
-EXPORT_FOLDER = "critic"
 
 
 def attach_critic(policy: nn.Module, origin: Any, value_model: Any, args: Any) -> None:

@@ -49,7 +49,7 @@ class RewardTrainer(OfflineTrainer):
 
         A checkpoint without a score head, such as a causal language model's, gets a new one, random by `seed`.
         """
-        if args.cut != NOT_PARALLEL:
+        if args.model_parallel != NOT_PARALLEL:
             raise ArgumentError("reward models are not trained under tensor parallelism: use fsdp2 or zero3.")
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ArgumentError(

@@ -91,7 +91,7 @@ class SFTTrainer(OfflineTrainer):
             args.model_init_kwargs,
             trust_remote_code=args.trust_remote_code,
             peft_config=peft_config,
-            cut=args.cut,
+            model_parallel=args.model_parallel,
             device=None if args.fsdp else args.device,
         )
 

@@ -20,7 +20,7 @@ from lowpeak.rewards import (
     RewardPanel,
     merge_rewarded_completions,
     metrics_by_function,
-    warn_of_unscored,
+    warn_of_unrewarded,
 )
 from lowpeak.rollout import RolloutEngine
 from lowpeak.training.rollout import Rollout, RolloutStats, completion_rows, length_metrics, score_records
@@ -65,10 +65,10 @@ class RolloutCollector:
         with self.engine_awake():
             self.load_weights(policy_version)
             self.stats.pop_useful_share()
-            judged, selected = self._collect_full_groups(number, trainer_state)
-        warn_of_unscored(self.panel.names, judged)
+            rewarded, selected = self._collect_full_groups(number, trainer_state)
+        warn_of_unrewarded(self.panel.names, rewarded)
         algorithm = self.context.run.algorithm
-        records = with_loss_masks([judged.records[i] for i in selected], self.settings.mask_truncated)
+        records = with_loss_masks([rewarded.records[i] for i in selected], self.settings.mask_truncated)
         records, score_metrics = score_records(self.context, records, algorithm.needs, Phase.SCORE)
         if coefficients is None:
             coefficients = algorithm.coefficients()
@@ -76,14 +76,14 @@ class RolloutCollector:
         records = with_advantages(records, advantages)
         if self.settings.rollout.num_steps == 1:  # old is the policy's own log-prob in the step
             records = tuple(replace(record, old=None) for record in records)
-        metrics = merge_metrics(judged.metrics, advantages.metrics)
-        metrics = merge_metrics(merge_metrics(metrics, length_metrics(judged.records)), score_metrics)
+        metrics = merge_metrics(rewarded.metrics, advantages.metrics)
+        metrics = merge_metrics(merge_metrics(metrics, length_metrics(rewarded.records)), score_metrics)
         metrics = merge_metrics(metrics, self.stats.pop_pushes() | self._offload_metrics() | self._overlong_metrics())
-        reported = list(judged.records)
+        reported = list(rewarded.records)
         for i, record in zip(selected, records, strict=True):
             reported[i] = record
-        num_tokens = sum(len(record.prompt_ids) + record.completion.num_written for record in judged.records)
-        return Rollout(number, records, metrics, completion_rows(judged, reported, self.panel.names), num_tokens)
+        num_tokens = sum(len(record.prompt_ids) + record.completion.num_written for record in rewarded.records)
+        return Rollout(number, records, metrics, completion_rows(rewarded, reported, self.panel.names), num_tokens)
 
     @contextmanager
     def engine_awake(self) -> Iterator[None]:
@@ -101,7 +101,7 @@ class RolloutCollector:
     def load_weights(self, policy_version: int) -> None:
         self.weight_sync.load_weights(self.engine, policy_version)
 
-    def generate_and_score(
+    def generate_and_reward(
         self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase
     ) -> RewardedCompletions:
         """Stations 4 and 5: return all ranks' groups with their rewards, numbered from `first_group`.
@@ -126,9 +126,9 @@ class RolloutCollector:
             with ranks.propagate_errors() if self.panel.needs_all_ranks else nullcontext():
                 groups = generate() if all_groups is None else [all_groups[i] for i in owned]
             with tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
-                judged = self.panel.compute_rewards(groups if ranks.is_tp_leader else [], trainer_state=state)
+                rewarded = self.panel.compute_rewards(groups if ranks.is_tp_leader else [], trainer_state=state)
             useful = self.stats.pop_useful_share() if phase is Phase.ROLLOUT else {}
-            return owned, replace(judged, metrics=judged.metrics | useful)
+            return owned, replace(rewarded, metrics=rewarded.metrics | useful)
 
         shares = self.weight_sync.retry_when_engine_lost(self.engine, lambda: ranks.call_on_all(generate_and_reward))
         return merge_all_rewarded([in_prompt_order(shares, first_group)], self.panel.names)
@@ -165,13 +165,13 @@ class RolloutCollector:
         for _ in range(1 + self.settings.rollout.max_refills):
             with self._ranks.propagate_errors():
                 prompts = self.cursor.take(num_missing)
-            judged = self.generate_and_score(prompts, sampling, state, num_generated, Phase.ROLLOUT)
+            rewarded = self.generate_and_reward(prompts, sampling, state, num_generated, Phase.ROLLOUT)
             num_generated += num_missing
             select = self.context.run.algorithm.select
-            selection = check_selection(select(judged.records), select, len(judged.records))
+            selection = check_selection(select(rewarded.records), select, len(rewarded.records))
             start = sum(len(part.records) for part in parts)
             selected += [start + i for i in selection.indices]
-            parts.append(replace(judged, metrics=merge_metrics(judged.metrics, selection.metrics)))
+            parts.append(replace(rewarded, metrics=merge_metrics(rewarded.metrics, selection.metrics)))
             num_missing = selection.num_missing_groups
             num_dropped += num_missing
             if not num_missing:
@@ -220,10 +220,10 @@ def in_prompt_order(
 
     A share is the indices of the prompts that a rank owns, and its records, whose group g is of the g-th of these.
     """
-    judged = merge_rewarded_completions(
+    rewarded = merge_rewarded_completions(
         [part.renumber_groups([first_group + i for i in owned]) for owned, part in shares]
     )
-    return judged.rows(sorted(range(len(judged.records)), key=lambda row: judged.records[row].group))
+    return rewarded.rows(sorted(range(len(rewarded.records)), key=lambda row: rewarded.records[row].group))
 
 
 def merge_all_rewarded(parts: Sequence[RewardedCompletions], names: Sequence[str]) -> RewardedCompletions:

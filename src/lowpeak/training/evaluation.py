@@ -18,7 +18,7 @@ from lowpeak.arguments import Sampling
 from lowpeak.batching import num_loss_tokens, pack
 from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
-from lowpeak.rewards import RewardedCompletions, warn_of_unscored
+from lowpeak.rewards import RewardedCompletions, warn_of_unrewarded
 from lowpeak.training.collector import RolloutCollector, merge_all_rewarded, with_advantages, with_loss_masks
 from lowpeak.training.rollout import completion_rows, length_metrics, score_records, with_step_shares
 from lowpeak.training.run import Run
@@ -72,7 +72,7 @@ def evaluate_prompts(
         one = _complete(collector, prompts, greedy, trainer_state)
         many = _complete(collector, prompts, sampling, trainer_state)
     names = collector.panel.names
-    warn_of_unscored(names, many)
+    warn_of_unrewarded(names, many)
     measured = {**_loss_metrics(collector, many.records, coefficients), **_numbers(reward_metrics(many.records))}
     metrics = {
         **{f"{prefix}_{name}": value for name, value in measured.items()},
@@ -152,7 +152,7 @@ def _complete(
     rows, world_size = collector.settings.eval_rows, collector.context.run.strategy.ranks.world_size
     size = len(prompts) if rows is None else max(1, rows * world_size // sampling.num_generations)
     parts = [
-        collector.generate_and_score(prompts[start : start + size], sampling, state, start, Phase.EVALUATE)
+        collector.generate_and_reward(prompts[start : start + size], sampling, state, start, Phase.EVALUATE)
         for start in range(0, len(prompts), size)
     ]
     return merge_all_rewarded(parts, collector.panel.names)

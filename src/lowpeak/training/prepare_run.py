@@ -75,13 +75,13 @@ def prepare_online(
     trained, after the reference was copied from the policy.
     """
     # Arguments come first, so that a wrong one costs no loading.
-    check_devices(bool(user_args.fsdp), user_args.cut.tensor > 1)
+    check_devices(bool(user_args.fsdp), user_args.model_parallel.tensor > 1)
     num_rewards = len(as_list(inputs.reward_funcs))
-    settings = resolve_online(user_args, user_args.world_size // user_args.cut.tensor, num_rewards)
+    settings = resolve_online(user_args, user_args.world_size // user_args.model_parallel.tensor, num_rewards)
     args = reset_idle_arguments(user_args, settings.facts)
     algorithm = make_algorithm(args, settings)
     set_seed(args.seed)  # before anything is made: an adapter's first weights are random
-    check_engine(settings.vllm, args.cut.tensor)
+    check_engine(settings.vllm, args.model_parallel.tensor)
     if args.process_index == 0:
         check_writable(Path(args.output_dir))
     rewards = make_rewards(
@@ -97,7 +97,7 @@ def prepare_online(
         args.model_init_kwargs,
         trust_remote_code=args.trust_remote_code,
         peft_config=inputs.peft_config,
-        cut=args.cut,
+        model_parallel=args.model_parallel,
         device=None if args.fsdp else args.device,
     )
     if settings.reference_sync is not None and is_peft(policy):
@@ -138,7 +138,7 @@ def _load_reference(policy: nn.Module, inputs: OnlineInputs, args: Any, is_neede
             args.model_init_kwargs,
             inputs.ref_model,
             trust_remote_code=args.trust_remote_code,
-            cut=args.cut,
+            model_parallel=args.model_parallel,
             device=args.device,
         )
     if inputs.ref_model is not None:

@@ -272,23 +272,23 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, Metric]:
 
 
 def completion_rows(
-    judged: RewardedCompletions, records: Sequence[Record], names: Sequence[str]
+    rewarded: RewardedCompletions, records: Sequence[Record], names: Sequence[str]
 ) -> tuple[dict[str, object], ...]:
     """Return one row per completion, for the journal and for the table in the terminal."""
     rows = []
-    for i, (record, text) in enumerate(zip(records, judged.texts, strict=True)):
+    for i, (record, text) in enumerate(zip(records, rewarded.texts, strict=True)):
         counted = record.advantages[record.completion.loss_mask] if record.advantages is not None else torch.zeros(0)
         row: dict[str, object] = {
             "group": record.group,
-            "prompt": judged.prompts[i],
+            "prompt": rewarded.prompts[i],
             "completion": text,
-            "num_tokens": judged.records[i].completion.num_written,
+            "num_tokens": rewarded.records[i].completion.num_written,
             "finish_reason": record.completion.finish_reason,
             **{name: _or_none(value) for name, value in zip(names, record.rewards, strict=True)},
             "reward": _or_none(record.reward),
             "advantage": float(counted.mean()) if counted.numel() else 0.0,
         }
-        row |= {column: values[i] for column, values in judged.columns.items()}
+        row |= {column: values[i] for column, values in rewarded.columns.items()}
         rows.append(row)
     return tuple(rows)
 

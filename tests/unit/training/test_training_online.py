@@ -258,7 +258,7 @@ def test_completions_without_a_score_are_counted_in_one_message_a_rollout(tmp_pa
     def warned(**changes):
         caplog.clear()
         run = trained_grpo(tmp_path, **changes)
-        return run, [record.message for record in caplog.records if record.funcName == "warn_of_unscored"]
+        return run, [record.message for record in caplog.records if record.funcName == "warn_of_unrewarded"]
 
     nothing = [lambda completions, **c: [None] * len(completions), lambda prompts, **c: [None] * len(prompts)]
     _, messages = warned(reward_funcs=nothing, dynamic_sampling_rounds=1)

@@ -247,7 +247,7 @@ def test_a_rollout_that_the_judge_left_without_scores_is_told_once(tmp_path, cap
 
     changes = {"reward_funcs": None, "reward_failures": "none", "max_steps": 1}
     online_dpo(tmp_path, judge=ScriptedJudge(absent), **changes).train()
-    (message,) = [record.message for record in caplog.records if record.funcName == "warn_of_unscored"]
+    (message,) = [record.message for record in caplog.records if record.funcName == "warn_of_unrewarded"]
     assert {"16", "ScriptedJudge,"} <= set(message.split())
 
 

@@ -248,17 +248,17 @@ class WeightReceiver:
             else:
                 self._assemble(piece, values)
 
-    def verify(self, sent: Mapping[str, str], shapes: Mapping[str, int]) -> dict[str, int]:
+    def verify(self, sent: Mapping[str, str], num_elements: Mapping[str, int]) -> dict[str, int]:
         """Raise EngineError with names unless the model holds exactly the tensors that were sent.
 
-        Returns the number of loaded elements of each tensor of which this worker has fewer than `shapes` counts: its
+        Returns the number of loaded elements of each tensor of which this worker has fewer than `num_elements`: its
         engine's ranks share such tensors.
         """
         if self._partial:
             raise EngineError(f"These tensors are incomplete: {shorten_names(self._partial)}.")
-        not_sent = {*(sent.keys() - self._loaded - self._kept), *self.names.lacking(sent)}
-        if not_sent:
-            raise EngineError(f"These tensors were not received: {shorten_names(not_sent)}.")
+        not_received = {*(sent.keys() - self._loaded - self._kept), *self.names.lacking(sent)}
+        if not_received:
+            raise EngineError(f"These tensors were not received: {shorten_names(not_received)}.")
         missing = self.reloads.missing()
         self.reloads.finish()
         if self._summing:
@@ -273,7 +273,7 @@ class WeightReceiver:
         # A reloaded tensor is in no parameter in its original form, so only sending it again can verify it.
         self.known = tuple(n for n, regions in self._placement.regions.items() if regions) if self._summing else ()
         placed = self._placement.num_placed(sent) | self._reloaded
-        return {name: placed[name] for name, count in shapes.items() if placed[name] < count}
+        return {name: placed[name] for name, count in num_elements.items() if placed[name] < count}
 
     def commit(self, policy_version: int) -> None:
         self.policy_version = policy_version
