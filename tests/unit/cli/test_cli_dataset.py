@@ -19,7 +19,7 @@ def test_only_the_columns_that_were_named_are_renamed():
     dataset = Dataset.from_dict({"question": ["1+1?"], "answer": ["2"]})
     assert map_columns(dataset, QUESTION)[0] == {"prompt": "1+1?", "answer": "2"}
     assert map_columns(dataset, QUESTION, ["completion"])[0] == {"prompt": "1+1?", "completion": "2"}
-    with pytest.raises(DataError, match=r"'query' .*prompt; .* question, answer"):
+    with pytest.raises(DataError, match=r"'query' .*prompt: .* question, answer"):
         map_columns(dataset, DataArguments(prompt_column="query"))
 
 

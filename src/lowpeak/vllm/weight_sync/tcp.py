@@ -44,7 +44,7 @@ class TcpSender(BucketSender):
             self._listener = socket.create_server(("127.0.0.1" if loopback else "", port or 0))
         except OSError as error:
             raise EngineError(
-                f"Cannot listen at {port or 'any free port'} for weight updates ({error.strerror}): set vllm_group_port to a free port."
+                f"Cannot listen at {port or 'any port'} for weight updates ({error.strerror}): set vllm_group_port to a free one."
             ) from error
         self._hosts = ["127.0.0.1"] if loopback else host_addresses()
         self._accept_thread = threading.Thread(target=self._accept, name="lowpeak-weights", daemon=True)
