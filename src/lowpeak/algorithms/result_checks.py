@@ -18,6 +18,7 @@ from lowpeak.algorithms.algorithm import Advantages, Selection
 from lowpeak.errors import ArgumentError
 from lowpeak.records import Metric, MetricKind, Record
 
+_LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "step")
 _SCORES = ("old", "reference", "values", "entropy")
 
 
@@ -79,6 +80,11 @@ def check_metrics(metrics: Mapping[str, Metric], function: Callable[..., Any]) -
             f"{_name(function)} returned the metrics {_show(metrics)}, and must return a dict of lowpeak.Metric."
         )
     for name, metric in metrics.items():
+        if not isinstance(name, str) or name in _LOGGED:
+            raise ArgumentError(
+                f"{_name(function)} returned a metric with the name {name!r}: use a string other than {', '.join(_LOGGED)}, which "
+                "every step logs."
+            )
         if not isinstance(metric, Metric):
             raise ArgumentError(
                 f"{_name(function)} returned {_show(metric)} as the metric {name!r}: return lowpeak.Metric(total, count)."

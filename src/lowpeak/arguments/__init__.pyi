@@ -72,6 +72,7 @@ from lowpeak.arguments.validation import check_values as check_values
 from lowpeak.arguments.validation import idle_arguments as idle_arguments
 from lowpeak.arguments.validation import report_idle_arguments as report_idle_arguments
 from lowpeak.arguments.validation import reset_idle_arguments as reset_idle_arguments
+from lowpeak.arguments.validation import warn_or_raise as warn_or_raise
 from lowpeak.arguments.vllm import NO_KV_CACHE_BYTES as NO_KV_CACHE_BYTES
 from lowpeak.arguments.vllm import SERVER_TOKEN as SERVER_TOKEN
 from lowpeak.arguments.vllm import ColocateSettings as ColocateSettings

@@ -32,6 +32,13 @@ from lowpeak.arguments.validation import check_values, reset_idle_arguments
 
 _LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
 _FRACTION = Check(lambda x: 0 <= x < 1, "must be in [0, 1)")
+# Read by torch.utils.checkpoint, the last two by transformers.
+_CHECKPOINT_NAMES = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+_CHECKPOINT_NAMES += ("every_n_layers", "offload")
+_CHECKPOINT_KWARGS = Check(
+    lambda x: x is None or set(x) <= set(_CHECKPOINT_NAMES),
+    f"may have {', '.join(_CHECKPOINT_NAMES)}, and no other name",
+)
 INHERITED_CHECKS: dict[str, Check] = {
     "output_dir": Check(lambda x: str(x).strip() != "", "must be the path of a folder"),
     "per_device_train_batch_size": at_least(1),
@@ -50,6 +57,7 @@ INHERITED_CHECKS: dict[str, Check] = {
     "max_steps": Check(lambda x: x == -1 or x >= 1, "must be at least 1 (or -1, to use num_train_epochs)"),
     "eval_delay": NOT_NEGATIVE,
     "save_total_limit": Check(lambda x: x is None or x >= 0, "must be 0 (keep all) or more, or None"),
+    **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), _CHECKPOINT_KWARGS),
     "ddp_timeout": above_zero("a number of seconds"),
     "ddp_bucket_cap_mb": above_zero("a number of MB"),
     "log_level": one_of(_LogLevel),

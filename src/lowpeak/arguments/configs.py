@@ -49,6 +49,7 @@ Config = TypeVar("Config", bound=TrainingArguments)
 
 # Variables by which accelerate sees that a launcher started the process.
 _SIZES_OF_LAUNCHERS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_PLAIN_TOKENS = ("eos_token", "pad_token")  # of a tokenizer, not secrets
 _RENAMED = (
     ("gradient_checkpointing", "activation_checkpointing"),
     ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
@@ -153,8 +154,11 @@ class CommonConfig(CommonArguments, TrainingArguments):
         check_finite(self, ("logging_steps", "eval_steps", "save_steps"))  # transformers rounds them to integers
         for name in getattr(TrainingArguments, "_VALID_DICT_FIELDS", ()):
             _check_json(self, name)
+        backend = getattr(self, "torch_compile_backend")  # noqa: B009
         with _without_dynamo(), _named_errors(self):
             super().__post_init__()
+        # transformers sets a backend for torch_compile, by which its Trainer would compile the model.
+        self.torch_compile_backend = backend
         if self.fsdp_plugin_args is not None:
             refuse_fsdp1(self.fsdp_plugin_args["fsdp_version"], "fsdp_config")
         use_one_device(self)
@@ -187,7 +191,12 @@ class CommonConfig(CommonArguments, TrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as trackers show them, without access tokens."""
-        return hide_secrets(super().to_dict())
+        # transformers writes a placeholder for every name that ends with _token, also for None.
+        plain = {
+            name: getattr(self, name) if name in _PLAIN_TOKENS or getattr(self, name, "") is None else value
+            for name, value in super().to_dict().items()
+        }
+        return hide_secrets(plain)
 
     def _check_parallelism(self) -> None:
         """Raise ArgumentError for parallelism, in arguments or the environment, that lowpeak does not support."""

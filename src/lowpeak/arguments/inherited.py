@@ -126,6 +126,7 @@ _CHECKPOINTED = _if(
 ACT_IF: dict[str, EffectCondition] = {
     # On CPUs transformers sets it to False itself, so a copy by dataclasses.replace() passes it explicitly.
     "dataloader_pin_memory": _if(lambda args: args.use_cpu, _NO_LOADER),
+    "data_seed": _if(lambda args: args.shuffle_dataset, "shuffle_dataset is off, so the rows are in order; remove it"),
     "num_train_epochs": _if(
         lambda args: args.max_steps <= 0, "max_steps sets the length of the run; remove one of the two"
     ),

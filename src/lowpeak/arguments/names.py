@@ -48,6 +48,9 @@ REJECTED: dict[str, str] = {
     "max_prompt_length": "prompts are never truncated; set overlong_prompts='drop' to skip those that do not fit",
     "use_liger_loss": "the log-prob core never forms the logits; remove it",
     "steps_per_eval": "use eval_steps",
+    "warmup_ratio": "set warmup_steps to the fraction of all steps, such as warmup_steps=0.1",
+    "save_safetensors": "weights are always saved as safetensors; remove it",
+    "group_by_length": "micro-batches are formed under a token budget (micro_batch_tokens); remove it",
 }
 # TRL's defaults of these names, and of arguments with another default here.
 TRL_DEFAULTS: dict[str, Any] = {
@@ -76,7 +79,7 @@ def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[st
         if name in names:
             continue
         if name in rejected:
-            messages.append(f"The argument {name!r} is TRL's and does not exist in lowpeak: {rejected[name]}.")
+            messages.append(f"The argument {name!r} does not exist in lowpeak: {rejected[name]}.")
             continue
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
         hint = f"did you mean {close[0]!r}?" if close else "see --help for all arguments."

@@ -138,8 +138,14 @@ def report_idle_arguments(args: Any, facts: RunFacts) -> None:
     if not idle:
         return
     count = "1 argument has" if len(idle) == 1 else f"{len(idle)} arguments have"
-    message = f"{count} no effect in this run: " + "; ".join(f"{shown} ({because})" for shown, because in idle.items())
+    reasons = "; ".join(f"{shown} ({because})" for shown, because in idle.items())
+    warn_or_raise(args, f"{count} no effect in this run: {reasons}")
+
+
+def warn_or_raise(args: Any, message: str) -> None:
+    """Log a warning of arguments without effect on rank 0; raise it as ArgumentError with `strict_arguments`."""
+    message = f"{message}; strict_arguments=True makes this an error."
     if args.strict_arguments:
-        raise ArgumentError(f"{message}; strict_arguments=True makes this an error.")
+        raise ArgumentError(message)
     if args.process_index == 0:
-        logger.warning("%s; strict_arguments=True makes this an error.", message)
+        logger.warning("%s", message)

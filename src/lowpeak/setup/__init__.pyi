@@ -5,7 +5,7 @@ from lowpeak.setup.optimization import check_best_metric as check_best_metric
 from lowpeak.setup.optimization import check_optimizer as check_optimizer
 from lowpeak.setup.preflight import check_adapter as check_adapter
 from lowpeak.setup.preflight import check_data as check_data
-from lowpeak.setup.preflight import check_services as check_services
+from lowpeak.setup.preflight import check_outputs as check_outputs
 from lowpeak.setup.preflight import require_same_arguments as require_same_arguments
 from lowpeak.setup.preflight import require_same_data as require_same_data
 from lowpeak.setup.preflight import silence_nonzero_ranks as silence_nonzero_ranks

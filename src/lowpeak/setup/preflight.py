@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from huggingface_hub import is_offline_mode
 from transformers import AutoModelForCausalLM
 from transformers.integrations import get_reporting_integration_callbacks
 
+from lowpeak.checkpoint import check_writable
 from lowpeak.data import check_max_steps, digest_row, fetch_rows, num_rows
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.models import add_adapter, find_config
@@ -47,8 +49,10 @@ def check_data(
             check_row(fetch_rows(dataset, [0])[0], "row 0" if dataset is train_dataset else f"{name}: row 0")
 
 
-def check_services(args: Any) -> None:
-    """Raise ArgumentError for an upload while the hub is switched off, and for a tracker that transformers does not know."""
+def check_outputs(args: Any) -> None:
+    """Raise an error for a folder that rank 0 cannot write, an upload with the hub switched off, or an unknown tracker."""
+    if args.process_index == 0:
+        check_writable(Path(args.output_dir))
     try:
         get_reporting_integration_callbacks(args.report_to)
     except ValueError as error:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lowpeak.arguments import warn_or_raise
 from lowpeak.checkpoint import clean_up_checkpoints, last_checkpoint, move_later_checkpoints, resolve_checkpoint
 from lowpeak.errors import CheckpointError
 from lowpeak.journal import Journal
@@ -21,13 +22,13 @@ def find_resume_checkpoint(
     """Remove partial checkpoints of a killed run, and return the checkpoint to resume from; one process calls it.
 
     After a restart by torchrun (TORCHELASTIC_RESTART_COUNT) that is the last complete checkpoint of the same launch, if
-    there is one, whatever the arguments are. Logs a warning if only the argument in `args` asks to resume.
+    there is one, whatever the arguments are. Warns, or raises with strict_arguments, if only the argument in `args` asks to resume.
     """
     argument = getattr(args, "resume_from_checkpoint", None)
     if resume_from_checkpoint is None and str(argument).lower() not in ("none", "false"):
-        logger.warning(
-            "resume_from_checkpoint=%r has no effect in the configuration, so a new run starts: pass it to train().",
-            argument,
+        warn_or_raise(
+            args,
+            f"resume_from_checkpoint={argument!r} of the configuration has no effect; pass it to train() to resume",
         )
     clean_up_checkpoints(output_dir)
     restarts = num_restarts()
@@ -62,7 +63,7 @@ def clear_output_dir(output_dir: Path, journal: Journal, step: int | None) -> No
     """
     moved_to = move_later_checkpoints(output_dir, step or 0)
     if moved_to is not None:
-        logger.warning("Checkpoints of another run were in %s; they are now in %s.", output_dir, moved_to)
+        logger.warning("%s had later checkpoints, or those of another run; they are now in %s.", output_dir, moved_to)
     if step is not None:
         journal.resume_at(step)
     record_launch(output_dir, step or 0)

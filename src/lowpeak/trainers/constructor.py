@@ -50,6 +50,13 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2
 
 
+def _are_optimizers(value: Any) -> bool:
+    return _is_pair(value) and all(
+        each is None or (hasattr(each, method) and not isinstance(each, type))
+        for each, method in zip(value, ("param_groups", "get_last_lr"), strict=True)
+    )
+
+
 # What each of these arguments must be.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("ref_model", "value_model"), (_is_model, "a name, a path or a torch module")),
@@ -61,7 +68,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda x: x is None or isinstance(x, list | tuple) or callable(x), "a tokenizer, or a list of tokenizers and None"
     ),
     "callbacks": (_are_callbacks, "a list of transformers.TrainerCallback"),
-    "optimizers": (_is_pair, "a tuple of an optimizer and a schedule, or of two None"),
+    "optimizers": (_are_optimizers, "a tuple of an optimizer and a schedule, made of their classes, or None for each"),
     "optimizer_cls_and_kwargs": (lambda x: x is None or _is_pair(x), "a tuple of a class and a dict of its arguments"),
 }  # fmt: skip
 
@@ -72,6 +79,18 @@ def check_kinds(**arguments: Any) -> None:
         is_kind, kind = _KINDS[name]
         if not is_kind(value):
             raise ArgumentError(f"{name} must be {kind}, got {value!r:.80} of type {type(value).__name__}.")
+
+
+def check_optimized(optimizer: Any, policy: nn.Module) -> None:
+    """Raise ArgumentError for a passed optimizer that has no trainable parameter of the policy."""
+    if optimizer is None:
+        return
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(parameter.requires_grad and id(parameter) in optimized for parameter in policy.parameters()):
+        raise ArgumentError(
+            "the optimizer in optimizers has none of the policy's trainable parameters: make it from the parameters of the module "
+            "that is passed as model, or set optim and learning_rate in its place."
+        )
 
 
 def reject_virtual_tokens(model: Any, peft_config: Any) -> None:

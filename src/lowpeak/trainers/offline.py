@@ -28,7 +28,6 @@ from lowpeak.checkpoint import (
     ARGUMENTS,
     RunState,
     capture_rng_state,
-    check_writable,
     learning_arguments,
     preserve_rng_state,
 )
@@ -48,11 +47,12 @@ from lowpeak.models import (
 from lowpeak.parallel import check_devices, check_is_sharded, detect_strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.setup import check_adapter, check_data, check_optimizer, check_services, silence_nonzero_ranks
+from lowpeak.setup import check_adapter, check_data, check_optimizer, check_outputs, silence_nonzero_ranks
 from lowpeak.trainers.base import StepTrainer
 from lowpeak.trainers.constructor import (
     base_arguments,
     check_kinds,
+    check_optimized,
     make_arguments,
     reject_unsupported,
     reject_virtual_tokens,
@@ -141,8 +141,8 @@ class OfflineTrainer(StepTrainer):
         peft_config: Any = None,
         **unsupported: Any,
     ) -> None:
-        unsupported["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-        reject_unsupported(self, {"data_collator": data_collator, **unsupported})
+        unsupported |= {"data_collator": data_collator, "preprocess_logits_for_metrics": preprocess_logits_for_metrics}
+        reject_unsupported(self, unsupported)
         check_kinds(
             compute_metrics=compute_metrics,
             callbacks=callbacks,
@@ -158,13 +158,12 @@ class OfflineTrainer(StepTrainer):
             self.memory, passes = resolve_memory(args), resolve_passes(args)
             set_seed(args.seed)  # before anything is made: the first weights of an adapter, or a new head, are random
             algorithm = self.make_algorithm(args)
-            if args.process_index == 0:
-                check_writable(Path(args.output_dir))
             check_data(train_dataset, eval_dataset, args, self.columns, partial(self.check_row, args))
-            check_services(args)
+            check_outputs(args)
             check_optimizer(args, (optimizers[0] or optimizer_cls_and_kwargs, optimizers[1]))
             check_adapter(peft_config, model, self.auto, args)
             policy, tokenizer = self.load(model, args, processing_class, peft_config)
+            check_optimized(optimizers[0], policy)
         super().__init__(
             model=policy,
             args=base_arguments(args),

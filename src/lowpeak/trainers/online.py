@@ -26,11 +26,12 @@ from lowpeak.errors import CheckpointError
 from lowpeak.parallel import check_is_sharded, has_shards
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.setup import check_adapter, check_data, check_optimizer, check_services, silence_nonzero_ranks
+from lowpeak.setup import check_adapter, check_data, check_optimizer, silence_nonzero_ranks
 from lowpeak.trainers.base import StepTrainer
 from lowpeak.trainers.constructor import (
     base_arguments,
     check_kinds,
+    check_optimized,
     make_arguments,
     reject_unsupported,
     reject_virtual_tokens,
@@ -120,13 +121,13 @@ class OnlineTrainer(StepTrainer):
         silence_nonzero_ranks(args)
         with Ranks(args.device).propagate_errors():
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_prompt_columns)
-            check_services(args)
             check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
             inputs = OnlineInputs(
                 model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model
             )
             parts = prepare_online(inputs, args, self.make_algorithm, self.attach_extra_modules)
+        check_optimized(optimizers[0], parts.policy)
         super().__init__(
             model=parts.policy,
             args=base_arguments(parts.args),

@@ -5,7 +5,6 @@ Parts that wait for all ranks are inside `Ranks.propagate_errors`, so that an er
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
+from lowpeak.arguments import warn_or_raise
 from lowpeak.checkpoint import (
     SLICE_BYTES,
     RunState,
@@ -331,8 +331,6 @@ def _state(parameters: Mapping[str, nn.Parameter]) -> TrainingState:
     return state
 
 
-logger = logging.getLogger(__name__)
-
 _RATE = "learning_rate"
 
 # Arguments that optimizers and schedules keep in their states. Other entries of the states change during a run.
@@ -358,11 +356,10 @@ def warn_of_ignored_arguments(trainer: CheckpointedTrainer, checkpoint: str) -> 
         for key in changed
     )
     if ignored:
-        logger.warning(
-            "The optimizer and the schedule continue with the states in %s, so arguments of this run have no effect: %s. To "
-            "change them, start a new run from its weights (model=that folder).",
-            checkpoint,
-            ", ".join(ignored),
+        warn_or_raise(
+            trainer.acting_args,
+            f"the optimizer and the schedule continue with their states in {checkpoint}, so these arguments have no effect: "
+            f"{', '.join(ignored)}. To change them, start a new run from the checkpoint's weights (model=that folder)",
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,7 +11,6 @@ from transformers import set_seed
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import ColocateSettings, OnlineSettings, VllmSettings, reset_idle_arguments, resolve_online
-from lowpeak.checkpoint import check_writable
 from lowpeak.data import check_special_tokens
 from lowpeak.errors import ArgumentError
 from lowpeak.models import (
@@ -26,6 +24,7 @@ from lowpeak.models import (
 )
 from lowpeak.parallel import check_devices
 from lowpeak.rewards import Reward, as_list, make_rewards
+from lowpeak.setup import check_outputs
 from lowpeak.training.evaluation import SuccessCriterion
 from lowpeak.vllm import require_vllm
 
@@ -82,8 +81,7 @@ def prepare_online(
     algorithm = make_algorithm(args, settings)
     set_seed(args.seed)  # before anything is made: an adapter's first weights are random
     check_engine(settings.vllm, args.model_parallel.tensor)
-    if args.process_index == 0:
-        check_writable(Path(args.output_dir))
+    check_outputs(args)
     rewards = make_rewards(
         inputs.reward_funcs,
         inputs.reward_processing_classes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -187,6 +188,8 @@ LAYERS = {"every_n_layers": 2}
         ({"lr_scheduler_type": "constant", "optim": "schedule_free_adamw"}, {"warmup_steps": 3}, False),
         ({}, {"warmup_steps": 3, "lr_scheduler_kwargs": {}}, False),
         ({"gradient_checkpointing": False}, {"gradient_checkpointing_kwargs": LAYERS}, True),
+        ({"shuffle_dataset": False}, {"data_seed": 5}, True),
+        ({}, {"data_seed": 5}, False),
         ({}, {"gradient_checkpointing_kwargs": LAYERS}, False),
         ({}, {"fsdp_config": {"version": 2}}, True),
         *(({}, {name: value}, True) for name, value in DDP.items()),
@@ -244,7 +247,7 @@ def test_arguments_of_the_hub_and_of_trackers_keep_their_values_for_who_else_rea
 def test_defaults_and_copies_of_them_name_nothing(tmp_path, config):
     args = config(output_dir=str(tmp_path), use_cpu=True)
     spelled_out = config(**{f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init})
-    for each in (args, dataclasses.replace(args), spelled_out):
+    for each in (args, dataclasses.replace(args), spelled_out, config(**json.loads(args.to_json_string()))):
         assert not idle_arguments(each, run_facts(each))
 
 
@@ -367,6 +370,11 @@ def test_the_configurations_of_readme_and_examples_name_nothing(tmp_path):
     for config, said in found:
         args = config(**{**said, "output_dir": str(tmp_path), "use_cpu": True})
         assert not idle_arguments(args, run_facts(args)), said
+
+
+def test_torch_compile_without_effect_leaves_transformers_no_backend_to_compile_with(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, torch_compile=True)
+    assert (args.torch_compile_backend, args.torch_compile_mode) == (None, None)
 
 
 def test_another_rank_than_the_first_says_nothing(tmp_path, caplog):

@@ -22,7 +22,7 @@ from lowpeak import (
     SFTTrainer,
 )
 from lowpeak.checkpoint import last_checkpoint
-from lowpeak.errors import CheckpointError
+from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.journal import read_steps
 from tiny_models import char_tokenizer, tiny_model
 
@@ -72,6 +72,15 @@ def test_another_algorithm_or_optimizer_is_refused_and_other_rewards_are_a_warni
             run(tmp_path, kind, **changes).train(resume_from_checkpoint=True)
     run(tmp_path, reward=twos, max_steps=3).train(resume_from_checkpoint=True)
     assert re.search(r"reward_funcs .*'ones'.*'twos'", caplog.text)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_an_argument_that_the_optimizers_states_replace_is_named_and_is_an_error_if_asked_for(tmp_path, kind, caplog):
+    run(tmp_path, kind).train()
+    with pytest.raises(ArgumentError, match="learning_rate=0.5"):
+        run(tmp_path, kind, learning_rate=0.5, max_steps=3, strict_arguments=True).train(resume_from_checkpoint=True)
+    run(tmp_path, kind, learning_rate=0.5, max_steps=3).train(resume_from_checkpoint=True)
+    assert "learning_rate=0.5" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -195,10 +195,10 @@ def test_only_the_first_token_and_those_after_the_last_that_counts_are_left_away
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_truncated_rows_of_training_data_are_counted_or_in_a_stream_named_once(max_length, is_stream, caplog):
     data = Dataset.from_list([{"prompt": "1" * n, "completion": "22"} for n in (1, 3, 4, 9)])
-    arguments = SimpleNamespace(shuffle_dataset=False, seed=0, data_seed=None)
+    arguments = SimpleNamespace(seed=0, data_seed=None)
     source = data.to_iterable_dataset() if is_stream else data
     with caplog.at_level(logging.WARNING):
-        make_cursor(source, reader(max_length=max_length), arguments).take(6)
+        make_cursor(source, reader(max_length=max_length), arguments, shuffle=False).take(6)
     told = [record.args for record in caplog.records if "truncated" in record.getMessage()]
     assert told == ([] if max_length is None else [(1, 5)] if is_stream else [(2, 4, 5)])
 

@@ -100,12 +100,24 @@ OF_OFFLINE = ("compute_metrics", "optimizer_cls_and_kwargs")
         ],
         *[("SFT", name, 3) for name in ("formatting_func", "preprocess_logits_for_metrics")],
         *[("PPO", "value_model", 3), ("GRPO", "callbacks", [3]), ("SFT", "optimizers", (None,))],
+        *[
+            (kind, "optimizers", wrong)
+            for kind in ("GRPO", "SFT")
+            for wrong in ((torch.optim.SGD, None), (None, "cosine"))
+        ],
     ],
 )
 def test_a_value_of_another_kind_is_refused_in_a_sentence_that_names_the_argument(tmp_path, kind, name, value):
     shown = {"data": "train_dataset", "tokenizer": "processing_class"}.get(name, name)
     with pytest.raises((ArgumentError, DataError, ModelError), match=rf"{shown} .*{re.escape(repr(value))}"):
         make(kind, tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "PPO", "SFT", "Reward"])
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path, kind):
+    other = torch.optim.SGD(tiny_model().parameters())
+    with pytest.raises(ArgumentError, match="optimizers .*parameters.*model"):
+        make(kind, tmp_path, optimizers=(other, None))
 
 
 # quantization_config

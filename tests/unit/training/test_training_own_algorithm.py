@@ -166,6 +166,8 @@ FULL = {"needs_full_sequence": True}
         ({"measure": measured({"share": 0.5})}, "own_measure.*float.*share.*Metric"),
         ({"measure": measured({"share": lowpeak.Metric(torch.ones(3))})}, r"share.*own_measure.*total.*\[3\]"),
         ({"measure": measured({"share": lowpeak.Metric(1.0, kind="median")})}, "share.*median.*mean, sum"),
+        ({"measure": measured({"loss": lowpeak.Metric(1.0)})}, "own_measure.*'loss'"),
+        ({"measure": measured({3: lowpeak.Metric(1.0)})}, "own_measure.* 3"),
         ({"measure": measured(None)}, "own_measure.*NoneType.*Metric"),
         ({"update": lambda state, metrics: None}, "update.*reinforce.*None.*average, weight"),
         ({"update": lambda state, metrics: {"average": 0.0}}, r"update.*'average': 0\.0.*average, weight"),

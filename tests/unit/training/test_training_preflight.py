@@ -66,6 +66,7 @@ def test_an_evaluation_without_data_is_told_first(folder, trainer, changes):
         ({"optim": "sgd", "optim_args": "momentum=fast"}, "optim_args='momentum=fast'"),
         ({"optim": "sgd", "optim_args": "momentum=0.9,momentun=0.9"}, "optim_args .*momentun=0.9.*'sgd'"),
         ({"optim": "sgd", "optim_args": "momentum=-1"}, "optim_args='momentum=-1'"),
+        ({"gradient_checkpointing_kwargs": {"foo": 1}}, r"_checkpointing_kwargs=.*foo.*use_reentrant"),
         ({"report_to": "foo"}, r"report_to=\['foo'\]"),
         ({"optim": "galore_adamw"}, "optim='galore_adamw'"),
         ({"optim": "lomo"}, "optim='lomo'"),
@@ -155,6 +156,9 @@ def test_a_configuration_that_asks_to_resume_is_named_if_train_is_not_asked(tmp_
     assert find_resume_checkpoint(tmp_path, None, args) is None
     assert "resume_from_checkpoint='a/checkpoint-3'" in caplog.text
     caplog.clear()
+    args.strict_arguments = True
+    with pytest.raises(ArgumentError, match="resume_from_checkpoint='a/checkpoint-3'"):
+        find_resume_checkpoint(tmp_path, None, args)
     args.resume_from_checkpoint = "false"
     assert find_resume_checkpoint(tmp_path, None, args) is None
     assert not caplog.text
