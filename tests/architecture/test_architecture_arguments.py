@@ -111,7 +111,7 @@ CASES = [(config, others, name, value) for config, others, values in CHANGED for
 # around lowpeak's step; accelerate, which prepares and launches; or a user's script. logging_nan_inf_filter, use_cpu and the like
 # count as acting if they ask for what happens anyway.
 ALWAYS_ACT = {
-    "lowpeak": """output_dir per_device_train_batch_size gradient_accumulation_steps seed data_seed max_steps
+    "lowpeak": """output_dir per_device_train_batch_size gradient_accumulation_steps seed max_steps
         save_only_model save_total_limit logging_nan_inf_filter""",
     "trainer": """max_grad_norm activation_checkpointing logging_strategy logging_first_step log_level disable_tqdm
         report_to eval_strategy eval_on_start push_to_hub restore_callback_states_from_checkpoint full_determinism

@@ -33,8 +33,10 @@ from lowpeak.arguments.validation import check_values, reset_idle_arguments
 _LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
 _FRACTION = Check(lambda x: 0 <= x < 1, "must be in [0, 1)")
 # Read by torch.utils.checkpoint, the last two by transformers.
-_CHECKPOINT_NAMES = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
-_CHECKPOINT_NAMES += ("every_n_layers", "offload")
+_CHECKPOINT_NAMES = (
+    *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"),
+    *("every_n_layers", "offload"),
+)
 _CHECKPOINT_KWARGS = Check(
     lambda x: x is None or set(x) <= set(_CHECKPOINT_NAMES),
     f"may have {', '.join(_CHECKPOINT_NAMES)}, and no other name",

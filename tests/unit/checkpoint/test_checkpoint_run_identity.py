@@ -77,7 +77,7 @@ def test_another_algorithm_or_optimizer_is_refused_and_other_rewards_are_a_warni
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
 def test_an_argument_that_the_optimizers_states_replace_is_named_and_is_an_error_if_asked_for(tmp_path, kind, caplog):
     run(tmp_path, kind).train()
-    with pytest.raises(ArgumentError, match="learning_rate=0.5"):
+    with pytest.raises(ArgumentError, match=r"learning_rate=0.5"):
         run(tmp_path, kind, learning_rate=0.5, max_steps=3, strict_arguments=True).train(resume_from_checkpoint=True)
     run(tmp_path, kind, learning_rate=0.5, max_steps=3).train(resume_from_checkpoint=True)
     assert "learning_rate=0.5" in caplog.text

@@ -116,7 +116,7 @@ def test_a_value_of_another_kind_is_refused_in_a_sentence_that_names_the_argumen
 @pytest.mark.parametrize("kind", ["GRPO", "PPO", "SFT", "Reward"])
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path, kind):
     other = torch.optim.SGD(tiny_model().parameters())
-    with pytest.raises(ArgumentError, match="optimizers .*parameters.*model"):
+    with pytest.raises(ArgumentError, match=r"optimizers .*parameters.*model"):
         make(kind, tmp_path, optimizers=(other, None))
 
 
