@@ -48,6 +48,7 @@ class RowReader(ABC, Generic[Item_co]):
         self._tokenizer = tokenizer
         self._template_defaults = dict(chat_template_kwargs or {})
         self._num_embeddings = num_embeddings
+        self._has_warned_of_text = False
 
     @abstractmethod
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Item_co | None:
@@ -73,6 +74,17 @@ class RowReader(ABC, Generic[Item_co]):
                 "use the tokenizer of an instruct model, or write the prompts as strings."
             )
         return messages, options
+
+    def _warn_of_text(self, where: str) -> None:
+        """Log once that chat_template_kwargs do not change a row of text."""
+        if self._template_defaults and not self._has_warned_of_text:
+            self._has_warned_of_text = True
+            logger.warning(
+                "%s is text, to which no chat template and none of chat_template_kwargs=%s applies: remove the argument, or write "
+                "the rows as lists of messages.",
+                where,
+                self._template_defaults,
+            )
 
     def _check_ids(self, ids: Sequence[int], where: str) -> None:
         """Raise DataError for a token without an embedding, which would crash the device."""

@@ -160,6 +160,7 @@ class SupervisedReader(RowReader[Record]):
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             self._reject_assistant_only(where)
+            self._warn_of_text(where)
             prompt_ids, ids = self._tokenizer(prompt)["input_ids"], self._encode_text(prompt + completion)
             loss_mask = [True] * len(ids)
         elif isinstance(prompt, list) and isinstance(completion, list):
@@ -199,6 +200,7 @@ class SupervisedReader(RowReader[Record]):
         if not isinstance(text, str):
             raise DataError(f"{where}: {self._text_field!r} must be a string, got type {type(text).__name__}.")
         self._reject_assistant_only(where)
+        self._warn_of_text(where)
         if self._completion_only:
             raise DataError(
                 f"{where} is plain text without a completion; use 'prompt' and 'completion' columns, or remove "

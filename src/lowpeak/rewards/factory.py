@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import logging
 import os
 import sys
 import traceback
@@ -28,6 +29,8 @@ from lowpeak.errors import ArgumentError
 from lowpeak.rewards.function import FunctionReward
 from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
+
+logger = logging.getLogger(__name__)
 
 BUILTIN_REWARDS: dict[str, str] = {
     name: f"lowpeak.rewards.builtin.{name}"
@@ -50,7 +53,7 @@ def make_rewards(
 ) -> list[Reward]:
     """Return one reward for each callable, model, or model's name or path, with unique names.
 
-    A processing class in a function's position is ignored, as in TRL. `model_kwargs` are the arguments of the reward models'
+    A processing class in a function's position is named in a warning. `model_kwargs` are the arguments of the reward models'
     `from_pretrained`, `chat_template_kwargs` those of their chat templates. If `device` is given, a parallel strategy will
     place the models there and send their weights from rank 0. Otherwise every rank loads them completely.
 
@@ -78,7 +81,13 @@ def make_rewards(
                 item, tokenizer, model_kwargs=model_kwargs, chat_template_kwargs=chat_template_kwargs, device=device
             )
         if callable(item):
-            return FunctionReward(item)
+            reward = FunctionReward(item)
+            if tokenizer is not None:
+                logger.warning(
+                    "reward_processing_classes has a tokenizer for the function %r, which has no effect; pass None in its place.",
+                    reward.name,
+                )
+            return reward
         raise ArgumentError(
             f"Each of reward_funcs must be a function, a reward model, or a model's name or path, got {item!r} "
             f"of type {type(item).__name__}."

@@ -7,13 +7,39 @@ import logging
 import pytest
 from datasets import Dataset, DatasetDict
 
-from lowpeak.data import PromptReader, check_tokenizer, filter_rows, num_rows, padding_id
+from lowpeak.data import (
+    PreferenceReader,
+    PromptReader,
+    SupervisedReader,
+    check_tokenizer,
+    filter_rows,
+    num_rows,
+    padding_id,
+)
 from lowpeak.errors import DataError, ModelError
 from tiny_models import char_tokenizer
 
 
 def plain_reader(**settings):
     return PromptReader(char_tokenizer("0123456789=+ab"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("reader", "row"),
+    [
+        (PromptReader, {"prompt": "1"}),
+        (SupervisedReader, {"prompt": "1", "completion": "2"}),
+        (SupervisedReader, {"text": "12"}),
+        (PreferenceReader, {"prompt": "1", "chosen": "2", "rejected": "3"}),
+    ],
+)
+def test_template_arguments_that_rows_of_text_do_not_use_are_named_once(reader, row, caplog):
+    for kwargs, expected in (({"a": 1}, [("row 4", {"a": 1})]), (None, [])):
+        caplog.clear()
+        reads = reader(char_tokenizer("0123456789=+ab"), chat_template_kwargs=kwargs)
+        reads.read(row, 4)
+        reads.read(row, 5)
+        assert [record.args for record in caplog.records] == expected
 
 
 @pytest.mark.parametrize("make", [Dataset.from_list, list])

@@ -147,3 +147,8 @@ def test_what_cannot_be_found_or_made_is_one_sentence(load, spec, words):
     with pytest.raises(ArgumentError, match=words) as caught:
         load(spec)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_for_a_function_is_named(caplog):
+    make_rewards([exact_match, len], [None, "tokenizer"])
+    assert [record.args for record in caplog.records] == [("len",)]
