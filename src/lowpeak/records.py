@@ -11,7 +11,7 @@ In the order in which one rollout makes them:
     Metric        a logged number that carries its reduction over micro-batches and ranks
     WeightSlice   a flat range of one parameter, on its way to an engine or a file
 
-All are immutable: a later station makes a new record with `dataclasses.replace`. Records are ragged, with tensors on the CPU;
+All are immutable: a later stage makes a new record with `dataclasses.replace`. Records are ragged, with tensors on the CPU;
 padding first appears in a micro-batch.
 
 Shapes are suffixes: C tokens of one completion; T loss tokens of a micro-batch (those that the loss counts); U units that

@@ -1,6 +1,6 @@
 """The interface of an algorithm: a record of pure functions, made once from resolved settings, without inheritance.
 
-An algorithm knows no trainer, process group or device. The stations are those of docs/architecture.md.
+An algorithm knows no trainer, process group or device. The stages are those of docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class Selection:
-    """Result of station 6: the records to train on, by index, and the number of dropped groups.
+    """Result of stage 6: the records to train on, by index, and the number of dropped groups.
 
     If the unit is a pair, the two selected records of a group form it.
     """
@@ -43,7 +43,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Advantages:
-    """Result of station 9: float32 [C] advantages of each record, and metrics of the whole rollout.
+    """Result of stage 9: float32 [C] advantages of each record, and metrics of the whole rollout.
 
     `returns` are the targets of a critic's values, in the same shape.
     """
@@ -76,7 +76,7 @@ class Algorithm:
     name: str
     # What has one loss and one weight. Micro-batches never split a unit.
     unit: Unit
-    # What station 8 scores without gradients and fixes for the rollout.
+    # What stage 8 scores without gradients and fixes for the rollout.
     needs: frozenset[Need]
     # Records with rewards -> records to train on.
     select: Callable[[Sequence[Record]], Selection]

@@ -1,4 +1,4 @@
-"""Station 5, the rewards of complete groups: each reward is called once for all completions.
+"""Stage 5, the rewards of complete groups: each reward is called once for all completions.
 
 As in TRL, a completion's reward is the weighted sum of its rewards, without those that are None. If all are None it is NaN,
 and the completion is excluded from its group's statistics.

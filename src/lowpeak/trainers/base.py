@@ -249,7 +249,7 @@ class StepTrainer(ModelCardMixin, Trainer):
     # metrics
 
     def finish_step(self) -> dict[str, float]:
-        """Station 13: write the step's metrics into the journal, keep them for the next log, and return them."""
+        """Stage 13: write the step's metrics into the journal, keep them for the next log, and return them."""
         scratch, self.scratch = self.scratch, StepScratch()
         measured = scratch.measured
         assert measured is not None

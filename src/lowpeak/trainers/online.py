@@ -178,7 +178,7 @@ class OnlineTrainer(StepTrainer):
         return max(1, prompts // rollout.num_prompts) * rollout.num_steps
 
     def next_step(self) -> StepBatches:
-        """Stations 1 to 10: collect a new rollout if the last one has served its steps; return the micro-batches."""
+        """Stages 1 to 10: collect a new rollout if the last one has served its steps; return the micro-batches."""
         run, rollout, settings = self.run, self._current_rollout(), self.collector.settings.rollout
         step, self.steps_used = self.steps_used, self.steps_used + 1
         indices = records_of_step(rollout, settings, self.acting_args.seed, step, run.algorithm.unit)
@@ -197,7 +197,7 @@ class OnlineTrainer(StepTrainer):
         return self.rollout
 
     def finish_step(self) -> dict[str, float]:
-        """Station 13; then give up the rollout if the algorithm stops early, and move an averaged reference."""
+        """Stage 13; then give up the rollout if the algorithm stops early, and move an averaged reference."""
         values = super().finish_step()
         if self.run.algorithm.stop_early(values):
             self.steps_used = self.collector.settings.rollout.num_steps

@@ -1,4 +1,4 @@
-"""Stations 1 to 9: from prompts to a rollout whose records are rewarded, scored and carry advantages."""
+"""Stages 1 to 9: from prompts to a rollout whose records are rewarded, scored and carry advantages."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class RolloutCollector:
     def generate_and_reward(
         self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase
     ) -> RewardedCompletions:
-        """Stations 4 and 5: return all ranks' groups with their rewards, numbered from `first_group`.
+        """Stages 4 and 5: return all ranks' groups with their rewards, numbered from `first_group`.
 
         Each group is generated and rewarded on the rank that owns it. Fewer groups than ranks are generated in parts.
         After an engine was lost, only ranks without completions generate again.
@@ -153,7 +153,7 @@ class RolloutCollector:
         ]
 
     def _collect_full_groups(self, number: int, state: Any) -> tuple[RewardedCompletions, list[int]]:
-        """Stations 1 and 4 to 6: return all rewarded records, and the indices of those to train on.
+        """Stages 1 and 4 to 6: return all rewarded records, and the indices of those to train on.
 
         Dynamic sampling generates new groups for those that the selection drops, at most `max_refills` times; then it
         drops them. If the selection drops every group, the last ones are trained on.

@@ -93,7 +93,7 @@ def evaluate_prompts(
 def _loss_metrics(
     collector: RolloutCollector, records: Sequence[Record], coefficients: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the loss and the algorithm's metrics of completions that the policy has just written: stations 6 to 11.
+    """Return the loss and the algorithm's metrics of completions that the policy has just written: stages 6 to 11.
 
     Old log-probs are the policy's present ones, so one pass of the policy, and one of the reference, give all that
     losses read. The scores are gathered, so every rank computes the same numbers without another forward pass.

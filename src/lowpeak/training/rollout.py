@@ -1,6 +1,6 @@
 """A rollout: its records as micro-batches, and its report.
 
-Stations 7 and 8 score the records without gradients, station 10 forms the micro-batches of a step. The report is metrics of
+Stages 7 and 8 score the records without gradients, stage 10 forms the micro-batches of a step. The report is metrics of
 lengths and of the engine, journal rows, and the table of completions."""
 
 from __future__ import annotations

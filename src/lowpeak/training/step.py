@@ -53,7 +53,7 @@ def score(
     settings: LogprobSettings,
     **wishes: bool,
 ) -> list[dict[str, Tensor]]:
-    """Return the log-probs of each micro-batch's loss tokens, by name and without gradients: station 8.
+    """Return the log-probs of each micro-batch's loss tokens, by name and without gradients: stage 8.
 
     `wishes` are fields of HeadRequest that add entropies (`entropy`) or a critic's values (`values`), or leave the log-probs
     out (`logprobs=False`).
@@ -70,7 +70,7 @@ def run_step(
     strategy: Strategy,
     coefficients: Mapping[str, float],
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Run forward and backward of a step's micro-batches; return this rank's loss and metrics: station 11.
+    """Run forward and backward of a step's micro-batches; return this rank's loss and metrics: stage 11.
 
     loss = sum over micro-batches of sum(weights_U * loss_U). Ranks average gradients, so each backward is scaled by
     their number. After an error `.grad` holds gradients of a part of the step: zero them before another step.

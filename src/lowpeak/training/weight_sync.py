@@ -1,4 +1,4 @@
-"""Stations 2 and 3: the policy's weights are pushed to the engine; a lost engine is awaited and gets them again."""
+"""Stages 2 and 3: the policy's weights are pushed to the engine; a lost engine is awaited and gets them again."""
 
 from __future__ import annotations
 
