@@ -79,7 +79,9 @@ def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[st
         if name in names:
             continue
         if name in rejected:
-            messages.append(f"The argument {name!r} does not exist in lowpeak: {rejected[name]}.")
+            messages.append(
+                f"The argument {name!r} is TRL's or an older transformers' and does not exist in lowpeak: {rejected[name]}."
+            )
             continue
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
         hint = f"did you mean {close[0]!r}?" if close else "see --help for all arguments."

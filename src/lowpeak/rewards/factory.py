@@ -190,20 +190,21 @@ def _import_file(path: Path, role: str) -> ModuleType:
     if not path.is_file():
         raise ArgumentError(f"{role} file '{path}' does not exist: check the path.")
     path = path.resolve()
-    content = hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:12]
+    source = path.read_bytes()
+    content = hashlib.sha256(bytes(path) + source).hexdigest()[:12]
     name = f"lowpeak_reward_{path.stem}_{content}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a .py file has a loader"
-    assert spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     # Before it runs, because dataclasses and pickle look the module up there.
     sys.modules[name] = module
     # As for a script: the file may import its neighbours.
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        # The loader would take the bytecode of an earlier content of the same size, if it was written within the same second.
+        exec(compile(source, path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ArgumentError(f"{role} file '{path}' does not import: {_error_with_line(error, str(path))}.") from error

@@ -112,7 +112,7 @@ def test_hooks_that_all_reduce_after_each_micro_batch_are_removed():
 )
 def test_instances_adapters_and_quantised_models_are_refused_under_tensor_parallelism(model, options, adapter, message):
     with pytest.raises(ArgumentError, match=message):
-        load_policy(model, options, trust_remote_code=False, peft_config=adapter, cut=ModelParallel(2, 1))
+        load_policy(model, options, trust_remote_code=False, peft_config=adapter, model_parallel=ModelParallel(2, 1))
 
 
 @pytest.mark.parametrize("critic", ["adapter", "model"])
@@ -120,6 +120,6 @@ def test_a_critic_other_than_a_head_is_refused_under_tensor_parallelism(tmp_path
     args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, critic=critic, max_steps=1)
     resolve_ppo(args, resolve_online(args, 1, 1))
     cut = copy.copy(args)
-    cut.__class__ = type("CutConfig", (PPOConfig,), {"cut": ModelParallel(2, 1)})
+    cut.__class__ = type("CutConfig", (PPOConfig,), {"model_parallel": ModelParallel(2, 1)})
     with pytest.raises(ArgumentError, match=f"critic='{critic}'"):
         resolve_ppo(cut, resolve_online(args, 1, 1))
