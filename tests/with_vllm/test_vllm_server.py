@@ -325,7 +325,12 @@ def command(folder, tmp_path):
     """`lowpeak grpo` with its own server; rewards are counted in a file, a line for each completion."""
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}{i}="}}\n' for i in range(10)))
     (tmp_path / "judge.py").write_text(
-        "def judge(prompts, completion_ids, **columns):\n"
+        # The last rollout but one is rewarded after the server was killed, so that a later one always finds it dead.
+        "import os, time\n"
+        "def judge(prompts, completion_ids, trainer_state, **columns):\n"
+        f"    while trainer_state.global_step == {STEPS - 2} and not os.path.exists('{tmp_path}/killed'):\n"
+        f"        open('{tmp_path}/waits', 'a').close()\n"
+        "        time.sleep(0.1)\n"
         f"    with open('{tmp_path}/judged', 'a') as file:\n"
         "        file.writelines(f'{len(ids)}\\n' for ids in completion_ids)\n"
         "    return [float(sum(ids) % 5) for ids in completion_ids]\n"
@@ -372,8 +377,10 @@ def test_one_command_trains_on_although_its_server_is_killed_and_no_row_is_lost_
         until(lambda: lines_in(steps) or run.poll() is not None, 280, "the first step")
         assert run.poll() is None, err.read_text()[-3000:]
         url, group = started(err)
-        until(lambda: num_running(url) > 0 or run.poll() is not None, 60, "a later rollout is being written")
+        waits = tmp_path / "waits"
+        until(lambda: num_running(url) > 0 or waits.exists(), 60, "a later rollout is being written, or rewarded")
         os.killpg(group, signal.SIGKILL)
+        (tmp_path / "killed").touch()
         assert run.wait(280) == 0, err.read_text()[-3000:]
     finally:
         run.kill()
