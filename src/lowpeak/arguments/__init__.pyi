@@ -1,8 +1,7 @@
 from lowpeak.arguments.base import MemorySettings as MemorySettings
-from lowpeak.arguments.base import PassSettings as PassSettings
+from lowpeak.arguments.base import ModelSettings as ModelSettings
+from lowpeak.arguments.base import RunSettings as RunSettings
 from lowpeak.arguments.base import resolve_common as resolve_common
-from lowpeak.arguments.base import resolve_memory as resolve_memory
-from lowpeak.arguments.base import resolve_passes as resolve_passes
 from lowpeak.arguments.base import run_facts as run_facts
 from lowpeak.arguments.configs import CommonConfig as CommonConfig
 from lowpeak.arguments.configs import GRPOConfig as GRPOConfig
@@ -32,9 +31,15 @@ from lowpeak.arguments.inherited import NEVER_ACT as NEVER_ACT
 from lowpeak.arguments.names import REJECTED as REJECTED
 from lowpeak.arguments.names import check_names as check_names
 from lowpeak.arguments.names import drop_trl_defaults as drop_trl_defaults
+from lowpeak.arguments.offline import OfflineSettings as OfflineSettings
+from lowpeak.arguments.offline import RewardModelSettings as RewardModelSettings
 from lowpeak.arguments.offline import SupervisedLossType as SupervisedLossType
-from lowpeak.arguments.offline import check_packing as check_packing
+from lowpeak.arguments.offline import SupervisedSettings as SupervisedSettings
+from lowpeak.arguments.offline import TokenizerSettings as TokenizerSettings
+from lowpeak.arguments.offline import resolve_reward_model as resolve_reward_model
+from lowpeak.arguments.offline import resolve_supervised as resolve_supervised
 from lowpeak.arguments.online import Correction as Correction
+from lowpeak.arguments.online import EvaluationSettings as EvaluationSettings
 from lowpeak.arguments.online import KLEstimator as KLEstimator
 from lowpeak.arguments.online import OnlineArguments as OnlineArguments
 from lowpeak.arguments.online import OnlineSettings as OnlineSettings
@@ -54,7 +59,9 @@ from lowpeak.arguments.parallelism import require_deepspeed as require_deepspeed
 from lowpeak.arguments.parallelism import resolve_model_parallel as resolve_model_parallel
 from lowpeak.arguments.parallelism import sync_deepspeed_config as sync_deepspeed_config
 from lowpeak.arguments.ppo import AdaptiveKL as AdaptiveKL
+from lowpeak.arguments.ppo import CriticSettings as CriticSettings
 from lowpeak.arguments.ppo import PPOSettings as PPOSettings
+from lowpeak.arguments.ppo import resolve_critic as resolve_critic
 from lowpeak.arguments.ppo import resolve_ppo as resolve_ppo
 from lowpeak.arguments.rloo import RLOOSettings as RLOOSettings
 from lowpeak.arguments.rloo import resolve_rloo as resolve_rloo

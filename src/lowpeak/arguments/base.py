@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from lowpeak.arguments.declare import (
@@ -169,6 +169,24 @@ class CommonArguments:
 
 
 @dataclass(frozen=True)
+class ModelSettings:
+    """How models are loaded, and what is changed in a loaded model.
+
+    `model_init_kwargs` and `trust_remote_code` act on models that are given by name or path.
+    """
+
+    model_init_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    disable_dropout: bool = False
+    cast_lm_head_to_fp32: bool = False
+
+    @property
+    def load_kwargs(self) -> dict[str, Any]:
+        """The keyword arguments of `from_pretrained`; the dtype is the checkpoint's unless the user sets another."""
+        return {"dtype": "auto", "trust_remote_code": self.trust_remote_code, **self.model_init_kwargs}
+
+
+@dataclass(frozen=True)
 class MemorySettings:
     """Sizes that bound memory, and the layout of sequences; None is `auto`, resolved once and then checkpointed.
 
@@ -197,6 +215,20 @@ class PassSettings:
     router_aux_loss_coef: float | None = None
     log_entropy: bool = True
     temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings of every run: models, memory, and forward passes."""
+
+    model: ModelSettings
+    memory: MemorySettings
+    passes: PassSettings
+
+
+def resolve_model(args: Any) -> ModelSettings:
+    """Return how models are loaded."""
+    return make_settings(ModelSettings, args, model_init_kwargs=args.model_init_kwargs or {})
 
 
 def resolve_passes(args: Any) -> PassSettings:

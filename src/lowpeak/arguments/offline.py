@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
-from lowpeak.arguments.base import CommonArguments
+from lowpeak.arguments.base import CommonArguments, RunSettings, resolve_memory, resolve_model, resolve_passes
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     EffectCondition,
@@ -15,6 +15,7 @@ from lowpeak.arguments.declare import (
     at_least,
     data_argument,
     if_on,
+    make_settings,
     model_argument,
     never,
     one_of,
@@ -26,6 +27,7 @@ from lowpeak.arguments.rollout import RolloutArguments
 logger = logging.getLogger(__name__)
 
 SupervisedLossType = Literal["nll", "dft"]
+Settings = TypeVar("Settings", bound="OfflineSettings")
 
 # TRL's packing strategies that lowpeak refuses, with the remedy.
 _TRL_STRATEGIES = {
@@ -87,7 +89,54 @@ class SFTArguments(OfflineArguments):
     eval_packing: bool | None = data_argument(None, "No effect: evaluation lays rows out as training does.")
 
 
-def check_packing(args: Any) -> None:
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """Changes of a copy of the tokenizer: special tokens, and the path of a chat template; None for no change."""
+
+    eos_token: str | None
+    pad_token: str | None
+    chat_template_path: str | None
+
+
+@dataclass(frozen=True)
+class OfflineSettings(RunSettings):
+    """Settings of an offline run, which adds the tokenizer and the reading of rows."""
+
+    tokenizer: TokenizerSettings
+    shuffle_dataset: bool
+    chat_template_kwargs: Mapping[str, Any] | None
+    max_length: int | None
+
+
+@dataclass(frozen=True)
+class SupervisedSettings(OfflineSettings):
+    """Settings of supervised training."""
+
+    dataset_text_field: str
+    completion_only_loss: bool | None
+    assistant_only_loss: bool
+    loss_type: SupervisedLossType
+
+
+def resolve_supervised(args: Any) -> SupervisedSettings:
+    """Return the settings of supervised training; ArgumentError for packing that lowpeak does not support."""
+    _check_packing(args)
+    return _resolve_offline(SupervisedSettings, args)
+
+
+def _resolve_offline(settings: Callable[..., Settings], args: Any, **computed: Any) -> Settings:
+    return make_settings(
+        settings,
+        args,
+        model=resolve_model(args),
+        memory=resolve_memory(args),
+        passes=resolve_passes(args),
+        tokenizer=make_settings(TokenizerSettings, args),
+        **computed,
+    )
+
+
+def _check_packing(args: Any) -> None:
     """Raise ArgumentError for packing that lowpeak does not support; warn that a step counts rows, not packed sequences."""
     if not args.packing:
         return
@@ -134,4 +183,18 @@ class RewardArguments(OfflineArguments):
     )
     center_rewards_coefficient: float | None = argument(
         None, "Weight of the squared sum of a pair's rewards, which keeps rewards around 0 (None: 0).", NOT_NEGATIVE
+    )
+
+
+@dataclass(frozen=True)
+class RewardModelSettings(OfflineSettings):
+    """Settings of reward model training."""
+
+    center_rewards_coefficient: float
+
+
+def resolve_reward_model(args: Any) -> RewardModelSettings:
+    """Return the settings of reward model training."""
+    return _resolve_offline(
+        RewardModelSettings, args, center_rewards_coefficient=args.center_rewards_coefficient or 0.0
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowpeak.arguments.base import MemorySettings, PassSettings, resolve_memory, resolve_passes, run_facts
+from lowpeak.arguments.base import RunSettings, resolve_memory, resolve_model, resolve_passes, run_facts
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     Check,
@@ -195,43 +195,56 @@ class PromptSettings:
     `vllm_max_model_length` bounds a prompt with its completion, beside the contexts of the models.
     """
 
-    shuffle_dataset: bool = True
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    overlong_prompts: Literal["error", "drop"] = "error"
-    vllm_max_model_length: int | None = None
+    shuffle_dataset: bool
+    chat_template_kwargs: Mapping[str, Any]
+    overlong_prompts: Literal["error", "drop"]
+    vllm_max_model_length: int | None
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How evaluations generate and count successes.
+
+    num_generations     sampled completions of each prompt
+    num_rows            completions that each rank generates together; None for as many as fit in the KV cache
+    success_reward      name of the reward that measures success; None for the first
+    success_threshold   least reward of a successful completion
+    """
+
+    num_generations: int
+    num_rows: int | None
+    success_reward: str | None
+    success_threshold: float
 
 
 @dataclass(frozen=True)
 class TableSettings:
     """The table of completions in the terminal: least steps between two, its rows (None: all), and one row per prompt."""
 
-    log_completions_steps: int = 1
-    num_completions_to_print: int | None = None
-    log_unique_prompts: bool = False
+    log_completions_steps: int
+    num_completions_to_print: int | None
+    log_unique_prompts: bool
 
 
 @dataclass(frozen=True)
-class OnlineSettings:
-    """Settings of an online run: rollouts, sampling, evaluation, reference updates, memory, passes, prompts, rewards, vLLM.
+class OnlineSettings(RunSettings):
+    """Settings of an online run, which adds rollouts, sampling, evaluation, reference updates, prompts, rewards, vLLM.
 
     `facts` are the facts of the run that were known when its arguments were resolved.
     """
 
     rollout: RolloutSettings
     sampling: Sampling
-    num_generations_eval: int
-    eval_rows: int | None
+    evaluation: EvaluationSettings
     reference_sync: ReferenceSync | None
-    memory: MemorySettings
     reward_weights: tuple[float, ...]
+    reward_failures: Literal["raise", "none"]
+    reward_timeout: float | None
     mask_truncated: bool
-    passes: PassSettings = PassSettings()
-    prompts: PromptSettings = PromptSettings()
-    table: TableSettings | None = None
-    reward_failures: Literal["raise", "none"] = "raise"
-    reward_timeout: float | None = None
-    vllm: VllmSettings | None = None
-    facts: RunFacts = RunFacts()
+    prompts: PromptSettings
+    table: TableSettings | None
+    vllm: VllmSettings | None
+    facts: RunFacts
 
 
 def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettings:
@@ -243,10 +256,15 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
     _check_online(args, world_size)
     args = reset_idle_arguments(args, facts)
     return OnlineSettings(
+        model=resolve_model(args),
         rollout=rollout,
         sampling=resolve_sampling(args),
-        num_generations_eval=args.num_generations_eval or args.num_generations,
-        eval_rows=args.per_device_eval_batch_size,
+        evaluation=make_settings(
+            EvaluationSettings,
+            args,
+            num_generations=args.num_generations_eval or args.num_generations,
+            num_rows=args.per_device_eval_batch_size,
+        ),
         reference_sync=ReferenceSync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
         if args.sync_ref_model
         else None,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from lowpeak.arguments.base import ModelSettings, resolve_model
 from lowpeak.arguments.declare import (
     FINITE,
     NOT_NEGATIVE,
@@ -196,6 +197,21 @@ class PPOSettings:
         """The correction of the engine's drift, fixed for the rollout."""
         # The values are scored before the first step in any case, and old log-probs with them.
         return self.correction
+
+
+@dataclass(frozen=True)
+class CriticSettings:
+    """Where the critic is, what initialises a separate one, how that is loaded, and its learning rate (None: the policy's)."""
+
+    critic: CriticLayout
+    value_model_path: str | None
+    value_learning_rate: float | None
+    model: ModelSettings
+
+
+def resolve_critic(args: Any) -> CriticSettings:
+    """Return the critic's settings."""
+    return make_settings(CriticSettings, args, model=resolve_model(args))
 
 
 def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:

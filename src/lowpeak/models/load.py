@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowpeak.arguments import NOT_PARALLEL, ModelParallel
+from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings
 from lowpeak.data import check_tokenizer
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import install_head, install_score_head, verify_head, verify_score_head
@@ -28,12 +28,13 @@ from lowpeak.models.value_heads import remove_critic
 
 logger = logging.getLogger(__name__)
 
+_AS_SAVED = ModelSettings()
+
 
 def load_policy(
     model: str | nn.Module,
-    init_kwargs: Mapping[str, Any] | None,
+    settings: ModelSettings = _AS_SAVED,
     *,
-    trust_remote_code: bool,
     peft_config: Any = None,
     model_parallel: ModelParallel = NOT_PARALLEL,
     device: torch.device | None = None,
@@ -44,9 +45,8 @@ def load_policy(
     read directly into the memory of its `device`.
     """
     if model_parallel != NOT_PARALLEL:
-        _check_tensor_parallel(model, init_kwargs, peft_config)
-        init_kwargs = {**(init_kwargs or {}), "dtype": torch.float32}
-    policy = _load_or_take(model, init_kwargs, trust_remote_code, model_parallel, device)
+        _check_tensor_parallel(model, settings, peft_config)
+    policy = _load_or_take(model, settings, model_parallel, device)
     _keep_training_format(policy)
     if peft_config is not None:
         policy = add_training_adapter(policy, peft_config)
@@ -57,17 +57,13 @@ def load_policy(
 
 
 def _load_or_take(
-    model: str | nn.Module,
-    init_kwargs: Mapping[str, Any] | None,
-    trust_remote_code: bool,
-    model_parallel: ModelParallel,
-    device: torch.device | None,
+    model: str | nn.Module, settings: ModelSettings, model_parallel: ModelParallel, device: torch.device | None
 ) -> nn.Module:
     if isinstance(model, str):
-        options = dict(init_kwargs or {})
-        device_map = device_map_for_loading(device, options) if model_parallel == NOT_PARALLEL else {}
-        return _load_causal(model, options | device_map, trust_remote_code, model_parallel)
-    _check_instance(model, bool(init_kwargs) or trust_remote_code)
+        alone = model_parallel == NOT_PARALLEL
+        changes = device_map_for_loading(device, settings.model_init_kwargs) if alone else {"dtype": torch.float32}
+        return _load_causal(model, settings, model_parallel, **changes)
+    _check_instance(model, bool(settings.model_init_kwargs) or settings.trust_remote_code)
     remove_added_modules(model)
     return model
 
@@ -86,21 +82,20 @@ def _check_instance(model: Any, has_load_arguments: bool) -> None:
 
 def _load_causal(
     name: str,
-    init_kwargs: Mapping[str, Any] | None,
-    trust_remote_code: bool,
-    model_parallel: ModelParallel = NOT_PARALLEL,
+    settings: ModelSettings,
+    model_parallel: ModelParallel,
     frozen_on: torch.device | None = None,
+    **changes: Any,
 ) -> nn.Module:
-    kwargs = {"dtype": "auto", "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
-    return from_pretrained(AutoModelForCausalLM, name, model_parallel, frozen_on, **kwargs)
+    return from_pretrained(AutoModelForCausalLM, name, model_parallel, frozen_on, **settings.load_kwargs | changes)
 
 
-def _check_tensor_parallel(model: Any, init_kwargs: Mapping[str, Any] | None, peft_config: Any) -> None:
+def _check_tensor_parallel(model: Any, settings: ModelSettings, peft_config: Any) -> None:
     if not isinstance(model, str):
         raise ArgumentError(
             "tensor parallelism shards a model while it is loaded: pass its name or path, not an instance."
         )
-    if peft_config is not None or "quantization_config" in (init_kwargs or {}):
+    if peft_config is not None or "quantization_config" in settings.model_init_kwargs:
         raise ArgumentError(
             "tensor parallelism does not support adapters and quantised models: train them under fsdp2 or zero3."
         )
@@ -141,10 +136,9 @@ def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_c
 def load_reference(
     policy: nn.Module,
     origin: str | nn.Module,
-    init_kwargs: Mapping[str, Any] | None,
+    settings: ModelSettings = _AS_SAVED,
     ref_model: str | nn.Module | None = None,
     *,
-    trust_remote_code: bool,
     model_parallel: ModelParallel = NOT_PARALLEL,
     device: torch.device | None = None,
 ) -> nn.Module | None:
@@ -158,11 +152,11 @@ def load_reference(
             raise ArgumentError("ref_model is the model itself, which training changes: remove it.")
         return ref_model
     if ref_model is not None:
-        return _load_causal(ref_model, init_kwargs, trust_remote_code, model_parallel, device)
+        return _load_causal(ref_model, settings, model_parallel, device)
     if is_peft(policy):
         return None
     if isinstance(origin, str):
-        return _load_causal(origin, init_kwargs, trust_remote_code, model_parallel, device)
+        return _load_causal(origin, settings, model_parallel, device)
     reference = copy.deepcopy(policy)
     remove_critic(reference)
     return reference

@@ -155,7 +155,7 @@ def loading(bench: Bench) -> str:
     """Load a policy from a folder into the device's memory."""
     saved = make_model(*bench.pick((64_000, 1024, 8), (64, 64, 2)), dtype=torch.bfloat16)
     saved.save_pretrained(bench.folder / "model")
-    policy = load_policy(str(bench.folder / "model"), None, trust_remote_code=False, device=bench.device)
+    policy = load_policy(str(bench.folder / "model"), device=bench.device)
     on_device = [p.device.type == bench.device.type for p in policy.parameters()]
     require(all(on_device), f"{on_device.count(False)} of {len(on_device)} weights are not on the device")
     same = all(torch.equal(a.cpu(), b) for a, b in zip(policy.parameters(), saved.parameters(), strict=True))

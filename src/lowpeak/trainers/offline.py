@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,11 +16,11 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import (
     CommonConfig,
+    OfflineSettings,
     RunFacts,
+    TokenizerSettings,
     report_idle_arguments,
     resolve_common,
-    resolve_memory,
-    resolve_passes,
     run_facts,
 )
 from lowpeak.checkpoint import (
@@ -78,28 +77,31 @@ class OfflineTrainer(StepTrainer):
     quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
     unsupported             other arguments of TRL's trainers: each raises ArgumentError with a remedy
 
-    A subclass loads its model, reads a row and names its algorithm.
+    A subclass resolves its settings, loads its model, reads a row and names its algorithm.
     """
 
     config_class: ClassVar[type[CommonConfig]]
     columns: ClassVar[str]  # columns of its data, for the error if there is no data set
     head: ClassVar[HeadKind] = LOGPROB_HEAD
     auto: ClassVar[Any] = AutoModelForCausalLM  # the class of transformers that makes a model of a name
+    settings: Any  # the record that `resolve` returns
     reader: Any
 
     @staticmethod
-    def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
+    def resolve(args: Any) -> OfflineSettings:
+        raise AssertionError("a subclass resolves its settings")
+
+    def load_model(self, model: Any, peft_config: Any) -> nn.Module:
         raise AssertionError("a subclass loads its model")
 
-    @staticmethod
-    def make_algorithm(args: Any) -> Algorithm:
+    def make_algorithm(self) -> Algorithm:
         raise AssertionError("a subclass names its algorithm")
 
-    def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
+    def make_reader(self, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
         """Return the reader that turns a row into an item of `records_of`."""
         raise AssertionError("a subclass reads its rows")
 
-    def check_row(self, args: Any, row: Any, where: str) -> None:
+    def check_row(self, row: Any, where: str) -> None:
         """Raise DataError for a row without the columns that the reader needs."""
         raise AssertionError("a subclass names the columns of its rows")
 
@@ -155,14 +157,13 @@ class OfflineTrainer(StepTrainer):
         silence_nonzero_ranks(args)
         with Ranks(args.device).propagate_errors():
             self.acting_args = args = resolve_common(args)
-            self.memory, passes = resolve_memory(args), resolve_passes(args)
+            self.settings = settings = self.resolve(args)
             set_seed(args.seed)  # before anything is made: the first weights of an adapter, or a new head, are random
-            algorithm = self.make_algorithm(args)
-            check_data(train_dataset, eval_dataset, args, self.columns, partial(self.check_row, args))
+            check_data(train_dataset, eval_dataset, args, self.columns, self.check_row)
             check_outputs(args)
             check_optimizer(args, (optimizers[0] or optimizer_cls_and_kwargs, optimizers[1]))
             check_adapter(peft_config, model, self.auto, args)
-            policy, tokenizer = self.load(model, args, processing_class, peft_config)
+            policy, tokenizer = self.load(model, processing_class, peft_config)
             check_optimized(optimizers[0], policy)
         super().__init__(
             model=policy,
@@ -179,10 +180,11 @@ class OfflineTrainer(StepTrainer):
         report_idle_arguments(self.user_args, self._facts(args, policy))
         strategy = detect_strategy(self.accelerator)
         pad_id = padding_id(tokenizer)
-        self.start_run(make_run(self, args, self.memory, passes, algorithm, strategy, policy, pad_id, head=self.head))
-        self.reader = self.make_reader(args, policy, tokenizer)
+        algorithm = self.make_algorithm()
+        self.start_run(make_run(self, args, settings, algorithm, strategy, policy, pad_id, head=self.head))
+        self.reader = self.make_reader(policy, tokenizer)
         with strategy.ranks.propagate_errors():
-            self.cursor = make_cursor(train_dataset, self.reader, args, args.shuffle_dataset)
+            self.cursor = make_cursor(train_dataset, self.reader, args, settings.shuffle_dataset)
 
     def _facts(self, args: Any, policy: nn.Module) -> RunFacts:
         passed = "class" if self.optimizer_cls_and_kwargs else "instance" if self.optimizer is not None else None
@@ -193,14 +195,15 @@ class OfflineTrainer(StepTrainer):
             passed_schedule=self.lr_scheduler is not None,
         )
 
-    def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
+    def load(self, model: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
         """Return the model, ready to train, and its tokenizer."""
-        policy = self.load_model(model, args, peft_config)
-        tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
-        tokenizer = change_tokenizer(tokenizer, transformers_model(policy), args)
+        settings = self.settings
+        policy = self.load_model(model, peft_config)
+        tokenizer = load_tokenizer(processing_class, model, settings.model.trust_remote_code)
+        tokenizer = change_tokenizer(tokenizer, transformers_model(policy), settings.tokenizer)
         check_special_tokens(tokenizer, num_embeddings(policy))
         upcast_trainable(policy)
-        if args.disable_dropout:
+        if settings.model.disable_dropout:
             disable_dropout(policy)
         return policy, tokenizer
 
@@ -273,7 +276,7 @@ class OfflineTrainer(StepTrainer):
 
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
         self.cursor.load_state_dict(state.cursor)
-        self.run = self.run.with_sizes(self.run.sizes.resumed(state.resolved, self.memory))
+        self.run = self.run.with_sizes(self.run.sizes.resumed(state.resolved, self.settings.memory))
 
 
 def _named_numbers(computed: Any) -> Mapping[str, float]:
@@ -285,13 +288,14 @@ def _named_numbers(computed: Any) -> Mapping[str, float]:
     return computed
 
 
-def change_tokenizer(tokenizer: Any, model: Any, args: Any) -> Any:
-    """Return the tokenizer, or a copy with the changes that the arguments ask for, which the model's configs get too.
+def change_tokenizer(tokenizer: Any, model: Any, settings: TokenizerSettings) -> Any:
+    """Return the tokenizer, or a copy with the changes that the settings ask for, which the model's configs get too.
 
     The new end-of-sequence token ends a completion, and so do those that ended it before.
     """
-    tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if getattr(args, name) is not None}
-    if not tokens and args.chat_template_path is None:
+    chosen = {"eos_token": settings.eos_token, "pad_token": settings.pad_token}
+    tokens = {name: token for name, token in chosen.items() if token is not None}
+    if not tokens and settings.chat_template_path is None:
         return tokenizer
     changed = copy.deepcopy(tokenizer)
     for name, token in tokens.items():
@@ -301,8 +305,8 @@ def change_tokenizer(tokenizer: Any, model: Any, args: Any) -> Any:
         setattr(model.config.get_text_config(), f"{name}_id", tokenizer.convert_tokens_to_ids(token))
     if "eos_token" in tokens:
         _add_end_token(model, changed.eos_token_id)
-    if args.chat_template_path is not None:
-        changed.chat_template = _read_template(args.chat_template_path)
+    if settings.chat_template_path is not None:
+        changed.chat_template = _read_template(settings.chat_template_path)
     return changed
 
 
@@ -323,8 +327,8 @@ def _read_template(name: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def longest_row(args: Any, policy: nn.Module, reserved: int = 0) -> int | None:
+def longest_row(max_length: int | None, policy: nn.Module, reserved: int = 0) -> int | None:
     """Return the most tokens of a sequence: `max_length`, or the model's context minus `reserved`; None for no limit."""
     context = context_length(policy)
-    limits = [args.max_length, None if context is None else context - reserved]
+    limits = [max_length, None if context is None else context - reserved]
     return min((limit for limit in limits if limit is not None), default=None)

@@ -158,7 +158,7 @@ class OnlineTrainer(StepTrainer):
     def num_generations_eval(self) -> int:
         """Completions per prompt of an evaluation; inside its `rollout_func`, those that it must return."""
         evaluates = self.asked is not None and not self.model.training
-        return self.num_generations if evaluates else self.parts.settings.num_generations_eval
+        return self.num_generations if evaluates else self.parts.settings.evaluation.num_generations
 
     # a run
 

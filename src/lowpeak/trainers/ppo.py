@@ -14,7 +14,7 @@ from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
 from lowpeak.algorithms import Algorithm, make_ppo
-from lowpeak.arguments import OnlineConfig, OnlineSettings, PPOConfig, resolve_ppo
+from lowpeak.arguments import CriticSettings, OnlineConfig, OnlineSettings, PPOConfig, resolve_critic, resolve_ppo
 from lowpeak.checkpoint import SLICE_BYTES, stage_files, write_configs, write_weights
 from lowpeak.errors import ArgumentError
 from lowpeak.logprobs import causal_lm
@@ -78,18 +78,19 @@ class PPOTrainer(OnlineTrainer):
             self._check_optimizer(self.optimizer)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.acting_args.value_learning_rate is not None:
+        if self.critic_settings.value_learning_rate is not None:
             raise ArgumentError(
                 "value_learning_rate has no effect on an optimizer that is passed in: give the critic a separate group in it."
             )
         check_critic_is_optimized(optimizer, self.model)
 
     def attach_extra_modules(self, policy: nn.Module, origin: Any, args: Any) -> None:
-        attach_critic(policy, origin, self.value_model, args)
+        self.critic_settings = resolve_critic(args)
+        attach_critic(policy, origin, self.value_model, self.critic_settings)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)
-        rate = self.acting_args.value_learning_rate
+        rate = self.critic_settings.value_learning_rate
         if rate is not None:
             set_critic_learning_rate(optimizer, self.model, rate)
         return optimizer
@@ -108,20 +109,22 @@ class PPOTrainer(OnlineTrainer):
         super().save_model(output_dir, _internal_call)
 
 
-def attach_critic(policy: nn.Module, origin: Any, value_model: Any, args: Any) -> None:
-    """Attach the critic that the arguments describe; `origin` is the user's argument `model`.
+def attach_critic(policy: nn.Module, origin: Any, value_model: Any, settings: CriticSettings) -> None:
+    """Attach the critic that the settings describe; `origin` is the user's argument `model`.
 
     Raises ArgumentError for a layout that the policy cannot have, and for a value model that is not a classifier with
     one label.
     """
     causal = causal_lm(policy)
-    if value_model is not None and args.critic != "model":
-        raise ArgumentError(f"value_model has no effect with critic={args.critic!r}: set critic='model', or remove it.")
+    if value_model is not None and settings.critic != "model":
+        raise ArgumentError(
+            f"value_model has no effect with critic={settings.critic!r}: set critic='model', or remove it."
+        )
     critic: nn.Module
-    if args.critic == "model":
-        critic = SeparateCritic(_classifier(policy, causal, origin, value_model, args))
+    if settings.critic == "model":
+        critic = SeparateCritic(_classifier(policy, causal, origin, value_model, settings))
     else:
-        critic = _adapter_critic(policy, causal) if args.critic == "adapter" else SharedCritic(_score(causal))
+        critic = _adapter_critic(policy, causal) if settings.critic == "adapter" else SharedCritic(_score(causal))
     device = causal.get_input_embeddings().weight.device
     if device.type != "meta":
         shard_like(critic.to(device), causal)
@@ -135,15 +138,15 @@ def _score(causal: Any) -> ValueHead:
 # a separate model
 
 
-def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, args: Any) -> Any:
+def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, settings: CriticSettings) -> Any:
     """Return the value model passed in, a reward model's checkpoint, or the policy's backbone with a zero head."""
-    if value_model is not None and args.value_model_path is not None:
+    if value_model is not None and settings.value_model_path is not None:
         raise ArgumentError("value_model and value_model_path name two critics; give one.")
-    trusted = {"trust_remote_code": True} if args.trust_remote_code else {}
-    source = value_model if value_model is not None else args.value_model_path
+    source = value_model if value_model is not None else settings.value_model_path
     if isinstance(source, nn.Module):
         return _checked(source)
     if source is not None:
+        trusted = {"trust_remote_code": True} if settings.model.trust_remote_code else {}
         return _checked(_load_classifier(causal, str(source), trusted))
     config = causal.config
     has_custom_class = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
@@ -153,9 +156,8 @@ def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, a
             "set critic='head' or 'adapter', or pass value_model, a classifier of another family with the policy's tokenizer."
         )
     if isinstance(origin, str):
-        options = {"dtype": "auto", **trusted, **(args.model_init_kwargs or {})}
         classifier = from_pretrained(
-            AutoModelForSequenceClassification, origin, may_lack="score.", num_labels=1, **options
+            AutoModelForSequenceClassification, origin, may_lack="score.", num_labels=1, **settings.model.load_kwargs
         )
     else:
         classifier = _on_same_backbone(policy, causal)

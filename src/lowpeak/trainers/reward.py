@@ -13,7 +13,14 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, EvalPrediction
 
 from lowpeak.algorithms import Algorithm, make_reward_model
-from lowpeak.arguments import NOT_PARALLEL, CommonConfig, RewardConfig
+from lowpeak.arguments import (
+    NOT_PARALLEL,
+    CommonConfig,
+    ModelSettings,
+    RewardConfig,
+    RewardModelSettings,
+    resolve_reward_model,
+)
 from lowpeak.data import PreferenceReader, check_preference_columns, flatten_pairs, read_pairs
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import classifier_of
@@ -44,24 +51,25 @@ class RewardTrainer(OfflineTrainer):
     head: ClassVar[HeadKind] = SCORE_HEAD
 
     @staticmethod
-    def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
+    def resolve(args: Any) -> RewardModelSettings:
+        return resolve_reward_model(args)
+
+    def load_model(self, model: Any, peft_config: Any) -> nn.Module:
         """Load the classifier by name, path or instance; with `peft_config`, under an adapter.
 
         A checkpoint without a score head, such as a causal language model's, gets a new one, random by `seed`.
         """
-        if args.model_parallel != NOT_PARALLEL:
+        if self.acting_args.model_parallel != NOT_PARALLEL:
             raise ArgumentError("reward models are not trained under tensor parallelism: use fsdp2 or zero3.")
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ArgumentError(
                 "a reward model is a classifier: set task_type='SEQ_CLS' in peft_config in place of 'CAUSAL_LM'."
             )
-        is_new = False
         if isinstance(model, str):
-            model, is_new = _load_named(model, args)
-            policy = load_policy(model, None, trust_remote_code=False, peft_config=peft_config)
+            loaded, is_new = _load_named(model, self.settings.model, self.acting_args.seed)
+            policy = load_policy(loaded, peft_config=peft_config)
         else:
-            trusted = args.trust_remote_code
-            policy = load_policy(model, args.model_init_kwargs, trust_remote_code=trusted, peft_config=peft_config)
+            policy, is_new = load_policy(model, self.settings.model, peft_config=peft_config), False
         classifier = classifier_of(policy)
         if is_new and not any(weight.requires_grad for weight in classifier.score.parameters()):
             raise ArgumentError(
@@ -70,26 +78,25 @@ class RewardTrainer(OfflineTrainer):
             )
         return policy
 
-    @staticmethod
-    def make_algorithm(args: Any) -> Algorithm:
-        return make_reward_model(args.center_rewards_coefficient or 0.0)
+    def make_algorithm(self) -> Algorithm:
+        return make_reward_model(self.settings.center_rewards_coefficient)
 
-    def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
+    def load(self, model: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
         """Load as the base class does, and set the same pad token in tokenizer and model."""
         # A classifier reads its score at the last token before the padding.
-        policy, tokenizer = super().load(model, args, processing_class, peft_config)
+        policy, tokenizer = super().load(model, processing_class, peft_config)
         if tokenizer.pad_token_id is None:
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.pad_token = tokenizer.eos_token
         classifier_of(policy).config.get_text_config().pad_token_id = tokenizer.pad_token_id
         return policy, tokenizer
 
-    def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> PreferenceReader:
+    def make_reader(self, policy: nn.Module, tokenizer: Any) -> PreferenceReader:
         """Return the reader of two records per row; each takes one more position of the context, for its score."""
         return PreferenceReader(
             tokenizer,
-            max_length=longest_row(args, policy, reserved=1),
-            chat_template_kwargs=args.chat_template_kwargs,
+            max_length=longest_row(self.settings.max_length, policy, reserved=1),
+            chat_template_kwargs=self.settings.chat_template_kwargs,
             num_embeddings=num_embeddings(policy),
         )
 
@@ -100,7 +107,7 @@ class RewardTrainer(OfflineTrainer):
     def num_tokens(self, records: Sequence[Record]) -> int:
         return super().num_tokens(records) - len(records)
 
-    def check_row(self, args: Any, row: Any, where: str) -> None:
+    def check_row(self, row: Any, where: str) -> None:
         check_preference_columns(row, where)
 
     def read(self, data: Any) -> list[Record]:
@@ -117,9 +124,9 @@ class RewardTrainer(OfflineTrainer):
         return EvalPrediction(predictions=scores, label_ids=np.zeros(len(scores), dtype=np.int64))
 
 
-def _load_named(name: str, args: Any) -> tuple[nn.Module, bool]:
+def _load_named(name: str, settings: ModelSettings, seed: int) -> tuple[nn.Module, bool]:
     """Load the classifier of a name or path; return it and whether its head is new, which is logged."""
-    options = {"dtype": "auto", "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    options = settings.load_kwargs
     loaded = from_pretrained(
         AutoModelForSequenceClassification, name, may_lack=_HEAD, num_labels=1, output_loading_info=True, **options
     )
@@ -132,5 +139,5 @@ def _load_named(name: str, args: Any) -> tuple[nn.Module, bool]:
         )
     is_new = bool(num_labels) or any(key.startswith(_HEAD) for key in report["missing_keys"])
     if is_new:
-        logger.warning("%r has no score head: it starts with a new one, random by seed %d.", name, args.seed)
+        logger.warning("%r has no score head: it starts with a new one, random by seed %d.", name, seed)
     return model, is_new

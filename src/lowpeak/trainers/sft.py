@@ -12,7 +12,7 @@ from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms import Algorithm, make_supervised
-from lowpeak.arguments import CommonConfig, SFTConfig, check_packing
+from lowpeak.arguments import CommonConfig, SFTConfig, SupervisedSettings, resolve_supervised
 from lowpeak.data import SupervisedReader, check_supervised_columns, read_records
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.models import load_policy, num_embeddings
@@ -85,36 +85,38 @@ class SFTTrainer(OfflineTrainer):
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
 
     @staticmethod
-    def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
+    def resolve(args: Any) -> SupervisedSettings:
+        return resolve_supervised(args)
+
+    def load_model(self, model: Any, peft_config: Any) -> nn.Module:
+        args = self.acting_args
         return load_policy(
             model,
-            args.model_init_kwargs,
-            trust_remote_code=args.trust_remote_code,
+            self.settings.model,
             peft_config=peft_config,
             model_parallel=args.model_parallel,
             device=None if args.fsdp else args.device,
         )
 
-    @staticmethod
-    def make_algorithm(args: Any) -> Algorithm:
-        check_packing(args)
-        return make_supervised(args.loss_type)
+    def make_algorithm(self) -> Algorithm:
+        return make_supervised(self.settings.loss_type)
 
-    def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> SupervisedReader:
+    def make_reader(self, policy: nn.Module, tokenizer: Any) -> SupervisedReader:
+        settings: SupervisedSettings = self.settings
         return SupervisedReader(
             tokenizer,
-            max_length=longest_row(args, policy),
-            completion_only=args.completion_only_loss,
-            assistant_only=args.assistant_only_loss,
-            chat_template_kwargs=args.chat_template_kwargs,
-            text_field=args.dataset_text_field,
+            max_length=longest_row(settings.max_length, policy),
+            completion_only=settings.completion_only_loss,
+            assistant_only=settings.assistant_only_loss,
+            chat_template_kwargs=settings.chat_template_kwargs,
+            text_field=settings.dataset_text_field,
             num_embeddings=num_embeddings(policy),
             formatting_func=self.formatting_func,
         )
 
-    def check_row(self, args: Any, row: Any, where: str) -> None:
+    def check_row(self, row: Any, where: str) -> None:
         if self.formatting_func is None:
-            check_supervised_columns(row, args.dataset_text_field, where)
+            check_supervised_columns(row, self.settings.dataset_text_field, where)
 
     def read(self, data: Any) -> list[Record]:
         return read_records(data, self.reader)

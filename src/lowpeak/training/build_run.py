@@ -1,7 +1,6 @@
 """The second half of building a run, once transformers' Trainer has an accelerator: strategy, sizes, engine, collector.
 
-`args` are read only for arguments that transformers declares (bf16, seeds, output_dir, activation checkpointing), and for
-`cast_lm_head_to_fp32`, which acts only if the loaded models do not compute in fp32 already.
+`args` are read only for arguments that transformers declares: bf16, seeds, output_dir, activation checkpointing.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import MemorySettings, OnlineSettings, PassSettings, PromptSettings, report_idle_arguments
+from lowpeak.arguments import OnlineSettings, PromptSettings, RunSettings, report_idle_arguments
 from lowpeak.data import PromptCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
@@ -83,9 +82,7 @@ def connect_online(
             frozen = freeze(reward.model)
             reward.use(frozen, strategy.ranks if is_sharded(frozen.model) else None, trainer.accelerator.device)
     pad_id = padding_id(parts.tokenizer)
-    run = make_run(
-        trainer, args, settings.memory, settings.passes, parts.algorithm, strategy, parts.policy, pad_id, reference
-    )
+    run = make_run(trainer, args, settings, parts.algorithm, strategy, parts.policy, pad_id, reference)
     stats = RolloutStats()
     collector = RolloutCollector(
         context=trainer,
@@ -104,8 +101,7 @@ def connect_online(
 def make_run(
     trainer: RunContext,
     args: Any,
-    memory: MemorySettings,
-    passes: PassSettings,
+    settings: RunSettings,
     algorithm: Algorithm,
     strategy: Strategy,
     policy: nn.Module,
@@ -117,12 +113,12 @@ def make_run(
 
     A separate `reference` gets the policy's layout of sequences. The checks run as sharded models do.
     """
-    device = trainer.accelerator.device
-    ranks = strategy.ranks
+    device, ranks = trainer.accelerator.device, strategy.ranks
+    memory, passes, cast_head = settings.memory, settings.passes, settings.model.cast_lm_head_to_fp32
     # A cache of bf16 copies would keep 2 bytes per parameter until a forward pass ends, and each copy is used once.
     trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     with ranks.propagate_errors():
-        head.install(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
+        head.install(policy, cast_head_to_fp32=cast_head)
     load_balance = load_balance_of(transformers_model(policy), passes.router_aux_loss_coef)
     if load_balance is not None:  # sequences with zero advantages move the routers, too
         algorithm = algorithm.without_skipping()
@@ -243,7 +239,7 @@ def _freezer(
 def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], FrozenModel]) -> Reference:
     if parts.reference_model is None:
         return adapter_reference(parts.policy)
-    install_head(parts.reference_model, cast_head_to_fp32=parts.args.cast_lm_head_to_fp32)
+    install_head(parts.reference_model, cast_head_to_fp32=parts.settings.model.cast_lm_head_to_fp32)
     frozen = freeze(parts.reference_model)
     return Reference(frozen.model, frozen.ready)
 

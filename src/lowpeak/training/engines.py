@@ -193,7 +193,7 @@ def _model_spec(
         dtype=dtype,
         device=device,
         kv_cache_bytes=where.kv_cache_bytes or _cache_on_host(policy, run, device),
-        trust_remote_code=args.trust_remote_code,
+        trust_remote_code=parts.settings.model.trust_remote_code,
         seed=args.seed,
     )
 

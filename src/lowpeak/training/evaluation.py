@@ -63,7 +63,7 @@ def evaluate_prompts(
     start = time.perf_counter()
     sampling = replace(
         collector.settings.sampling,
-        num_generations=collector.settings.num_generations_eval,
+        num_generations=collector.settings.evaluation.num_generations,
         seed=collector.settings.sampling.seed + _EVAL_SEED,
     )
     greedy = replace(sampling, num_generations=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -149,7 +149,7 @@ def _complete(
     collector: RolloutCollector, prompts: Sequence[Prompt], sampling: Sampling, state: Any
 ) -> RewardedCompletions:
     """Return all prompts' groups, generated in batches of `per_device_eval_batch_size` completions if that is set."""
-    rows, world_size = collector.settings.eval_rows, collector.context.run.strategy.ranks.world_size
+    rows, world_size = collector.settings.evaluation.num_rows, collector.context.run.strategy.ranks.world_size
     size = len(prompts) if rows is None else max(1, rows * world_size // sampling.num_generations)
     parts = [
         collector.generate_and_reward(prompts[start : start + size], sampling, state, start, Phase.EVALUATE)

@@ -10,7 +10,14 @@ from torch import nn
 from transformers import set_seed
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import ColocateSettings, OnlineSettings, VllmSettings, reset_idle_arguments, resolve_online
+from lowpeak.arguments import (
+    ColocateSettings,
+    EvaluationSettings,
+    OnlineSettings,
+    VllmSettings,
+    reset_idle_arguments,
+    resolve_online,
+)
 from lowpeak.data import check_special_tokens
 from lowpeak.errors import ArgumentError
 from lowpeak.models import (
@@ -85,15 +92,14 @@ def prepare_online(
     rewards = make_rewards(
         inputs.reward_funcs,
         inputs.reward_processing_classes,
-        model_kwargs={"trust_remote_code": True} if args.trust_remote_code else {},
-        chat_template_kwargs=args.chat_template_kwargs,
+        model_kwargs={"trust_remote_code": True} if settings.model.trust_remote_code else {},
+        chat_template_kwargs=settings.prompts.chat_template_kwargs,
         device=args.device,
     )
-    success = _success_criterion(args, rewards)
+    success = _success_criterion(settings.evaluation, rewards)
     policy = load_policy(
         inputs.model,
-        args.model_init_kwargs,
-        trust_remote_code=args.trust_remote_code,
+        settings.model,
         peft_config=inputs.peft_config,
         model_parallel=args.model_parallel,
         device=None if args.fsdp else args.device,
@@ -103,12 +109,12 @@ def prepare_online(
             "sync_ref_model moves the weights of a separate reference, but under an adapter the reference is the policy "
             "without it: remove sync_ref_model, or train without an adapter."
         )
-    tokenizer = load_tokenizer(inputs.processing_class, inputs.model, args.trust_remote_code)
+    tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     check_special_tokens(tokenizer, num_embeddings(policy))
-    reference = _load_reference(policy, inputs, args, "reference" in algorithm.needs)
+    reference = _load_reference(policy, inputs, settings, args, "reference" in algorithm.needs)
     attach_extra_modules(policy, inputs.model, args)
     upcast_trainable(policy)
-    if args.disable_dropout:
+    if settings.model.disable_dropout:
         for model in filter(None, (policy, reference)):
             disable_dropout(model)
     return OnlineParts(user_args, args, settings, algorithm, policy, reference, tokenizer, rewards, success)
@@ -128,14 +134,15 @@ def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> Non
         require_vllm()
 
 
-def _load_reference(policy: nn.Module, inputs: OnlineInputs, args: Any, is_needed: bool) -> nn.Module | None:
+def _load_reference(
+    policy: nn.Module, inputs: OnlineInputs, settings: OnlineSettings, args: Any, is_needed: bool
+) -> nn.Module | None:
     if is_needed:
         return load_reference(
             policy,
             inputs.model,
-            args.model_init_kwargs,
+            settings.model,
             inputs.ref_model,
-            trust_remote_code=args.trust_remote_code,
             model_parallel=args.model_parallel,
             device=args.device,
         )
@@ -144,10 +151,8 @@ def _load_reference(policy: nn.Module, inputs: OnlineInputs, args: Any, is_neede
     return None
 
 
-def _success_criterion(args: Any, rewards: Sequence[Reward]) -> SuccessCriterion:
-    names = [reward.name for reward in rewards]
-    if args.success_reward is None:
-        return SuccessCriterion(0, args.success_threshold)
-    if args.success_reward not in names:
-        raise ArgumentError(f"success_reward={args.success_reward!r} is not one of the rewards: {', '.join(names)}.")
-    return SuccessCriterion(names.index(args.success_reward), args.success_threshold)
+def _success_criterion(settings: EvaluationSettings, rewards: Sequence[Reward]) -> SuccessCriterion:
+    names, name = [reward.name for reward in rewards], settings.success_reward
+    if name is not None and name not in names:
+        raise ArgumentError(f"success_reward={name!r} is not one of the rewards: {', '.join(names)}.")
+    return SuccessCriterion(0 if name is None else names.index(name), settings.success_threshold)

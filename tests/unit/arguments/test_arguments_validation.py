@@ -23,11 +23,12 @@ from lowpeak.arguments import (
     reset_idle_arguments,
     resolve_common,
     resolve_grpo,
-    resolve_memory,
     resolve_online,
     resolve_online_dpo,
     resolve_ppo,
+    resolve_reward_model,
     resolve_rloo,
+    resolve_supervised,
     run_facts,
 )
 from lowpeak.errors import ArgumentError
@@ -39,7 +40,8 @@ RESOLVE = {
     PPOConfig: resolve_ppo,
     OnlineDPOConfig: resolve_online_dpo,
 }
-EVERY = (*RESOLVE, SFTConfig, RewardConfig)
+OFFLINE = {SFTConfig: resolve_supervised, RewardConfig: resolve_reward_model}
+EVERY = (*RESOLVE, *OFFLINE)
 VLLM = {"use_vllm": True}
 SERVED = {**VLLM, "vllm_mode": "server"}
 OTHERWISE = {
@@ -64,7 +66,7 @@ def resolved(folder, config=GRPOConfig, **said):
             RESOLVE[config](reset_idle_arguments(args, facts), online),
         )
     else:
-        facts, settings = run_facts(args), resolve_memory(resolve_common(args))
+        facts, settings = run_facts(args), OFFLINE[config](resolve_common(args))
     late = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
     return settings, idle_arguments(args, late)
 
@@ -94,7 +96,6 @@ def resolved(folder, config=GRPOConfig, **said):
         (GRPOConfig, {}, {"multi_objective_aggregation": "normalize_then_sum"}, "reward"),
         (GRPOConfig, {}, {"num_completions_to_print": 3}, "log_completions"),
         *((config, {}, {"remove_unused_columns": True}, "columns") for config in (GRPOConfig, SFTConfig, RewardConfig)),
-        (GRPOConfig, {}, {"cast_lm_head_to_fp32": True}, "fp32"),
         *((GRPOConfig, {}, {name: True}, "memory") for name in ("activation_offloading", "offload_during_rollout")),
         (GRPOConfig, {"beta": 0.1}, {"offload_frozen_models": True}, "memory"),
         *((GRPOConfig, {}, {name: value}, reason) for name, value, reason in (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowpeak import PPOConfig
-from lowpeak.arguments import ModelParallel, resolve_online, resolve_ppo
+from lowpeak.arguments import ModelParallel, ModelSettings, resolve_online, resolve_ppo
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.models import (
     GRAD_ALLREDUCE_STYLE,
@@ -30,7 +30,7 @@ DEVICE = torch.device("meta")  # with separate memory, as a GPU
 def test_an_unsharded_policy_is_read_into_its_devices_memory(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     for device, expected in ((DEVICE, "meta"), (torch.device("cpu"), "cpu"), (None, "cpu")):
-        policy = load_policy(str(tmp_path), {"dtype": "float32"}, trust_remote_code=False, device=device)
+        policy = load_policy(str(tmp_path), ModelSettings({"dtype": "float32"}), device=device)
         assert {parameter.device.type for parameter in policy.parameters()} == {expected}
 
 
@@ -112,7 +112,7 @@ def test_hooks_that_all_reduce_after_each_micro_batch_are_removed():
 )
 def test_instances_adapters_and_quantised_models_are_refused_under_tensor_parallelism(model, options, adapter, message):
     with pytest.raises(ArgumentError, match=message):
-        load_policy(model, options, trust_remote_code=False, peft_config=adapter, model_parallel=ModelParallel(2, 1))
+        load_policy(model, ModelSettings(options or {}), peft_config=adapter, model_parallel=ModelParallel(2, 1))
 
 
 @pytest.mark.parametrize("critic", ["adapter", "model"])

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
+from lowpeak.arguments import ModelSettings
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
 from lowpeak.models import critic_classifier, load_policy, load_reference
 from preference_data import tiny_classifier
@@ -29,7 +30,7 @@ def build(kind, folder):
 
 
 def load(folder, loading=None):
-    return load_policy(str(folder), loading, trust_remote_code=False)
+    return load_policy(str(folder), ModelSettings(loading or {}))
 
 
 def truncate(file):
@@ -129,7 +130,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named(folder, tmp_path):
         with pytest.raises(ModelError, match=LACKS):
             build(kind, tmp_path)
     with pytest.raises(ModelError, match=LACKS):
-        load_reference(tiny_model(), tiny_model(), None, str(folder), trust_remote_code=False)
+        load_reference(tiny_model(), tiny_model(), ref_model=str(folder))
     loading = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     with pytest.raises(ModelError, match=LACKS):
         load(folder, loading)
