@@ -52,7 +52,7 @@ class FakeServer:
         return (200, known[name]) if name in known else (404, error("Not Found"))
 
     def worker(self, method):
-        told = {"lowpeak_identity": {"incarnation": self.incarnation}, "lowpeak_facts": asdict(self.facts)}
+        told = {"lowpeak_identity": {"incarnation": self.incarnation}, "lowpeak_engine_info": asdict(self.facts)}
         return told[method]
 
     def generate(self, body):

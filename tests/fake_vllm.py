@@ -47,7 +47,7 @@ class ScriptedVllm:
         self.answers_short = 0
         self.seconds = 0.0
         self.push_error = None
-        self.num_proofs = 0
+        self.num_checks = 0
         self.incarnation = 0
         self.policy_version = None
         self.weights = {}
@@ -71,7 +71,7 @@ class ScriptedVllm:
         self._received = {}
         return {"known": []}
 
-    def _take(self, pieces, data):
+    def _receive(self, pieces, data):
         for piece in map(Piece.from_json, pieces):
             self._received.setdefault(piece.name, []).append(piece.values_in(data).clone())
         return {}
@@ -89,8 +89,8 @@ class ScriptedVllm:
         self.policy_version = None
         return {}
 
-    def _prove(self):
-        self.num_proofs += 1
+    def _verify_unchanged(self):
+        self.num_checks += 1
         return {"error": "The scripted vLLM has no weights."} if self.policy_version is None else {}
 
     def engine_info(self):

@@ -49,10 +49,10 @@ def _serve(pipe: Any, dies_at: int | None, sleeps_at: int | None) -> None:
             method, arguments = pipe.recv()
         except EOFError:
             return
-        buckets += method == "lowpeak_take"
-        if method == "lowpeak_take" and buckets == dies_at:
+        buckets += method == "lowpeak_receive"
+        if method == "lowpeak_receive" and buckets == dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if method == "lowpeak_take" and buckets == sleeps_at:
+        if method == "lowpeak_receive" and buckets == sleeps_at:
             signal.pause()
         if method == "weights":
             pipe.send({name: parameter.data.numpy() for name, parameter in worker.model.named_parameters()})

@@ -5,7 +5,7 @@ Each class is also the built-in error that it refines. A message names the subje
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +21,13 @@ def show_controls(text: str) -> str:
     Models and servers may write them, and a terminal would obey.
     """
     return text.translate(_CONTROLS | _DIRECTIONS)
+
+
+def shorten_names(names: Iterable[str], most: int = 3) -> str:
+    """Return the first names and the number of the others."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + more
 
 
 def first_line(error: BaseException | None) -> str:

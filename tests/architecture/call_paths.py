@@ -162,7 +162,7 @@ def weights_path(folder: Path) -> dict[str, str]:
     """Return the files that weights pass from the push of the policy's to a worker's `load_weights`, each with a function."""
     trainer = make("GRPO", folder, max_steps=1)
     trainer.collector.engine = engine_over(WeightsVllm(), load=False)
-    below = ("training/weight_sync.py", "WeightSync.load_weights")
+    below = ("training/weight_sync.py", "WeightSync.sync_weights")
     with traced(Trace(WEIGHTS, below)) as trace, suppress(SystemExit):
         trainer.train()
     return on_the_line(trace.functions)

@@ -87,7 +87,7 @@ class Damaging(InsideVllm):
     """Changes a byte of each bucket on its way."""
 
     def call(self, method, arguments, timeout=None):
-        if method == "lowpeak_take":
+        if method == "lowpeak_receive":
             arguments["data"][arguments["pieces"][1]["offset"]] ^= 1
         return super().call(method, arguments, timeout)
 
@@ -99,7 +99,7 @@ def test_an_adapter_that_is_damaged_on_its_way_is_refused(vllm):
     assert loaded_version([vllm]) is None
 
 
-def test_an_adapter_is_proved_with_the_base_that_was_pushed(vllm):
+def test_an_adapter_is_verified_with_the_base_that_was_pushed(vllm):
     push_weights(slices(policy_of()), [vllm], SETTINGS, 1)
     model = _adapted(1)
     push_weights(_slices(model), [vllm], SETTINGS, 2, adapter=adapter_config(model))

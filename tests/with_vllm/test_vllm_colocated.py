@@ -30,7 +30,7 @@ def trainer_in(folder, **changes):
 def trainer(tmp_path_factory):
     made = trainer_in(tmp_path_factory.mktemp("run"))
     made.collector.engine.wake()
-    made.collector.load_weights(0)
+    made.collector.sync_weights(0)
     yield made
     made.collector.engine.close()
 
@@ -144,14 +144,14 @@ def test_keys_and_values_of_old_weights_are_forgotten(trainer):
             for parameter in trainer.model.parameters():
                 parameter.mul_(0.9)
         trainer.collector.weight_sync.weights_changed = True
-        trainer.collector.load_weights(0)
+        trainer.collector.sync_weights(0)
         assert_logprobs_are_the_policys(trainer.model, engine.generate(long, SAMPLED), SAMPLED.temperature)
     finally:
         with torch.no_grad():
             for name, parameter in trainer.model.named_parameters():
                 parameter.copy_(kept[name])
         trainer.collector.weight_sync.weights_changed = True
-        trainer.collector.load_weights(0)
+        trainer.collector.sync_weights(0)
 
 
 def test_a_wave_past_its_limit_is_given_up_and_the_engine_goes_on(trainer):
@@ -188,7 +188,7 @@ def test_building_and_freeing_leaves_the_process_as_it_was_and_nothing_behind(tm
         before = state()
         run.collector.engine.wake()
         assert state() == before
-        run.collector.load_weights(0)
+        run.collector.sync_weights(0)
         run.collector.engine.generate(MANY[:1], GREEDY)
         run.collector.engine.close()
         gc.collect()
@@ -197,7 +197,7 @@ def test_building_and_freeing_leaves_the_process_as_it_was_and_nothing_behind(tm
         assert has_process_group() == had_group
     assert sizes[2] <= sizes[1] <= sizes[0] * 1.01
     trainer.collector.engine.wake()
-    trainer.collector.load_weights(0)
+    trainer.collector.sync_weights(0)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_what_vllm_does_not_take_is_one_sentence(tmp_path, trainer, changes, err
         trainer_in(tmp_path, **changes).collector.engine.wake()
     assert not has_process_group()
     trainer.collector.engine.wake()
-    trainer.collector.load_weights(0)
+    trainer.collector.sync_weights(0)
     assert trainer.collector.engine.policy_version == 0
 
 

@@ -1,4 +1,4 @@
-"""After every push vLLM's log-probs are those of transformers' model; what cannot be proved is refused."""
+"""After every push vLLM's log-probs are those of transformers' model; what cannot be verified is refused."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ An algorithm knows no trainer, process group or device. The stages are those of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -125,13 +126,23 @@ class Algorithm:
         """Return `state` (None: the initial one) and the schedule's numbers after `step` steps and `epoch` epochs."""
         return {**(self.state if state is None else state), **self.schedule(step, epoch)}
 
+    def unit_weight(self, num_tokens: int, counts: StepCounts) -> float:
+        """Return `reduction(num_tokens, counts)`; raise ArgumentError unless it is a finite number."""
+        weight = self.reduction(num_tokens, counts)
+        if not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise ArgumentError(
+                f"reduction of the algorithm {self.name!r} returned {weight!r}, and must return a finite Python number: the "
+                "weight of a unit in the loss."
+            )
+        return weight
+
     def next_state(self, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Return `update(state, metrics)`; raise ArgumentError unless it is a state with the initial one's names."""
         updated = self.update(state, metrics)
         if not _is_state(updated) or updated.keys() != self.state.keys():
             raise ArgumentError(
-                f"update of the algorithm {self.name!r} returned {updated!r}, and must return a dict of Python numbers with the "
-                f"names of the state: {', '.join(self.state) or 'none'}."
+                f"update of the algorithm {self.name!r} returned {updated!r}, and must return a dict of finite Python numbers "
+                f"with the names of the state: {', '.join(self.state) or 'none'}."
             )
         return updated
 
@@ -142,7 +153,8 @@ class Algorithm:
 
 def _is_state(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        isinstance(name, str) and isinstance(number, int | float) for name, number in value.items()
+        isinstance(name, str) and isinstance(number, int | float) and math.isfinite(number)
+        for name, number in value.items()
     )
 
 
@@ -163,5 +175,5 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         ("skip_zero_advantage", "entropy_bonus", "needs_full_sequence", "top1"),
         (lambda x: isinstance(x, bool), "True or False"),
     ),
-    "state": (_is_state, "a dict of names and Python numbers"),
+    "state": (_is_state, "a dict of names and finite Python numbers"),
 }

@@ -110,7 +110,7 @@ class CommonArguments:
         ),
     )
     logging_steps: float = logging_argument(
-        10, "Steps between logs (below 1: as a fraction of all steps).", acts=_HAS_STEPS
+        10, "Steps between logs (below 1: as a fraction of all steps).", acts_if=_HAS_STEPS
     )
     bf16: bool | None = training_argument(None, "Compute in bf16 (None: if the GPU supports it).")
     gradient_checkpointing: bool | None = memory_argument(
@@ -119,7 +119,7 @@ class CommonArguments:
     remove_unused_columns: bool = data_argument(
         False,
         "Always False: rows keep all of their columns.",
-        acts=never("rows keep all of their columns; remove it"),
+        acts_if=never("rows keep all of their columns; remove it"),
     )
     per_device_eval_batch_size: int | None = evaluation_argument(
         None, "Completions generated together in evaluation (None: as many as fit in the KV cache).", at_least(1)
@@ -128,7 +128,9 @@ class CommonArguments:
         False, "Raise an error for arguments without effect in the run (False: log a warning)."
     )
     activation_offloading: bool = memory_argument(
-        False, "Keep saved activations in host memory until the backward pass uses them (GPUs).", acts=HAS_DEVICE_MEMORY
+        False,
+        "Keep saved activations in host memory until the backward pass uses them (GPUs).",
+        acts_if=HAS_DEVICE_MEMORY,
     )
     model_init_kwargs: dict | str | None = model_argument(
         None,
@@ -140,7 +142,7 @@ class CommonArguments:
     cast_lm_head_to_fp32: bool = model_argument(
         False,
         "Compute the LM head's matrix product in fp32.",
-        acts=EffectCondition(lambda args, facts: not facts.in_fp32, "the run already computes in fp32; remove it"),
+        acts_if=EffectCondition(lambda args, facts: not facts.in_fp32, "the run already computes in fp32; remove it"),
     )
     chat_template_kwargs: dict | str | None = data_argument(
         None, "Keyword arguments of the chat template (JSON).", MAPPING
@@ -190,9 +192,9 @@ class ModelSettings:
 class MemorySettings:
     """Sizes that bound memory, and the layout of sequences; None is `auto`, resolved once and then checkpointed.
 
-    `gather_budget` is the bytes of a sharded model that stay gathered during generation. `frozen_on_host` keeps frozen models
-    in host memory; `idle_on_host` offloads training state to host memory during a rollout. `packing`, like `padding_free` True,
-    requires sequences without padding.
+    `gather_budget` is the bytes of a sharded model that stay gathered during generation. `offload_frozen_models` keeps frozen
+    models in host memory; `offload_during_rollout` moves training state there during a rollout. `packing`, like `padding_free`
+    True, requires sequences without padding.
     """
 
     micro_batch_tokens: int | None = None
@@ -204,8 +206,8 @@ class MemorySettings:
     share_prompt: bool | None = None
     activation_offloading: bool = False
     gather_budget: int | None = None
-    frozen_on_host: bool = False
-    idle_on_host: bool = False
+    offload_frozen_models: bool = False
+    offload_during_rollout: bool = False
 
 
 @dataclass(frozen=True)

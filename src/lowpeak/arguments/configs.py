@@ -83,7 +83,7 @@ def _parse_mapping(args: Any, name: str) -> None:
         try:
             setattr(args, name, read_object(value))
         except ValueError as error:  # without the text, which may contain an access token
-            raise ArgumentError(f"{name} {MAPPING.words} ({error}).") from None
+            raise ArgumentError(f"{name} {MAPPING.requirement} ({error}).") from None
     check_range(args, name)
 
 
@@ -94,11 +94,11 @@ def _check_json(args: Any, name: str) -> None:
         try:
             read_object(value)
         except ValueError as error:
-            raise ArgumentError(f"{name} {MAPPING.words} ({error}).") from None
+            raise ArgumentError(f"{name} {MAPPING.requirement} ({error}).") from None
 
 
 @contextmanager
-def _named_errors(args: Any) -> Iterator[None]:
+def _name_argument_in_errors(args: Any) -> Iterator[None]:
     """Raise ArgumentError in place of an error of transformers, with the argument whose value the error quotes first."""
     values = {field.name: getattr(args, field.name) for field in fields(args)}
     try:
@@ -119,11 +119,13 @@ def _named_errors(args: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _without_dynamo() -> Iterator[None]:
-    """Undo the environment variables by which transformers asks accelerate to compile the model."""
+def _without_compiling(args: Any) -> Iterator[None]:
+    """Undo what transformers sets for torch_compile: a backend, and the environment variables that accelerate reads."""
     names = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE")
     before = {name: os.environ[name] for name in names if name in os.environ}
+    backend = args.torch_compile_backend
     yield
+    args.torch_compile_backend = backend
     for name in names:
         os.environ.pop(name, None)
     os.environ.update(before)
@@ -143,27 +145,27 @@ class CommonConfig(CommonArguments, TrainingArguments):
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()
         self._check_parallelism()
-        require(
-            self.ddp_backend is None or any(name in os.environ for name in _SIZES_OF_LAUNCHERS),
-            f"ddp_backend={self.ddp_backend!r} needs several processes, which a launcher starts; remove it.",
-        )
-        renew_master_port()
-        check_range(self, "ddp_timeout")  # checked early, because it is used below
-        if self.use_cpu or is_switched_on(os.environ, "ACCELERATE_USE_CPU"):
-            limit_collectives_on_cpu(self.ddp_timeout, self.ddp_backend)
+        self._prepare_process_group()
         check_finite(self, ("logging_steps", "eval_steps", "save_steps"))  # transformers rounds them to integers
         for name in getattr(TrainingArguments, "_VALID_DICT_FIELDS", ()):
             _check_json(self, name)
-        backend = getattr(self, "torch_compile_backend")  # noqa: B009
-        with _without_dynamo(), _named_errors(self):
+        with _without_compiling(self), _name_argument_in_errors(self):
             super().__post_init__()
-        # transformers sets a backend for torch_compile, by which its Trainer would compile the model.
-        self.torch_compile_backend = backend
         if self.fsdp_plugin_args is not None:
             refuse_fsdp1(self.fsdp_plugin_args["fsdp_version"], "fsdp_config")
         use_one_device(self)
         if self.deepspeed_plugin is not None:
             sync_deepspeed_config(self.deepspeed_plugin.hf_ds_config.config, self)
+
+    def _prepare_process_group(self) -> None:
+        require(
+            self.ddp_backend is None or any(name in os.environ for name in _SIZES_OF_LAUNCHERS),
+            f"ddp_backend={self.ddp_backend!r} needs several processes, which a launcher starts; remove it.",
+        )
+        renew_master_port()
+        check_range(self, "ddp_timeout")  # checked early, because it is used here
+        if self.use_cpu or is_switched_on(os.environ, "ACCELERATE_USE_CPU"):
+            limit_collectives_on_cpu(self.ddp_timeout, self.ddp_backend)
 
     @property
     def eval_batch_size(self) -> int:
@@ -235,7 +237,7 @@ class OnlineConfig(OnlineArguments, CommonConfig):
         # The alias that set each argument. This name, as `given`, is part of the pickled training_args.bin.
         self.said_as: dict[str, str] = {}
         for field in fields(self):
-            target = declaration(field).means
+            target = declaration(field).alias_of
             if target is not None:
                 self._set_alias(field.name, target, getattr(self, field.name))
         super().__post_init__()

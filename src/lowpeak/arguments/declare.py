@@ -22,8 +22,8 @@ Record = TypeVar("Record")
 class Check:
     """The values that an argument may have: a predicate, and the end of the error's sentence ("must be ...")."""
 
-    fits: Callable[[Any], bool]
-    words: str
+    accepts: Callable[[Any], bool]
+    requirement: str
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,20 @@ class EffectCondition:
     """A condition for an argument to have an effect, with the reason and remedy shown if it does not hold.
 
     An argument without effect is named in a warning; with `raises` it is an error, if continuing would mislead. `switch` is the
-    argument that turns this one on: if `switch` never has an effect, this argument has none either. With `stays` its value is not
-    reset, because the run does not read it, but callbacks and methods that a user calls may.
+    argument that turns this one on: if `switch` never has an effect, this argument has none either. With `keeps_value` its
+    value is not reset, because the run does not read it, but callbacks and methods that a user calls may.
     """
 
     holds: Callable[[Any, RunFacts], bool]
-    because: str
+    reason: str
     raises: bool = False
     switch: str = ""
-    stays: bool = False
+    keeps_value: bool = False
 
 
-def never(because: str, raises: bool = False) -> EffectCondition:
+def never(reason: str, raises: bool = False) -> EffectCondition:
     """Return the condition of an argument that never has an effect."""
-    return EffectCondition(lambda args, facts: False, because, raises)
+    return EffectCondition(lambda args, facts: False, reason, raises)
 
 
 def if_on(switch: str) -> EffectCondition:
@@ -78,14 +78,14 @@ def if_on(switch: str) -> EffectCondition:
 class Declaration(str):
     """The help text of an argument, with its group in `--help`, its check, the conditions of its effect, and its alias.
 
-    `means` is the name of another argument, if this one is an alias of it.
+    `alias_of` is the name of another argument, if this one is an alias of it.
     """
 
     # A field's metadata contains nothing but the help text, because HfArgumentParser passes all of it to argparse.
     group: str = ""
     check: Check | None = None
-    acts: tuple[EffectCondition, ...] = ()
-    means: str | None = None
+    acts_if: tuple[EffectCondition, ...] = ()
+    alias_of: str | None = None
 
 
 def _metadata(text: str, **parts: Any) -> dict[str, Declaration]:
@@ -104,14 +104,16 @@ def argument(
     default: Any,
     text: str,
     check: Check | None = None,
-    acts: EffectCondition | tuple[EffectCondition, ...] = (),
-    means: str | None = None,
+    acts_if: EffectCondition | tuple[EffectCondition, ...] = (),
+    alias_of: str | None = None,
     *,
     group: str = "algorithm",
 ) -> Any:
     """Return a dataclass field with its declaration."""
-    conditions = acts if isinstance(acts, tuple) else (acts,)
-    return field(default=default, metadata=_metadata(text, group=group, check=check, acts=conditions, means=means))
+    conditions = acts_if if isinstance(acts_if, tuple) else (acts_if,)
+    return field(
+        default=default, metadata=_metadata(text, group=group, check=check, acts_if=conditions, alias_of=alias_of)
+    )
 
 
 model_argument = partial(argument, group="model")
@@ -134,7 +136,7 @@ def redeclared(
     before = declaration(was)
     text, parts = changes.pop("help", before), {**vars(before), **changes}
     if also is not None:
-        parts["acts"] = (also, *parts["acts"])
+        parts["acts_if"] = (also, *parts["acts_if"])
     return field(default=was.default if default is MISSING else default, metadata=_metadata(text, **parts))
 
 

@@ -42,10 +42,10 @@ _CLIPS_BELOW = EffectCondition(
 )
 _TAKES_LEVEL = EffectCondition(_CLIPS_BELOW.holds, "loss_type='cispo' is per token; remove it", raises=True)
 _REUSED_OR_CISPO = EffectCondition(
-    lambda args, facts: args.loss_type == "cispo" or REUSES_ROLLOUTS.holds(args, facts), REUSES_ROLLOUTS.because
+    lambda args, facts: args.loss_type == "cispo" or REUSES_ROLLOUTS.holds(args, facts), REUSES_ROLLOUTS.reason
 )
 _LEVELS_DIFFER = EffectCondition(
-    lambda args, facts: REUSES_ROLLOUTS.holds(args, facts) or _levels_differ(args), REUSES_ROLLOUTS.because
+    lambda args, facts: REUSES_ROLLOUTS.holds(args, facts) or _levels_differ(args), REUSES_ROLLOUTS.reason
 )
 _ADAPTIVE_ENTROPY = if_on("use_adaptive_entropy")
 
@@ -56,7 +56,7 @@ class GRPOArguments(OnlineArguments):
 
     num_generations: int = redeclared(OnlineArguments, "num_generations", check=GROUP_SIZE)
     epsilon: float = redeclared(OnlineArguments, "epsilon", also=_CLIPS_BELOW)
-    epsilon_high: float | None = redeclared(OnlineArguments, "epsilon_high", acts=(_REUSED_OR_CISPO,))
+    epsilon_high: float | None = redeclared(OnlineArguments, "epsilon_high", acts_if=(_REUSED_OR_CISPO,))
     loss_type: str = argument("dapo", f"Loss: {', '.join(get_args(GRPOLossType))}.", one_of(GRPOLossType))
     importance_sampling_level: str = argument(
         "token",
@@ -65,7 +65,9 @@ class GRPOArguments(OnlineArguments):
         (_TAKES_LEVEL, _LEVELS_DIFFER),
     )
     delta: float | None = argument(
-        None, "Upper bound of the ratio for negative advantages (None: no bound).", acts=(_CLIPS_BELOW, REUSES_ROLLOUTS)
+        None,
+        "Upper bound of the ratio for negative advantages (None: no bound).",
+        acts_if=(_CLIPS_BELOW, REUSES_ROLLOUTS),
     )
     scale_rewards: Annotated[str, bool] = argument(
         "group",
@@ -83,7 +85,9 @@ class GRPOArguments(OnlineArguments):
         one_of(Aggregation),
         EffectCondition(lambda args, facts: facts.num_rewards != 1, "there is one reward; pass several or remove it"),
     )
-    use_bias_correction_kl: bool = argument(True, "Multiply the KL in the loss by the importance ratio.", acts=HAS_KL)
+    use_bias_correction_kl: bool = argument(
+        True, "Multiply the KL in the loss by the importance ratio.", acts_if=HAS_KL
+    )
     top_entropy_quantile: float = argument(
         1.0, "Fraction of tokens, those of highest entropy, in the policy loss.", SHARE
     )
@@ -92,7 +96,7 @@ class GRPOArguments(OnlineArguments):
     )
     use_adaptive_entropy: bool = argument(False, "Adapt entropy_coef so that the entropy approaches entropy_target.")
     entropy_coef_min: float = argument(0.0, "Minimum of the adaptive entropy_coef.", NOT_NEGATIVE, _ADAPTIVE_ENTROPY)
-    entropy_coef_max: float = argument(1.0, "Maximum of the adaptive entropy_coef.", acts=_ADAPTIVE_ENTROPY)
+    entropy_coef_max: float = argument(1.0, "Maximum of the adaptive entropy_coef.", acts_if=_ADAPTIVE_ENTROPY)
     entropy_coef_delta: float = argument(
         0.005, "Change of the adaptive entropy_coef per step.", NOT_NEGATIVE, _ADAPTIVE_ENTROPY
     )

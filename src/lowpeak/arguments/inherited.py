@@ -49,8 +49,8 @@ _CHANGES_NOTHING: dict[str, str] = {
     "enable_jit_checkpoint": "SIGTERM and SIGINT always finish the step and save; remove it",
 }
 NEVER_ACT: dict[str, EffectCondition] = {
-    **{name: never(because, raises=True) for name, because in _CHANGES_LEARNING.items()},
-    **{name: never(because) for name, because in _CHANGES_NOTHING.items()},
+    **{name: never(reason, raises=True) for name, reason in _CHANGES_LEARNING.items()},
+    **{name: never(reason) for name, reason in _CHANGES_NOTHING.items()},
 }
 
 # Optimizers, by the start of their names, that do not read an argument.
@@ -64,8 +64,10 @@ _TARGETS_MODULES = ("galore", "apollo")
 _NAME_NO_RUNS = {"azure_ml", "clearml", "codecarbon", "dvclive", "flyte", "kubeflow", "neptune", "tensorboard"}
 
 
-def _if(holds: Callable[[Any], Any], because: str, *, raises: bool = False, stays: bool = False) -> EffectCondition:
-    return EffectCondition(lambda args, facts: bool(holds(args)), because, raises, stays=stays)
+def _if(
+    holds: Callable[[Any], Any], reason: str, *, raises: bool = False, keeps_value: bool = False
+) -> EffectCondition:
+    return EffectCondition(lambda args, facts: bool(holds(args)), reason, raises, keeps_value=keeps_value)
 
 
 _MAKES_OPTIMIZER = EffectCondition(
@@ -113,8 +115,10 @@ def _warms_up(args: Any) -> bool:
 
 _EVALUATING = _if(_evaluates, "eval_strategy is 'no', so nothing is evaluated during training; set it, or remove this")
 _UPLOADING = "push_to_hub is off, so the run uploads nothing; set push_to_hub=True or remove it"
-_ON_HUB = _if(lambda args: args.push_to_hub, _UPLOADING, stays=True)
-_TRACKIO = _if(lambda args: "trackio" in args.report_to, "report_to has no trackio; add it or remove this", stays=True)
+_ON_HUB = _if(lambda args: args.push_to_hub, _UPLOADING, keeps_value=True)
+_TRACKIO = _if(
+    lambda args: "trackio" in args.report_to, "report_to has no trackio; add it or remove this", keeps_value=True
+)
 _DDP = _if(
     _is_ddp, "the run has one process, or shards its parameters or optimizer states, so DDP is not used; remove it"
 )
@@ -130,7 +134,7 @@ ACT_IF: dict[str, EffectCondition] = {
     "num_train_epochs": _if(
         lambda args: args.max_steps <= 0, "max_steps sets the length of the run; remove one of the two"
     ),
-    "do_eval": _if(lambda args: _evaluates(args) or args.eval_on_start, _EVALUATING.because),
+    "do_eval": _if(lambda args: _evaluates(args) or args.eval_on_start, _EVALUATING.reason),
     "eval_steps": _if(
         lambda args: args.eval_strategy == "steps", "eval_strategy is not 'steps'; set it or remove this"
     ),
@@ -150,12 +154,12 @@ ACT_IF: dict[str, EffectCondition] = {
     ),
     **dict.fromkeys(("hub_strategy", "hub_always_push"), _ON_HUB),
     **dict.fromkeys(("hub_model_id", "hub_token", "hub_revision"), _ON_HUB),
-    "hub_private_repo": _if(lambda args: args.push_to_hub or "trackio" in args.report_to, _UPLOADING, stays=True),
+    "hub_private_repo": _if(lambda args: args.push_to_hub or "trackio" in args.report_to, _UPLOADING, keeps_value=True),
     **dict.fromkeys(("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _TRACKIO),
     "run_name": _if(
         lambda args: bool(set(args.report_to) - _NAME_NO_RUNS - {None}),
         "report_to has no tracker that reads it; add one, such as wandb, or remove it",
-        stays=True,
+        keeps_value=True,
     ),
     "debug": _if(
         lambda args: not args.debug or "underflow_overflow" in args.debug, "lowpeak does not run on TPUs; remove it"

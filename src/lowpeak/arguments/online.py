@@ -65,7 +65,7 @@ class CorrectionArguments:
     vllm_importance_sampling_correction: bool = vllm_argument(
         True,
         "Weigh the policy loss by the trainer's probability of a completion over vLLM's.",
-        acts=USES_VLLM,
+        acts_if=USES_VLLM,
     )
     vllm_importance_sampling_mode: str = vllm_argument(
         "sequence_mask",
@@ -120,7 +120,7 @@ class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
         False, "Exclude completions that were truncated at max_completion_length from the loss."
     )
     sync_ref_model: bool = argument(
-        False, "Move the reference model towards the policy during training.", acts=HAS_REFERENCE
+        False, "Move the reference model towards the policy during training.", acts_if=HAS_REFERENCE
     )
     ref_model_mixup_alpha: float = argument(
         0.6, "Weight of the policy in that update of the reference model.", within(0, 1), _SYNCS_REFERENCE
@@ -140,7 +140,7 @@ class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
         None, "Rows of the table (None: all).", at_least(1), _PRINTS_COMPLETIONS
     )
     log_unique_prompts: bool = logging_argument(
-        False, "Print one row per prompt in the table.", acts=_PRINTS_COMPLETIONS
+        False, "Print one row per prompt in the table.", acts_if=_PRINTS_COMPLETIONS
     )
 
 
@@ -271,8 +271,6 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
         memory=resolve_memory(
             args,
             gather_budget=resolve_gather_budget(args),
-            frozen_on_host=args.offload_frozen_models,
-            idle_on_host=args.offload_during_rollout,
         ),
         reward_weights=_resolve_weights(args, num_rewards),
         mask_truncated=args.mask_truncated_completions,

@@ -82,9 +82,9 @@ class PPOArguments(OnlineArguments):
     num_iterations: int = redeclared(
         OnlineArguments, "num_iterations", 4, help="Passes over each rollout (PPO epochs)."
     )
-    kl_coef: float | None = argument(None, "TRL's name of beta.", means="beta")
-    num_ppo_epochs: int | None = argument(None, "TRL's name of num_iterations.", means="num_iterations")
-    cliprange: float | None = argument(None, "TRL's name of epsilon.", means="epsilon")
+    kl_coef: float | None = argument(None, "TRL's name of beta.", alias_of="beta")
+    num_ppo_epochs: int | None = argument(None, "TRL's name of num_iterations.", alias_of="num_iterations")
+    cliprange: float | None = argument(None, "TRL's name of epsilon.", alias_of="epsilon")
     num_mini_batches: int | None = argument(
         None,
         "Steps per pass (TRL's name): sets steps_per_generation to this x gradient_accumulation_steps.",
@@ -136,7 +136,7 @@ class PPOArguments(OnlineArguments):
     value_model_path: str | None = model_argument(
         None,
         "With critic=model: a reward model's checkpoint to initialise it (None: the policy's weights).",
-        acts=EffectCondition(
+        acts_if=EffectCondition(
             lambda args, facts: args.critic == "model",
             "the critic has no separate backbone; set critic='model' or remove it",
             raises=True,

@@ -76,7 +76,7 @@ _NO_SERVER = EffectCondition(
 )
 _HAS_KV_CACHE = replace(
     _NO_SERVER,
-    because="the KV cache is the server's; set its size with `lowpeak serve` (kv_cache_memory_bytes or "
+    reason="the KV cache is the server's; set its size with `lowpeak serve` (kv_cache_memory_bytes or "
     "gpu_memory_utilization), and remove it here",
 )
 _GATHERS = (
@@ -105,7 +105,7 @@ class RolloutArguments:
     num_generations: int = generation_argument(8, "Completions per prompt.", at_least(1))
     max_completion_length: int = generation_argument(512, "Maximum tokens of a completion.", at_least(1, "token"))
     max_new_tokens: int | None = generation_argument(
-        None, "Alias of max_completion_length.", means="max_completion_length"
+        None, "Alias of max_completion_length.", alias_of="max_completion_length"
     )
     generation_batch_size: int | None = generation_argument(
         None,
@@ -160,30 +160,30 @@ class RolloutArguments:
             lambda x: x is None or (isinstance(x, int | str) and (parse_bytes(x) or 0) > 0),
             "must be above 0: a number of bytes, or a size such as '8GiB'",
         ),
-        acts=_HAS_KV_CACHE,
+        acts_if=_HAS_KV_CACHE,
     )
     gather_budget: int | str | None = memory_argument(
         None,
         "Bytes of a sharded model (FSDP2, ZeRO-3) that stay gathered during generation: 8GiB, 0, or auto (None: auto).",
-        acts=_GATHERS,
+        acts_if=_GATHERS,
     )
     ds3_gather_for_generation: bool | None = memory_argument(
         None,
         "Gather all of a sharded model for generation (False: one layer at a time, as gather_budget=0).",
-        acts=_GATHERS,
+        acts_if=_GATHERS,
     )
     disable_unwrapping_for_generation: bool | None = memory_argument(
-        None, "Older name; True means ds3_gather_for_generation=False.", acts=_GATHERS
+        None, "Older name; True means ds3_gather_for_generation=False.", acts_if=_GATHERS
     )
     offload_frozen_models: bool = memory_argument(
         False,
         "Keep reference and reward models in host memory, and copy one layer at a time to the GPU.",
-        acts=(HAS_DEVICE_MEMORY, _HAS_FROZEN),
+        acts_if=(HAS_DEVICE_MEMORY, _HAS_FROZEN),
     )
     offload_during_rollout: bool = memory_argument(
         False,
         "Move gradients, optimizer states and frozen models to host memory during generation (GPUs).",
-        acts=(_NO_SERVER, HAS_DEVICE_MEMORY, _HAS_OFFLOADABLE),
+        acts_if=(_NO_SERVER, HAS_DEVICE_MEMORY, _HAS_OFFLOADABLE),
     )
     share_prompt: bool | None = memory_argument(
         None, "Forward a prompt once for all of its completions (None: if it saves computation)."

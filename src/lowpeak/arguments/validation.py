@@ -74,8 +74,8 @@ def check_range(args: Any, name: str) -> None:
     """Raise ArgumentError for an argument that fails its declared check."""
     field = args.__dataclass_fields__[name]
     check: Check | None = declaration(field).check or getattr(args, "inherited_checks", {}).get(name)
-    if check is not None and not check.fits(getattr(args, name)):
-        raise ArgumentError(f"{show(shown_name(args, name), getattr(args, name))} {check.words}.")
+    if check is not None and not check.accepts(getattr(args, name)):
+        raise ArgumentError(f"{show(shown_name(args, name), getattr(args, name))} {check.requirement}.")
 
 
 def check_finite(args: Any, names: Iterable[str]) -> None:
@@ -102,7 +102,7 @@ def _find_idle(args: Any, facts: RunFacts) -> Iterator[tuple[str, EffectConditio
         *(vars(owner).get("never_act", {}) for owner in type(args).__mro__)
     )
     for field in fields(args):
-        declared = declaration(field).acts
+        declared = declaration(field).acts_if
         names = (field.name, *(each.switch for each in declared))
         conditions = [*(never_act[name] for name in names if name in never_act), *declared]
         failed = next((each for each in conditions if not each.holds(args, facts)), None)
@@ -113,7 +113,7 @@ def _find_idle(args: Any, facts: RunFacts) -> Iterator[tuple[str, EffectConditio
 def idle_arguments(args: Any, facts: RunFacts) -> dict[str, str]:
     """Return each argument that is set and has no effect, as shown to the user, with the reason and remedy."""
     declared = {
-        show(shown_name(args, name), getattr(args, name)): when.because for name, when in _find_idle(args, facts)
+        show(shown_name(args, name), getattr(args, name)): when.reason for name, when in _find_idle(args, facts)
     }
     return {**declared, **facts.idle}
 
@@ -126,8 +126,8 @@ def reset_idle_arguments(args: Any, facts: RunFacts) -> Any:
     changed = copy.copy(args)
     for name, when in _find_idle(args, facts):
         if when.raises:
-            raise ArgumentError(f"{show(shown_name(args, name), getattr(args, name))} cannot be used: {when.because}.")
-        if not when.stays:
+            raise ArgumentError(f"{show(shown_name(args, name), getattr(args, name))} cannot be used: {when.reason}.")
+        if not when.keeps_value:
             setattr(changed, name, default_value(args, name))
     return changed
 

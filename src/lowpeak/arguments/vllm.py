@@ -32,7 +32,7 @@ Transport = Literal["auto", "process", "nccl", "tcp"]
 
 USES_VLLM = if_on("use_vllm")
 _BOUNDS_COMPLETIONS = replace(
-    USES_VLLM, because="the native engine has no structured outputs; set use_vllm=True or remove it", raises=True
+    USES_VLLM, reason="the native engine has no structured outputs; set use_vllm=True or remove it", raises=True
 )
 _IS_COLOCATED = EffectCondition(
     lambda args, facts: args.vllm_mode == "colocate",
@@ -85,7 +85,7 @@ class VllmArguments:
         "vllm", "Colocated: model implementation: vllm, transformers or auto.", one_of(ModelImpl), _COLOCATED
     )
     vllm_enable_sleep_mode: bool = vllm_argument(
-        False, "Colocated: free the engine's memory while training (GPUs).", acts=_COLOCATED
+        False, "Colocated: free the engine's memory while training (GPUs).", acts_if=_COLOCATED
     )
     vllm_gpu_memory_utilization: float = vllm_argument(
         0.3, "Colocated: fraction of the device's memory for the engine.", SHARE, (*_COLOCATED, NO_KV_CACHE_BYTES)
@@ -105,10 +105,10 @@ class VllmArguments:
     vllm_server_base_url: Annotated[str | None, list[str]] = vllm_argument(
         None,
         "Server: its URL, or several (a list, or separated by commas) that share the prompts.",
-        acts=(USES_VLLM, replace(_IS_SERVED, raises=True)),
+        acts_if=(USES_VLLM, replace(_IS_SERVED, raises=True)),
     )
     vllm_server_host: str = vllm_argument(
-        "0.0.0.0", "Server: its host, if vllm_server_base_url is not set.", acts=(*_SERVED, _NO_URL)
+        "0.0.0.0", "Server: its host, if vllm_server_base_url is not set.", acts_if=(*_SERVED, _NO_URL)
     )
     vllm_server_port: int = vllm_argument(
         8000, "Server: its port, if vllm_server_base_url is not set.", _PORT, (*_SERVED, _NO_URL)
@@ -128,7 +128,7 @@ class VllmArguments:
     vllm_server_token: str | None = vllm_argument(
         None,
         f"Server: the token that it requires (None: {SERVER_TOKEN} in the environment, if set).",
-        acts=_SERVED,
+        acts_if=_SERVED,
     )
     vllm_wave_timeout: float | None = vllm_argument(
         3600.0,
@@ -163,10 +163,12 @@ class VllmArguments:
         USES_VLLM,
     )
     vllm_verify_weights: bool = vllm_argument(
-        True, "Verify after each weight update and wake-up that the engine's weights are the policy's.", acts=USES_VLLM
+        True,
+        "Verify after each weight update and wake-up that the engine's weights are the policy's.",
+        acts_if=USES_VLLM,
     )
     vllm_adapters: bool = vllm_argument(
-        True, "LoRA: send only the adapter if the engine can serve it (False: send merged weights).", acts=USES_VLLM
+        True, "LoRA: send only the adapter if the engine can serve it (False: send merged weights).", acts_if=USES_VLLM
     )
 
 
@@ -282,7 +284,7 @@ def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> Colocat
 
 def engine_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return vllm_engine_kwargs as a dict; ArgumentError for names that another argument or lowpeak sets."""
-    require(MAPPING.fits(kwargs), f"vllm_engine_kwargs {MAPPING.words}.")
+    require(MAPPING.accepts(kwargs), f"vllm_engine_kwargs {MAPPING.requirement}.")
     for name in kwargs or {}:
         require(
             name not in _REFUSED_ENGINE_KWARGS, f"vllm_engine_kwargs has {name}: {_REFUSED_ENGINE_KWARGS.get(name)}."

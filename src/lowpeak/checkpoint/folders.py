@@ -124,8 +124,12 @@ def resolve_checkpoint(run_dir: Path, resume_from_checkpoint: bool | str | os.Pa
                 "checkpoint's folder."
             )
         checkpoint, last = last, None
-    else:
+    elif isinstance(resume_from_checkpoint, str | os.PathLike):
         checkpoint = Path(resume_from_checkpoint)
+    else:
+        raise CheckpointError(
+            f"resume_from_checkpoint must be True, False, None or a checkpoint's folder, got {resume_from_checkpoint!r}."
+        )
     hint = f"The last one of this run is {last}." if last else "Set it to a checkpoint-N folder of a lowpeak run."
     if not checkpoint.is_dir():
         reason = "is not an existing folder"

@@ -92,9 +92,9 @@ class RunState:
 def learning_arguments(args: Any) -> dict[str, Any]:
     """Return the arguments that change the learned weights, as JSON; those that JSON cannot store are left out."""
     arguments: dict[str, Any] = {}
-    for declared in fields(args):
-        name, words = declared.name, declaration(declared)
-        is_learning = words.group in _LEARNING_GROUPS and not words.means
+    for each in fields(args):
+        name, declared = each.name, declaration(each)
+        is_learning = declared.group in _LEARNING_GROUPS and not declared.alias_of
         if name in _LEARNING_ARGUMENTS or (is_learning and name not in _OTHER_ARGUMENTS):
             with suppress(TypeError, ValueError):
                 arguments[name] = json.loads(json.dumps(getattr(args, name)))
@@ -255,9 +255,6 @@ def _json_checked(owner: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
                 "Use numbers, strings, lists and dicts of them."
             ) from error
     return dict(mapping)
-
-
-logger = logging.getLogger(__name__)
 
 
 def capture_rng_state() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 from lowpeak.cli.accelerate_config import PRESET_FOLDER as PRESET_FOLDER
 from lowpeak.cli.accelerate_config import PRESETS as PRESETS
-from lowpeak.cli.accelerate_config import find_config as find_config
+from lowpeak.cli.accelerate_config import find_accelerate_config as find_accelerate_config
 from lowpeak.cli.accelerate_config import preset_text as preset_text
 from lowpeak.cli.accelerate_config import read_config as read_config
 from lowpeak.cli.arguments import DataArguments as DataArguments

@@ -21,7 +21,7 @@ _GROUPS = {"deepspeed_config": "", "fsdp_config": "fsdp_", "parallelism_config":
 _OLDER = "fsdp_backward_prefetch_policy"
 
 
-def find_config(name: str) -> Path:
+def find_accelerate_config(name: str) -> Path:
     """Return the file of a preset, or the path `name` itself; ArgumentError if neither exists."""
     path = PRESET_FOLDER / f"{name}.yaml" if name in PRESETS else Path(name)
     if not path.is_file():
@@ -105,5 +105,5 @@ def _find_deepspeed_file(deepspeed: dict[str, Any], path: Path) -> None:
 
 def preset_text(name: str) -> str:
     """Return a preset as YAML for `accelerate launch --config_file`, with the full path of its JSON file."""
-    text = find_config(name).read_text(encoding="utf-8")
+    text = find_accelerate_config(name).read_text(encoding="utf-8")
     return text.replace(f"{name}.json", str(PRESET_FOLDER / f"{name}.json"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lowpeak.cli.accelerate_config import PRESET_FOLDER, find_config, read_config
+from lowpeak.cli.accelerate_config import PRESET_FOLDER, find_accelerate_config, read_config
 from lowpeak.cli.arguments import LaunchArguments
 from lowpeak.cli.devices import num_devices
 from lowpeak.errors import ArgumentError, first_line
@@ -49,7 +49,7 @@ def launch_or_join(arguments: LaunchArguments, command: Sequence[str], *, on_cpu
     for argument in ("num_processes", "num_machines", *_MESH_SIZES):
         if given.get(argument, 1) < 1:
             raise ArgumentError(f"--{argument} must be at least 1, got {given[argument]}.")
-    path = find_config(name)
+    path = find_accelerate_config(name)
     config = read_config(path)
     if is_rank(os.environ) or config.distributed_type.value == "NO":
         _join_launched_run(path, config, given)
@@ -67,9 +67,9 @@ def is_rank_zero(environ: Mapping[str, str]) -> bool:
     return int(environ.get("RANK") or 0) == 0
 
 
-def _refuse_unused(given: Mapping[str, Any], because: str) -> None:
+def _refuse_unused(given: Mapping[str, Any], reason: str) -> None:
     for name, value in given.items():
-        raise ArgumentError(f"--{name} {value} has no effect: {because}.")
+        raise ArgumentError(f"--{name} {value} has no effect: {reason}.")
 
 
 def launcher_arguments(path: Path, config: Any, given: Mapping[str, Any], devices: int | None) -> list[str]:

@@ -254,7 +254,7 @@ def _json(text: str) -> dict[str, Any]:
     try:
         return read_object(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{MAPPING.words} ({error})") from None
+        raise argparse.ArgumentTypeError(f"{MAPPING.requirement} ({error})") from None
 
 
 def _metavar(action: argparse.Action, simple: Any) -> str:

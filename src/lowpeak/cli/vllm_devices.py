@@ -156,7 +156,7 @@ def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token
     share, cache = given.get("vllm_gpu_memory_utilization"), given.get("kv_cache_bytes")
     if share is not None and cache is not None:
         raise ArgumentError(
-            f"--vllm_gpu_memory_utilization {share} has no effect beside --kv_cache_bytes {cache}: {NO_KV_CACHE_BYTES.because}."
+            f"--vllm_gpu_memory_utilization {share} has no effect beside --kv_cache_bytes {cache}: {NO_KV_CACHE_BYTES.reason}."
         )
     settings = {
         "gpu_memory_utilization": share if cache is None else MIN_MEMORY_SHARE,

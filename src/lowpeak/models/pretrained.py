@@ -16,11 +16,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel
-from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line
+from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line, shorten_names
 from lowpeak.memory import is_out_of_memory
 from lowpeak.models.sharded_loading import init_without_weights, load_tensor_parallel, reads_weights
 
-_MAX_NAMES_SHOWN = 3  # of missing tensors in an error
 _REPORTED = ("missing_keys", "mismatched_keys")  # keys of transformers' report; mismatched ones come with both shapes
 
 
@@ -90,11 +89,9 @@ def _tensor_name(reported: Any) -> str:
 
 def _check_missing(name: str, missing: Sequence[str]) -> None:
     if missing:
-        num_more = len(missing) - _MAX_NAMES_SHOWN
-        names = ", ".join(missing[:_MAX_NAMES_SHOWN]) + (f" and {num_more} more tensors" if num_more > 0 else "")
         raise ModelError(
-            f"{name!r} lacks {names}, which would be initialised at random: copy or download the model again, or correct its "
-            "config.json."
+            f"{name!r} lacks {shorten_names(missing)}, which would be initialised at random: copy or download the model again, "
+            "or correct its config.json."
         )
 
 

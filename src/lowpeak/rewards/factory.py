@@ -18,6 +18,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,32 +72,36 @@ def make_rewards(
             "None for functions."
         )
 
-    def make(item: Any, tokenizer: Any) -> FunctionReward | ModelReward:
-        if isinstance(item, FunctionReward | ModelReward):
-            return copy.copy(item)  # because it may be renamed below
-        if isinstance(item, str) and item in BUILTIN_REWARDS:
-            item = load_reward(item)
-        if isinstance(item, str | os.PathLike | nn.Module):
-            return ModelReward(
-                item, tokenizer, model_kwargs=model_kwargs, chat_template_kwargs=chat_template_kwargs, device=device
-            )
-        if callable(item):
-            reward = FunctionReward(item)
-            if tokenizer is not None:
-                logger.warning(
-                    "reward_processing_classes has a tokenizer for the function %r, which has no effect; pass None in its place.",
-                    reward.name,
-                )
-            return reward
-        raise ArgumentError(
-            f"Each of reward_funcs must be a function, a reward model, or a model's name or path, got {item!r} "
-            f"of type {type(item).__name__}."
-        )
-
-    rewards = [make(item, tokenizer) for item, tokenizer in zip(items, tokenizers, strict=True)]
+    make_model = partial(
+        ModelReward, model_kwargs=model_kwargs, chat_template_kwargs=chat_template_kwargs, device=device
+    )
+    rewards = [_make_reward(item, tokenizer, make_model) for item, tokenizer in zip(items, tokenizers, strict=True)]
     for reward, name in zip(rewards, unique_names([reward.name for reward in rewards]), strict=True):
         reward.name = name
     return list(rewards)
+
+
+def _make_reward(
+    item: Any, tokenizer: Any, make_model: Callable[[Any, Any], ModelReward]
+) -> FunctionReward | ModelReward:
+    if isinstance(item, FunctionReward | ModelReward):
+        return copy.copy(item)  # because it may be renamed
+    if isinstance(item, str) and item in BUILTIN_REWARDS:
+        item = load_reward(item)
+    if isinstance(item, str | os.PathLike | nn.Module):
+        return make_model(item, tokenizer)
+    if callable(item):
+        reward = FunctionReward(item)
+        if tokenizer is not None:
+            logger.warning(
+                "reward_processing_classes has a tokenizer for the function %r, which has no effect; pass None in its place.",
+                reward.name,
+            )
+        return reward
+    raise ArgumentError(
+        f"Each of reward_funcs must be a function, a reward model, or a model's name or path, got {item!r} "
+        f"of type {type(item).__name__}."
+    )
 
 
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:

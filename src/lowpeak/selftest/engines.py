@@ -111,7 +111,7 @@ def push_over_each(
         else:
             passed.append(f"{transport} {1000 * report.seconds:.0f} ms (proof {1000 * report.proof_seconds:.0f})")
     require(not failed, "; ".join(failed))
-    return f"pushed and proved: {', '.join(passed)}"
+    return f"pushed and verified: {', '.join(passed)}"
 
 
 def _slices(model: Any, version: int) -> Iterator[WeightSlice]:

@@ -37,7 +37,7 @@ def _check_optimizer(args: Any) -> None:
         raise ArgumentError(
             f"{shown} updates weights in each backward pass, but a step has one for each micro-batch; use another optimizer."
         )
-    with _named_errors(args, ("optim", "optim_args", "optim_target_modules")):
+    with _name_arguments_in_errors(args, ("optim", "optim_args", "optim_target_modules")):
         kind, keywords = made = _make_optimizer(args, args.optim_args)
         if "params" not in keywords:  # otherwise they are of layers
             kind(_LAYER.parameters(), **keywords)
@@ -73,7 +73,7 @@ def _try_optimizer(args: Any, pairs: list[str]) -> tuple[Any, Any] | None:
 
 def _check_schedule(args: Any) -> None:
     optimizer = torch.optim.SGD(_LAYER.parameters(), lr=args.learning_rate)
-    with _named_errors(args, ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")):
+    with _name_arguments_in_errors(args, ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")):
         get_scheduler(
             args.lr_scheduler_type,
             optimizer=optimizer,
@@ -84,7 +84,7 @@ def _check_schedule(args: Any) -> None:
 
 
 @contextmanager
-def _named_errors(args: Any, names: tuple[str, ...]) -> Iterator[None]:
+def _name_arguments_in_errors(args: Any, names: tuple[str, ...]) -> Iterator[None]:
     """Raise ArgumentError with the arguments of these names, in place of an error of transformers or torch."""
     try:
         yield

@@ -73,7 +73,7 @@ def connect_online(
     with strategy.ranks.propagate_errors():
         cursor = _prompt_cursor(trainer.train_dataset, new_reader(), settings, args)
     is_offloadable = _has_frozen_models(parts) or not states_on_host(trainer.accelerator.state)
-    offloads = settings.memory.idle_on_host and is_offloadable
+    offloads = settings.memory.offload_during_rollout and is_offloadable
     offloader = make_rollout_offloader(trainer, parts.policy, strategy) if offloads else None
     freeze = _freezer(trainer, parts, strategy, offloader)
     reference = _reference(parts, freeze) if "reference" in parts.algorithm.needs else None
@@ -232,7 +232,7 @@ def _freezer(
     device = trainer.accelerator.device
     free = free_bytes(device) - training_bytes(parts.policy, device, device_fractions(trainer.accelerator))
     room = int(strategy.ranks.min([max(0, free)])[0]) // 2
-    on_host = parts.settings.memory.frozen_on_host
+    on_host = parts.settings.memory.offload_frozen_models
     return lambda model: offloadable(rest, strategy, strategy.prepare_frozen(model, room, on_host))
 
 

@@ -30,7 +30,7 @@ from lowpeak.checkpoint import (
     write_configs,
     write_weights,
 )
-from lowpeak.errors import CheckpointError, LowpeakError, first_line
+from lowpeak.errors import CheckpointError, LowpeakError, first_line, shorten_names
 from lowpeak.memory import is_out_of_memory
 from lowpeak.models import belongs_to_critic, is_peft, name_damaged_file
 from lowpeak.parallel import (
@@ -182,8 +182,7 @@ def check_loaded_names(model: nn.Module, loaded: Any) -> None:
     missing = [name for name in loaded.missing_keys if name in parameters]
     for names, problem in ((missing, "they lack"), (loaded.unexpected_keys, "this model lacks")):
         if names:
-            others = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(f"{problem} {', '.join(names[:3])}{others}")
+            raise ValueError(f"{problem} {shorten_names(names)}")
 
 
 def check_optimizer_groups(optimizer: Any) -> None:

@@ -63,7 +63,7 @@ class RolloutCollector:
         if self.offloader is not None:
             self.offloader.pop_usage()  # reset counters: exclude offloading done by an evaluation
         with self.engine_awake():
-            self.load_weights(policy_version)
+            self.sync_weights(policy_version)
             self.stats.pop_useful_share()
             rewarded, selected = self._collect_full_groups(number, trainer_state)
         warn_of_unrewarded(self.panel.names, rewarded)
@@ -98,8 +98,8 @@ class RolloutCollector:
             with self._ranks.propagate_errors():
                 stack.close()
 
-    def load_weights(self, policy_version: int) -> None:
-        self.weight_sync.load_weights(self.engine, policy_version)
+    def sync_weights(self, policy_version: int) -> None:
+        self.weight_sync.sync_weights(self.engine, policy_version)
 
     def generate_and_reward(
         self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase

@@ -68,7 +68,7 @@ def evaluate_prompts(
     )
     greedy = replace(sampling, num_generations=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     with collector.engine_awake():
-        collector.load_weights(trainer_state.global_step)
+        collector.sync_weights(trainer_state.global_step)
         one = _complete(collector, prompts, greedy, trainer_state)
         many = _complete(collector, prompts, sampling, trainer_state)
     names = collector.panel.names
@@ -110,7 +110,7 @@ def _loss_metrics(
     rows = with_advantages(rows, advantages)
     counts = StepCounts(len(rows), sum(map(num_loss_tokens, rows)))
     batches = pack(
-        rows, range(len(rows)), run.budget, lambda length: algorithm.reduction(length, counts), unit=algorithm.unit
+        rows, range(len(rows)), run.budget, lambda length: algorithm.unit_weight(length, counts), unit=algorithm.unit
     )
     metrics: dict[str, Metric] = {}
     for batch in with_step_shares(batches, counts, num_ranks=1):

@@ -86,6 +86,8 @@ def prepare_online(
     settings = resolve_online(user_args, user_args.world_size // user_args.model_parallel.tensor, num_rewards)
     args = reset_idle_arguments(user_args, settings.facts)
     algorithm = make_algorithm(args, settings)
+    if not isinstance(algorithm, Algorithm):
+        raise ArgumentError(f"make_algorithm returned {algorithm!r:.80}, and must return a lowpeak.Algorithm.")
     set_seed(args.seed)  # before anything is made: an adapter's first weights are random
     check_engine(settings.vllm, args.model_parallel.tensor)
     check_outputs(args)

@@ -183,7 +183,7 @@ def make_step_batches(
         records,
         assign_to_ranks(records, trained, budget, ranks.world_size, algorithm.unit)[ranks.rank],
         budget,
-        lambda num_tokens: algorithm.reduction(num_tokens, counts),
+        lambda num_tokens: algorithm.unit_weight(num_tokens, counts),
         unit=algorithm.unit,
     )
     return tuple(with_step_shares(pad_batches_across_ranks(batches, budget, ranks, least=1), counts, ranks.world_size))

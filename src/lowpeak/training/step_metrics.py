@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.checkpoint import last_checkpoint
-from lowpeak.errors import NonFiniteError
+from lowpeak.errors import NonFiniteError, shorten_names
 from lowpeak.memory import Phase, PhaseUse
 from lowpeak.parallel import Strategy
 from lowpeak.ranks import Ranks
@@ -87,9 +87,9 @@ def require_finite_step(
     )
     bad_weights, bad_gradients, all_gradients = (_merged(lists) for lists in zip(*names, strict=True))
     if bad_weights:
-        problem += f", and weights are already not finite ({_first_names(bad_weights)})"
+        problem += f", and weights are already not finite ({shorten_names(bad_weights)})"
     elif bad_gradients and len(bad_gradients) < len(all_gradients):  # clipping by a NaN norm makes all of them NaN
-        problem += f", from gradients of {_first_names(bad_gradients)}"
+        problem += f", from gradients of {shorten_names(bad_gradients)}"
     raise NonFiniteError(f"step {step}: {problem}. The optimizer step was not taken and {_remedy(output_dir)}")
 
 
@@ -106,7 +106,7 @@ def require_finite_weights(weights: Mapping[str, Tensor], step: int, output_dir:
     names = _merged(ranks.gather(_not_finite_names(weights)))
     if names:
         raise NonFiniteError(
-            f"after step {step}: weights are not finite ({_first_names(names)}). They were not saved, and "
+            f"after step {step}: weights are not finite ({shorten_names(names)}). They were not saved, and "
             f"{_remedy(output_dir)}"
         )
 
@@ -128,10 +128,6 @@ def _remedy(output_dir: Path) -> str:
     last = last_checkpoint(output_dir)
     checkpoint = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
     return f"{checkpoint}. Lower the learning rate, check the rewards' scale, or train in fp32 (bf16=False)."
-
-
-def _first_names(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def phase_metrics(uses: Mapping[str, PhaseUse]) -> dict[str, Metric]:

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 class WeightSync:
     """The version of the weights that the engine must have, and the push that brings it there.
 
-    policy_version      the version for the engine; None before the first `load_weights`
+    policy_version      the version for the engine; None before the first `sync_weights`
     weights_changed     the policy's weights were loaded from a file: a step's number does not show that
     """
 
@@ -31,7 +31,7 @@ class WeightSync:
     policy_version: int | None = None
     weights_changed: bool = False
 
-    def load_weights(self, engine: RolloutEngine, policy_version: int) -> None:
+    def sync_weights(self, engine: RolloutEngine, policy_version: int) -> None:
         """Push the policy's weights to the engine, unless the engine of every rank has them already."""
         self.policy_version = policy_version
         self.retry_when_engine_lost(engine, lambda: None)
@@ -51,7 +51,7 @@ class WeightSync:
     def _push_if_stale(self, engine: RolloutEngine) -> None:
         """Push on all ranks together if the engine of any rank has another version."""
         strategy, version = self.context.run.strategy, self.policy_version
-        assert version is not None, "load_weights comes first"
+        assert version is not None, "sync_weights comes first"
         for _ in range(2):  # an adapter is a second push, after its base
             is_stale = self.weights_changed or engine.policy_version != version
             if not strategy.ranks.max([float(is_stale)])[0]:

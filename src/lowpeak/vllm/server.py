@@ -84,7 +84,7 @@ class ServerVllm(Vllm):
     def engine_info(self) -> EngineInfo:
         self._route = self._adapter = None
         self._incarnation = self.read_incarnation()
-        properties = self.call("lowpeak_facts", {}, _CALL_SECONDS)[0]
+        properties = self.call("lowpeak_engine_info", {}, _CALL_SECONDS)[0]
         try:
             return EngineInfo(**properties)
         except TypeError as error:

@@ -144,6 +144,7 @@ def test_an_invalid_checkpoint_is_named_with_a_valid_one(tmp_path):
         (tmp_path, run, f"{run} .* {last}"),
         (other, True, f"{other / 'checkpoint-3'} "),
         (other, other / "checkpoint-3", f"{other / 'checkpoint-3'} "),
+        (run, 1, "folder.* 1"),
         *((run, leftover, f"{leftover} .* {last}") for leftover in leftovers),
     ]
     for run_dir, request, told in cases:

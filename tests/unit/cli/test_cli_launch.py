@@ -21,7 +21,7 @@ from lowpeak.cli import (
     PRESET_FOLDER,
     PRESETS,
     LaunchArguments,
-    find_config,
+    find_accelerate_config,
     launch_or_join,
     launcher_arguments,
     main,
@@ -64,7 +64,7 @@ def written(folder, **settings):
 
 def words_of(name, devices=8, **given):
     """The launcher's arguments as a mapping."""
-    path = find_config(name)
+    path = find_accelerate_config(name)
     words = launcher_arguments(path, read_config(path), given, devices)
     assert words[-2:] == ["-m", "lowpeak"]
     return dict(zip(words[:-2:2], words[1:-2:2], strict=True))
@@ -81,7 +81,7 @@ def test_every_preset_is_listed_and_accelerate_reads_it():
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload", "hsdp"])
 def test_sharding_presets_are_fsdp2_by_layer(name):
-    assert read_config(find_config(name)).fsdp_config == {
+    assert read_config(find_accelerate_config(name)).fsdp_config == {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": True,
@@ -93,7 +93,9 @@ def test_sharding_presets_are_fsdp2_by_layer(name):
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3-offload"])
 def test_zero_presets_clip_by_the_run_and_keep_nothing_gathered(name):
-    config = json.loads(Path(read_config(find_config(name)).deepspeed_config["deepspeed_config_file"]).read_text())
+    config = json.loads(
+        Path(read_config(find_accelerate_config(name)).deepspeed_config["deepspeed_config_file"]).read_text()
+    )
     zero = config["zero_optimization"]
     assert zero["stage"] == int(name[4])
     assert (config["gradient_clipping"], config["zero_allow_untested_optimizer"]) == ("auto", True)

@@ -68,6 +68,6 @@ class LosesBits(FusedModel):
         self.norm.data.copy_(self.norm.data.bfloat16())
 
 
-def test_transports_whose_weights_cannot_be_proved_are_named():
+def test_transports_whose_weights_cannot_be_verified_are_named():
     with pytest.raises(MismatchError, match=r"process: .*norm.*; tcp: .*norm"):
         pushed(FusedVllm(LosesBits()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,6 +173,9 @@ FULL = {"needs_full_sequence": True}
         ({"update": lambda state, metrics: None}, "update.*reinforce.*None.*average, weight"),
         ({"update": lambda state, metrics: {"average": 0.0}}, r"update.*'average': 0\.0.*average, weight"),
         ({"update": lambda state, metrics: {**state, "weight": torch.zeros(())}}, "update.*weight.*tensor"),
+        ({"update": lambda state, metrics: {**state, "weight": math.nan}}, "update.*weight.*nan"),
+        ({"reduction": lambda length, counts: None}, "reduction.*reinforce.*None"),
+        ({"reduction": lambda length, counts: math.inf}, "reduction.*reinforce.*inf"),
     ],
 )  # fmt: skip
 def test_what_a_function_returned_is_refused_by_its_name_and_value(tmp_path, changes, words):
@@ -183,6 +187,16 @@ def test_what_a_function_returned_is_refused_by_its_name_and_value(tmp_path, cha
     run = reinforce(tmp_path, trainer=BrokenTrainer, per_device_train_batch_size=8, num_generations=2, max_steps=1)
     with pytest.raises(ArgumentError, match=words):
         run.train()
+
+
+def test_a_function_that_returns_no_algorithm_is_named(tmp_path):
+    class EmptyTrainer(ReinforceTrainer):
+        @staticmethod
+        def make_algorithm(args, settings):
+            return None
+
+    with pytest.raises(ArgumentError, match=r"make_algorithm.*None.*lowpeak\.Algorithm"):
+        reinforce(tmp_path, trainer=EmptyTrainer)
 
 
 def mean_loss(values_T, tokens):

@@ -203,7 +203,7 @@ def test_answers_of_other_weights_or_given_up_are_asked_again_after_a_load(bad, 
     assert [request.params["seed"] for request in vllm.waves[1]] == [seeds[1]]
 
 
-def test_an_engine_that_sleeps_proves_its_weights_when_it_wakes():
+def test_an_engine_that_sleeps_verifies_its_weights_when_it_wakes():
     vllm = scripted()
     engine = engine_over(vllm, where=ColocateSettings(sleeps=True))
     engine.sleep()
@@ -228,7 +228,7 @@ def test_a_base_that_slept_comes_again_and_is_asked_what_is_left_of_it():
     assert engine.slice_form.weights == "adapter"
     engine.sleep()
     engine.wake()
-    assert vllm.num_proofs == 1  # a worker that finds its base gone forgets which tensors it knows
+    assert vllm.num_checks == 1  # a worker that finds its base gone forgets which tensors it knows
     assert engine.policy_version is None
     assert engine.slice_form.weights == "base"
 

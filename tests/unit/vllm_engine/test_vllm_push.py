@@ -1,4 +1,4 @@
-"""One update is all or nothing, is proved where vLLM put it, and sends nothing twice."""
+"""One update is all or nothing, is verified where vLLM put it, and sends nothing twice."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _damage(vllm, at, change):
     """Have one tensor changed after the sender summed it: on its way."""
 
     def damage(method, arguments):
-        for piece in arguments["pieces"] if method == "lowpeak_take" else ():
+        for piece in arguments["pieces"] if method == "lowpeak_receive" else ():
             if piece["name"] == at:
                 change(arguments["data"], piece)
 
@@ -195,7 +195,7 @@ def test_slices_are_taken_to_their_end_when_an_engine_fails_midway():
             yield piece
 
     def die(method, arguments):
-        if method == "lowpeak_take" and vllm.calls.count(method) == 2:
+        if method == "lowpeak_receive" and vllm.calls.count(method) == 2:
             raise LostEngineError
 
     vllm.before = die
@@ -220,13 +220,13 @@ def test_an_error_of_the_policy_ends_the_update_without_a_version_and_the_next_o
     assert vllm.versions() == [3]
 
 
-def test_the_version_is_none_from_the_first_bucket_until_all_is_proved():
+def test_the_version_is_none_from_the_first_bucket_until_all_is_verified():
     vllm = FusedVllm()
     push_weights(slices(weights()), [vllm], _settings(), 1)
     seen = []
     vllm.before = lambda method, arguments: (
         seen.append(vllm.workers[0].lowpeak_identity()["policy_version"])
-        if method in ("lowpeak_take", "lowpeak_verify", "lowpeak_commit")
+        if method in ("lowpeak_receive", "lowpeak_verify", "lowpeak_commit")
         else None
     )
     push_weights(slices(weights()), [vllm], _settings(), 2)
@@ -234,7 +234,7 @@ def test_the_version_is_none_from_the_first_bucket_until_all_is_proved():
     assert vllm.versions() == [2]
 
 
-def test_tensors_that_do_not_change_come_once_and_are_proved_again():
+def test_tensors_that_do_not_change_come_once_and_are_verified_again():
     vllm, tensors = FusedVllm(), weights()
     frozen = {"embed.weight", "o.weight", "k.weight"}
     assert push_weights(slices(tensors), [vllm], _settings(), 1, unchanging=frozen).num_bytes == num_bytes(tensors)
@@ -284,7 +284,7 @@ def test_no_slices_are_an_error():
         push_weights([], [FusedVllm()], _settings(), 1)
 
 
-def test_parameters_of_half_precision_beside_others_are_proved_in_their_own_dtype():
+def test_parameters_of_half_precision_beside_others_are_verified_in_their_own_dtype():
     model, tensors = FusedModel().bfloat16(), weights(dtype=torch.bfloat16)
     push_weights(slices(tensors), [FusedVllm(model)], _settings(), 1)
     assert _holds(model, tensors)

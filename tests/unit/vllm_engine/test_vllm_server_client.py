@@ -56,8 +56,8 @@ def test_a_client_asks_for_facts_and_passes_calls_with_their_limit_on_to_the_wor
     assert not vllm.in_process
     assert vllm.engine_info() == fake.facts
     fake.answers["/collective_rpc"] = lambda body: (200, {"results": [body, None]})
-    told = vllm.call("lowpeak_take", {"pieces": [1]}, 7.0)
-    assert told == [{"method": "lowpeak_take", "kwargs": {"pieces": [1]}, "timeout": 7.0}, None]
+    told = vllm.call("lowpeak_receive", {"pieces": [1]}, 7.0)
+    assert told == [{"method": "lowpeak_receive", "kwargs": {"pieces": [1]}, "timeout": 7.0}, None]
 
 
 def test_token_ids_go_in_and_come_back_in_the_order_of_the_requests(fake):

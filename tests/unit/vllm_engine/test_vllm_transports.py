@@ -95,7 +95,7 @@ def test_a_port_that_is_taken_is_named_with_its_argument():
 def test_a_worker_in_another_network_is_given_this_hosts_addresses():
     vllm, call = FusedVllm(in_process=False), FusedVllm.call
     vllm.call = lambda method, *given: (
-        [{"network": "elsewhere", "device": "cpu"}] if method == "lowpeak_look" else call(vllm, method, *given)
+        [{"network": "elsewhere", "device": "cpu"}] if method == "lowpeak_location" else call(vllm, method, *given)
     )
     with contextlib.closing(open_sender("tcp", [vllm], 512, CPU, 5)) as sender:
         hosts = sender.invitation()["hosts"]

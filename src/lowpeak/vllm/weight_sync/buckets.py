@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowpeak.errors import EngineError
+from lowpeak.errors import EngineError, shorten_names
 from lowpeak.records import WeightSlice
 from lowpeak.vllm.weight_sync.verification import Checksum, read_checksums
 
@@ -84,13 +84,6 @@ class ChecksumTable:
         if self._open:
             raise EngineError(f"The slices of {shorten_names(self._open)} do not cover the whole tensor.")
         return read_checksums(self.of)
-
-
-def shorten_names(names: Iterable[str], most: int = 5) -> str:
-    """Return the first names and the number of the others."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return ", ".join(ordered[:most]) + more
 
 
 def fill_buckets(
@@ -173,7 +166,9 @@ def _copy_and_sum(
         sums.add(weight_slice.name, num_elements * size, (weight_slice.start + done) * size, target, source)
 
 
-TakeCall = Callable[[Mapping[str, Any]], None]  # calls `lowpeak_take` on every worker with the transport's arguments
+ReceiveCall = Callable[
+    [Mapping[str, Any]], None
+]  # calls `lowpeak_receive` on every worker with the transport's arguments
 
 
 class BucketSender(ABC):
@@ -198,7 +193,7 @@ class BucketSender(ABC):
         return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device or device)
 
     @abstractmethod
-    def deliver(self, bucket: Bucket, take: TakeCall) -> None:
+    def deliver(self, bucket: Bucket, receive: ReceiveCall) -> None:
         """Send a bucket to every worker; afterwards the buffer may be refilled."""
 
     def close(self) -> None:
@@ -211,7 +206,7 @@ class BucketReceiver(ABC):
 
     @abstractmethod
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
-        """Return the bytes of the next bucket, valid until the next call; `arguments` are those of `lowpeak_take`."""
+        """Return the bytes of the next bucket, valid until the next call; `arguments` are those of `lowpeak_receive`."""
 
     def close(self) -> None:
         """Release all resources."""
@@ -226,8 +221,8 @@ class ProcessSender(BucketSender):
     def invitation(self) -> dict[str, Any]:
         return {"transport": self.name}
 
-    def deliver(self, bucket: Bucket, take: TakeCall) -> None:
-        take({"data": bucket.data})
+    def deliver(self, bucket: Bucket, receive: ReceiveCall) -> None:
+        receive({"data": bucket.data})
 
 
 class ProcessReceiver(BucketReceiver):

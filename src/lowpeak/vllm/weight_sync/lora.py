@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lowpeak.errors import EngineError
+from lowpeak.errors import EngineError, shorten_names
 from lowpeak.vllm.protocol import Adapter
-from lowpeak.vllm.weight_sync.buckets import Piece, shorten_names
+from lowpeak.vllm.weight_sync.buckets import Piece
 from lowpeak.vllm.weight_sync.verification import read_checksums, tensor_checksum
 
 
@@ -58,7 +58,7 @@ class AdapterReceiver:
         self._update = update
         return ()
 
-    def take(self, pieces: Iterable[Piece], bucket: Tensor) -> None:
+    def receive(self, pieces: Iterable[Piece], bucket: Tensor) -> None:
         for piece in pieces:
             if piece.name not in self._tensors:
                 self._tensors[piece.name] = torch.empty(piece.shape, dtype=piece.dtype)
@@ -94,7 +94,7 @@ class AdapterReceiver:
             self._next.remove(self.worker)
             self._next = None
 
-    def prove(self) -> None:
+    def verify_unchanged(self) -> None:
         """Raise EngineError, and drop the version, if vLLM no longer has the adapter, or it changed."""
         if self.policy_version is None or self._current is None:
             raise EngineError("vLLM has an adapter without a version.")

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowpeak.errors import EngineError
 from lowpeak.vllm.protocol import start_thread
 from lowpeak.vllm.serving import free_ports
-from lowpeak.vllm.weight_sync.buckets import Bucket, BucketReceiver, BucketSender, TakeCall
+from lowpeak.vllm.weight_sync.buckets import Bucket, BucketReceiver, BucketSender, ReceiveCall
 
 # Arguments: host, port, rank, world size, device.
 GroupFactory = Callable[[str, int, int, int, torch.device], Any]
@@ -58,8 +58,8 @@ class NcclSender(BucketSender):
                 f"The NCCL group for weights could not be formed ({reason}): set vllm_transport='tcp'."
             ) from error
 
-    def deliver(self, bucket: Bucket, take: TakeCall) -> None:
-        taking = start_thread(partial(take, {"num_bytes": len(bucket.data)}))
+    def deliver(self, bucket: Bucket, receive: ReceiveCall) -> None:
+        taking = start_thread(partial(receive, {"num_bytes": len(bucket.data)}))
         self._group.broadcast(bucket.data, src=0)
         taking.result()
         torch.cuda.synchronize(self._device)

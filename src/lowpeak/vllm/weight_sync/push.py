@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lowpeak.arguments import ServerSettings, Transport, VllmSettings
-from lowpeak.errors import EngineError
+from lowpeak.errors import EngineError, shorten_names
 from lowpeak.records import WeightSlice
 from lowpeak.vllm.protocol import Adapter, Vllm, call_workers
 from lowpeak.vllm.weight_sync.buckets import (
@@ -22,7 +22,6 @@ from lowpeak.vllm.weight_sync.buckets import (
     ChecksumTable,
     ProcessSender,
     fill_buckets,
-    shorten_names,
 )
 from lowpeak.vllm.weight_sync.nccl import NcclSender, device_id
 from lowpeak.vllm.weight_sync.tcp import TcpSender, host_addresses, network_name
@@ -173,10 +172,12 @@ class _Update:
         pieces = [piece.to_json() for piece in bucket.pieces]
         self._num_bytes += sum(piece.count * piece.dtype.itemsize for piece in bucket.pieces)
 
-        def take(arguments: Mapping[str, Any]) -> None:
-            call_workers(self.vllms, "lowpeak_take", [{"pieces": pieces, **arguments}] * len(self.vllms), self.timeout)
+        def receive(arguments: Mapping[str, Any]) -> None:
+            call_workers(
+                self.vllms, "lowpeak_receive", [{"pieces": pieces, **arguments}] * len(self.vllms), self.timeout
+            )
 
-        sender.deliver(bucket, take)
+        sender.deliver(bucket, receive)
 
 
 def _check_complete(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int], shared: bool) -> None:
@@ -205,7 +206,7 @@ def verify_unchanged(vllms: Sequence[Vllm], timeout: float = TIMEOUT) -> None:
     Raise EngineError with the names of changed tensors, whose worker then has no version; also if a worker has no
     version or was pushed to with `verify=False`.
     """
-    call_workers(vllms, "lowpeak_prove", [{}] * len(vllms), timeout)
+    call_workers(vllms, "lowpeak_verify_unchanged", [{}] * len(vllms), timeout)
 
 
 def loaded_version(vllms: Sequence[Vllm], timeout: float = 60.0) -> int | None:
@@ -259,7 +260,7 @@ class _WorkerLocations:
 
     @staticmethod
     def of(vllms: Sequence[Vllm], timeout: float) -> _WorkerLocations:
-        engines = call_workers(vllms, "lowpeak_look", [{}] * len(vllms), timeout)
+        engines = call_workers(vllms, "lowpeak_location", [{}] * len(vllms), timeout)
         workers = [worker for engine in engines for worker in engine]
         network = network_name()
         all_local = network is not None and all(worker["network"] == network for worker in workers)

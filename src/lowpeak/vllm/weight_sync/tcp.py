@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowpeak.errors import EngineError
 from lowpeak.vllm.protocol import start_thread
-from lowpeak.vllm.weight_sync.buckets import Bucket, BucketReceiver, BucketSender, TakeCall
+from lowpeak.vllm.weight_sync.buckets import Bucket, BucketReceiver, BucketSender, ReceiveCall
 from lowpeak.watchdog import accept_authenticated
 
 _TOKEN_LENGTH = 64  # characters of a token or its proof
@@ -58,14 +58,14 @@ class TcpSender(BucketSender):
     def wait_connected(self) -> None:
         self._stop_listening()
 
-    def deliver(self, bucket: Bucket, take: TakeCall) -> None:
+    def deliver(self, bucket: Bucket, receive: ReceiveCall) -> None:
         """Write the bucket to every worker while the workers read; a worker's error takes precedence over a broken
         socket.
         """
 
         def read() -> None:
             try:
-                take({"num_bytes": len(bucket.data)})
+                receive({"num_bytes": len(bucket.data)})
             except BaseException:
                 # So that `_write` does not wait for a worker that does not read.
                 self._disconnect()

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowpeak.errors import EngineError, LowpeakError, is_installed
+from lowpeak.errors import EngineError, LowpeakError, is_installed, shorten_names
 from lowpeak.vllm.compatibility import disable_cpu_repacking, engine_fingerprint, read_engine_info, score_at_temperature
-from lowpeak.vllm.weight_sync.buckets import BucketReceiver, Piece, ProcessReceiver, shorten_names
+from lowpeak.vllm.weight_sync.buckets import BucketReceiver, Piece, ProcessReceiver
 from lowpeak.vllm.weight_sync.lora import AdapterReceiver
 from lowpeak.vllm.weight_sync.nccl import NcclReceiver, device_id
 from lowpeak.vllm.weight_sync.reload import ReloadedModules, modules_to_reload
@@ -60,12 +60,12 @@ class Extension:
         return {"incarnation": state.incarnation, "policy_version": state.receiver.policy_version}
 
     @reply_with_errors
-    def lowpeak_facts(self) -> dict[str, Any]:
+    def lowpeak_engine_info(self) -> dict[str, Any]:
         config = self.vllm_config  # type: ignore[attr-defined]
         return asdict(replace(read_engine_info(config), fingerprint=engine_fingerprint(config.model_config)))
 
     @reply_with_errors
-    def lowpeak_look(self) -> dict[str, Any]:
+    def lowpeak_location(self) -> dict[str, Any]:
         """Return the worker's network and device, as names that are equal in all processes of its host."""
         return {"network": network_name(), "device": device_id(_worker_state(self).device)}
 
@@ -91,13 +91,13 @@ class Extension:
         return {"known": list(known)}
 
     @reply_with_errors
-    def lowpeak_take(self, pieces: Sequence[Mapping[str, Any]], **arguments: Any) -> dict[str, Any]:
+    def lowpeak_receive(self, pieces: Sequence[Mapping[str, Any]], **arguments: Any) -> dict[str, Any]:
         """Load a bucket's pieces."""
         state = _worker_state(self)
         try:
             if state.transport is None:
                 raise EngineError("No weight update has begun in vLLM's worker.")
-            state.receiver.take([Piece.from_json(piece) for piece in pieces], state.transport.read(arguments))
+            state.receiver.receive([Piece.from_json(piece) for piece in pieces], state.transport.read(arguments))
             # The trainer may refill the bucket after this call.
             if state.device.type != "cpu":
                 torch.accelerator.synchronize(state.device)
@@ -129,18 +129,18 @@ class Extension:
         return {}
 
     @reply_with_errors
-    def lowpeak_prove(self) -> dict[str, Any]:
+    def lowpeak_verify_unchanged(self) -> dict[str, Any]:
         """Verify that weights, and an adapter's base, are unchanged; otherwise raise EngineError and drop the
         version.
         """
         state = _worker_state(self)
         if state.receiver is state.adapters and state.weights.policy_version is not None:
             try:
-                state.weights.prove()
+                state.weights.verify_unchanged()
             except EngineError:
                 state.adapters.abort()
                 raise
-        state.receiver.prove()
+        state.receiver.verify_unchanged()
         return {}
 
     @reply_with_errors
@@ -239,7 +239,7 @@ class WeightReceiver:
         return known
 
     @torch.no_grad()
-    def take(self, pieces: Iterable[Piece], bucket: Tensor) -> None:
+    def receive(self, pieces: Iterable[Piece], bucket: Tensor) -> None:
         """Load every tensor that these pieces complete; the bucket may be overwritten afterwards."""
         for piece in pieces:
             values = piece.values_in(bucket)
@@ -286,7 +286,7 @@ class WeightReceiver:
         self.policy_version, self.known = None, ()
         self._drop_partial()
 
-    def prove(self) -> None:
+    def verify_unchanged(self) -> None:
         """Raise EngineError with names, and drop the version, if weights changed since they were verified."""
         if self.policy_version is None:
             raise EngineError("vLLM has weights without a version.")
