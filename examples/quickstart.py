@@ -1,6 +1,6 @@
 """Reinforcement learning on a laptop, in minutes: `make quickstart`.
 
-It makes a small model and a data set of the task of noisy_sort.py, warm-starts the model on demonstrations that are
+It makes a small model and a dataset of the task of noisy_sort.py, warm-starts the model on demonstrations that are
 wrong on purpose, and trains it with GRPO (or RLOO, PPO, or Online DPO) until it sorts. Everything is written below runs/quickstart,
 where examples/grpo.py, rloo.py, ppo.py, online_dpo.py, sft.py, reward.py and their YAML files find their model and data.
 
@@ -96,7 +96,7 @@ class Data:
 
 
 def make_data(folder: Path, seed: int, steps: int) -> Data:
-    """The data sets, as files that the other examples open."""
+    """The datasets, as files that the other examples open."""
     folder.mkdir(parents=True, exist_ok=True)
     data = Data(
         demonstrations=noisy_sort.make_demonstrations(WARM_STEPS * WARM_ROWS, seed),

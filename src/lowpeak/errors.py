@@ -53,7 +53,7 @@ class ArgumentError(LowpeakError, ValueError):
 
 
 class DataError(LowpeakError, ValueError):
-    """A data set, or one of its rows or prompts, cannot be used."""
+    """A dataset, or one of its rows or prompts, cannot be used."""
 
 
 class ModelError(LowpeakError, ValueError):

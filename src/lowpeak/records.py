@@ -2,7 +2,7 @@
 
 In the order in which one rollout makes them:
 
-    Prompt        one prompt, tokenized                        drawn from the data set
+    Prompt        one prompt, tokenized                        drawn from the dataset
     Completion    the tokens generated for it                  returned by an engine
     Group         a prompt and its G completions               rewarded as a whole
     Record        one sequence (a prompt and one completion) with its rewards; later with log-probs, values, advantages
@@ -41,7 +41,7 @@ Unit = Literal["token", "sequence", "pair"]
 class Prompt:
     """One prompt of a rollout.
 
-    `serial` counts the prompts drawn in a run; the sampling hash uses it. `source` is the prompt as it stands in the data set
+    `serial` counts the prompts drawn in a run; the sampling hash uses it. `source` is the prompt as it stands in the dataset
     (a string or a list of messages); rewards get it. `columns` are the other columns of its table row. `assistant_prefix` is
     the text of the prompt's last message, if completions continue that message.
     """

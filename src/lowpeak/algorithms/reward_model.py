@@ -5,7 +5,7 @@
 InstructGPT's equation 1 (arXiv 2203.02155) with one pair a comparison; with a margin Llama 2's equation 2 (arXiv 2307.09288).
 `center` keeps rewards around 0 (arXiv 2312.09244, equation 2).
 
-A sequence's reward is its value at its end, its only loss token. The reader of the data set marks the pair: advantages are +1
+A sequence's reward is its value at its end, its only loss token. The reader of the dataset marks the pair: advantages are +1
 at the chosen sequence's loss token and -1 at the rejected one's, and the difference of their returns is the margin.
 Shapes: T loss tokens of a micro-batch, one a sequence; B sequences; U pairs.
 """
@@ -78,5 +78,5 @@ def _advantages_of_data_set(records: Sequence[Record], state: Mapping[str, float
     """Return the advantages and returns that the records have already."""
     advantages = tuple(record.advantages for record in records if record.advantages is not None)
     returns = tuple(record.returns for record in records if record.returns is not None)
-    assert len(advantages) == len(returns) == len(records), "the data set's reader sets advantages and returns"
+    assert len(advantages) == len(returns) == len(records), "the dataset's reader sets advantages and returns"
     return Advantages(advantages, {}, returns)

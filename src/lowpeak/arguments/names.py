@@ -39,7 +39,7 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     (
         "dataset_kwargs",
         None,
-        "prepare the data set before you pass it (rows with input_ids are used unchanged); remove it",
+        "prepare the dataset before you pass it (rows with input_ids are used unchanged); remove it",
     ),
     ("truncation_mode", "keep_start", "rows longer than max_length are truncated at their end; remove it"),
 )

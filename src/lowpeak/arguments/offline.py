@@ -150,7 +150,7 @@ def _check_packing(args: Any) -> None:
         "packing=True contradicts padding_free=False: packed rows are concatenated without padding; remove one of the two.",
     )
     logger.warning(
-        "packing=True: a step takes per_device_train_batch_size x gradient_accumulation_steps x ranks rows of the data set, while "
+        "packing=True: a step takes per_device_train_batch_size x gradient_accumulation_steps x ranks rows of the dataset, while "
         "in TRL it takes as many packed sequences of max_length tokens; raise per_device_train_batch_size to train on as many "
         "tokens per step."
     )

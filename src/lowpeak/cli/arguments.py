@@ -37,20 +37,20 @@ class ModelArguments:
 
 @dataclass(frozen=True)
 class DataArguments:
-    """The data set, and which of its columns are the prompt and, in supervised training, its answers."""
+    """The dataset, and which of its columns are the prompt and, in supervised training, its answers."""
 
     dataset: str = data_argument(
         "", "a .json, .jsonl, .parquet or .csv file, a save_to_disk folder, or a hub name (required)"
     )
-    dataset_config: str | None = data_argument(None, "configuration name of a hub data set")
+    dataset_config: str | None = data_argument(None, "configuration name of a hub dataset")
     dataset_split: str | None = data_argument(
         None, "split to train on, or a slice such as train[:1000]; by default train"
     )
     eval_dataset: str | None = data_argument(
-        None, "data set to evaluate on; by default --dataset, if --eval_split is set"
+        None, "dataset to evaluate on; by default --dataset, if --eval_split is set"
     )
     eval_split: str | None = data_argument(
-        None, "split to evaluate on, or a slice such as test[:64]; required for a hub data set"
+        None, "split to evaluate on, or a slice such as test[:64]; required for a hub dataset"
     )
     prompt_column: str = data_argument("prompt", "column with the prompt")
     completion_column: str = data_argument("completion", "column with the completion (sft)")

@@ -1,4 +1,4 @@
-"""The data sets of a run: opened, their columns renamed to `prompt` and its answers, and wrapped in chats on request.
+"""The datasets of a run: opened, their columns renamed to `prompt` and its answers, and wrapped in chats on request.
 
 Columns that are not renamed stay, and reward functions receive them.
 """
@@ -40,7 +40,7 @@ def load_datasets(arguments: DataArguments, answers: Sequence[str] = ()) -> tupl
 
 
 def _warn_of_hub_arguments(source: str, split: str | None, config: str | None) -> None:
-    """Log the arguments of a hub data set that have no effect on a local file or folder."""
+    """Log the arguments of a hub dataset that have no effect on a local file or folder."""
     name_of_split = None if split is None or Path(source).is_dir() else split.partition("[")[0]
     unused = {"split": name_of_split if name_of_split != "train" else None, "dataset_config": config}
     for name, value in unused.items():
@@ -51,7 +51,7 @@ def _warn_of_hub_arguments(source: str, split: str | None, config: str | None) -
 
 
 def local_split(source: Path, split: str | None) -> str | None:
-    """Return the split to open of a local data set.
+    """Return the split to open of a local dataset.
 
     A file has one split, whatever its name: `test[:64]` is its first 64 rows. Folders have named splits.
     """
@@ -61,14 +61,14 @@ def local_split(source: Path, split: str | None) -> str | None:
 
 
 def map_columns(dataset: Any, arguments: DataArguments, answers: Sequence[str] = ()) -> Any:
-    """Return the data set with `prompt` and `answers` (completion; chosen, rejected) as columns, in chat form if asked."""
+    """Return the dataset with `prompt` and `answers` (completion; chosen, rejected) as columns, in chat form if asked."""
     for name in ("prompt", *answers):
         column, columns = getattr(arguments, f"{name}_column"), dataset.column_names
         if column == name:
             continue
         if columns is not None and column not in columns:
             raise DataError(
-                f"the data set has no column {column!r} for the {name}: set --{name}_column to one of {', '.join(columns)}."
+                f"the dataset has no column {column!r} for the {name}: set --{name}_column to one of {', '.join(columns)}."
             )
         if columns is not None and name in columns:
             dataset = dataset.remove_columns(name)
@@ -86,7 +86,7 @@ def to_chat(row: Row, system_prompt: str | None, answers: Sequence[str] = ()) ->
     """
     for name in ("prompt", *answers):
         if name not in row:
-            raise DataError(f"the data set has no column {name!r} to make a chat of; set {name}_column.")
+            raise DataError(f"the dataset has no column {name!r} to make a chat of; set {name}_column.")
     messages = _messages(row["prompt"], "user")
     if system_prompt is not None and messages[0].get("role") != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]

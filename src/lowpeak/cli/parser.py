@@ -35,7 +35,7 @@ RENAMED = {
     "model_revision": "use model_init_kwargs='{\"revision\": ...}'",
     "dtype": "use model_init_kwargs='{\"dtype\": ...}'",
     "attn_implementation": "use model_init_kwargs='{\"attn_implementation\": ...}'",
-    "dataset_name": "use dataset (and dataset_config for the hub data set's configuration)",
+    "dataset_name": "use dataset (and dataset_config for the hub dataset's configuration)",
     "dataset_train_split": "use dataset_split",
     "dataset_test_split": "use eval_split",
     "reward_funcs": "use reward",

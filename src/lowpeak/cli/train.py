@@ -34,7 +34,7 @@ CLASS_PREFIXES = {
     "sft": "SFT",
     "reward": "Reward",
 }
-# The columns of a supervised data set beside `prompt`; these jobs generate nothing and take no reward.
+# The columns of a supervised dataset beside `prompt`; these jobs generate nothing and take no reward.
 ANSWER_COLUMNS = {"sft": ("completion",), "reward": ("chosen", "rejected")}
 _PEFT_TASKS = {"reward": "SEQ_CLS"}
 
@@ -139,7 +139,7 @@ def with_config(job: Job, library: Any = lowpeak) -> Job:
 
 
 def check_job(job: Job) -> None:
-    """Raise ArgumentError for a missing model, data set or reward, and for adapter settings without --use_peft."""
+    """Raise ArgumentError for a missing model, dataset or reward, and for adapter settings without --use_peft."""
     required: dict[str, Any] = {"model": job.model.model, "dataset": job.data.dataset}
     if job.online:
         names = [each.name for each in dataclasses.fields(job.rewards)]

@@ -31,7 +31,7 @@ def check_lengths(prompts: Sequence[Prompt], sampling: Sampling, context: int | 
     for prompt in prompts:
         if not prompt.ids:
             raise EngineError(
-                f"Prompt {prompt.serial}, {prompt.source!r:.60}, has no tokens: drop such rows from the data set."
+                f"Prompt {prompt.serial}, {prompt.source!r:.60}, has no tokens: drop such rows from the dataset."
             )
         if context is not None and len(prompt.ids) + sampling.max_new_tokens > context:
             raise EngineError(

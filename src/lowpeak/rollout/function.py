@@ -1,6 +1,6 @@
 """Rollouts by a user's function: `rollout_func(prompts, trainer)`, with tools and environments of the user's choice.
 
-The contract is TRL's. `prompts` repeats each prompt, as the data set contains it, once per requested completion,
+The contract is TRL's. `prompts` repeats each prompt, as the dataset contains it, once per requested completion,
 consecutively. The function returns one entry for each: a dict with `prompt_ids`, `completion_ids`, `logprobs` (None
 if unknown), optionally `env_mask` (1 for a token of the policy, 0 for one of the environment), and any other fields,
 which rewards receive as columns. `trainer.model.training` distinguishes a rollout from an evaluation.

@@ -33,7 +33,7 @@ def check_data(
 ) -> None:
     """Raise DataError or ArgumentError for missing data, and for a first row that `check_row` rejects."""
     if train_dataset is None:
-        raise DataError(f"train_dataset is None: pass a data set with {columns}.")
+        raise DataError(f"train_dataset is None: pass a dataset with {columns}.")
     check_max_steps(train_dataset, args.max_steps)
     cause = f"eval_strategy={str(args.eval_strategy.value)!r}" if args.eval_strategy != "no" else "eval_on_start=True"
     if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
@@ -157,7 +157,7 @@ def _must_agree(name: str, args: Any) -> bool:
 def require_same_data(datasets: Mapping[str, Any], ranks: Ranks) -> None:
     """Raise DataError if a rank's data differ from rank 0's in length, columns, first or last row.
 
-    A stream is compared by its columns, and each of several data sets separately.
+    A stream is compared by its columns, and each of several datasets separately.
     """
     local = {f"{name}, {trait}": value for name, data in datasets.items() for trait, value in _traits(data).items()}
     for rank, values in enumerate(gathered := ranks.gather(local)):
@@ -170,7 +170,7 @@ def require_same_data(datasets: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 def _traits(data: Any) -> dict[str, str]:
-    """Return traits that distinguish data sets without reading them completely."""
+    """Return traits that distinguish datasets without reading them completely."""
     if isinstance(data, Mapping):
         return {f"{name} {trait}": value for name, one in data.items() for trait, value in _traits(one).items()}
     if data is None or not hasattr(data, "__len__") or not len(data):

@@ -113,7 +113,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         """Write other files of a checkpoint into its staged folder."""
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
-        """Return the metrics of one data set, their names under `prefix`."""
+        """Return the metrics of one dataset, their names under `prefix`."""
         raise AssertionError("a trainer defines an evaluation")
 
     def start_run(self, run: Run) -> None:
@@ -294,7 +294,7 @@ class StepTrainer(ModelCardMixin, Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the metrics of one data set, or of each of several under its name."""
+        """Return the metrics of one dataset, or of each of several under its name."""
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(data, dict):
             each = [self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}") for name, one in data.items()]

@@ -17,7 +17,7 @@ UNSUPPORTED: dict[str, str] = {
     "tools": "an engine generates each completion in one turn; call tools in a rollout_func",
     "environment_factory": "an engine generates each completion in one turn; step environments in a rollout_func, and return what "
     "their rewards read as extra fields",
-    "data_collator": "the trainer reads rows itself and packs them under a token budget; prepare the data set instead (SFTTrainer "
+    "data_collator": "the trainer reads rows itself and packs them under a token budget; prepare the dataset instead (SFTTrainer "
     "and RewardTrainer take train_dataset as the fourth argument, as in TRL)",
     "compute_loss_func": "the loss is computed in the model's head, without logits; override make_algorithm in a subclass",
     "compute_metrics": "evaluation generates completions and rewards them; log other numbers with log_metric in a reward function",

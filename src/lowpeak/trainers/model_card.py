@@ -81,7 +81,7 @@ def _sections(trainer: Any, name: str, base: str | None, dataset: str | None) ->
     algorithm, title, arxiv_id = _PAPERS.get(trainer.run.algorithm.name, (trainer.run.algorithm.name, "", ""))
     paper = f" ([{title}](https://huggingface.co/papers/{arxiv_id}))" if title else ""
     model = f"[{base}](https://huggingface.co/{base})" if base else "a local model"
-    rows = f"[{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else "a local data set"
+    rows = f"[{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else "a local dataset"
     args = trainer.user_args
     given = {name: getattr(args, name) for name in sorted(args.given) if not name.startswith(_LOCAL_ARGUMENTS)}
     plain = {name: value for name, value in hide_secrets(given).items() if isinstance(value, bool | int | float | str)}

@@ -1,4 +1,4 @@
-"""The base of offline trainers: steps over the rows of a data set, for any algorithm."""
+"""The base of offline trainers: steps over the rows of a dataset, for any algorithm."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ from lowpeak.watchdog import detect_failures
 
 
 class OfflineTrainer(StepTrainer):
-    """Trains a model on the rows of a data set, with TRL's constructor.
+    """Trains a model on the rows of a dataset, with TRL's constructor.
 
     model                   name, path or instance of the model (or peft model)
     compute_metrics         `compute_metrics(EvalPrediction) -> dict`, added to what an evaluation measures; see `predict_rows`
@@ -81,7 +81,7 @@ class OfflineTrainer(StepTrainer):
     """
 
     config_class: ClassVar[type[CommonConfig]]
-    columns: ClassVar[str]  # columns of its data, for the error if there is no data set
+    columns: ClassVar[str]  # columns of its data, for the error if there is no dataset
     head: ClassVar[HeadKind] = LOGPROB_HEAD
     auto: ClassVar[Any] = AutoModelForCausalLM  # the class of transformers that makes a model of a name
     settings: Any  # the record that `resolve` returns
@@ -110,7 +110,7 @@ class OfflineTrainer(StepTrainer):
         return list(items)
 
     def read(self, data: Any) -> list[Record]:
-        """Return the records of a whole data set; log how many rows are left out."""
+        """Return the records of a whole dataset; log how many rows are left out."""
         raise AssertionError("a subclass reads an evaluation's data")
 
     def measure(self, step: StepBatches) -> dict[str, float]:
@@ -209,7 +209,7 @@ class OfflineTrainer(StepTrainer):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of the data set in an optimizer step, over all ranks."""
+        """Rows of the dataset in an optimizer step, over all ranks."""
         args = self.acting_args
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.run.strategy.ranks.world_size
 
@@ -232,7 +232,7 @@ class OfflineTrainer(StepTrainer):
         return self._measure_and_predict(data, prefix, predicts=self.compute_metrics is not None).metrics or {}
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Return the predictions and labels of a data set, as `compute_metrics` gets them, with the metrics of `evaluate`."""
+        """Return the predictions and labels of a dataset, as `compute_metrics` gets them, with the metrics of `evaluate`."""
         return self._measure_and_predict(test_dataset, metric_key_prefix, predicts=True)
 
     def _measure_and_predict(self, data: Any, prefix: str, predicts: bool) -> PredictionOutput:

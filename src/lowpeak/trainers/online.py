@@ -241,7 +241,7 @@ class OnlineTrainer(StepTrainer):
         return self._evaluate_prompts(data, prefix).metrics
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Return completions of a data set as rows of text and rewards, with the metrics of `evaluate`."""
+        """Return completions of a dataset as rows of text and rewards, with the metrics of `evaluate`."""
         result = self._evaluate_prompts(test_dataset, metric_key_prefix)
         return PredictionOutput(predictions=list(result.rows), label_ids=None, metrics=result.metrics)
 

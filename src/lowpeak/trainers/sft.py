@@ -22,7 +22,7 @@ from lowpeak.trainers.offline import OfflineTrainer, longest_row
 from lowpeak.training import StepBatches
 
 _PREPROCESS = (
-    "preprocess_logits_for_metrics: the logits of a whole data set are too large to keep, so pass a function that reduces "
+    "preprocess_logits_for_metrics: the logits of a whole dataset are too large to keep, so pass a function that reduces "
     "those of a row, such as `lambda logits, labels: logits.argmax(-1)`"
 )
 

@@ -301,12 +301,12 @@ def _max_prompt_tokens(
 
 
 def _prompt_cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> PromptCursor[Prompt]:
-    """Check all rows of the data set, and that they are enough for a rollout; a stream starts again when it ends."""
+    """Check all rows of the dataset, and that they are enough for a rollout; a stream starts again when it ends."""
     cursor = make_cursor(dataset, reader, args, settings.prompts.shuffle_dataset)
     prompts = cursor.rows_per_epoch
     if prompts is not None and prompts < settings.rollout.num_prompts:
         raise DataError(
-            f"the data set has {prompts} usable prompts and a rollout needs {settings.rollout.num_prompts} "
+            f"the dataset has {prompts} usable prompts and a rollout needs {settings.rollout.num_prompts} "
             f"({settings.rollout.num_sequences} completions, num_generations={settings.rollout.num_generations}): add rows, or "
             "lower per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation."
         )

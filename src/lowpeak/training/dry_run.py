@@ -64,7 +64,7 @@ def describe_offline(
 ) -> Report:
     """Return the dry run of an offline trainer: model, data, sizes and micro-batches.
 
-    A step takes `rows` of the data set, of `longest` tokens at most; `num_steps` is the number of steps of an epoch.
+    A step takes `rows` of the dataset, of `longest` tokens at most; `num_steps` is the number of steps of an epoch.
     """
     run = trainer.run
     plan: Report = {"rows_per_step": rows}

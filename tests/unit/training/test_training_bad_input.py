@@ -35,7 +35,7 @@ def names(error: type[LowpeakError], pattern: str):
     return pytest.raises(error, match=pattern)
 
 
-# the data set
+# the dataset
 
 
 @pytest.mark.parametrize(
