@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lowpeak.checkpoint import open_without_symlink, sync
+from lowpeak.checkpoint import open_without_symlink, fsync_path
 from lowpeak.errors import CheckpointError
 
 STEPS = "steps"
@@ -86,7 +86,7 @@ class Journal:
         with _write_errors(self.folder):
             for path in _paths(self.folder):
                 if path.exists():
-                    sync(path)
+                    fsync_path(path)
 
     def _append(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         if not self._writes:
@@ -188,7 +188,7 @@ def _remove_later_lines(path: Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(copy, path)
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
 def _rename_earlier_files(folder: Path) -> None:

@@ -21,12 +21,12 @@ from lowpeak.arguments import (
     REJECTED,
     OnlineArguments,
     RunFacts,
+    check_and_reset_arguments,
     data_argument,
     declaration,
     idle_arguments,
     report_idle_arguments,
     reset_idle_arguments,
-    resolve_common,
     resolve_critic,
     resolve_grpo,
     resolve_online,
@@ -144,7 +144,7 @@ def outcome(config, folder, said):
             facts, acted = online.facts, reset_idle_arguments(args, online.facts)
             settings = (dataclasses.replace(online, facts=RunFacts()), ONLINE[config](acted, online))
         else:
-            facts, acted = run_facts(args), resolve_common(args)
+            facts, acted = run_facts(args), check_and_reset_arguments(args)
             settings = OFFLINE[config](acted)
         facts = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
         report_idle_arguments(args, facts)

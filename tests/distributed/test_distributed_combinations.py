@@ -93,7 +93,7 @@ def make(case: Case, folder: Path) -> Any:
         given |= {"use_vllm": True, "vllm_mode": "server", "kv_cache_bytes": None}
     trainer = build(name, folder, given, **more)
     if case["engine"] == "vllm":
-        trainer.collector.engine = engine_over(scripted(answer), callers=EngineSharing(Ranks().subgroup(1)))
+        trainer.collector.engine = engine_over(scripted(answer), sharing=EngineSharing(Ranks().subgroup(1)))
         trainer.collector.engine.close()  # of what it was made with
     return trainer
 

@@ -37,7 +37,7 @@ def run_with(
         "GRPO", place / name, {**prepare(strategy), "max_completion_length": 3}, model=policy, rewards=rewards
     )
     vllm = scripted(said)
-    trainer.collector.engine = engine_over(vllm, callers=EngineSharing(Ranks().subgroup(1)))
+    trainer.collector.engine = engine_over(vllm, sharing=EngineSharing(Ranks().subgroup(1)))
     trainer.collector.engine.close()
     vllm.dies_after = dies_after
     return trainer, vllm
@@ -87,9 +87,9 @@ def stop_while_one_waits(place: Path) -> None:
 def share_prompts(place: Path) -> None:
     """A team of two asks the same requests in the same order, and each keeps the answers to its own prompts."""
     PartialState(cpu=True)
-    team = Ranks().subgroup(2)
+    engine_ranks = Ranks().subgroup(2)
     vllm = scripted(said)
-    engine: VllmEngine = engine_over(vllm, callers=EngineSharing(team), batch_size=4)
+    engine: VllmEngine = engine_over(vllm, sharing=EngineSharing(engine_ranks), batch_size=4)
     own = prompts(2 - rank(), first=10 * rank())  # one rank has two prompts, the other one
     groups = engine.generate(own, replace(SAMPLING, num_generations=2))
     none = engine.generate(own if rank() == 0 else [], SAMPLING)
@@ -101,7 +101,7 @@ def share_prompts(place: Path) -> None:
         answers=[[one.ids.tolist() for one in group.completions] for group in groups],
         none=len(none),
         alone=[alone.rank, alone.world_size, alone.gather(rank()), alone.sum([1.0])],
-        team=[team.rank, team.world_size, team.gather(rank())],
+        team=[engine_ranks.rank, engine_ranks.world_size, engine_ranks.gather(rank())],
     )
     torch.distributed.barrier()
 

@@ -14,7 +14,7 @@ from child_processes import succeed_on_ranks
 from cpu_as_device import CopyingMover
 from lowpeak.models import Reference
 from lowpeak.parallel import FrozenModel
-from lowpeak.training import make_rollout_offloader, offloadable
+from lowpeak.training import add_to_offloader, make_rollout_offloader
 
 STRATEGIES = ("fsdp2", "zero2", "zero3")
 
@@ -30,9 +30,9 @@ def let_rest(trainer: Any) -> None:
             parameter.data = parameter.data.clone()
     rest = make_rollout_offloader(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
     trainer.collector.offloader = rest
-    ready = offloadable(rest, strategy, FrozenModel(reference.model, reference.use)).ready
+    ready = add_to_offloader(rest, strategy, FrozenModel(reference.model, reference.use)).ready
     trainer.run = replace(trainer.run, reference=Reference(reference.model, ready))
-    judge.use(offloadable(rest, strategy, FrozenModel(judge.model, judge._ready)), judge.ranks)
+    judge.use(add_to_offloader(rest, strategy, FrozenModel(judge.model, judge._ready)), judge.ranks)
 
 
 def watch(trainer: Any, seen: list[int]) -> None:

@@ -53,7 +53,12 @@ FAULTS = [
         "1.0 / (length * counts.",
         ALGORITHMS,
     ),
-    ("leave-one-out without n / (n - 1)", "num_scored / (num_scored - 1) if", "num_scored / num_scored if", ALGORITHMS),
+    (
+        "leave-one-out without n / (n - 1)",
+        "num_rewarded / (num_rewarded - 1) if",
+        "num_rewarded / num_rewarded if",
+        ALGORITHMS,
+    ),
     (
         "the bias-corrected KL lacks its ratio",
         "kl_T * ratio_T if settings.bias_corrected_kl",

@@ -35,9 +35,16 @@ def rows(seed):
 def run(model, data, promised, *, visits, temperature=0.9, scale=1.0, entropy=True):
     """Forward and backward of one micro-batch, its loss times `scale`."""
     ids, positions, targets = data
-    wishes = {"loss": token_loss} if visits else {}
+    request_fields = {"loss": token_loss} if visits else {}
     request = HeadRequest(
-        positions, targets, temperature, 4, entropy=entropy, entropy_grad=entropy, inplace_grad_scale=promised, **wishes
+        positions,
+        targets,
+        temperature,
+        4,
+        entropy=entropy,
+        entropy_grad=entropy,
+        inplace_grad_scale=promised,
+        **request_fields,
     )
     answer = model(input_ids=ids, head_request=request)
     loss = answer["loss"] if visits else token_loss(answer["logprobs"], answer.get("entropy"), 0, len(targets))

@@ -38,7 +38,7 @@ class Selection:
     """
 
     indices: tuple[int, ...]
-    num_missing_groups: int
+    num_dropped_groups: int
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 

@@ -1,7 +1,7 @@
 """Groups of a rollout: which sequences count, which groups serve its steps, and statistics of their rewards.
 
 Everything is computed on the host from records, in float64. Shapes: N sequences of the rollout, G of one group, C tokens
-of one completion. A reward of NaN means that no reward function scored the sequence; statistics leave it out.
+of one completion. A reward of NaN means that no function rewarded the sequence; statistics leave it out.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def indices_by_group(records: Sequence[Record]) -> dict[int, list[int]]:
 
 def all_equal(rewards: Iterable[float]) -> bool:
     """Return whether the rewards that are not NaN are equal up to rounding; True for fewer than two."""
-    scored = [reward for reward in rewards if not math.isnan(reward)]
-    return len(scored) < 2 or max(scored) - min(scored) <= _ROUNDING
+    rewarded = [reward for reward in rewards if not math.isnan(reward)]
+    return len(rewarded) < 2 or max(rewarded) - min(rewarded) <= _ROUNDING
 
 
 def select_all(records: Sequence[Record]) -> Selection:
@@ -52,7 +52,7 @@ def select_all(records: Sequence[Record]) -> Selection:
 def select_unequal(records: Sequence[Record]) -> Selection:
     """Select the groups whose rewards differ: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2).
 
-    A group without a difference, or with fewer than two scored sequences, has no advantage and counts as missing.
+    A group without a difference, or with fewer than two rewarded sequences, has no advantage and counts as missing.
     """
     groups = indices_by_group(records)
     kept = [group for group in groups.values() if not all_equal(records[i].reward for i in group)]
@@ -86,14 +86,14 @@ def constant_per_token(advantages_N: Tensor, records: Sequence[Record]) -> tuple
 def reward_metrics(records: Sequence[Record]) -> dict[str, Metric]:
     """Return `reward`, `reward_std` and `frac_reward_zero_std`, before clipping, scaling and KL.
 
-    The first two are over the scored sequences; the last is the share of sequences in groups of equal rewards.
+    The first two are over the rewarded sequences; the last is the share of sequences in groups of equal rewards.
     """
     rewards_N = total_rewards(records)
-    num_scored = int((~rewards_N.isnan()).sum())
+    num_rewarded = int((~rewards_N.isnan()).sum())
     groups = indices_by_group(records).values()
     num_equal = sum(len(group) for group in groups if all_equal(records[i].reward for i in group))
     return {
-        "reward": Metric(float(rewards_N.nansum()), num_scored),
-        "reward_std": Metric(unbiased_std(rewards_N), 1.0) if num_scored > 1 else Metric(0.0, 0.0),
+        "reward": Metric(float(rewards_N.nansum()), num_rewarded),
+        "reward_std": Metric(unbiased_std(rewards_N), 1.0) if num_rewarded > 1 else Metric(0.0, 0.0),
         "frac_reward_zero_std": Metric(num_equal, len(records)),
     }

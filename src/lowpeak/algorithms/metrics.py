@@ -1,6 +1,6 @@
 """Metrics of a micro-batch that algorithms share. Each carries its reduction; names are TRL's.
 
-Shapes: T loss tokens of a micro-batch, B of its sequences. Tokens of weight 0 (a rank's fill-in micro-batch) are in no
+Shapes: T loss tokens of a micro-batch, B of its sequences. Tokens of weight 0 (a rank's masked micro-batch) are in no
 metric. The means of `clip_ratio/*` are over the whole step: sequences that were skipped count there as not
 clipped. A minimum over nothing is infinity, a maximum 0. No function waits for the device.
 """

@@ -80,16 +80,16 @@ def ppo_advantages(settings: PPOSettings, records: Sequence[Record], state: Mapp
     masks = [loss_mask(record.completion, settings.mask_truncated) for record in records]
     kl = [_token_kl(settings, *each) for each in zip(records, masks, strict=True)]
     rewards = [_token_rewards(settings, state, *each) for each in zip(records, kl, masks, strict=True)]
-    is_scored = [record.reward == record.reward for record in records]
+    is_rewarded = [record.reward == record.reward for record in records]
     if settings.whiten_rewards:
-        rewards = list(whiten(rewards, is_scored, shift_mean=False))
+        rewards = list(whiten(rewards, is_rewarded, shift_mean=False))
     values = [_loss_tokens(record.values, mask) for record, mask in zip(records, masks, strict=True)]
     advantages, returns = gae(rewards, values, settings.gamma, settings.gae_lambda)
-    advantages = _zero_unscored(advantages, is_scored)
-    returns = tuple(r if s else v for r, v, s in zip(returns, values, is_scored, strict=True))
+    advantages = _zero_unrewarded(advantages, is_rewarded)
+    returns = tuple(r if s else v for r, v, s in zip(returns, values, is_rewarded, strict=True))
     metrics = _rollout_metrics(settings, records, state, kl, returns, values)
     if settings.whiten_advantages:
-        advantages = _zero_unscored(whiten(advantages, is_scored), is_scored)
+        advantages = _zero_unrewarded(whiten(advantages, is_rewarded), is_rewarded)
     return Advantages(_scatter(advantages, masks), metrics, _scatter(returns, masks))
 
 
@@ -125,21 +125,21 @@ def _pad(values: Sequence[Tensor]) -> Tensor:
     ]
 
 
-def whiten(values: Sequence[Tensor], is_scored: Sequence[bool], shift_mean: bool = True) -> tuple[Tensor, ...]:
-    """Return `(x - mean) / sqrt(variance + 1e-8)`, with the statistics of scored sequences.
+def whiten(values: Sequence[Tensor], is_rewarded: Sequence[bool], shift_mean: bool = True) -> tuple[Tensor, ...]:
+    """Return `(x - mean) / sqrt(variance + 1e-8)`, with the statistics of rewarded sequences.
 
     Without `shift_mean` the mean is added again.
     """
-    scored = [each for each, counts in zip(values, is_scored, strict=True) if counts]
-    all_values = torch.cat([*scored, torch.zeros(0, dtype=torch.float64)])
+    rewarded = [each for each, counts in zip(values, is_rewarded, strict=True) if counts]
+    all_values = torch.cat([*rewarded, torch.zeros(0, dtype=torch.float64)])
     mean = all_values.mean() if len(all_values) else all_values.new_zeros(())
     variance = all_values.var() if len(all_values) > 1 else all_values.new_ones(())
     kept_mean = 0.0 if shift_mean else mean
     return tuple((each - mean) * torch.rsqrt(variance + _VARIANCE_EPSILON) + kept_mean for each in values)
 
 
-def _zero_unscored(advantages: Sequence[Tensor], is_scored: Sequence[bool]) -> tuple[Tensor, ...]:
-    return tuple(each * scored for each, scored in zip(advantages, is_scored, strict=True))
+def _zero_unrewarded(advantages: Sequence[Tensor], is_rewarded: Sequence[bool]) -> tuple[Tensor, ...]:
+    return tuple(each * rewarded for each, rewarded in zip(advantages, is_rewarded, strict=True))
 
 
 def _token_kl(settings: PPOSettings, record: Record, mask: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ def leave_one_out(values_G: Tensor) -> Tensor:
 
     Computed as `n / (n - 1) * (v - mean(values))`, which is the same.
     """
-    num_scored = int((~values_G.isnan()).sum())
-    return centered(values_G) * (num_scored / (num_scored - 1) if num_scored > 1 else math.nan)
+    num_rewarded = int((~values_G.isnan()).sum())
+    return centered(values_G) * (num_rewarded / (num_rewarded - 1) if num_rewarded > 1 else math.nan)
 
 
 def _sequence_kl(settings: RLOOSettings, records: Sequence[Record]) -> tuple[Tensor, Metric]:

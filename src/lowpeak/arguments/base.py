@@ -238,7 +238,7 @@ def resolve_passes(args: Any) -> PassSettings:
     return make_settings(PassSettings, args)
 
 
-def resolve_common(args: Any) -> Any:
+def check_and_reset_arguments(args: Any) -> Any:
     """Check the arguments of a trainer without rollouts; return them with defaults for those without effect."""
     check_values(args)
     return reset_idle_arguments(args, run_facts(args))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 from lowpeak.errors import ArgumentError
 
-Record = TypeVar("Record")
+SettingsT = TypeVar("SettingsT")
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,10 @@ def value_types(kind: type) -> dict[str, Any]:
     }
 
 
-def make_settings(record: Callable[..., Record], args: Any, prefix: str = "", **computed: Any) -> Record:
-    """Make a settings record from `computed` values and from arguments named `prefix` + field; others keep their defaults."""
-    names = {f.name for f in fields(record) if hasattr(args, prefix + f.name)} - computed.keys()  # type: ignore[arg-type]
-    return record(**{name: getattr(args, prefix + name) for name in names}, **computed)
+def make_settings(settings_class: Callable[..., SettingsT], args: Any, prefix: str = "", **computed: Any) -> SettingsT:
+    """Make settings from `computed` values and from arguments named `prefix` + field; others keep their defaults."""
+    names = {f.name for f in fields(settings_class) if hasattr(args, prefix + f.name)} - computed.keys()  # type: ignore[arg-type]
+    return settings_class(**{name: getattr(args, prefix + name) for name in names}, **computed)
 
 
 def default_value(args: Any, name: str) -> Any:

@@ -15,7 +15,7 @@ _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove
 _LOSS = "loss_type is one of grpo, bnpo, dr_grpo, dapo, cispo; remove it"
 _REUSE = "rollouts are the policy's, reused for at most num_iterations passes with clipped ratios; remove it"
 # Name, default in TRL 1.16, and remedy.
-_REFUSED: tuple[tuple[str, Any, str], ...] = (
+_TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
     ("vllm_importance_sampling_cap", None, "TRL renamed it; use vllm_importance_sampling_clip_max"),
     ("cache_implementation", None, _NATIVE),
     ("use_transformers_continuous_batching", False, _NATIVE),
@@ -44,7 +44,7 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("truncation_mode", "keep_start", "rows longer than max_length are truncated at their end; remove it"),
 )
 REJECTED: dict[str, str] = {
-    **{name: remedy for name, _, remedy in _REFUSED},
+    **{name: remedy for name, _, remedy in _TRL_REJECTED},
     "max_prompt_length": "prompts are never truncated; set overlong_prompts='drop' to skip those that do not fit",
     "use_liger_loss": "the log-prob core never forms the logits; remove it",
     "steps_per_eval": "use eval_steps",
@@ -54,7 +54,7 @@ REJECTED: dict[str, str] = {
 }
 # TRL's defaults of these names, and of arguments with another default here.
 TRL_DEFAULTS: dict[str, Any] = {
-    **{name: default for name, default, _ in _REFUSED},
+    **{name: default for name, default, _ in _TRL_REJECTED},
     "reward_model_path": None,
     "per_device_eval_batch_size": 8,
     "ds3_gather_for_generation": True,

@@ -113,7 +113,7 @@ class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
     )
     reward_failures: str = reward_argument(
         "raise",
-        "If a reward fails: 'raise', or 'none' to count its completions as not scored.",
+        "If a reward fails: 'raise', or 'none' to leave its completions without that reward.",
         one_of(Literal["raise", "none"]),
     )
     mask_truncated_completions: bool = argument(

@@ -40,7 +40,7 @@ from lowpeak.arguments.online import (
 )
 from lowpeak.arguments.rloo import KL_IN_REWARD
 
-CriticLayout = Literal["head", "model", "adapter"]
+CriticKind = Literal["head", "model", "adapter"]
 
 REJECTED: dict[str, str] = {
     "total_episodes": "it counts completions: set max_steps (a rollout takes num_ppo_epochs x num_mini_batches steps)",
@@ -131,7 +131,7 @@ class PPOArguments(OnlineArguments):
         "head",
         "Critic: head (on the policy's backbone), adapter (a second LoRA adapter on the base model), or model (a separate "
         "backbone).",
-        one_of(CriticLayout),
+        one_of(CriticKind),
     )
     value_model_path: str | None = model_argument(
         None,
@@ -203,7 +203,7 @@ class PPOSettings:
 class CriticSettings:
     """Where the critic is, what initialises a separate one, how that is loaded, and its learning rate (None: the policy's)."""
 
-    critic: CriticLayout
+    critic: CriticKind
     value_model_path: str | None
     value_learning_rate: float | None
     model: ModelSettings

@@ -361,7 +361,7 @@ def sampling_kwargs(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_gather_budget(args: Any) -> int | None:
-    """Return the gather budget in bytes, `ALL`, or None for automatic; ArgumentError if its three names contradict."""
+    """Return the gather budget in bytes, `GATHER_ALL`, or None for automatic; ArgumentError if its three names contradict."""
     budget = args.gather_budget
     size = None if budget in (None, "auto") else parse_bytes(budget)
     require(

@@ -31,7 +31,7 @@ ModelImpl = Literal["vllm", "transformers", "auto"]
 Transport = Literal["auto", "process", "nccl", "tcp"]
 
 USES_VLLM = if_on("use_vllm")
-_BOUNDS_COMPLETIONS = replace(
+_STRUCTURED_OUTPUTS = replace(
     USES_VLLM, reason="the native engine has no structured outputs; set use_vllm=True or remove it", raises=True
 )
 _IS_COLOCATED = EffectCondition(
@@ -146,7 +146,7 @@ class VllmArguments:
         None,
         "Regular expression that each completion must match (None: any text).",
         Check(lambda x: x is None or x, "must be a regular expression, or None"),
-        _BOUNDS_COMPLETIONS,
+        _STRUCTURED_OUTPUTS,
     )
     vllm_bucket_size: Annotated[str, int] = vllm_argument(
         "64MiB",

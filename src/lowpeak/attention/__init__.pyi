@@ -1,7 +1,7 @@
 from lowpeak.attention.flex import attend_flex as attend_flex
 from lowpeak.attention.flex import block_mask as block_mask
 from lowpeak.attention.install import ATTENTION_NAME as ATTENTION_NAME
-from lowpeak.attention.install import ForestLayout as ForestLayout
+from lowpeak.attention.install import ForestAttention as ForestAttention
 from lowpeak.attention.install import attend_forest as attend_forest
 from lowpeak.attention.install import forward_arguments as forward_arguments
 from lowpeak.attention.install import install_attention as install_attention

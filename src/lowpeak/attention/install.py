@@ -46,14 +46,14 @@ def packing_unsupported_reason(model: nn.Module) -> str | None:
     except ModelError as error:
         return str(error)
     name = type(causal).__name__
-    for check in (_config, _positions, _backend, _modules):
+    for check in (_config_obstacle, _position_obstacle, _backend_obstacle, _module_obstacle):
         reason = check(causal, causal.config)
         if reason is not None:
             return f"{name} {reason}"
     return None
 
 
-def _backend(causal: Any, config: Any) -> str | None:
+def _backend_obstacle(causal: Any, config: Any) -> str | None:
     """Return a reason if the model's attention does not go through transformers' registry."""
     if not (getattr(causal, "_supports_attention_backend", False) and getattr(causal, "_supports_sdpa", False)):
         return "does not use transformers' attention interface"
@@ -65,7 +65,7 @@ def _backend(causal: Any, config: Any) -> str | None:
     return None
 
 
-def _config(causal: Any, config: Any) -> str | None:
+def _config_obstacle(causal: Any, config: Any) -> str | None:
     """Return a reason if the config says that attention is not plain and causal over text."""
     if getattr(config, "sub_configs", None):
         return "is a multimodal model (images, audio), whose sequences are not text alone"
@@ -87,7 +87,7 @@ def _config(causal: Any, config: Any) -> str | None:
     return "is not causal" if getattr(config, "is_causal", True) is False else None
 
 
-def _positions(causal: Any, config: Any) -> str | None:
+def _position_obstacle(causal: Any, config: Any) -> str | None:
     """Return a reason if a token's rotation depends on more than its position."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "mrope_section" in rope:
@@ -98,7 +98,7 @@ def _positions(causal: Any, config: Any) -> str | None:
     return None
 
 
-def _modules(causal: Any, config: Any) -> str | None:
+def _module_obstacle(causal: Any, config: Any) -> str | None:
     """Return a reason that is visible in the modules but not in the config."""
     for module in causal.modules():
         if getattr(module, "sinks", None) is not None:
@@ -132,7 +132,7 @@ _detection_is_off: ContextVar[bool] = ContextVar("_detection_is_off", default=Fa
 _detect_packing = masking_utils.find_packed_sequence_indices
 
 
-class ForestLayout:
+class ForestAttention:
     """A forest's block mask or kernel calls, built once per forward: the keyword argument `forest` of a model's forward.
 
     Neither a tuple nor a dataclass, because wrappers (DDP, FSDP) take these apart to move and cast tensors.
@@ -181,7 +181,7 @@ def forward_arguments(forest: Forest, device: torch.device | str) -> dict[str, A
         # transformers passes a mask of four dimensions on. Without one it would build a mask, and search the position ids
         # for packed sequences, which reads the device.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
-        "forest": ForestLayout(forest, device),
+        "forest": ForestAttention(forest, device),
     }
 
 
@@ -208,20 +208,20 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    forest: ForestLayout | None = None,
+    forest: ForestAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return attention's output, [1, L, H, F], and no weights, as transformers' registry expects of a function."""
     if forest is None:
         return ALL_ATTENTION_FUNCTIONS[SDPA](module, query, key, value, attention_mask, **kwargs)
-    _check(module, query, attention_mask, kwargs)
+    _check_layer_arguments(module, query, attention_mask, kwargs)
     scale = kwargs.get("scaling")
     # autocast casts the inputs of scaled_dot_product_attention, but not those of this function.
     query, key, value = cast_for_autocast(query), cast_for_autocast(key), cast_for_autocast(value)
     return attend_forest(query, key, value, forest, query.shape[-1] ** -0.5 if scale is None else scale), None
 
 
-def attend_forest(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scale: float) -> Tensor:
+def attend_forest(query: Tensor, key: Tensor, value: Tensor, forest: ForestAttention, scale: float) -> Tensor:
     """Return attention over a forest, [1, L, H, F], by FlexAttention on CUDA and by `SdpaCalls` elsewhere."""
     if forest.block_mask is not None and not isinstance(query, FakeTensor):
         return attend_flex(query, key, value, forest.block_mask, scale)
@@ -244,7 +244,7 @@ def _unknown(kwargs: dict[str, Any]) -> list[str]:
     return [key for key, value in kwargs.items() if key not in known and value is not None and value is not False]
 
 
-def _check(module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+def _check_layer_arguments(module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     """Raise ModelError if a layer passes arguments to its attention that would be ignored."""
     name = type(module).__name__
     if mask is None or mask.shape != (1, 1, 1, 1) or query.shape[0] != 1:

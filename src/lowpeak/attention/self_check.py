@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowpeak.attention.install import ForestLayout, attend_forest, forward_arguments
+from lowpeak.attention.install import ForestAttention, attend_forest, forward_arguments
 from lowpeak.errors import ModelError
 from lowpeak.logprobs import backbone_of, causal_lm, eval_mode, matmul_eps
 from lowpeak.records import Forest, Tree
@@ -180,7 +180,7 @@ def attention_mismatch(dtype: torch.dtype, device: torch.device, width: int = 64
     mask_LL = forest_mask(forest, _KERNEL_LENGTH, device)
     real_L = mask_LL.any(1)
     grad = grad * real_L[:, None, None]
-    layout = ForestLayout(forest, device)
+    layout = ForestAttention(forest, device)
     with torch.enable_grad():
         fast = [x.clone().requires_grad_() for x in (query, key, value)]
         out = attend_forest(fast[0], fast[1], fast[2], layout, scale)

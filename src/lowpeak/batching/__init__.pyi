@@ -5,11 +5,11 @@ from lowpeak.batching.loss_tokens import LossTokens as LossTokens
 from lowpeak.batching.loss_tokens import num_loss_tokens as num_loss_tokens
 from lowpeak.batching.packing import Budget as Budget
 from lowpeak.batching.packing import assign_to_ranks as assign_to_ranks
+from lowpeak.batching.packing import masked_batch as masked_batch
 from lowpeak.batching.packing import pack as pack
 from lowpeak.batching.packing import plan_micro_batches as plan_micro_batches
 from lowpeak.batching.packing import scatter as scatter
 from lowpeak.batching.packing import split_padded as split_padded
-from lowpeak.batching.packing import zero_weight_batch as zero_weight_batch
 from lowpeak.batching.prefix_tree import LayerCosts as LayerCosts
 from lowpeak.batching.prefix_tree import Layout as Layout
 from lowpeak.batching.prefix_tree import assign_trees as assign_trees

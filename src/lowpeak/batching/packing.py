@@ -98,7 +98,7 @@ def assign_to_ranks(
     return [tuple(indices[j] for j in rank) for rank in per_rank]
 
 
-def zero_weight_batch(budget: Budget) -> MicroBatch:
+def masked_batch(budget: Budget) -> MicroBatch:
     """Return a micro-batch of weight 0 for a rank with nothing left: two tokens, one of them a loss token.
 
     It has the layout of the others, so that all ranks run the same kind of forward.

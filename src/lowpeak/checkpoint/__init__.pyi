@@ -8,13 +8,13 @@ from lowpeak.checkpoint.folders import LOCK_FILE as LOCK_FILE
 from lowpeak.checkpoint.folders import STATE_FILE as STATE_FILE
 from lowpeak.checkpoint.folders import check_writable as check_writable
 from lowpeak.checkpoint.folders import clean_up_checkpoints as clean_up_checkpoints
+from lowpeak.checkpoint.folders import fsync_path as fsync_path
 from lowpeak.checkpoint.folders import last_checkpoint as last_checkpoint
 from lowpeak.checkpoint.folders import lock_run_folder as lock_run_folder
 from lowpeak.checkpoint.folders import move_later_checkpoints as move_later_checkpoints
 from lowpeak.checkpoint.folders import open_without_symlink as open_without_symlink
 from lowpeak.checkpoint.folders import prune_checkpoints as prune_checkpoints
 from lowpeak.checkpoint.folders import resolve_checkpoint as resolve_checkpoint
-from lowpeak.checkpoint.folders import sync as sync
 from lowpeak.checkpoint.manifest import MANIFEST_FILE as MANIFEST_FILE
 from lowpeak.checkpoint.manifest import digest_files as digest_files
 from lowpeak.checkpoint.manifest import verify_manifest as verify_manifest
@@ -22,8 +22,8 @@ from lowpeak.checkpoint.manifest import write_manifest as write_manifest
 from lowpeak.checkpoint.run_state import ARGUMENTS as ARGUMENTS
 from lowpeak.checkpoint.run_state import FORMAT_VERSION as FORMAT_VERSION
 from lowpeak.checkpoint.run_state import ROLLOUT_FILE as ROLLOUT_FILE
-from lowpeak.checkpoint.run_state import RolloutInUse as RolloutInUse
 from lowpeak.checkpoint.run_state import RunState as RunState
+from lowpeak.checkpoint.run_state import SavedRollout as SavedRollout
 from lowpeak.checkpoint.run_state import capture_rng_state as capture_rng_state
 from lowpeak.checkpoint.run_state import check_run_identity as check_run_identity
 from lowpeak.checkpoint.run_state import learning_arguments as learning_arguments

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowpeak.checkpoint.folders import delete_folder, finish_interrupted, in_state, last_checkpoint, sync
+from lowpeak.checkpoint.folders import delete_folder, finish_interrupted, fsync_path, in_state, last_checkpoint
 from lowpeak.checkpoint.manifest import digest_files, write_manifest
 from lowpeak.errors import CheckpointError, LowpeakError
 
@@ -106,7 +106,7 @@ def _replace_files(stage: Path, folder: Path) -> None:
     # from_pretrained would apply an old adapter to the new weights. Without an index the weights do not load.
     for name in (*(_ADAPTER if is_full_model else ()), *((_INDEX, _WEIGHTS) if Path(_INDEX) in names else ())):
         (folder / name).unlink(missing_ok=True)
-    sync(folder)
+    fsync_path(folder)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, folder / name)
@@ -114,7 +114,7 @@ def _replace_files(stage: Path, folder: Path) -> None:
         earlier = {path.relative_to(folder) for path in folder.glob("model-*-of-*.safetensors")} | {Path(_INDEX)}
         for name in earlier.difference(names):
             (folder / name).unlink(missing_ok=True)
-    sync(folder)
+    fsync_path(folder)
     if not is_full_model and Path(_ADAPTER[0]) in names:
         _warn_of_other_base(folder)
 
@@ -159,7 +159,7 @@ def _give_name(stage: Path, final: Path) -> None:
         if replaced.exists():
             os.replace(replaced, final)
         raise
-    sync(final.parent)
+    fsync_path(final.parent)
     finish_interrupted(final)
 
 
@@ -167,8 +167,8 @@ def _sync_folder(folder: Path) -> None:
     """Flush a folder, and all files and folders below it, to the disk."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
-            sync(Path(parent, name))
-        sync(Path(parent))
+            fsync_path(Path(parent, name))
+        fsync_path(Path(parent))
 
 
 def _failure_message(final: Path, reason: str) -> str:

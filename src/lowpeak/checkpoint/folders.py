@@ -56,7 +56,7 @@ def prune_checkpoints(run_dir: Path, keep: int | None, protect: Collection[Path]
             delete_folder(removing)
             os.replace(checkpoint, removing)
             # The new name must be on the disk before the first file is deleted.
-            sync(run_dir)
+            fsync_path(run_dir)
             delete_folder(removing)
         except OSError as error:
             raise CheckpointError(
@@ -161,7 +161,7 @@ def finish_interrupted(final: Path) -> None:
     replaced, removing = in_state(final, "replaced"), in_state(final, "removing")
     if replaced.exists() and not final.exists():
         os.replace(replaced, final)
-        sync(final.parent)
+        fsync_path(final.parent)
     elif replaced.exists():
         delete_folder(removing)
         os.replace(replaced, removing)
@@ -181,7 +181,7 @@ def delete_folder(folder: Path) -> None:
         )
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

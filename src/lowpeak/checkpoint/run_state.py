@@ -58,7 +58,7 @@ _RAGGED = ("prompt_ids", *_COMPLETION_FIELDS, "rewards", *_PER_TOKEN)
 
 
 @dataclass(frozen=True)
-class RolloutInUse:
+class SavedRollout:
     """A rollout between two of its steps. `number` counts the run's rollouts, `steps_used` its finished steps."""
 
     records: tuple[Record, ...]
@@ -78,7 +78,7 @@ class RunState:
     policy_version: int
     cursor: Mapping[str, Any]
     random: Mapping[str, Any]
-    rollout: RolloutInUse | None = None
+    rollout: SavedRollout | None = None
     algorithm_state: Mapping[str, float] = field(default_factory=dict)
     resolved: Mapping[str, int | float | str] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def load_run_state(folder: Path, rank: int = 0) -> RunState:
     if packed is not None:
         with explain_read_errors(folder / ROLLOUT_FILE):
             tensors = safetensors.torch.load((folder / ROLLOUT_FILE).read_bytes())
-            rollout = RolloutInUse(unpack_records(tensors, packed["extras"]), packed["number"], packed["steps_used"])
+            rollout = SavedRollout(unpack_records(tensors, packed["extras"]), packed["number"], packed["steps_used"])
     random: dict[str, Any] = {}
     if rank < world_size:
         with explain_read_errors(_random_file(folder, rank)):

@@ -1,6 +1,6 @@
 from lowpeak.data.assistant_turns import AssistantTurns as AssistantTurns
 from lowpeak.data.chat import check_messages as check_messages
-from lowpeak.data.cursor import PromptCursor as PromptCursor
+from lowpeak.data.cursor import DatasetCursor as DatasetCursor
 from lowpeak.data.cursor import digest_row as digest_row
 from lowpeak.data.cursor import make_cursor as make_cursor
 from lowpeak.data.cursor import permutation as permutation

@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 _DIGEST_ROWS = 32  # at most, evenly spaced from the first to the last
 
 
-class PromptCursor(Generic[Item]):
+class DatasetCursor(Generic[Item]):
     """A cursor that draws a reader's items from a dataset, epoch after epoch.
 
     With a PromptReader the items are prompts. With random access and `shuffle`, each epoch is a permutation that depends on
@@ -182,13 +182,13 @@ def read_eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) 
     return [replace(prompt, serial=i) for i, prompt in enumerate(read_all(dataset, reader)[0])]
 
 
-def make_cursor(dataset: Any, reader: RowReader[Item], args: Any, shuffle: bool) -> PromptCursor[Item]:
+def make_cursor(dataset: Any, reader: RowReader[Item], args: Any, shuffle: bool) -> DatasetCursor[Item]:
     """Return a run's cursor over the usable rows of a dataset.
 
     A dataset with random access is checked completely first, a stream row by row. `args` have transformers' seeds.
     """
     is_stream = num_rows(dataset) is None
-    return PromptCursor(
+    return DatasetCursor(
         dataset if is_stream else filter_rows(dataset, reader),
         reader,
         shuffle=shuffle,

@@ -101,13 +101,13 @@ def install_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Mod
                 f"{type(module).__module__}.{type(module).__name__}; leave it off, or keep adapters and "
                 "quantization away from the head"
             )
-        replace_forward(module, _head_forward, scale, cast_head_to_fp32)
+        patch_forward(module, _head_forward, scale, cast_head_to_fp32)
         # For generation with a sharded head, which computes the logits instead.
         setattr(module, "computes_in_fp32", cast_head_to_fp32)  # noqa: B010
     embeddings = causal.get_input_embeddings()
     if type(embeddings) is nn.Embedding and (_STATE in embeddings.__dict__ or "forward" not in embeddings.__dict__):
-        replace_forward(embeddings, _embedding_forward, scale, in_fp32=False)
-    replace_forward(causal, _causal_forward, scale, cast_head_to_fp32)
+        patch_forward(embeddings, _embedding_forward, scale, in_fp32=False)
+    patch_forward(causal, _causal_forward, scale, cast_head_to_fp32)
     return model
 
 
@@ -250,7 +250,7 @@ def head_modules(head: nn.Module) -> list[nn.Module]:
     return [head]
 
 
-def replace_forward(module: Any, replacement: Callable[..., Any], scale: HeadScale, in_fp32: bool) -> None:
+def patch_forward(module: Any, replacement: Callable[..., Any], scale: HeadScale, in_fp32: bool) -> None:
     """Let `module(...)` call `replacement(module, ...)`; `patched_forward(module).original` is the forward before."""
     # Installed before: other libraries may have wrapped the forward since, so only the settings change.
     if _STATE in module.__dict__:
@@ -274,7 +274,7 @@ def replace_forward(module: Any, replacement: Callable[..., Any], scale: HeadSca
 
 
 def patched_forward(module: nn.Module) -> PatchedForward:
-    """Return the state that `replace_forward` stored on a module."""
+    """Return the state that `patch_forward` stored on a module."""
     patch: PatchedForward = getattr(module, _STATE)
     return patch
 

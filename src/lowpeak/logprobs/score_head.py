@@ -20,8 +20,8 @@ from lowpeak.logprobs.lm_head import (
     causal_lm,
     head_modules,
     is_linear,
+    patch_forward,
     patched_forward,
-    replace_forward,
 )
 from lowpeak.logprobs.matmul import fp32_linear, select_positions
 from lowpeak.logprobs.reference import HeadScale
@@ -44,8 +44,8 @@ def install_score_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> 
                 f"{type(module).__module__}.{type(module).__name__}; leave it off, or keep adapters and "
                 "quantization away from the head"
             )
-        replace_forward(module, _score_forward, HeadScale(), cast_head_to_fp32)
-    replace_forward(classifier, _classifier_forward, HeadScale(), cast_head_to_fp32)
+        patch_forward(module, _score_forward, HeadScale(), cast_head_to_fp32)
+    patch_forward(classifier, _classifier_forward, HeadScale(), cast_head_to_fp32)
     return model
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """A named span of a run. Its value is the key in the metric `peak_memory/<phase>` and in the plan."""
+    """A named span of a run. Its value is the key in the metric `peak_memory/<phase>`."""
 
     SYNC = "sync"  # weight slices that are sent to the engine, a few MB at a time
     ROLLOUT = "rollout"  # one wave's KV cache, the logits of its last tokens; optimizer states unless offloaded

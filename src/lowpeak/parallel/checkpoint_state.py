@@ -59,7 +59,7 @@ class TrainingState:
     engine: dict[str, Any] = field(default_factory=dict)
     row_copies: list[tuple[DTensor, DTensor]] = field(default_factory=list)
 
-    def range_of(self, tensor: Any) -> Fragment:
+    def fragment_of_parameter(self, tensor: Any) -> Fragment:
         """Return this rank's range of a tensor; a tensor that tensor parallelism sharded by columns is resharded by rows.
 
         The resharded rows are a copy, made by the TP group together; `copy_back` copies loaded values to the tensor.
@@ -67,7 +67,7 @@ class TrainingState:
         rows = row_sharded(tensor)
         if rows is not tensor:
             self.row_copies.append((tensor, rows))
-        return local_range(rows)
+        return local_fragment(rows)
 
     def copy_back(self) -> None:
         """Copy loaded rows to the tensors that are sharded by columns; all processes of a TP group call it together."""
@@ -81,19 +81,19 @@ class TrainingState:
         """Add a parameter's states: those in the shape of `like` as ranges, by `fragment_of`; the others as scalars or opaque."""
         for key, value in states.items():
             if isinstance(value, Tensor) and value.shape == like.shape:
-                self.add_range(f"{key}/{name}", fragment_of(value))
+                self.add_fragment(f"{key}/{name}", fragment_of(value))
             elif isinstance(value, Tensor) and value.numel() > 1:
                 self.opaque.setdefault(name, {})[key] = value
             else:
                 self.scalars.setdefault(name, {})[key] = value
 
-    def add_range(self, name: str, fragment: Fragment) -> None:
+    def add_fragment(self, name: str, fragment: Fragment) -> None:
         """Add a range under a name, unless it is empty: a rank may have no values of a small tensor."""
         if fragment.values.numel():
             self.fragments.append(replace(fragment, name=name))
 
 
-def local_range(tensor: Any) -> Fragment:
+def local_fragment(tensor: Any) -> Fragment:
     """Return this rank's range of a tensor: its rows under FSDP2, its values under ZeRO-3, else the whole tensor."""
     if hasattr(tensor, "ds_tensor"):
         local = tensor.ds_tensor.detach().view(-1)
@@ -128,9 +128,9 @@ def torch_training_state(named: Mapping[str, nn.Parameter], optimizer: Any | Non
     """Return the training state of parameters under a torch optimizer; without an optimizer, of the parameters alone."""
     state = TrainingState(options=[] if optimizer is None else group_options(optimizer))
     for name, parameter in named.items():
-        state.add_range(f"{WEIGHT}/{name}", state.range_of(parameter))
+        state.add_fragment(f"{WEIGHT}/{name}", state.fragment_of_parameter(parameter))
         if optimizer is not None:
-            state.add(name, optimizer.state.get(parameter, {}), parameter, state.range_of)
+            state.add(name, optimizer.state.get(parameter, {}), parameter, state.fragment_of_parameter)
     return state
 
 

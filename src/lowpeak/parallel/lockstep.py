@@ -127,7 +127,7 @@ def lockstep_forwards(model: nn.Module, lockstep: Lockstep) -> Iterator[None]:
 
     in_step.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # engines and generate() read it
     with ExitStack() as stack:
-        replace_forward(stack, model, in_step)
+        override_forward(stack, model, in_step)
         one_token = torch.zeros(1, 1, dtype=torch.int64, device=lockstep.device)
         try:
             yield
@@ -139,7 +139,7 @@ def lockstep_forwards(model: nn.Module, lockstep: Lockstep) -> Iterator[None]:
             raise
 
 
-def replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
+def override_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
     """Replace the forward of a module until the stack unwinds."""
     previous = module.__dict__.get("forward")
     module.forward = forward
@@ -162,7 +162,7 @@ class TPCollectives:
             if any(module is each for each in self.modules):
                 make_inputs = _zero_head_inputs if is_head else _zero_inputs
                 dummy = partial(_dummy_call, lockstep, module, module.forward, make_inputs)
-                replace_forward(stack, module, lockstep.register(module.forward, dummy))
+                override_forward(stack, module, lockstep.register(module.forward, dummy))
 
 
 def _dummy_call(

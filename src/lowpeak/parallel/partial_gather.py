@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lowpeak.memory import is_out_of_memory
 from lowpeak.models import modules_without_critic, transformers_model
-from lowpeak.parallel.lockstep import Lockstep, TPCollectives, lockstep_forwards, replace_forward
+from lowpeak.parallel.lockstep import Lockstep, TPCollectives, lockstep_forwards, override_forward
 from lowpeak.parallel.parameters import FlatShard, ShardOf
 from lowpeak.parallel.sharded_vocab import ShardedRows, is_row_aligned
 from lowpeak.ranks import Ranks
@@ -157,7 +157,7 @@ def _install(
     ]
     for param, rows in row_sharded:
         if param.module is not head:
-            replace_forward(stack, param.module, lockstep.register(rows.look_up, rows.dummy_look_up))
+            override_forward(stack, param.module, lockstep.register(rows.look_up, rows.dummy_look_up))
     tp_collectives.register(stack, lockstep, transformers_model(model).get_input_embeddings())
     for layer, _ in parts.layers[: plan.num_layers]:
         tp_collectives.register(stack, lockstep, layer)
@@ -167,7 +167,7 @@ def _install(
     for param, rows in row_sharded:
         if param.module is head:
             multiply = partial(rows.multiply, bias=bias)
-            replace_forward(stack, head, lockstep.register(multiply, rows.dummy_multiply))
+            override_forward(stack, head, lockstep.register(multiply, rows.dummy_multiply))
 
 
 def _tables_of(head: nn.Module, vocabulary: list[ShardedParam]) -> list[ShardedParam]:
@@ -347,7 +347,7 @@ def _gather_on_call(
             buffers[id(param.parameter)] = pool[key]
             _set_parameter(stack, param, nn.Parameter(shard.view(pool[key]), requires_grad=False))
         gather = partial(_gather, params, buffers)
-        replace_forward(stack, layer, _call_first(lockstep.register(gather, gather), layer.forward))
+        override_forward(stack, layer, _call_first(lockstep.register(gather, gather), layer.forward))
         tp_collectives.register(stack, lockstep, layer)
 
 

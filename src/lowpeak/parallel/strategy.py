@@ -47,11 +47,11 @@ class TrainingStrategy(Protocol):
         """Add the loss's gradients to the parameters'; they are averaged over ranks after the step's `last` micro-batch."""
         ...
 
-    def engine_grad_norm(self) -> Tensor | None:
+    def deepspeed_grad_norm(self) -> Tensor | None:
         """Return the norm of all ranks' gradients before clipping if the strategy's engine stores them; else None."""
         return None
 
-    def engine_step(self) -> None:
+    def deepspeed_step(self) -> None:
         """Clip, update and clear the gradients if the strategy's engine does that itself; else do nothing."""
         return
 

@@ -38,7 +38,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class Zero(AccelerateStrategy):
-    """DeepSpeed's engine, created by accelerate; it clips and updates by itself, in `engine_step`."""
+    """DeepSpeed's engine, created by accelerate; it clips and updates by itself, in `deepspeed_step`."""
 
     shards_states = True
 
@@ -55,7 +55,7 @@ class Zero(AccelerateStrategy):
     def backward(self, loss: Tensor, last: bool) -> None:
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def engine_grad_norm(self) -> Tensor | None:
+    def deepspeed_grad_norm(self) -> Tensor | None:
         optimizer = self._engine.optimizer
         if self._stage == 3:
             norm = torch.linalg.vector_norm(torch.stack(optimizer._get_norm_groups()))
@@ -63,7 +63,7 @@ class Zero(AccelerateStrategy):
             norm = torch.as_tensor(optimizer.scaled_global_norm())
         return norm / optimizer.loss_scale
 
-    def engine_step(self) -> None:
+    def deepspeed_step(self) -> None:
         self._engine.step()
 
     def offloadable_tensors(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
@@ -146,7 +146,7 @@ def _training_state(engine: Any, stage: int, params: Mapping[str, nn.Parameter])
     inner = engine.optimizer.optimizer
     state = TrainingState(options=group_options(inner), engine=_engine_state(engine))
     for master in _master_ranges(engine.optimizer, stage, params):
-        state.add_range(f"{WEIGHT}/{master.name}", master.fragment(master.flat))
+        state.add_fragment(f"{WEIGHT}/{master.name}", master.fragment(master.flat))
         state.add(master.name, inner.state.get(master.flat, {}), master.flat, master.fragment)
     return state
 

@@ -239,8 +239,8 @@ class RewardPanel:
 
 def weighted_sum(rewards: Sequence[float], weights: Sequence[float]) -> float:
     """Return `sum(w * r)` over the rewards that are not NaN; NaN if all are."""
-    scored = [(reward, weight) for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
-    return sum(reward * weight for reward, weight in scored) if scored else NO_REWARD
+    given = [(reward, weight) for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
+    return sum(reward * weight for reward, weight in given) if given else NO_REWARD
 
 
 def metrics_by_function(names: Sequence[str], records: Sequence[Record]) -> dict[str, Metric]:
@@ -250,26 +250,26 @@ def metrics_by_function(names: Sequence[str], records: Sequence[Record]) -> dict
     """
     metrics: dict[str, Metric] = {}
     for index, name in enumerate(names):
-        scored = [record.rewards[index] for record in records if not math.isnan(record.rewards[index])]
-        metrics[f"rewards/{name}/mean"] = Metric(sum(scored), float(len(scored)))
+        values = [record.rewards[index] for record in records if not math.isnan(record.rewards[index])]
+        metrics[f"rewards/{name}/mean"] = Metric(sum(values), float(len(values)))
         # Fewer than two have no std: its value is then NaN, with weight 0 in a later mean.
-        has_std = len(scored) > 1
-        metrics[f"rewards/{name}/std"] = Metric(statistics.stdev(scored) if has_std else 0.0, float(has_std))
+        has_std = len(values) > 1
+        metrics[f"rewards/{name}/std"] = Metric(statistics.stdev(values) if has_std else 0.0, float(has_std))
     return metrics
 
 
 def warn_of_unrewarded(names: Sequence[str], rewarded: RewardedCompletions) -> None:
     """Log one warning if completions have no reward, with their number and the first one."""
-    unscored = [i for i, record in enumerate(rewarded.records) if math.isnan(record.reward)]
-    if unscored:
+    unrewarded = [i for i, record in enumerate(rewarded.records) if math.isnan(record.reward)]
+    if unrewarded:
         total = len(rewarded.records)
         logger.warning(
             "%s completions have no reward from %s, so nothing is learned from them: return a number from at least one reward. "
             "The first is %.60r to the prompt %.60r.",
-            f"All {total}" if len(unscored) == total else f"{len(unscored)} of {total}",
+            f"All {total}" if len(unrewarded) == total else f"{len(unrewarded)} of {total}",
             ", ".join(names),
-            rewarded.texts[unscored[0]],
-            rewarded.prompts[unscored[0]],
+            rewarded.texts[unrewarded[0]],
+            rewarded.prompts[unrewarded[0]],
         )
 
 

@@ -36,9 +36,9 @@ def colocated_vllm(bench: Bench) -> str:
     where = ColocateSettings(gpu_memory_utilization=0.1, max_model_length=_CONTEXT, sleeps=on_gpu)
     dtype = str(model.dtype).removeprefix("torch.")
     model_spec = model.config, make_tokenizer(_NUM_IDS), type(model).__name__, dtype, bench.device
-    blueprint = ColocatedModelSpec(*model_spec, kv_cache_bytes=_CACHE, trust_remote_code=False, seed=0)
+    spec = ColocatedModelSpec(*model_spec, kv_cache_bytes=_CACHE, trust_remote_code=False, seed=0)
     before = _used_bytes(bench)
-    with closing(ColocatedVllm(blueprint, VllmSettings(where), Ranks(bench.device))) as vllm:
+    with closing(ColocatedVllm(spec, VllmSettings(where), Ranks(bench.device))) as vllm:
         results = [_push_and_compare(model, vllm, bench)]
         if on_gpu:
             awake, began = _used_bytes(bench), time.monotonic()

@@ -55,13 +55,13 @@ def grpo_learns(bench: Bench, num_steps: int = 30) -> str:
     seconds = time.perf_counter() - began
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     drift = max(line.get("sampling/sampling_logp_difference/mean", 0.0) for line in trainer.state.log_history)
-    layout = trainer.run.sizes.choice
+    choice = trainer.run.sizes.layout_choice
     numbers = (
         f"reward {rewards[0]:.2f} at first and {rewards[-1]:.2f} after {num_steps} steps, {seconds / num_steps:.2f} s per step, "
         f"the engine's log-probs within {drift:.0e} of the model's on average"
     )
     require(rewards[-1] >= rewards[0] + _REWARD_GAIN and drift <= _ENGINE_TOLERANCE, numbers)
-    require(layout.layout == "shared", f"rows are padded: {layout.why}")
+    require(choice.layout == "shared", f"rows are padded: {choice.why}")
     return numbers
 
 

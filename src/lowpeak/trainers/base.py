@@ -66,7 +66,7 @@ from lowpeak.training import (
     require_finite_weights,
     run_step,
     save_checkpoint,
-    warn_of_ignored_arguments,
+    warn_of_overridden_arguments,
 )
 from lowpeak.watchdog import detect_failures
 
@@ -230,7 +230,7 @@ class StepTrainer(ModelCardMixin, Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the gradient norm, after the step's only read of the device; raise NonFiniteError for a NaN."""
         strategy, step = self.run.strategy, self.state.global_step + 1
-        engine_norm = strategy.engine_grad_norm()
+        engine_norm = strategy.deepspeed_grad_norm()
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm) if engine_norm is None else engine_norm
         if hasattr(grad_norm, "full_tensor"):  # under FSDP2 each rank has a part of it
             grad_norm = grad_norm.full_tensor()
@@ -336,7 +336,7 @@ class StepTrainer(ModelCardMixin, Trainer):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         else:
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-            with ranks.propagate_errors(), warn_of_ignored_arguments(self, resume_from_checkpoint):
+            with ranks.propagate_errors(), warn_of_overridden_arguments(self, resume_from_checkpoint):
                 self.load_weights(Path(resume_from_checkpoint))
         step = None if resumed is None else resumed.policy_version
         ranks.call_on_first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
@@ -376,7 +376,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         if checkpoint is None:
             return
         explained = explain_load_errors(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
-        with self.run.strategy.ranks.propagate_errors(), explained, warn_of_ignored_arguments(self, checkpoint):
+        with self.run.strategy.ranks.propagate_errors(), explained, warn_of_overridden_arguments(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             check_optimizer_groups(self.optimizer)
 

@@ -19,8 +19,8 @@ from lowpeak.arguments import (
     OfflineSettings,
     RunFacts,
     TokenizerSettings,
+    check_and_reset_arguments,
     report_idle_arguments,
-    resolve_common,
     run_facts,
 )
 from lowpeak.checkpoint import (
@@ -156,7 +156,7 @@ class OfflineTrainer(StepTrainer):
         check_devices(bool(args.fsdp), args.model_parallel.tensor > 1)
         silence_nonzero_ranks(args)
         with Ranks(args.device).propagate_errors():
-            self.acting_args = args = resolve_common(args)
+            self.acting_args = args = check_and_reset_arguments(args)
             self.settings = settings = self.resolve(args)
             set_seed(args.seed)  # before anything is made: the first weights of an adapter, or a new head, are random
             check_data(train_dataset, eval_dataset, args, self.columns, self.check_row)

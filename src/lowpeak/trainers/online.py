@@ -15,8 +15,8 @@ from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineConfig, OnlineSettings, Sampling
 from lowpeak.checkpoint import (
     ARGUMENTS,
-    RolloutInUse,
     RunState,
+    SavedRollout,
     capture_rng_state,
     learning_arguments,
     preserve_rng_state,
@@ -262,7 +262,7 @@ class OnlineTrainer(StepTrainer):
         in_use = None
         if self.rollout is not None:
             is_used_up = self.steps_used >= self.collector.settings.rollout.num_steps
-            in_use = RolloutInUse(() if is_used_up else self.rollout.records, self.rollout.number, self.steps_used)
+            in_use = SavedRollout(() if is_used_up else self.rollout.records, self.rollout.number, self.steps_used)
         return RunState(
             policy_version=self.state.global_step,
             cursor=self.collector.cursor.state_dict(),

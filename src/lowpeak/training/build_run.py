@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineSettings, PromptSettings, RunSettings, report_idle_arguments
-from lowpeak.data import PromptCursor, PromptReader, make_cursor, padding_id
+from lowpeak.data import DatasetCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
 from lowpeak.logprobs import causal_lm, install_head, verify_load_balance
@@ -40,7 +40,7 @@ from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, device_frac
 from lowpeak.records import Prompt
 from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
 from lowpeak.training.collector import RolloutCollector
-from lowpeak.training.engines import adapters_idle, make_engine
+from lowpeak.training.engines import make_engine, why_adapters_idle
 from lowpeak.training.prepare_run import OnlineParts
 from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import ProgressTracker, Run, RunContext
@@ -50,12 +50,12 @@ from lowpeak.training.weight_sync import WeightSync
 
 
 def connect_online(
-    trainer: RunContext, parts: OnlineParts, rollout_func: Callable[..., Mapping[str, Any]] | None
+    context: RunContext, parts: OnlineParts, rollout_func: Callable[..., Mapping[str, Any]] | None
 ) -> tuple[Run, RolloutCollector]:
     """Return the run and the rollout collector of an online trainer that has its accelerator."""
     args, settings = parts.args, parts.settings
-    strategy = detect_strategy(trainer.accelerator)
-    _report_unused_arguments(trainer, parts, strategy)
+    strategy = detect_strategy(context.accelerator)
+    _report_idle_arguments(context, parts, strategy)
     critic = critic_classifier(causal_lm(parts.policy))
     if critic is not None:
         check_critic_vocabulary(critic, parts.policy, parts.tokenizer)
@@ -71,24 +71,24 @@ def connect_online(
         num_embeddings=num_embeddings(parts.policy),
     )
     with strategy.ranks.propagate_errors():
-        cursor = _prompt_cursor(trainer.train_dataset, new_reader(), settings, args)
-    is_offloadable = _has_frozen_models(parts) or not states_on_host(trainer.accelerator.state)
+        cursor = _prompt_cursor(context.train_dataset, new_reader(), settings, args)
+    is_offloadable = _has_frozen_models(parts) or not states_on_host(context.accelerator.state)
     offloads = settings.memory.offload_during_rollout and is_offloadable
-    offloader = make_rollout_offloader(trainer, parts.policy, strategy) if offloads else None
-    freeze = _freezer(trainer, parts, strategy, offloader)
+    offloader = make_rollout_offloader(context, parts.policy, strategy) if offloads else None
+    freeze = _freezer(context, parts, strategy, offloader)
     reference = _reference(parts, freeze) if "reference" in parts.algorithm.needs else None
     for reward in parts.rewards:
         if isinstance(reward, ModelReward):
             frozen = freeze(reward.model)
-            reward.use(frozen, strategy.ranks if is_sharded(frozen.model) else None, trainer.accelerator.device)
+            reward.use(frozen, strategy.ranks if is_sharded(frozen.model) else None, context.accelerator.device)
     pad_id = padding_id(parts.tokenizer)
-    run = make_run(trainer, args, settings, parts.algorithm, strategy, parts.policy, pad_id, reference)
+    run = make_run(context, args, settings, parts.algorithm, strategy, parts.policy, pad_id, reference)
     stats = RolloutStats()
     collector = RolloutCollector(
-        context=trainer,
+        context=context,
         settings=settings,
-        engine=make_engine(trainer, parts, run, stats, rollout_func),
-        weight_sync=WeightSync(trainer),
+        engine=make_engine(context, parts, run, stats, rollout_func),
+        weight_sync=WeightSync(context),
         panel=_panel(parts),
         cursor=cursor,
         new_reader=new_reader,
@@ -99,7 +99,7 @@ def connect_online(
 
 
 def make_run(
-    trainer: RunContext,
+    context: RunContext,
     args: Any,
     settings: RunSettings,
     algorithm: Algorithm,
@@ -113,10 +113,10 @@ def make_run(
 
     A separate `reference` gets the policy's layout of sequences. The checks run as sharded models do.
     """
-    device, ranks = trainer.accelerator.device, strategy.ranks
+    device, ranks = context.accelerator.device, strategy.ranks
     memory, passes, cast_head = settings.memory, settings.passes, settings.model.cast_lm_head_to_fp32
     # A cache of bf16 copies would keep 2 bytes per parameter until a forward pass ends, and each copy is used once.
-    trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
+    context.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     with ranks.propagate_errors():
         head.install(policy, cast_head_to_fp32=cast_head)
     load_balance = load_balance_of(transformers_model(policy), passes.router_aux_loss_coef)
@@ -124,7 +124,7 @@ def make_run(
         algorithm = algorithm.without_skipping()
     with ExitStack() as on_device:
         models = [on_device.enter_context(strategy.gather_for_inference(policy, 0, gather_head=True))]
-        with ranks.propagate_errors(), _mixed_dtypes(trainer, policy):
+        with ranks.propagate_errors(), _mixed_dtypes(context, policy):
             head.verify(policy)
             if load_balance is not None:
                 verify_load_balance(policy, load_balance)
@@ -133,10 +133,10 @@ def make_run(
         critic = critic_classifier(causal_lm(policy))
         if critic is not None:
             models.append(on_device.enter_context(strategy.gather_for_inference(critic, 0)))
-        with trainer.accelerator.autocast():  # as the passes will compute
+        with context.accelerator.autocast():  # as the passes will compute
             choice = prepare_layout(memory, models, device, ranks)
     checkpointing = args.checkpoints_activations
-    shares = device_fractions(trainer.accelerator)
+    shares = device_fractions(context.accelerator)
     sizes = Sizes.of(
         memory, policy, device, choice, ranks, bf16=bool(args.bf16), checkpointing=checkpointing, shares=shares
     )
@@ -149,7 +149,7 @@ def make_run(
             passes.temperature, sizes.logprob_chunk_size, device, passes.log_entropy, saving, load_balance
         ),
         strategy=strategy,
-        tracker=ProgressTracker(device, trainer),
+        tracker=ProgressTracker(device, context),
         journal=Journal(Path(args.output_dir) / "journal", writes=ranks.processes.rank == 0),
         sizes=sizes,
         budget=sizes.budget(memory, pad_id, policy.config),
@@ -165,11 +165,11 @@ def computes_in_fp32(args: Any, *models: nn.Module | None) -> bool:
 
 
 @contextmanager
-def _mixed_dtypes(trainer: RunContext, policy: nn.Module) -> Iterator[None]:
+def _mixed_dtypes(context: RunContext, policy: nn.Module) -> Iterator[None]:
     """Compute under autocast if the weights have several dtypes; raise ModelError if they cannot be multiplied."""
     dtypes = {p.dtype for p in policy.parameters() if p.is_floating_point()}
     try:
-        with trainer.accelerator.autocast() if len(dtypes) > 1 else nullcontext():
+        with context.accelerator.autocast() if len(dtypes) > 1 else nullcontext():
             yield
     except RuntimeError as error:
         if len(dtypes) == 1 or "dtype" not in str(error):
@@ -185,25 +185,25 @@ def _mixed_dtypes(trainer: RunContext, policy: nn.Module) -> Iterator[None]:
 
 
 def make_rollout_offloader(
-    trainer: RunContext,
+    context: RunContext,
     policy: nn.Module,
     strategy: Strategy,
     mover: HostMover | None = None,
     least_bytes: int = LEAST_BYTES,
 ) -> RolloutOffloader:
     """Return the offloader of a trainer's gradients and optimizer states."""
-    mover = mover or HostMover(trainer.accelerator.device)
+    mover = mover or HostMover(context.accelerator.device)
 
     def needed() -> Iterable[Tensor]:
         return _tensors(policy, strategy)
 
     # The optimizer is made when training starts, and has no states before its first step.
-    return RolloutOffloader(mover, needed, lambda: strategy.offloadable_tensors(policy, trainer.optimizer), least_bytes)
+    return RolloutOffloader(mover, needed, lambda: strategy.offloadable_tensors(policy, context.optimizer), least_bytes)
 
 
-def offloadable(rest: RolloutOffloader | None, strategy: Strategy, frozen: FrozenModel) -> FrozenModel:
+def add_to_offloader(offloader: RolloutOffloader | None, strategy: Strategy, frozen: FrozenModel) -> FrozenModel:
     """Return a frozen model that the offloader moves too, and brings to the device while it is used."""
-    if rest is None:
+    if offloader is None:
         return frozen
 
     def tensors() -> Iterable[Tensor]:
@@ -211,10 +211,10 @@ def offloadable(rest: RolloutOffloader | None, strategy: Strategy, frozen: Froze
 
     @contextmanager
     def ready() -> Iterator[Any]:
-        with rest.on_device(tensors), frozen.ready() as model:
+        with offloader.on_device(tensors), frozen.ready() as model:
             yield model
 
-    rest.add(tensors)
+    offloader.add(tensors)
     return FrozenModel(frozen.model, ready)
 
 
@@ -223,17 +223,17 @@ def _tensors(model: nn.Module, strategy: Strategy) -> Iterable[Tensor]:
 
 
 def _freezer(
-    trainer: RunContext, parts: OnlineParts, strategy: Strategy, rest: RolloutOffloader | None
+    context: RunContext, parts: OnlineParts, strategy: Strategy, offloader: RolloutOffloader | None
 ) -> Callable[[nn.Module], FrozenModel]:
     """Return a function that prepares a frozen model.
 
     The model stays unsharded if it fits into half of what training leaves free on every rank.
     """
-    device = trainer.accelerator.device
-    free = free_bytes(device) - training_bytes(parts.policy, device, device_fractions(trainer.accelerator))
+    device = context.accelerator.device
+    free = free_bytes(device) - training_bytes(parts.policy, device, device_fractions(context.accelerator))
     room = int(strategy.ranks.min([max(0, free)])[0]) // 2
     on_host = parts.settings.memory.offload_frozen_models
-    return lambda model: offloadable(rest, strategy, strategy.prepare_frozen(model, room, on_host))
+    return lambda model: add_to_offloader(offloader, strategy, strategy.prepare_frozen(model, room, on_host))
 
 
 def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], FrozenModel]) -> Reference:
@@ -251,9 +251,9 @@ def _has_frozen_models(parts: OnlineParts) -> bool:
 # arguments, rewards and prompts
 
 
-def _report_unused_arguments(trainer: RunContext, parts: OnlineParts, strategy: Strategy) -> None:
+def _report_idle_arguments(context: RunContext, parts: OnlineParts, strategy: Strategy) -> None:
     """Name the arguments without effect, now that models and devices are known."""
-    why_merged = adapters_idle(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
+    why_merged = why_adapters_idle(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
     facts = parts.settings.facts
     if why_merged:
         facts = replace(facts, idle={**facts.idle, "vllm_adapters=False": why_merged})
@@ -263,18 +263,18 @@ def _report_unused_arguments(trainer: RunContext, parts: OnlineParts, strategy: 
             facts,
             sharded=strategy.shards_parameters,
             in_fp32=computes_in_fp32(parts.args, parts.policy, parts.reference_model),
-            states_on_host=states_on_host(trainer.accelerator.state),
+            states_on_host=states_on_host(context.accelerator.state),
             frozen=_has_frozen_models(parts),
-            passed_optimizer=None if trainer.optimizer is None else "instance",
-            passed_schedule=trainer.lr_scheduler is not None,
+            passed_optimizer=None if context.optimizer is None else "instance",
+            passed_schedule=context.lr_scheduler is not None,
         ),
     )
 
 
 def _panel(parts: OnlineParts) -> RewardPanel:
     settings, tokenizer = parts.settings, parts.tokenizer
-    failures = RewardSettings(settings.reward_weights, settings.reward_failures, settings.reward_timeout)
-    return RewardPanel(parts.rewards, failures, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    reward_settings = RewardSettings(settings.reward_weights, settings.reward_failures, settings.reward_timeout)
+    return RewardPanel(parts.rewards, reward_settings, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _context_name(prompts: PromptSettings, critic: nn.Module | None) -> str:
@@ -300,7 +300,7 @@ def _max_prompt_tokens(
     return context - max_completion_length
 
 
-def _prompt_cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> PromptCursor[Prompt]:
+def _prompt_cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> DatasetCursor[Prompt]:
     """Check all rows of the dataset, and that they are enough for a rollout; a stream starts again when it ends."""
     cursor = make_cursor(dataset, reader, args, settings.prompts.shuffle_dataset)
     prompts = cursor.rows_per_epoch

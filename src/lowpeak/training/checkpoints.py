@@ -326,25 +326,29 @@ def load_extra_weights(checkpoint: Path, folder: str, parameters: Mapping[str, n
 def _state(parameters: Mapping[str, nn.Parameter]) -> TrainingState:
     state = TrainingState()
     for name, parameter in parameters.items():
-        state.add_range(f"{WEIGHT}/{clean_parameter_name(name)}", state.range_of(parameter))
+        state.add_fragment(f"{WEIGHT}/{clean_parameter_name(name)}", state.fragment_of_parameter(parameter))
     return state
 
 
 _RATE = "learning_rate"
 
 # Arguments that optimizers and schedules keep in their states. Other entries of the states change during a run.
-_OF_GROUP = {"weight_decay": ("weight_decay",), "betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)} | {
+_ARGUMENTS_OF_GROUP_KEY = {
+    "weight_decay": ("weight_decay",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "eps": ("adam_epsilon",),
+} | {
     name: (f"optim's {name}",)
     for name in ("momentum", "dampening", "nesterov", "alpha", "centered", "amsgrad", "fused")
 }
-_OF_SCHEDULE = ("factor", "patience", "threshold", "cooldown", "warmup", "min_lrs", "max_lrs")
+_SCHEDULE_ATTRIBUTES = ("factor", "patience", "threshold", "cooldown", "warmup", "min_lrs", "max_lrs")
 
 
 Settings = dict[tuple[str, int], Any]
 
 
 @contextmanager
-def warn_of_ignored_arguments(trainer: CheckpointedTrainer, checkpoint: str) -> Iterator[None]:
+def warn_of_overridden_arguments(trainer: CheckpointedTrainer, checkpoint: str) -> Iterator[None]:
     """Warn of arguments that the optimizer and schedule states of `checkpoint`, loaded in the block, replace."""
     requested = _settings(trainer)
     yield
@@ -367,13 +371,15 @@ def _settings(trainer: TrainingStates) -> Settings:
     schedule = trainer.lr_scheduler
     settings: Settings = {(_RATE, i): rate for i, rate in enumerate(getattr(schedule, "base_lrs", ()))}
     for i, group in enumerate(trainer.optimizer.param_groups):
-        for key, names in _OF_GROUP.items():
+        for key, names in _ARGUMENTS_OF_GROUP_KEY.items():
             if key in group:
                 value = tuple(group[key]) if isinstance(group[key], list) else group[key]
                 values = value if isinstance(value, tuple) and len(value) == len(names) else [value] * len(names)
                 settings |= {(name, i): each for name, each in zip(names, values, strict=True)}
     of_schedule = {
-        (f"lr_scheduler_kwargs' {key}", 0): getattr(schedule, key) for key in _OF_SCHEDULE if hasattr(schedule, key)
+        (f"lr_scheduler_kwargs' {key}", 0): getattr(schedule, key)
+        for key in _SCHEDULE_ATTRIBUTES
+        if hasattr(schedule, key)
     }
     return settings | of_schedule
 

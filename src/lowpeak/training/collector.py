@@ -11,7 +11,7 @@ from typing import Any
 from lowpeak.algorithms import Advantages, check_advantages, check_selection, loss_mask
 from lowpeak.arguments import OnlineSettings, Sampling
 from lowpeak.batching import assign_completions, balanced_partition
-from lowpeak.data import PromptCursor, PromptReader
+from lowpeak.data import DatasetCursor, PromptReader
 from lowpeak.memory import Phase, RolloutOffloader
 from lowpeak.ranks import Ranks
 from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
@@ -44,7 +44,7 @@ class RolloutCollector:
     engine: RolloutEngine
     weight_sync: WeightSync
     panel: RewardPanel
-    cursor: PromptCursor[Prompt]
+    cursor: DatasetCursor[Prompt]
     new_reader: Callable[[], PromptReader]
     stats: RolloutStats
     offloader: RolloutOffloader | None = None
@@ -172,7 +172,7 @@ class RolloutCollector:
             start = sum(len(part.records) for part in parts)
             selected += [start + i for i in selection.indices]
             parts.append(replace(rewarded, metrics=merge_metrics(rewarded.metrics, selection.metrics)))
-            num_missing = selection.num_missing_groups
+            num_missing = selection.num_dropped_groups
             num_dropped += num_missing
             if not num_missing:
                 break

@@ -10,22 +10,22 @@ from torch import nn
 
 from lowpeak.arguments import VllmSettings
 from lowpeak.batching import plan_micro_batches
-from lowpeak.data import PromptCursor
+from lowpeak.data import DatasetCursor
 from lowpeak.training.collector import RolloutCollector
 from lowpeak.training.run import Run, RunContext
 
 Report = dict[str, Any]
 
 
-def describe_run(trainer: RunContext, model: nn.Module, collector: RolloutCollector, num_steps: int | None) -> Report:
-    """Return the dry run of an online trainer: model, data, algorithm, rollout, sampling, sizes, micro-batches.
+def describe_run(context: RunContext, model: nn.Module, collector: RolloutCollector, num_steps: int | None) -> Report:
+    """Return the dry run of an online context: model, data, algorithm, rollout, sampling, sizes, micro-batches.
 
     `num_steps` is the number of steps of an epoch.
     """
-    run, settings = trainer.run, collector.settings
+    run, settings = context.run, collector.settings
     return {
-        "model": {**_model(trainer, model), "reference": _reference(run)},
-        "data": {"usable_prompts": collector.cursor.rows_per_epoch, **_data(trainer, num_steps)},
+        "model": {**_model(context, model), "reference": _reference(run)},
+        "data": {"usable_prompts": collector.cursor.rows_per_epoch, **_data(context, num_steps)},
         "rewards": dict(zip(collector.panel.names, settings.reward_weights, strict=True)),
         "algorithm": {
             "name": run.algorithm.name,
@@ -40,8 +40,8 @@ def describe_run(trainer: RunContext, model: nn.Module, collector: RolloutCollec
         "sampling": asdict(settings.sampling),
         **({} if settings.vllm is None else {"vllm": describe_vllm(settings.vllm)}),
         "sizes": run.sizes.as_dict(),
-        "layout": str(run.sizes.choice),
-        "micro_batches": _rollout_plan(trainer, collector),
+        "layout": str(run.sizes.layout_choice),
+        "micro_batches": _rollout_plan(context, collector),
     }
 
 
@@ -55,47 +55,47 @@ def describe_vllm(settings: VllmSettings) -> Report:
 
 
 def describe_offline(
-    trainer: RunContext,
+    context: RunContext,
     model: nn.Module,
-    cursor: PromptCursor[Any],
+    cursor: DatasetCursor[Any],
     num_steps: int | None,
     rows: int,
     longest: int | None,
 ) -> Report:
-    """Return the dry run of an offline trainer: model, data, sizes and micro-batches.
+    """Return the dry run of an offline context: model, data, sizes and micro-batches.
 
     A step takes `rows` of the dataset, of `longest` tokens at most; `num_steps` is the number of steps of an epoch.
     """
-    run = trainer.run
+    run = context.run
     plan: Report = {"rows_per_step": rows}
     if longest is not None:
         pairs = [i for i in range(rows) for _ in range(2)] if run.algorithm.unit == "pair" else None
         prompts: list[tuple[int, ...]] = [(i,) for i in pairs or range(rows)]
         plan = {"longest_row": longest, **_micro_batches(run, prompts, longest - 1, pairs), **plan}
     return {
-        "model": _model(trainer, model),
-        "data": {"usable_rows": cursor.rows_per_epoch, **_data(trainer, num_steps)},
+        "model": _model(context, model),
+        "data": {"usable_rows": cursor.rows_per_epoch, **_data(context, num_steps)},
         "algorithm": {"name": run.algorithm.name, "unit": run.algorithm.unit},
         "sizes": run.sizes.as_dict(),
-        "layout": str(run.sizes.choice),
+        "layout": str(run.sizes.layout_choice),
         "micro_batches": plan,
     }
 
 
-def _model(trainer: RunContext, model: nn.Module) -> Report:
+def _model(context: RunContext, model: nn.Module) -> Report:
     parameters = list(model.parameters())
     return {
         "class": type(model).__name__,
         "parameters": sum(p.numel() for p in parameters),
         "trainable": sum(p.numel() for p in parameters if p.requires_grad),
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
-        "device": str(trainer.args.device),
-        "bf16_compute": bool(trainer.args.bf16),
+        "device": str(context.args.device),
+        "bf16_compute": bool(context.args.bf16),
     }
 
 
-def _data(trainer: RunContext, num_steps: int | None) -> Report:
-    columns = getattr(trainer.train_dataset, "column_names", None)
+def _data(context: RunContext, num_steps: int | None) -> Report:
+    columns = getattr(context.train_dataset, "column_names", None)
     return {"steps_per_epoch": num_steps, "columns": list(columns) if columns else []}
 
 
@@ -106,11 +106,11 @@ def _reference(run: Run) -> str:
     return "the policy with its adapters off" if model is None else type(model).__name__
 
 
-def _rollout_plan(trainer: RunContext, collector: RolloutCollector) -> Report:
+def _rollout_plan(context: RunContext, collector: RolloutCollector) -> Report:
     """Return the most micro-batches that a step can need: every completion has the maximal length."""
-    run, settings = trainer.run, collector.settings
+    run, settings = context.run, collector.settings
     reader = collector.new_reader()
-    rows = islice(iter(trainer.train_dataset), settings.rollout.num_prompts)
+    rows = islice(iter(context.train_dataset), settings.rollout.num_prompts)
     prompts = [reader.read(row, i) for i, row in enumerate(rows)]
     longest = max((len(prompt.ids) for prompt in prompts if prompt is not None), default=0)
     length = settings.sampling.max_new_tokens

@@ -44,7 +44,7 @@ _MAX_SEQUENCES = 256  # that vLLM decodes at once by default
 _LEAST_CACHE_BYTES = 1 << 24
 
 
-def adapters_idle(settings: VllmSettings | None, policy: Any, num_ranks: int) -> str:
+def why_adapters_idle(settings: VllmSettings | None, policy: Any, num_ranks: int) -> str:
     """Return why `vllm_adapters=False` has no effect (merged weights are sent anyway); empty if it has one."""
     if settings is None or settings.adapters:
         return ""
@@ -61,7 +61,7 @@ def adapters_idle(settings: VllmSettings | None, policy: Any, num_ranks: int) ->
 
 
 def make_engine(
-    trainer: RunContext,
+    context: RunContext,
     parts: OnlineParts,
     run: Run,
     stats: RolloutStats,
@@ -72,14 +72,14 @@ def make_engine(
 
     def gather_policy(num_bytes: int | None = budget) -> AbstractContextManager[nn.Module]:
         return strategy.gather_for_inference(
-            trainer.model_wrapped, _free_to_gather(trainer) if num_bytes is None else num_bytes
+            context.model_wrapped, _free_to_gather(context) if num_bytes is None else num_bytes
         )
 
-    device = trainer.accelerator.device
+    device = context.accelerator.device
     engine: RolloutEngine
     policy_on_device: Callable[[], AbstractContextManager[nn.Module]]
     if parts.settings.vllm is None:
-        kv_cache_bytes = lambda: trainer.run.sizes.kv_cache_bytes  # noqa: E731  # a resumed run replaces them
+        kv_cache_bytes = lambda: context.run.sizes.kv_cache_bytes  # noqa: E731  # a resumed run replaces them
         engine = NativeEngine(gather_policy, parts.tokenizer, kv_cache_bytes, stats.add, device)
         policy_on_device = engine.keep_gathered
     else:
@@ -98,7 +98,7 @@ def make_engine(
     )
     return FunctionEngine(
         rollout_func,
-        trainer,
+        context,
         engine,
         policy_on_device,
         end_ids=lambda sampling: end_token_ids(policy, tokenizer, sampling),
@@ -118,7 +118,7 @@ def vllm_engine(parts: OnlineParts, run: Run, device: torch.device, stats: Rollo
             "neither, put both in modules_to_save with ensure_weight_tying=True, or leave use_vllm out."
         )
     adapter = _servable_adapter(parts.policy)
-    info = PolicyFacts(
+    policy_facts = PolicyFacts(
         lambda sampling: end_token_ids(policy, tokenizer, sampling),
         num_embeddings(policy),
         adapter,
@@ -127,15 +127,15 @@ def vllm_engine(parts: OnlineParts, run: Run, device: torch.device, stats: Rollo
     if isinstance(where, ColocateSettings):
         check_colocated(where, device)
         sharing = EngineSharing(ranks.subgroup(where.tensor_parallel_size))
-        connect = partial(_colocated, _model_spec(parts, where, policy, run, device), settings, sharing.team)
+        connect = partial(_colocated, _model_spec(parts, where, policy, run, device), settings, sharing.engine_ranks)
     else:
         sharing = EngineSharing(ranks.subgroup(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
         connect = partial(connect_checked, where, policy, tokenizer, lambda: run.interrupts.stopping)
-    return VllmEngine(connect, settings, info, sharing, stats.add_push)
+    return VllmEngine(connect, settings, policy_facts, sharing, stats.add_push)
 
 
-def _colocated(blueprint: ColocatedModelSpec, settings: VllmSettings, team: Ranks) -> Sequence[Vllm]:
-    return [ColocatedVllm(blueprint, settings, team)]
+def _colocated(spec: ColocatedModelSpec, settings: VllmSettings, engine_ranks: Ranks) -> Sequence[Vllm]:
+    return [ColocatedVllm(spec, settings, engine_ranks)]
 
 
 def connect_checked(
@@ -219,9 +219,9 @@ def check_function(settings: VllmSettings) -> None:
         )
 
 
-def _free_to_gather(trainer: RunContext) -> int:
+def _free_to_gather(context: RunContext) -> int:
     """Return half of the memory that the KV cache leaves free, on the rank that has least."""
-    if not trainer.run.strategy.shards_parameters:
+    if not context.run.strategy.shards_parameters:
         return GATHER_ALL
-    free = free_bytes(trainer.accelerator.device) - trainer.run.sizes.kv_cache_bytes
-    return int(trainer.run.strategy.ranks.min([max(0, free)])[0]) // 2
+    free = free_bytes(context.accelerator.device) - context.run.sizes.kv_cache_bytes
+    return int(context.run.strategy.ranks.min([max(0, free)])[0]) // 2

@@ -1,4 +1,4 @@
-"""Evaluation: greedy and sampled completions of held-out prompts, scored by the run's rewards.
+"""Evaluation: greedy and sampled completions of held-out prompts, rewarded by the run's rewards.
 
 One scoring pass over the sampled completions also gives the algorithm's loss and metrics, as a step would measure them.
 """
@@ -160,11 +160,11 @@ def _complete(
 
 def _reward_metrics(prefix: str, records: Sequence[Record], success: SuccessCriterion) -> dict[str, float]:
     """Return mean reward and accuracy; empty if no record has a reward: a judge cannot compare a single completion."""
-    scored = [record.reward for record in records if not math.isnan(record.reward)]
-    if not scored:
+    rewards = [record.reward for record in records if not math.isnan(record.reward)]
+    if not rewards:
         return {}
     return {
-        f"{prefix}_reward": sum(scored) / len(scored),
+        f"{prefix}_reward": sum(rewards) / len(rewards),
         f"{prefix}_accuracy": sum(success.is_met(record) for record in records) / len(records),
     }
 

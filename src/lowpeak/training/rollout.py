@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowpeak.algorithms import Algorithm, Need, StepCounts, indices_by_group
 from lowpeak.arguments import RolloutSettings
-from lowpeak.batching import Budget, assign_to_ranks, num_loss_tokens, pack, scatter, zero_weight_batch
+from lowpeak.batching import Budget, assign_to_ranks, masked_batch, num_loss_tokens, pack, scatter
 from lowpeak.errors import show_controls
 from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
@@ -79,9 +79,9 @@ def _score_batches(
     run, model = context.run, context.model_wrapped
     passes: dict[str, list[dict[str, Tensor]]] = {}
     if needs & {"old", "entropy", "values"}:
-        wishes = {"entropy": "entropy" in needs, "values": "values" in needs}
-        wishes["logprobs"] = bool(needs & {"old", "entropy"})
-        passes["old"] = score(model, batches, run.logprob_settings, **wishes)
+        request_fields = {"entropy": "entropy" in needs, "values": "values" in needs}
+        request_fields["logprobs"] = bool(needs & {"old", "entropy"})
+        passes["old"] = score(model, batches, run.logprob_settings, **request_fields)
     if "reference" in needs:
         assert run.reference is not None
         with run.reference.use():
@@ -207,7 +207,7 @@ def pad_batches_across_ranks(
 ) -> list[MicroBatch]:
     """Append masked micro-batches up to the number on the busiest rank (and `least`): forward passes are collective."""
     most = int(ranks.max([max(len(batches), least)])[0])
-    return batches + [zero_weight_batch(budget)] * (most - len(batches))
+    return batches + [masked_batch(budget)] * (most - len(batches))
 
 
 def _has_zero_advantages(record: Record) -> bool:

@@ -54,7 +54,7 @@ class Run:
     def with_sizes(self, sizes: Sizes) -> Run:
         """Return this run with every pass within `sizes`."""
         settings = replace(self.logprob_settings, chunk_size=sizes.logprob_chunk_size)
-        return replace(self, sizes=sizes, logprob_settings=settings, budget=sizes.within(self.budget))
+        return replace(self, sizes=sizes, logprob_settings=settings, budget=sizes.apply_to(self.budget))
 
 
 @dataclass
@@ -157,7 +157,7 @@ class StepCallback(TrainerCallback):
         run = self._current_run()
         self._open.close()  # still open if the last optimizer step raised
         self._open.enter_context(run.tracker.phase(Phase.OPTIMIZER))
-        run.strategy.engine_step()
+        run.strategy.deepspeed_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._open.close()

@@ -222,7 +222,7 @@ class Sizes:
     micro_batch_tokens: int
     logprob_chunk_size: int
     kv_cache_bytes: int
-    choice: LayoutChoice
+    layout_choice: LayoutChoice
 
     @classmethod
     def of(
@@ -230,7 +230,7 @@ class Sizes:
         memory: MemorySettings,
         policy: Any,
         device: torch.device,
-        choice: LayoutChoice,
+        layout_choice: LayoutChoice,
         ranks: Ranks,
         *,
         bf16: bool,
@@ -250,22 +250,22 @@ class Sizes:
             memory.micro_batch_tokens or auto_micro_batch_tokens(shape, free, checkpointing),
             memory.logprob_chunk_size or auto_chunk_tokens(shape, free),
             memory.kv_cache_bytes or auto_kv_cache_bytes(free),
-            choice,
+            layout_choice,
         )
 
     def as_dict(self) -> dict[str, int | str]:
-        return {**{name: getattr(self, name) for name in _NUMBERS}, "layout": self.choice.layout}
+        return {**{name: getattr(self, name) for name in _NUMBERS}, "layout": self.layout_choice.layout}
 
     def resumed(self, saved: Mapping[str, Any], memory: MemorySettings) -> Sizes:
         """Return these sizes, with `auto` ones and the layout as the checkpoint's run had them."""
         numbers = {name: int(saved[name]) for name in _NUMBERS if name in saved and getattr(memory, name) is None}
         # A checkpoint without a layout is of a version that always padded.
-        return replace(self, **numbers, choice=self.choice.resumed(saved.get("layout", "padded")))
+        return replace(self, **numbers, layout_choice=self.layout_choice.resumed(saved.get("layout", "padded")))
 
     def budget(self, memory: MemorySettings, pad_id: int, config: Any) -> Budget:
         shape = ModelShape.of(config, 4)
         costs = None if memory.share_prompt else LayerCosts.of(shape.hidden, shape.intermediate)
-        return Budget(self.micro_batch_tokens, memory.pad_to_multiple_of, pad_id, self.choice.layout, costs)
+        return Budget(self.micro_batch_tokens, memory.pad_to_multiple_of, pad_id, self.layout_choice.layout, costs)
 
-    def within(self, budget: Budget) -> Budget:
-        return replace(budget, max_tokens=self.micro_batch_tokens, layout=self.choice.layout)
+    def apply_to(self, budget: Budget) -> Budget:
+        return replace(budget, max_tokens=self.micro_batch_tokens, layout=self.layout_choice.layout)

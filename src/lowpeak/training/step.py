@@ -35,15 +35,15 @@ from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
 class LogprobSettings:
     """How every pass computes log-probs.
 
-    Policy, old and reference passes share it: with other chunks, ratios would drift from 1. `saving` is a context around
-    a forward pass whose activations are kept; `load_balance` is that of a mixture of experts.
+    Policy, old and reference passes share it: with other chunks, ratios would drift from 1. `activation_context` is
+    a context around a forward pass whose activations are kept; `load_balance` is that of a mixture of experts.
     """
 
     temperature: float
     chunk_size: int
     device: torch.device
     log_entropy: bool = True
-    saving: Callable[[], AbstractContextManager[None]] = nullcontext
+    activation_context: Callable[[], AbstractContextManager[None]] = nullcontext
     load_balance: LoadBalance | None = None
 
 
@@ -51,15 +51,15 @@ def score(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     settings: LogprobSettings,
-    **wishes: bool,
+    **request_fields: bool,
 ) -> list[dict[str, Tensor]]:
     """Return the log-probs of each micro-batch's loss tokens, by name and without gradients: stage 8.
 
-    `wishes` are fields of HeadRequest that add entropies (`entropy`) or a critic's values (`values`), or leave the log-probs
-    out (`logprobs=False`).
+    `request_fields` are fields of HeadRequest that add entropies (`entropy`) or a critic's values (`values`), or leave the
+    log-probs out (`logprobs=False`).
     """
     with torch.no_grad():
-        return [_forward(model, batch.to(settings.device), settings, **wishes) for batch in micro_batches]
+        return [_forward(model, batch.to(settings.device), settings, **request_fields) for batch in micro_batches]
 
 
 def run_step(
@@ -82,7 +82,7 @@ def run_step(
         last = number == len(micro_batches) - 1
         batch = _with_coefficients(batch, coefficients)
         with strategy.micro_batch_context(model, last):
-            with settings.saving():
+            with settings.activation_context():
                 loss, measured = loss_of(model, batch, algorithm, settings, strategy.inplace_grad_scale, choices_E)
             strategy.backward(loss * strategy.ranks.world_size, last)
         total += loss.detach()
@@ -243,13 +243,15 @@ def _balance_term(
     return balance.coefficient * loss, {"aux_loss": Metric(loss.detach(), tokens.batch_share)}
 
 
-def _forward(model: nn.Module, batch: MicroBatch, settings: LogprobSettings, **wishes: object) -> dict[str, Tensor]:
+def _forward(
+    model: nn.Module, batch: MicroBatch, settings: LogprobSettings, **request_fields: object
+) -> dict[str, Tensor]:
     request = HeadRequest(
         positions_T=batch.positions_T,
         targets_T=batch.targets_T,
         temperature=settings.temperature,
         chunk_size=settings.chunk_size,
-        **wishes,  # type: ignore[arg-type]
+        **request_fields,  # type: ignore[arg-type]
     )
     if batch.forest is not None:
         seen = forward_arguments(batch.forest, settings.device)

@@ -41,7 +41,7 @@ class ColocatedModelSpec:
     """Specification of the model that vLLM is built for: config and tokenizer, without weights.
 
     `dtype` is torch's name; `kv_cache_bytes` bounds the cache (None: vLLM's share of the device); `seed` is the same
-    on all ranks of a team.
+    on all ranks of a engine_ranks.
     """
 
     config: Any
@@ -58,26 +58,26 @@ class ColocatedVllm(Vllm):
     """One vLLM, or this rank's part of one, behind `vllm.LLM` in this process.
 
     It is built with random weights, because the policy's are pushed before any generation: no checkpoint is read and
-    no hub is asked. All ranks of a `team` build it together and call `complete` with the same requests in the same
+    no hub is asked. All ranks of a `engine_ranks` build it together and call `complete` with the same requests in the same
     order.
     """
 
     in_process = True
 
-    def __init__(self, spec: ColocatedModelSpec, settings: VllmSettings, team: Ranks) -> None:
+    def __init__(self, spec: ColocatedModelSpec, settings: VllmSettings, engine_ranks: Ranks) -> None:
         assert isinstance(settings.where, ColocateSettings)
         self._where, self._batch_size = settings.where, settings.batch_size
-        self._team = team
+        self._engine_ranks = engine_ranks
         self._device = spec.device
         self._had_group = has_process_group()
         _check_version()
         self._num_requests = 0
         self._model = getattr(spec.config, "_name_or_path", "") or spec.architecture
-        on_cpu_team = team.world_size > 1 and spec.device.type == "cpu"
+        on_cpu_ranks = engine_ranks.world_size > 1 and spec.device.type == "cpu"
         with (
             tempfile.TemporaryDirectory(prefix="lowpeak-vllm-") as folder,
             preserve_process_state(),
-            disable_shared_memory(team.rank) if on_cpu_team else nullcontext(),
+            disable_shared_memory(engine_ranks.rank) if on_cpu_ranks else nullcontext(),
         ):
             _write_model_folder(spec, Path(folder))
             try:
@@ -138,7 +138,9 @@ class ColocatedVllm(Vllm):
         """
         before = _used_bytes(self._device)
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        level = 1 if free_bytes(torch.device("cpu")) > 2 * weights * num_host_ranks(self._team, os.environ) else 2
+        level = (
+            1 if free_bytes(torch.device("cpu")) > 2 * weights * num_host_ranks(self._engine_ranks, os.environ) else 2
+        )
         self.llm.sleep(level=level)
         after = _used_bytes(self._device)
         logger.info(
@@ -168,7 +170,7 @@ class ColocatedVllm(Vllm):
             "model": folder,
             "load_format": "dummy",
             "dtype": spec.dtype,
-            "tensor_parallel_size": self._team.world_size,
+            "tensor_parallel_size": self._engine_ranks.world_size,
             "distributed_executor_backend": "external_launcher"
             if has_process_group() and "RANK" in os.environ
             else None,
@@ -245,16 +247,16 @@ class ColocatedVllm(Vllm):
 
     def _is_late(self, deadline: float, steps: int) -> bool:
         """Return whether the deadline is past; the ranks of a team agree, because they step together."""
-        if self._team.world_size == 1:
+        if self._engine_ranks.world_size == 1:
             return time.monotonic() > deadline
         if steps % _STEPS_PER_TIMEOUT_CHECK:
             return False
-        return bool(self._team.max([float(time.monotonic() > deadline)])[0])
+        return bool(self._engine_ranks.max([float(time.monotonic() > deadline)])[0])
 
 
-def num_host_ranks(team: Ranks, environ: Mapping[str, str]) -> int:
-    """Return how many ranks sleep on this host at once: those that a launcher started here, otherwise the team."""
-    return int(environ.get("LOCAL_WORLD_SIZE") or team.world_size)
+def num_host_ranks(engine_ranks: Ranks, environ: Mapping[str, str]) -> int:
+    """Return how many ranks sleep on this host at once: those that a launcher started here, otherwise the engine_ranks."""
+    return int(environ.get("LOCAL_WORLD_SIZE") or engine_ranks.world_size)
 
 
 def _check_version() -> None:

@@ -40,24 +40,24 @@ class PolicyFacts:
     """Properties of the policy that the engine needs.
 
     `end_ids` returns the tokens that end a completion, `num_tokens` is the vocabulary size, `adapter` the LoRA configuration;
-    `unchanging` names the tensors that training does not change.
+    `unchanged` names the tensors that training does not change.
     """
 
     end_ids: Callable[[Sampling], Iterable[int]]
     num_tokens: int | None
     adapter: Mapping[str, Any] | None = None
-    unchanging: Collection[str] = ()
+    unchanged: Collection[str] = ()
 
 
 @dataclass(frozen=True)
 class EngineSharing:
     """Ranks that use the same vLLMs.
 
-    `team` are the ranks of one tensor-parallel engine, which generate the same sequences together. `num_callers` ranks share
-    the vLLMs, each with separate prompts; `pushes` is true on the rank that sends the weights.
+    `engine_ranks` are the ranks that one engine is sharded over, which generate the same sequences together. `num_callers`
+    ranks share the vLLMs, each with separate prompts; `pushes` is true on the rank that sends the weights.
     """
 
-    team: Ranks
+    engine_ranks: Ranks
     num_callers: int = 1
     pushes: bool = True
 
@@ -87,7 +87,7 @@ class VllmEngine:
     connect: Callable[[], Sequence[Vllm]]
     settings: VllmSettings
     policy: PolicyFacts
-    callers: EngineSharing
+    sharing: EngineSharing
     on_push: Callable[[PushReport], None] = lambda report: None
     supports_partial_groups = True
 
@@ -123,12 +123,12 @@ class VllmEngine:
         version = self.policy_version
         if version is None:
             raise EngineError("The engine has no known weights yet: call load() before generate().")
-        team, settings = self.callers.team, self.settings
-        with team.propagate_errors():
+        engine_ranks, settings = self.sharing.engine_ranks, self.settings
+        with engine_ranks.propagate_errors():
             self._check_lengths(prompts, sampling)
         end_ids = self.policy.end_ids(sampling)
         local = sequence_requests(prompts, sampling, end_ids, settings.structured_regex, settings.sampling_kwargs)
-        sequences = [sequence for rank in team.gather(local) for sequence in rank]
+        sequences = [sequence for rank in engine_ranks.gather(local) for sequence in rank]
         self._partial.begin(version, sampling)
         try:
             self._check_identities()
@@ -150,7 +150,7 @@ class VllmEngine:
         remaining = iter(slices)
         adapters = self._weights.adapters
         try:
-            if self.callers.pushes:
+            if self.sharing.pushes:
                 config = self.policy.adapter if weights == "adapter" else None
                 report = self._push(remaining, policy_version, config)
                 adapters = adapters if config is None else report.adapters
@@ -199,9 +199,9 @@ class VllmEngine:
         try:
             for vllm in self._vllms:
                 vllm.pause()
-            unchanging = self.policy.unchanging
+            unchanged = self.policy.unchanged
             report = push_weights(
-                slices, self._vllms, self.settings, policy_version, unchanging=unchanging, adapter=adapter
+                slices, self._vllms, self.settings, policy_version, unchanged=unchanged, adapter=adapter
             )
         except Exception:
             # A vLLM that fails to resume may be the one that caused the error.
@@ -234,7 +234,7 @@ class VllmEngine:
 
         False if several ranks share the engines: only the pushing rank knows the adapter's name.
         """
-        wanted = self.settings.adapters and self.policy.adapter is not None and self.callers.num_callers == 1
+        wanted = self.settings.adapters and self.policy.adapter is not None and self.sharing.num_callers == 1
         return wanted and all(info.serves_adapters for info in self._engine_infos)
 
     def _weights_survived(self) -> bool:
@@ -282,7 +282,7 @@ class VllmEngine:
         if all(info.limits_to_cache for info in self._engine_infos):
             return len(sequences)
         longest = max(len(s.request.prompt_ids) + int(s.request.params["max_tokens"]) for s in sequences)
-        return wave_capacity(self._engine_infos, longest, self.callers.num_callers, self.settings.where)
+        return wave_capacity(self._engine_infos, longest, self.sharing.num_callers, self.settings.where)
 
     def _complete(
         self, vllm: Vllm, adapter: Adapter | None, sequences: Sequence[SequenceRequest], version: int

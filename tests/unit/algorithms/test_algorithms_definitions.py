@@ -84,9 +84,9 @@ def test_supervised_training_selects_every_record_and_has_no_advantages():
 def test_dynamic_sampling_drops_and_counts_groups_without_a_difference(rewards, rows, missing):
     records = [record(group, reward) for group, reward in rewards]
     selection = select_unequal(records)
-    assert (selection.indices, selection.num_missing_groups) == (rows, missing)
+    assert (selection.indices, selection.num_dropped_groups) == (rows, missing)
     selection = select_all(records)
-    assert (selection.indices, selection.num_missing_groups) == (tuple(range(len(records))), 0)
+    assert (selection.indices, selection.num_dropped_groups) == (tuple(range(len(records))), 0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ NAN = math.nan
 
 def chosen(settings, records):
     selection = make_online_dpo(settings).select(records)
-    return selection.indices, selection.num_missing_groups
+    return selection.indices, selection.num_dropped_groups
 
 
 def signs(settings, records):

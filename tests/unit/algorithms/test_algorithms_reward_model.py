@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowpeak.algorithms import StepCounts, make_reward_model, measure_preferences, pair_mean, preference_loss
-from lowpeak.batching import Budget, pack, zero_weight_batch
+from lowpeak.batching import Budget, masked_batch, pack
 from preference_data import PAIRS, records_of
 
 MARGINS = [margin for _, _, margin in PAIRS]
@@ -60,7 +60,7 @@ def test_preference_metrics_are_over_all_pairs_and_sequences():
 
 
 def test_a_zero_weight_batch_adds_nothing_and_is_in_no_metric():
-    tokens = zero_weight_batch(Budget(8)).tokens
+    tokens = masked_batch(Budget(8)).tokens
     score = torch.tensor([3.0], requires_grad=True)
     loss = (tokens.weights_U * preference_loss(0.5, score, tokens)).sum()
     assert loss.item() == 0.0

@@ -16,12 +16,12 @@ import lowpeak
 from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.arguments import (
     RunFacts,
+    check_and_reset_arguments,
     check_values,
     idle_arguments,
     load_yaml,
     report_idle_arguments,
     reset_idle_arguments,
-    resolve_common,
     resolve_grpo,
     resolve_online,
     resolve_online_dpo,
@@ -66,7 +66,7 @@ def resolved(folder, config=GRPOConfig, **said):
             RESOLVE[config](reset_idle_arguments(args, facts), online),
         )
     else:
-        facts, settings = run_facts(args), OFFLINE[config](resolve_common(args))
+        facts, settings = run_facts(args), OFFLINE[config](check_and_reset_arguments(args))
     late = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
     return settings, idle_arguments(args, late)
 

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from forest_cases import forest_of, length_of
-from lowpeak.attention import ForestLayout, attend_forest, forest_mask
+from lowpeak.attention import ForestAttention, attend_forest, forest_mask
 
 CPU = torch.device("cpu")
 HEADS = {"a key head each": (4, 4), "grouped": (6, 2), "one key head": (4, 1)}
@@ -55,7 +55,7 @@ def values_and_gradients(attend, tensors):
 
 def fast(forest, kept=False):
     """Return attention as a function of the tensors; with `kept` under activation checkpointing."""
-    layout = ForestLayout(forest, CPU)
+    layout = ForestAttention(forest, CPU)
     if kept:
         return lambda q, k, v: checkpoint(attend_forest, q, k, v, layout, SCALE, use_reentrant=False)
     return lambda q, k, v: attend_forest(q, k, v, layout, SCALE)
@@ -118,7 +118,7 @@ def test_what_another_completion_says_changes_no_bit():
 
 def summary(forest):
     """Return each call's number of segments, of queries and of keys per segment."""
-    layout, query = ForestLayout(forest, CPU), heads(forest, 4, 4)[0]
+    layout, query = ForestAttention(forest, CPU), heads(forest, 4, 4)[0]
     assert layout.sdpa_calls(query) is layout.sdpa_calls(query)
     each = layout.sdpa_calls(query).calls
     return [(c.num_segments, len(c.queries) // c.num_segments, len(c.keys) // c.num_segments) for c in each]
@@ -154,7 +154,7 @@ def test_padding_is_at_most_a_quarter_of_a_calls_scores_and_a_call_at_most_4096_
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_it_runs_on_tensors_without_numbers(on_cuda):
     with FakeTensorMode():
-        layout = ForestLayout(PADDED, CPU)
+        layout = ForestAttention(PADDED, CPU)
         layout.block_mask = "of CUDA, and not used" if on_cuda else None
         tensors = [torch.empty(1, h, length_of(PADDED), 16, requires_grad=True) for h in (6, 2, 2)]
         out = attend_forest(*tensors, layout, SCALE)

@@ -7,7 +7,7 @@ import random
 import pytest
 from batching_cases import make_record
 
-from lowpeak.batching import Budget, assign_to_ranks, num_loss_tokens, pack, zero_weight_batch
+from lowpeak.batching import Budget, assign_to_ranks, masked_batch, num_loss_tokens, pack
 from lowpeak.records import Tree
 
 SHARED, ROWS = Budget(64, layout="shared"), Budget(64, layout="rows")
@@ -151,7 +151,7 @@ def test_on_skewed_lengths_nearly_every_token_of_a_forest_is_useful(layout):
 
 def test_a_zero_weight_batch_has_the_layout_of_the_others():
     for layout in ("padded", "shared", "rows"):
-        batch = zero_weight_batch(Budget(8, pad_id=5, layout=layout))
+        batch = masked_batch(Budget(8, pad_id=5, layout=layout))
         assert (batch.input_ids_BL.tolist(), batch.record_indices) == ([[5, 5]], ())
         assert batch.tokens.weights_U.sum() == 0
         assert (batch.forest and batch.forest.trees) == (None if layout == "padded" else (Tree(0, 0, (2,)),))

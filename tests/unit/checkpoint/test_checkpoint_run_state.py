@@ -14,8 +14,8 @@ from lowpeak.checkpoint import (
     FORMAT_VERSION,
     ROLLOUT_FILE,
     STATE_FILE,
-    RolloutInUse,
     RunState,
+    SavedRollout,
     capture_rng_state,
     load_run_state,
     pack_records,
@@ -71,7 +71,7 @@ def state(**changes):
         "policy_version": 7,
         "cursor": {"epoch": 1, "position": 12, "serial": 2**53 + 1},
         "random": capture_rng_state(),
-        "rollout": RolloutInUse(records(), number=3, steps_used=1),
+        "rollout": SavedRollout(records(), number=3, steps_used=1),
         "algorithm_state": {"entropy_coef": 1 / 3},
         "resolved": {"micro_batch_tokens": 4096},
     }

@@ -8,7 +8,7 @@ import logging
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from lowpeak.data import PromptCursor, PromptReader, permutation, read_eval_prompts
+from lowpeak.data import DatasetCursor, PromptReader, permutation, read_eval_prompts
 from lowpeak.errors import CheckpointError, DataError
 from tiny_models import char_tokenizer
 
@@ -48,7 +48,7 @@ class PlainStream:
 
 
 def cursor(dataset, shuffle=False, seed=0, **settings):
-    return PromptCursor(dataset, reader(**settings), shuffle=shuffle, seed=seed)
+    return DatasetCursor(dataset, reader(**settings), shuffle=shuffle, seed=seed)
 
 
 def answers(prompts):

@@ -10,9 +10,9 @@ import pytest
 
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, SFTConfig
 from lowpeak.arguments import (
+    check_and_reset_arguments,
     check_values,
     reset_idle_arguments,
-    resolve_common,
     resolve_grpo,
     resolve_online,
     resolve_rloo,
@@ -245,5 +245,5 @@ def test_an_argument_of_keywords_is_a_mapping_or_the_text_of_one(tmp_path, name,
 def test_the_users_arguments_are_not_modified(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), gradient_accumulation_steps=4)
     before = args.to_dict()
-    resolve_common(args)
+    check_and_reset_arguments(args)
     assert args.to_dict() == before

@@ -95,7 +95,7 @@ def test_a_resumed_run_keeps_the_layout_that_auto_became(tmp_path, saved):
     state_file.write_text(json.dumps(state))
     sign_again(checkpoint)
     resumed = trained_grpo(tmp_path / "again", resume=checkpoint)
-    assert resumed.run.budget.layout == resumed.run.sizes.choice.layout == (saved or "padded")
+    assert resumed.run.budget.layout == resumed.run.sizes.layout_choice.layout == (saved or "padded")
     if saved == "padded":
         assert kinds(trained_grpo(tmp_path / "again", share_prompt=True, resume=checkpoint)) == {"shared"}
 
@@ -128,8 +128,8 @@ def test_a_reference_that_takes_no_forest_pads_the_policys_rows_too():
 def test_an_attention_that_was_chosen_by_name_is_kept(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     run = grpo(tmp_path / "out", str(tmp_path / "model"), beta=0.1, model_init_kwargs={"attn_implementation": "eager"})
-    assert run.run.sizes.choice.layout == "padded"
-    assert "eager" in run.run.sizes.choice.why
+    assert run.run.sizes.layout_choice.layout == "padded"
+    assert "eager" in run.run.sizes.layout_choice.why
 
 
 def test_a_layout_that_a_model_cannot_have_is_refused_with_the_reason(tmp_path):

@@ -364,7 +364,7 @@ def test_dropout_of_modules_and_numbers_can_be_disabled_in_policy_and_reference(
         assert len(rates) > 4
         assert model.model.extra.p == 0.0
         assert set(rates) == {0.0}
-    assert run.run.sizes.choice.layout == "shared"
+    assert run.run.sizes.layout_choice.layout == "shared"
 
 
 def test_rows_of_a_longrope_model_stay_within_its_first_set_of_rotations(tmp_path):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from cpu_as_device import CopyingMover
 from lowpeak.models import Reference
 from lowpeak.parallel import FrozenModel, states_on_host
-from lowpeak.training import make_rollout_offloader, offloadable
+from lowpeak.training import add_to_offloader, make_rollout_offloader
 from small_runs import column, make, same, spread, steps, weights
 
 
@@ -36,7 +36,7 @@ def trained(folder, rests):
     if rests:
         strategy, reference = trainer.run.strategy, trainer.run.reference
         rest = make_rollout_offloader(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
-        ready = offloadable(rest, strategy, FrozenModel(reference.model, reference.use)).ready
+        ready = add_to_offloader(rest, strategy, FrozenModel(reference.model, reference.use)).ready
         trainer.collector.offloader = rest
         trainer.run = replace(trainer.run, reference=Reference(reference.model, ready))
     watched(trainer, seen)

@@ -122,7 +122,7 @@ def test_a_step_of_7b_shapes_keeps_the_inputs_of_its_layers_in_host_memory():
         model = fake_model()
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         offload = ActivationOffload(model, mover)
-        core = replace(CORE, saving=offload.saving)
+        core = replace(CORE, activation_context=offload.saving)
         score(model, batches, core)
         assert offload.offloaded_bytes == 0, "a pass without gradients saves nothing"
         run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.coefficients())

@@ -18,7 +18,7 @@ from longrope_model import FIRST, longrope_model
 from lowpeak import GRPOConfig
 from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, MissingPackageError
-from lowpeak.training import MAX_RECONNECTS, adapters_idle, connect_checked, describe_vllm, within_rotations
+from lowpeak.training import MAX_RECONNECTS, connect_checked, describe_vllm, why_adapters_idle, within_rotations
 from lowpeak.vllm import fingerprint
 from small_runs import column, journal, make, rows, same, weights
 from tiny_models import char_tokenizer, tiny_model
@@ -172,8 +172,8 @@ THERE = ServerSettings(("http://a:1",))
 )
 def test_why_adapters_are_merged_anyway_is_told(where, lora, num_ranks, because):
     policy = tiny_model() if lora is None else get_peft_model(tiny_model(), LoraConfig(**lora))
-    assert adapters_idle(VllmSettings(where), policy, num_ranks) == ""
-    found = adapters_idle(VllmSettings(where, adapters=False), policy, num_ranks)
+    assert why_adapters_idle(VllmSettings(where), policy, num_ranks) == ""
+    found = why_adapters_idle(VllmSettings(where, adapters=False), policy, num_ranks)
     assert found == "" if because is None else re.search(because, found)
 
 

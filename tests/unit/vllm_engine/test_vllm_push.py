@@ -237,18 +237,18 @@ def test_the_version_is_none_from_the_first_bucket_until_all_is_verified():
 def test_tensors_that_do_not_change_come_once_and_are_verified_again():
     vllm, tensors = FusedVllm(), weights()
     frozen = {"embed.weight", "o.weight", "k.weight"}
-    assert push_weights(slices(tensors), [vllm], _settings(), 1, unchanging=frozen).num_bytes == num_bytes(tensors)
+    assert push_weights(slices(tensors), [vllm], _settings(), 1, unchanged=frozen).num_bytes == num_bytes(tensors)
     tensors |= {name: weights(5)[name] for name in ("q.weight", "v.weight", "norm.weight")}
     moved = {name: tensor for name, tensor in tensors.items() if name not in frozen}
-    assert push_weights(slices(tensors), [vllm], _settings(), 2, unchanging=frozen).num_bytes == num_bytes(moved)
+    assert push_weights(slices(tensors), [vllm], _settings(), 2, unchanged=frozen).num_bytes == num_bytes(moved)
     assert _holds(vllm.model, tensors)
     tensors["k.weight"] = tensors["k.weight"] + 1
     with pytest.raises(EngineError, match=r": k\.weight\.$"):
-        push_weights(slices(tensors), [vllm], _settings(), 3, unchanging=frozen)
-    assert push_weights(slices(tensors), [vllm], _settings(), 3, unchanging=frozen).num_bytes == num_bytes(tensors)
+        push_weights(slices(tensors), [vllm], _settings(), 3, unchanged=frozen)
+    assert push_weights(slices(tensors), [vllm], _settings(), 3, unchanged=frozen).num_bytes == num_bytes(tensors)
     assert _holds(vllm.model, tensors)
     restarted = FusedVllm()
-    assert push_weights(slices(tensors), [restarted], _settings(), 3, unchanging=set(tensors)).num_bytes == num_bytes(
+    assert push_weights(slices(tensors), [restarted], _settings(), 3, unchanged=set(tensors)).num_bytes == num_bytes(
         tensors
     )
     assert _holds(restarted.model, tensors)

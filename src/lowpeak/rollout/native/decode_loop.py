@@ -154,16 +154,16 @@ class DecodeLoop:
     def _first_tokens(self, prompts: Sequence[int], logits_PV: Tensor) -> list[tuple[int, int]]:
         """Draw the first token of each sequence of these groups; return rows and prompts of those that continue."""
         size = self.sampling.num_generations
-        wave = [SequenceId(prompt, completion) for prompt in prompts for completion in range(size)]
-        rows = [sequence.prompt * size + sequence.completion for sequence in wave]
-        self._draws.make(rows, wave, self.prompts)
+        sequences = [SequenceId(prompt, completion) for prompt in prompts for completion in range(size)]
+        rows = [sequence.prompt * size + sequence.completion for sequence in sequences]
+        self._draws.make(rows, sequences, self.prompts)
         self._inputs.restart(rows)
         rows_N, written_N = self._inputs.rows_N, self._inputs.written_N
         sources_N = torch.arange(len(prompts), device=rows_N.device).repeat_interleave(size)
         uniforms_N = self._draws.at(rows_N, written_N)
         sampled = sample_tokens(logits_PV, self.sampling, uniforms_N, self._inputs.history(0), sources_N)
         ended = self.output.add(rows_N, *sampled, len(rows))
-        return [(row, sequence.prompt) for row, sequence, end in zip(rows, wave, ended, strict=True) if not end]
+        return [(row, sequence.prompt) for row, sequence, end in zip(rows, sequences, ended, strict=True) if not end]
 
     def _entering(self, row: int, prompt: int) -> RunningSequence:
         return RunningSequence(row, prompt, len(self.prompts[prompt].ids) - self._num_steps)

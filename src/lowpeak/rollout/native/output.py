@@ -87,10 +87,10 @@ class OutputBuffer:
         self._ids_RC = torch.zeros(num_rows, max_new_tokens, dtype=torch.int32, device=device)
         self._logprobs_RC = torch.zeros(num_rows, max_new_tokens, device=device)
         self._written_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._ended_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self._stopped_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     def add(self, rows_N: Tensor, tokens_N: Tensor, logprobs_N: Tensor, num_computed: int) -> list[bool]:
-        """Add the next tokens of running sequences, from a forward of `num_computed`; return which have ended.
+        """Add the next tokens of running sequences, from a forward of `num_computed`; return which are finished.
 
         This is the only device read of a step. Raise EngineError for a NaN or infinite log-prob.
         """
@@ -99,7 +99,7 @@ class OutputBuffer:
         self._logprobs_RC[rows_N, positions_N] = logprobs_N
         self._written_R[rows_N] = positions_N + 1
         ended_N = (tokens_N[:, None] == self._end_ids_E).any(dim=-1)
-        self._ended_R[rows_N] = ended_N
+        self._stopped_R[rows_N] = ended_N
         finished_N = ended_N | (positions_N + 1 >= self._ids_RC.shape[1])
         states = torch.where(logprobs_N.isfinite(), finished_N.to(torch.int8), _NON_FINITE).tolist()
         if _NON_FINITE in states:
@@ -122,7 +122,7 @@ class OutputBuffer:
                 stop = int(self._written_R[row])
                 start = max(0, stop - self._stops.window)
                 if self._stops.completed(self._ids_RC[row, start:stop].tolist()):
-                    self._ended_R[row] = True
+                    self._stopped_R[row] = True
                     stopped.add(i)
         return stopped
 
@@ -139,11 +139,11 @@ class OutputBuffer:
 
     def completions(self) -> list[Completion]:
         """Return the rows as completions; one that has not ended was truncated by its length."""
-        written_R, ended_R = self._written_R.cpu(), self._ended_R.tolist()
+        written_R, stopped_R = self._written_R.cpu(), self._stopped_R.tolist()
         is_written_RC = torch.arange(self._ids_RC.shape[1]) < written_R[:, None]
         # Each row is a view of one tensor: separate tensors would take a thousand small copies.
         ids, logprobs = (x.cpu()[is_written_RC] for x in (self._ids_RC, self._logprobs_RC))
         counts = written_R.tolist()
         masks = torch.ones_like(ids, dtype=torch.bool).split(counts)
-        parts = zip(ids.split(counts), logprobs.split(counts), masks, ended_R, strict=True)
+        parts = zip(ids.split(counts), logprobs.split(counts), masks, stopped_R, strict=True)
         return [Completion(i, p, mask, "stop" if ended else "length") for i, p, mask, ended in parts]

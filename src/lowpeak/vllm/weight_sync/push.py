@@ -49,14 +49,14 @@ def push_weights(
     settings: VllmSettings,
     policy_version: int,
     *,
-    unchanging: Collection[str] = (),
+    unchanged: Collection[str] = (),
     adapter: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT,
 ) -> PushReport:
     """Update all engines; on return, all have these weights, verified, as `policy_version`.
 
     `slices` are always consumed, because other ranks wait for them; errors are raised afterwards and leave every
-    engine without a version. Tensors that training does not change (`unchanging`) are sent once: an engine that has
+    engine without a version. Tensors that training does not change (`unchanged`) are sent once: an engine that has
     them verifies their checksums instead. Memory holds one bucket here, and one bucket and the largest tensor in a
     worker. Raise EngineError with the names of tensors that vLLM does not accept, that were damaged or that are
     missing; LostEngineError if a worker died.
@@ -68,7 +68,7 @@ def push_weights(
         if first is None:
             raise EngineError("There are no weights to push.")
         with _Update(vllms, settings, adapter, first.values.device, timeout) as update:
-            update.send(itertools.chain([first], rest), unchanging)
+            update.send(itertools.chain([first], rest), unchanged)
             update.verify()
             update.commit(policy_version)
     except BaseException as error:
@@ -110,13 +110,13 @@ class _Update:
                     # This engine may have caused the error; without a commit it has no version anyway.
                     continue
 
-    def send(self, slices: Iterable[WeightSlice], unchanging: Collection[str]) -> None:
-        """Send all slices, except the `unchanging` tensors that every worker has."""
+    def send(self, slices: Iterable[WeightSlice], unchanged: Collection[str]) -> None:
+        """Send all slices, except the `unchanged` tensors that every worker has."""
         settings = self.settings
         port = settings.where.group_port if isinstance(settings.where, ServerSettings) else None
         sender = open_sender(settings.transport, self.vllms, settings.bucket_bytes, self.device, self.timeout, port)
         self._sender = sender
-        skipped = self._begin(sender) & frozenset(unchanging)
+        skipped = self._begin(sender) & frozenset(unchanged)
         sender.wait_connected()
         for bucket in fill_buckets(self._counted(slices), sender.buffer, self._sums, skipped):
             self._deliver(sender, bucket)
