@@ -10,13 +10,13 @@ from lowpeak.ranks import Ranks
 GRPO = GRPOSettings(
     loss_type="dapo", importance_level="token", clip_low=0.2, clip_high=0.28, delta=None, scale_rewards="group",
     aggregation="sum_then_normalize", reward_weights=(1.0,), beta=0.0, kl_estimator="k3", bias_corrected_kl=False,
-    entropy_bonus=None, top_entropy_quantile=1.0, mask_truncated=False, max_completion_length=9,
+    entropy_bonus=None, top_entropy_quantile=1.0, max_completion_length=9,
     drop_equal_groups=False, score_old=True,
 )  # fmt: skip
 PPO = PPOSettings(
     beta=0.0, kl_estimator="k1", adaptive_kl=None, gamma=1.0, gae_lambda=0.95, clip_low=0.2, clip_high=0.28,
     value_clip=0.2, value_coef=0.5, whiten_rewards=False, whiten_advantages=True, missing_eos_penalty=0.0,
-    early_stop_kl=None, value_warmup_steps=0, mask_truncated=False, score_old=True,
+    early_stop_kl=None, value_warmup_steps=0, score_old=True,
 )  # fmt: skip
 
 

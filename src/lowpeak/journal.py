@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lowpeak.checkpoint import open_without_symlink, fsync_path
+from lowpeak.checkpoint import fsync_path, open_without_symlink
 from lowpeak.errors import CheckpointError
 
 STEPS = "steps"

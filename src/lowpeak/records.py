@@ -64,6 +64,7 @@ class Completion:
     `logprobs` are of the full softmax at the sampling temperature, before top-k, top-p and penalties. `loss_mask` is False for
     tokens that the policy did not generate (a tool's answer): they are context only. `prompt_ids` replaces the group's prompt
     for this completion (a `rollout_func` may change it); None: unchanged. `extra` are columns that a `rollout_func` added.
+    From stage 7 on `loss_mask` is the loss's: no token of a truncated completion with mask_truncated_completions.
     """
 
     ids: Tensor  # int32 [C]
@@ -78,7 +79,7 @@ class Completion:
 
     @property
     def num_written(self) -> int:
-        """Return how many of the tokens the policy generated."""
+        """Return how many of the tokens the policy generated; valid before stage 7."""
         return int(self.loss_mask.count_nonzero())
 
 

@@ -10,6 +10,7 @@ from lowpeak.algorithms.groups import loss_mask as loss_mask
 from lowpeak.algorithms.groups import reward_metrics as reward_metrics
 from lowpeak.algorithms.groups import select_all as select_all
 from lowpeak.algorithms.groups import select_unequal as select_unequal
+from lowpeak.algorithms.groups import with_loss_masks as with_loss_masks
 from lowpeak.algorithms.grpo import grpo_advantages as grpo_advantages
 from lowpeak.algorithms.grpo import make_grpo as make_grpo
 from lowpeak.algorithms.grpo import top_entropy_masks as top_entropy_masks

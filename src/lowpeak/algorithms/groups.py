@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,6 +29,15 @@ def loss_mask(completion: Completion, mask_truncated: bool) -> Tensor:
     if mask_truncated and completion.finish_reason == "length":
         return torch.zeros_like(completion.loss_mask)
     return completion.loss_mask
+
+
+def with_loss_masks(records: Sequence[Record], mask_truncated: bool) -> tuple[Record, ...]:
+    """Return the records with the masks that losses use, without the extra fields that only rewards read."""
+    completions = [
+        replace(record.completion, loss_mask=loss_mask(record.completion, mask_truncated), extra={})
+        for record in records
+    ]
+    return tuple(replace(record, completion=each) for record, each in zip(records, completions, strict=True))
 
 
 def indices_by_group(records: Sequence[Record]) -> dict[int, list[int]]:

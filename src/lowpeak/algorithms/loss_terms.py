@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Advantages, StepCounts
-from lowpeak.algorithms.groups import loss_mask
 from lowpeak.arguments import Correction, ImportanceLevel, KLEstimator
 from lowpeak.records import Metric, Record, TokenBatch
 
@@ -155,9 +154,6 @@ class CorrectionSettings(Protocol):
     @property
     def rollout_correction(self) -> Correction | None: ...
 
-    @property
-    def mask_truncated(self) -> bool: ...
-
 
 def correction_weight(correction: Correction, drift: Tensor) -> Tensor:
     """Return `exp(drift)` clamped to the correction's bounds, or 0 outside of them: elementwise, without a gradient."""
@@ -185,13 +181,13 @@ def corrected_advantages(
     settings: CorrectionSettings,
     advantages: Callable[[Sequence[Record]], Advantages],
     records: Sequence[Record],
-    state: Mapping[str, float],
+    coefficients: Mapping[str, float],
 ) -> Advantages:
     """Return `advantages(records)`, times the weights if old log-probs are scored."""
     uncorrected, correction = advantages(records), settings.rollout_correction
     if correction is None:
         return uncorrected
-    masks = [loss_mask(record.completion, settings.mask_truncated) for record in records]
+    masks = [record.completion.loss_mask for record in records]
     weights = [_record_weights(correction, *each) for each in zip(records, masks, strict=True)]
     units = [_correction_units(correction, *each) for each in zip(weights, masks, strict=True)]
     per_token = tuple(a * w for a, w in zip(uncorrected.per_token, weights, strict=True))

@@ -98,7 +98,9 @@ def _pairs(records: Sequence[Record], scores: Sequence[float]) -> Iterator[tuple
             yield max(known, key=lambda i: scores[i]), min(known, key=lambda i: scores[i])
 
 
-def pair_advantages(settings: OnlineDPOSettings, records: Sequence[Record], state: Mapping[str, float]) -> Advantages:
+def pair_advantages(
+    settings: OnlineDPOSettings, records: Sequence[Record], coefficients: Mapping[str, float]
+) -> Advantages:
     """Return +1 for the tokens of a chosen completion, -1 for those of a rejected one, 0 outside of pairs."""
     signs_N = torch.zeros(len(records))
     for best, worst in _pairs(records, pair_scores(settings, records)):

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT, Advantages, Algorithm, Need, ValueTerm
-from lowpeak.algorithms.groups import indices_by_group, loss_mask, reward_metrics, select_all
+from lowpeak.algorithms.groups import indices_by_group, reward_metrics, select_all
 from lowpeak.algorithms.loss_terms import (
     clipped_surrogate,
     corrected_advantages,
@@ -67,19 +67,20 @@ def make_ppo(settings: PPOSettings) -> Algorithm:
 
 
 def _corrected_ppo_advantages(
-    settings: PPOSettings, records: Sequence[Record], state: Mapping[str, float]
+    settings: PPOSettings, records: Sequence[Record], coefficients: Mapping[str, float]
 ) -> Advantages:
-    return corrected_advantages(settings, partial(ppo_advantages, settings, state=state), records, state)
+    advantages = partial(ppo_advantages, settings, coefficients=coefficients)
+    return corrected_advantages(settings, advantages, records, coefficients)
 
 
-def ppo_advantages(settings: PPOSettings, records: Sequence[Record], state: Mapping[str, float]) -> Advantages:
+def ppo_advantages(settings: PPOSettings, records: Sequence[Record], coefficients: Mapping[str, float]) -> Advantages:
     """Return GAE over the loss tokens of each completion, computed in float64, whitened over the rollout if set.
 
     A sequence without a reward (NaN) teaches nothing: its advantages are 0, and its returns are its values.
     """
-    masks = [loss_mask(record.completion, settings.mask_truncated) for record in records]
+    masks = [record.completion.loss_mask for record in records]
     kl = [_token_kl(settings, *each) for each in zip(records, masks, strict=True)]
-    rewards = [_token_rewards(settings, state, *each) for each in zip(records, kl, masks, strict=True)]
+    rewards = [_token_rewards(settings, coefficients, *each) for each in zip(records, kl, masks, strict=True)]
     is_rewarded = [record.reward == record.reward for record in records]
     if settings.whiten_rewards:
         rewards = list(whiten(rewards, is_rewarded, shift_mean=False))
@@ -87,7 +88,7 @@ def ppo_advantages(settings: PPOSettings, records: Sequence[Record], state: Mapp
     advantages, returns = gae(rewards, values, settings.gamma, settings.gae_lambda)
     advantages = _zero_unrewarded(advantages, is_rewarded)
     returns = tuple(r if s else v for r, v, s in zip(returns, values, is_rewarded, strict=True))
-    metrics = _rollout_metrics(settings, records, state, kl, returns, values)
+    metrics = _rollout_metrics(settings, records, coefficients, kl, returns, values)
     if settings.whiten_advantages:
         advantages = _zero_unrewarded(whiten(advantages, is_rewarded), is_rewarded)
     return Advantages(_scatter(advantages, masks), metrics, _scatter(returns, masks))
@@ -150,26 +151,26 @@ def _token_kl(settings: PPOSettings, record: Record, mask: Tensor) -> Tensor:
 
 
 def _token_rewards(
-    settings: PPOSettings, state: Mapping[str, float], record: Record, kl: Tensor, mask: Tensor
+    settings: PPOSettings, coefficients: Mapping[str, float], record: Record, kl: Tensor, mask: Tensor
 ) -> Tensor:
     """Return `-beta * KL` of each loss token plus its reward; the last one gets the sequence's score.
 
     Rewards that functions gave to single tokens stay at these tokens, and the last token gets the rest of the score.
     """
-    rewards = -_kl_coefficient(settings, state) * kl if settings.beta else kl.clone()
+    rewards = -_kl_coefficient(settings, coefficients) * kl if settings.beta else kl.clone()
     if record.token_rewards is not None:
         rewards = rewards + _loss_tokens(record.token_rewards, mask)
-    score = _score(settings, record)
+    score = _penalized_reward(settings, record)
     if len(rewards) and score == score:  # not NaN; the advantages of a sequence without a reward are left out
         rewards[-1] += score - _sum_of_token_rewards(record, mask)
     return rewards
 
 
-def _kl_coefficient(settings: PPOSettings, state: Mapping[str, float]) -> float:
-    return state.get(_KL_COEF, settings.beta)
+def _kl_coefficient(settings: PPOSettings, coefficients: Mapping[str, float]) -> float:
+    return coefficients.get(_KL_COEF, settings.beta)
 
 
-def _score(settings: PPOSettings, record: Record) -> float:
+def _penalized_reward(settings: PPOSettings, record: Record) -> float:
     return record.reward - (settings.missing_eos_penalty if record.completion.finish_reason != "stop" else 0.0)
 
 
@@ -195,14 +196,14 @@ def _scatter(values: Sequence[Tensor], masks: Sequence[Tensor]) -> tuple[Tensor,
 def _rollout_metrics(
     settings: PPOSettings,
     records: Sequence[Record],
-    state: Mapping[str, float],
+    coefficients: Mapping[str, float],
     kl: Sequence[Tensor],
     returns: Sequence[Tensor],
     values: Sequence[Tensor],
 ) -> dict[str, Metric]:
     """Return `objective/*` of TRL's former trainer, per completion, and the returns' variance that the values explain."""
     num_sequences = float(len(records))
-    scores = [s for record in records if (s := _score(settings, record)) == s]
+    scores = [s for record in records if (s := _penalized_reward(settings, record)) == s]
     all_returns, all_values = torch.cat(list(returns)), torch.cat(list(values))
     variance = float(all_returns.var()) if len(all_returns) > 1 else 0.0
     metrics = reward_metrics(records)
@@ -217,7 +218,7 @@ def _rollout_metrics(
         total = float(sum(each.sum() for each in kl))
         metrics["kl"] = Metric(total, float(sum(len(each) for each in kl)))
         metrics["objective/kl"] = Metric(total, num_sequences)
-        coefficient = _kl_coefficient(settings, state)
+        coefficient = _kl_coefficient(settings, coefficients)
         metrics["objective/non_score_reward"] = Metric(-coefficient * total, num_sequences)
         metrics["objective/rlhf_reward"] = Metric(sum(scores) - coefficient * total, num_sequences)
         metrics["kl_coef"] = Metric(coefficient)

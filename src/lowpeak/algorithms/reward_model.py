@@ -34,7 +34,7 @@ def make_reward_model(center: float = 0.0) -> Algorithm:
         unit="pair",
         needs=frozenset(),
         select=select_all,
-        advantages=_advantages_of_data_set,
+        advantages=_advantages_of_dataset,
         reduction=pair_mean,
         loss=None,
         measure=lambda logprobs_T, entropy_T, tokens: {},
@@ -74,7 +74,7 @@ def _difference(values_T: Tensor, tokens: TokenBatch) -> Tensor:
     return sum_per_pair(value_per_sequence(values_T * tokens.advantages_T, tokens), tokens)
 
 
-def _advantages_of_data_set(records: Sequence[Record], state: Mapping[str, float]) -> Advantages:
+def _advantages_of_dataset(records: Sequence[Record], coefficients: Mapping[str, float]) -> Advantages:
     """Return the advantages and returns that the records have already."""
     advantages = tuple(record.advantages for record in records if record.advantages is not None)
     returns = tuple(record.returns for record in records if record.returns is not None)

@@ -26,7 +26,6 @@ from lowpeak.algorithms.groups import (
     centered,
     constant_per_token,
     indices_by_group,
-    loss_mask,
     reward_metrics,
     select_all,
     select_unequal,
@@ -105,7 +104,7 @@ def _sequence_kl(settings: RLOOSettings, records: Sequence[Record]) -> tuple[Ten
     for record in records:
         assert record.old is not None, "a KL in the reward needs old log-probs"
         assert record.reference is not None, "a KL in the reward needs the reference's log-probs"
-        mask = loss_mask(record.completion, settings.mask_truncated)
+        mask = record.completion.loss_mask
         kl = kl_estimate(record.old.double(), record.reference.double(), settings.kl_estimator)
         sums.append(kl[mask].sum())
         num_tokens += int(mask.sum())

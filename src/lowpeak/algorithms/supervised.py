@@ -37,7 +37,7 @@ def make_supervised(loss_type: SupervisedLossType = "nll") -> Algorithm:
     )
 
 
-def _no_advantages(records: Sequence[Record], state: Mapping[str, float]) -> Advantages:
+def _no_advantages(records: Sequence[Record], coefficients: Mapping[str, float]) -> Advantages:
     return Advantages(tuple(torch.zeros(len(record.completion)) for record in records), {})
 
 

@@ -140,7 +140,6 @@ class GRPOSettings(CorrectedSettings):
     bias_corrected_kl: bool
     entropy_bonus: EntropyBonus | None
     top_entropy_quantile: float
-    mask_truncated: bool
     max_completion_length: int
     drop_equal_groups: bool
     score_old: bool
@@ -178,7 +177,6 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
         reward_weights=online.reward_weights,
         bias_corrected_kl=args.use_bias_correction_kl,
         entropy_bonus=_resolve_entropy(args),
-        mask_truncated=args.mask_truncated_completions,
         drop_equal_groups=args.dynamic_sampling_rounds > 0,
         score_old=online.rollout.num_steps > 1,
         correction=resolve_correction(args),

@@ -188,7 +188,6 @@ class PPOSettings:
     missing_eos_penalty: float
     early_stop_kl: float | None
     value_warmup_steps: int
-    mask_truncated: bool
     score_old: bool
     correction: Correction | None = None
 
@@ -229,7 +228,6 @@ def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
         value_clip=args.cliprange_value,
         value_coef=args.vf_coef,
         missing_eos_penalty=args.missing_eos_penalty or 0.0,
-        mask_truncated=online.mask_truncated,
         score_old=online.rollout.num_steps > 1 or args.beta != 0 or correction is not None,
         correction=correction,
     )

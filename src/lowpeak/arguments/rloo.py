@@ -45,7 +45,6 @@ class RLOOSettings(CorrectedSettings):
     kl_estimator: KLEstimator
     normalize_advantages: bool
     reward_clip: tuple[float, float] | None
-    mask_truncated: bool
     drop_equal_groups: bool
     score_old: bool
     correction: Correction | None = None
@@ -70,7 +69,6 @@ def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
         clip_low=args.epsilon,
         clip_high=clip_high(args),
         reward_clip=tuple(args.reward_clip_range) if args.reward_clip_range else None,
-        mask_truncated=args.mask_truncated_completions,
         drop_equal_groups=args.dynamic_sampling_rounds > 0,
         score_old=online.rollout.num_steps > 1,
         correction=correction,

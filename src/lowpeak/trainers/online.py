@@ -197,7 +197,7 @@ class OnlineTrainer(StepTrainer):
         return self.rollout
 
     def finish_step(self) -> dict[str, float]:
-        """Stage 13; then give up the rollout if the algorithm stops early, and move an averaged reference."""
+        """Stage 13; then skip the rollout's other steps if the algorithm stops early, and update the reference if that is due."""
         values = super().finish_step()
         if self.run.algorithm.stop_early(values):
             self.steps_used = self.collector.settings.rollout.num_steps

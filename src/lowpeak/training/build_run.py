@@ -1,6 +1,6 @@
 """The second half of building a run, once transformers' Trainer has an accelerator: strategy, sizes, engine, collector.
 
-`args` are read only for arguments that transformers declares: bf16, seeds, output_dir, activation checkpointing.
+Of `args`, only arguments that transformers declares are read: bf16, seeds, output_dir, activation checkpointing.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from lowpeak.algorithms import Advantages, check_advantages, check_selection, loss_mask
+from lowpeak.algorithms import Advantages, check_advantages, check_selection, with_loss_masks
 from lowpeak.arguments import OnlineSettings, Sampling
 from lowpeak.batching import assign_completions, balanced_partition
 from lowpeak.data import DatasetCursor, PromptReader
@@ -195,15 +195,6 @@ class RolloutCollector:
             return {}
         num_bytes, seconds = self._ranks.max([float(number) for number in self.offloader.pop_usage()])
         return {"offload/bytes": Metric(num_bytes, 1.0, "max"), "time/offload": Metric(seconds)}
-
-
-def with_loss_masks(records: Sequence[Record], mask_truncated: bool) -> tuple[Record, ...]:
-    """Return the records with the masks that losses use, without the extra fields that only rewards read."""
-    completions = [
-        replace(record.completion, loss_mask=loss_mask(record.completion, mask_truncated), extra={})
-        for record in records
-    ]
-    return tuple(replace(record, completion=each) for record, each in zip(records, completions, strict=True))
 
 
 def with_advantages(records: Sequence[Record], advantages: Advantages) -> tuple[Record, ...]:

@@ -13,13 +13,21 @@ from typing import Any
 
 import torch
 
-from lowpeak.algorithms import Need, StepCounts, check_advantages, check_selection, indices_by_group, reward_metrics
+from lowpeak.algorithms import (
+    Need,
+    StepCounts,
+    check_advantages,
+    check_selection,
+    indices_by_group,
+    reward_metrics,
+    with_loss_masks,
+)
 from lowpeak.arguments import Sampling
 from lowpeak.batching import num_loss_tokens, pack
 from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards import RewardedCompletions, warn_of_unrewarded
-from lowpeak.training.collector import RolloutCollector, merge_all_rewarded, with_advantages, with_loss_masks
+from lowpeak.training.collector import RolloutCollector, merge_all_rewarded, with_advantages
 from lowpeak.training.rollout import completion_rows, length_metrics, score_records, with_step_shares
 from lowpeak.training.run import Run
 from lowpeak.training.step import loss_of_outputs

@@ -169,7 +169,11 @@ class VllmEngine:
                 vllm.sleep()
 
     def wake(self) -> None:
-        """Connect on first use; otherwise reallocate memory. Drops the weights' version if they did not survive the sleep."""
+        """Connect on first use; otherwise reallocate memory.
+
+        Drops the weights' version if they did not survive the sleep, and always with an adapter: base and adapter are pushed again,
+        the base without tensors that did not change.
+        """
         if not self._vllms:
             vllms = tuple(self.connect())
             self._vllms, self._engine_infos = vllms, [vllm.engine_info() for vllm in vllms]

@@ -24,7 +24,6 @@ RLOO = RLOOSettings(
     kl_estimator="k1",
     normalize_advantages=False,
     reward_clip=None,
-    mask_truncated=False,
     drop_equal_groups=False,
     score_old=True,
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from algorithm_cases import GRPO, RLOO, record
 
-from lowpeak.algorithms import grpo_advantages, leave_one_out, rloo_advantages
+from lowpeak.algorithms import grpo_advantages, leave_one_out, rloo_advantages, with_loss_masks
 
 NAN = math.nan
 
@@ -172,9 +172,9 @@ def test_rloo_subtracts_the_kl_of_loss_tokens_from_the_clipped_reward(estimator,
 
 def test_the_kl_of_a_masked_truncated_completion_does_not_count():
     records = [scored_record(1.0, [-1.0], [-2.0], finish_reason="length"), scored_record(0.0, [-1.0], [-1.0])]
-    with_kl, without = (replace(RLOO, beta=0.5, mask_truncated=mask) for mask in (False, True))
-    assert numbers(rloo_advantages(with_kl, records)) == pytest.approx([0.5, -0.5])
-    masked = rloo_advantages(without, records)
+    settings = replace(RLOO, beta=0.5)
+    assert numbers(rloo_advantages(settings, records)) == pytest.approx([0.5, -0.5])
+    masked = rloo_advantages(settings, with_loss_masks(records, mask_truncated=True))
     assert numbers(masked) == pytest.approx([1.0, -1.0])
     assert metric(masked, "kl") == 0.0
 
@@ -191,9 +191,9 @@ def test_reward_metrics_are_of_scored_sequences_and_count_those_of_equal_groups(
     assert numbers(unscored) == [0.0, 0.0]
 
 
-def test_truncated_completions_count_in_grpos_statistics_despite_mask_truncated():
+def test_masked_truncated_completions_count_in_grpos_statistics():
     records = [record(0, 0.0), record(0, 1.0, finish_reason="length")]
-    assert grpo(records, mask_truncated=True) == grpo(records, mask_truncated=False) != [0.0, 0.0]
+    assert grpo(with_loss_masks(records, mask_truncated=True)) == grpo(records) != [0.0, 0.0]
 
 
 def test_tokens_outside_the_top_entropy_share_have_advantage_zero():

@@ -10,7 +10,7 @@ import torch
 from algorithm_cases import record
 
 import step_settings
-from lowpeak.algorithms import VALUES_GRADIENT, gae, make_ppo, ppo_advantages, whiten
+from lowpeak.algorithms import VALUES_GRADIENT, gae, make_ppo, ppo_advantages, whiten, with_loss_masks
 from lowpeak.arguments import AdaptiveKL
 from lowpeak.records import TokenBatch
 
@@ -120,7 +120,7 @@ def test_masked_truncated_completions_have_no_loss_token():
     records = scored([1.0, 1.0], [3, 2])
     records[0] = replace(records[0], completion=replace(records[0].completion, finish_reason="length"))
     for mask in (False, True):
-        found = ppo_advantages(replace(PPO, mask_truncated=mask), records, STATE)
+        found = ppo_advantages(PPO, with_loss_masks(records, mask), STATE)
         assert bool(found.per_token[0].any()) is not mask
 
 
