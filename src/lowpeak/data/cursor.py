@@ -179,7 +179,7 @@ def read_eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) 
 
     Logs how many rows are dropped.
     """
-    return [replace(prompt, serial=i) for i, prompt in enumerate(read_all(dataset, reader)[0])]
+    return [replace(prompt, serial=i) for i, prompt in enumerate(read_all(dataset, reader))]
 
 
 def make_cursor(dataset: Any, reader: RowReader[Item], args: Any, shuffle: bool) -> DatasetCursor[Item]:

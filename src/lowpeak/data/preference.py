@@ -136,7 +136,7 @@ def read_pairs(dataset: Any, reader: PreferenceReader) -> list[Record]:
 
     Logs how many pairs are dropped.
     """
-    return flatten_pairs(read_all(dataset, reader)[0])
+    return flatten_pairs(read_all(dataset, reader))
 
 
 def flatten_pairs(pairs: Iterable[Pair]) -> list[Record]:

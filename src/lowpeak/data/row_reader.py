@@ -187,16 +187,13 @@ def filter_rows(dataset: Dataset, reader: RowReader[Any]) -> Any:
     return dataset.select(kept) if hasattr(dataset, "select") else [dataset[i] for i in kept]
 
 
-def read_all(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> tuple[list[Item_co], int]:
-    """Return the items of all rows that are not dropped, and the number of rows.
-
-    Logs how many rows are dropped and truncated.
-    """
+def read_all(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> list[Item_co]:
+    """Return the items of all rows that are not dropped; log how many rows are dropped and truncated."""
     items = [item for _, item in read_items(dataset, reader)]
     kept = [item for item in items if item is not None]
     _log_truncated_rows(sum(map(reader.is_truncated, kept)), len(items), reader)
     log_dropped_rows(len(items) - len(kept), len(items), reader)
-    return kept, len(items)
+    return kept
 
 
 def _log_truncated_rows(num_truncated: int, num_rows: int, reader: RowReader[Any]) -> None:

@@ -295,4 +295,4 @@ def make_record(group: int, ids: list[int], loss_mask: list[bool], max_length: i
 
 def read_records(dataset: Dataset | IterableDataset, reader: SupervisedReader) -> list[Record]:
     """Return all records of a dataset, with groups from 0."""
-    return read_all(dataset, reader)[0]
+    return read_all(dataset, reader)

@@ -60,10 +60,6 @@ class MemoryTracker:
         self._done: dict[str, PhaseUse] = {}
 
     @property
-    def description(self) -> str:
-        return self._gauge.description
-
-    @property
     def current_phase(self) -> str:
         """Describe the innermost open phase, or the one that raised an error since. Safe to call from any thread."""
         name = next(iter(self._open_names[-1:]), self._failed_phase)
@@ -107,9 +103,7 @@ class MemoryTracker:
 
 
 class DeviceGauge:
-    """The peak of torch's caching allocator on one device. `description` describes the measurement to users."""
-
-    description = "bytes of tensors on the device (torch's allocator)"
+    """The peak of torch's caching allocator on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -140,11 +134,6 @@ class ResidentGauge:
         with suppress(OSError):
             clear_refs.write_text("5")
             self._clear_refs = clear_refs
-        self.description = "resident memory of the process (" + (
-            "high-water mark)"
-            if self._clear_refs
-            else "sampled at the begin and end of phases; peaks in between are missed)"
-        )
 
     def reset(self) -> None:
         if self._clear_refs:

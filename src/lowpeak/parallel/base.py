@@ -80,8 +80,8 @@ class AccelerateStrategy(Strategy):
             exported_parameters(self._unwrapped(model), self._export_shard, weights), max_bytes, dtype
         )
 
-    def layout(self, model: nn.Module, weights: Weights = "merged") -> Layout:
-        return layout(self._unwrapped(model), self._export_shard, weights)
+    def layout(self, model: nn.Module) -> Layout:
+        return layout(self._unwrapped(model), self._export_shard)
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: shard.local for name, shard in self._shards(model).items()}

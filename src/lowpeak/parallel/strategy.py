@@ -101,7 +101,7 @@ class ParameterExport(Protocol):
         """
         ...
 
-    def layout(self, model: nn.Module, weights: Weights = "merged") -> Layout:
+    def layout(self, model: nn.Module) -> Layout:
         """Return names, shapes and dtypes of the slices, in its order, without communication."""
         ...
 

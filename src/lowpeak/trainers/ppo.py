@@ -124,14 +124,16 @@ def attach_critic(policy: nn.Module, origin: Any, value_model: Any, settings: Cr
     if settings.critic == "model":
         critic = SeparateCritic(_classifier(policy, causal, origin, value_model, settings))
     else:
-        critic = _adapter_critic(policy, causal) if settings.critic == "adapter" else SharedCritic(_score(causal))
+        critic = (
+            _adapter_critic(policy, causal) if settings.critic == "adapter" else SharedCritic(_new_value_head(causal))
+        )
     device = causal.get_input_embeddings().weight.device
     if device.type != "meta":
         shard_like(critic.to(device), causal)
     add_critic(causal, critic)
 
 
-def _score(causal: Any) -> ValueHead:
+def _new_value_head(causal: Any) -> ValueHead:
     return ValueHead(causal.config.get_text_config().hidden_size)
 
 
@@ -161,7 +163,7 @@ def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, s
         )
     else:
         classifier = _on_same_backbone(policy, causal)
-    classifier.score = _score(causal)
+    classifier.score = _new_value_head(causal)
     return _checked(classifier)
 
 
@@ -235,7 +237,7 @@ def _adapter_critic(policy: Any, causal: Any) -> AdapterCritic:
     with keep_critic_trainable(policy):
         policy.add_adapter(CRITIC, copy.deepcopy(policy.peft_config[active]))
         policy.set_adapter(active)
-    critic = AdapterCritic(_score(causal))
+    critic = AdapterCritic(_new_value_head(causal))
     layers = decoder_layers(policy)
     outside = _adapted(policy) - {id(part) for layer in layers for part in layer.modules()}
     if outside:

@@ -16,9 +16,9 @@ from lowpeak.training.checkpoints import only_policy_adapters as only_policy_ada
 from lowpeak.training.checkpoints import save_checkpoint as save_checkpoint
 from lowpeak.training.checkpoints import save_extra_weights as save_extra_weights
 from lowpeak.training.checkpoints import warn_of_overridden_arguments as warn_of_overridden_arguments
-from lowpeak.training.collector import in_prompt_order as in_prompt_order
-from lowpeak.training.collector import merge_all_rewarded as merge_all_rewarded
+from lowpeak.training.collector import merge_in_prompt_order as merge_in_prompt_order
 from lowpeak.training.collector import with_advantages as with_advantages
+from lowpeak.training.collector import with_reward_statistics as with_reward_statistics
 from lowpeak.training.dry_run import describe_offline as describe_offline
 from lowpeak.training.dry_run import describe_run as describe_run
 from lowpeak.training.dry_run import describe_vllm as describe_vllm

@@ -115,23 +115,23 @@ class RolloutCollector:
         all_groups = self._generate_split_groups(prompts, sampling, phase) if splits_groups else None
 
         @cache
-        def generate() -> list[Group]:
+        def generate_owned() -> list[Group]:
             # A rank without a prompt calls the engine too: generating under a sharded strategy takes all ranks.
             with tracker.phase(phase):
                 return self.engine.generate([prompts[i] for i in owned], sampling)
 
         @cache
-        def generate_and_reward() -> tuple[Sequence[int], RewardedCompletions]:
+        def reward_owned() -> tuple[Sequence[int], RewardedCompletions]:
             # If rewards take all ranks, every rank raises for an engine that one of them lost, before they meet there.
             with ranks.propagate_errors() if self.panel.needs_all_ranks else nullcontext():
-                groups = generate() if all_groups is None else [all_groups[i] for i in owned]
+                groups = generate_owned() if all_groups is None else [all_groups[i] for i in owned]
             with tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
                 rewarded = self.panel.compute_rewards(groups if ranks.is_tp_leader else [], trainer_state=state)
             useful = self.stats.pop_useful_share() if phase is Phase.ROLLOUT else {}
             return owned, replace(rewarded, metrics=rewarded.metrics | useful)
 
-        shares = self.weight_sync.retry_when_engine_lost(self.engine, lambda: ranks.call_on_all(generate_and_reward))
-        return merge_all_rewarded([in_prompt_order(shares, first_group)], self.panel.names)
+        shares = self.weight_sync.retry_when_engine_lost(self.engine, lambda: ranks.call_on_all(reward_owned))
+        return with_reward_statistics(merge_in_prompt_order(shares, first_group), self.panel.names)
 
     def _generate_split_groups(self, prompts: Sequence[Prompt], sampling: Sampling, phase: Phase) -> list[Group]:
         """Return all groups on every rank; several ranks generate completions of each group."""
@@ -155,8 +155,8 @@ class RolloutCollector:
     def _collect_full_groups(self, number: int, state: Any) -> tuple[RewardedCompletions, list[int]]:
         """Stages 1 and 4 to 6: return all rewarded records, and the indices of those to train on.
 
-        Dynamic sampling generates new groups for those that the selection drops, at most `max_refills` times; then it
-        drops them. If the selection drops every group, the last ones are trained on.
+        Dynamic sampling replaces the groups that the selection drops by new ones, in at most `max_refills` rounds. If every
+        group was dropped, the last round's groups are trained on.
         """
         sampling = replace(self.settings.sampling, rollout=number)
         num_missing, num_generated, num_dropped = self.settings.rollout.num_prompts, 0, 0
@@ -204,7 +204,7 @@ def with_advantages(records: Sequence[Record], advantages: Advantages) -> tuple[
     return tuple(replace(record, advantages=each, returns=values) for record, each, values in columns)
 
 
-def in_prompt_order(
+def merge_in_prompt_order(
     shares: Sequence[tuple[Sequence[int], RewardedCompletions]], first_group: int
 ) -> RewardedCompletions:
     """Merge the ranks' rewarded records in the order of the prompts; groups are numbered from `first_group`.
@@ -217,7 +217,6 @@ def in_prompt_order(
     return rewarded.rows(sorted(range(len(rewarded.records)), key=lambda row: rewarded.records[row].group))
 
 
-def merge_all_rewarded(parts: Sequence[RewardedCompletions], names: Sequence[str]) -> RewardedCompletions:
-    """Merge rewarded records, with the statistics of each reward over all of them."""
-    merged = merge_rewarded_completions(parts)
-    return replace(merged, metrics=merged.metrics | metrics_by_function(names, merged.records))
+def with_reward_statistics(rewarded: RewardedCompletions, names: Sequence[str]) -> RewardedCompletions:
+    """Return rewarded records with the statistics of each reward over all of them."""
+    return replace(rewarded, metrics=rewarded.metrics | metrics_by_function(names, rewarded.records))

@@ -26,8 +26,8 @@ from lowpeak.arguments import Sampling
 from lowpeak.batching import num_loss_tokens, pack
 from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
-from lowpeak.rewards import RewardedCompletions, warn_of_unrewarded
-from lowpeak.training.collector import RolloutCollector, merge_all_rewarded, with_advantages
+from lowpeak.rewards import RewardedCompletions, merge_rewarded_completions, warn_of_unrewarded
+from lowpeak.training.collector import RolloutCollector, with_advantages, with_reward_statistics
 from lowpeak.training.rollout import completion_rows, length_metrics, score_records, with_step_shares
 from lowpeak.training.run import Run
 from lowpeak.training.step import loss_of_outputs
@@ -163,7 +163,7 @@ def _complete(
         collector.generate_and_reward(prompts[start : start + size], sampling, state, start, Phase.EVALUATE)
         for start in range(0, len(prompts), size)
     ]
-    return merge_all_rewarded(parts, collector.panel.names)
+    return with_reward_statistics(merge_rewarded_completions(parts), collector.panel.names)
 
 
 def _reward_metrics(prefix: str, records: Sequence[Record], success: SuccessCriterion) -> dict[str, float]:

@@ -139,7 +139,7 @@ def trained(tmp_path, tied, offloads):
     reward = lambda completions, **_: [float(len(text)) for text in completions]  # noqa: E731
     trainer = RLOOTrainer(model, reward, args, data, processing_class=char_tokenizer())
     if offloads:
-        settings = replace(trainer.run.logprob_settings, saving=offload.saving)
+        settings = replace(trainer.run.logprob_settings, activation_context=offload.saving)
         trainer.run = replace(trainer.run, logprob_settings=settings)
     trainer.train()
     return dict(model.named_parameters()), offload.offloaded_bytes

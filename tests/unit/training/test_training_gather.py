@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from lowpeak.records import Completion, Group, Prompt
-from lowpeak.rewards import RewardedCompletions, RewardPanel, RewardSettings, make_rewards
-from lowpeak.training import in_prompt_order, merge_all_rewarded
+from lowpeak.rewards import RewardedCompletions, RewardPanel, RewardSettings, make_rewards, merge_rewarded_completions
+from lowpeak.training import merge_in_prompt_order, with_reward_statistics
 
 TEXTS = (("a", "bb"), ("", "dddd"), ("e", "f"), ("ggg", ""), ("hh", "i"))
 
@@ -34,7 +34,7 @@ def compute_rewards(*numbers: int) -> RewardedCompletions:
 def test_ranks_answers_come_in_the_order_of_the_prompts_with_the_statistics_of_all():
     alone = compute_rewards(0, 1, 2, 3, 4)
     shares = [((1, 4), compute_rewards(1, 4)), ((), compute_rewards()), ((0, 2, 3), compute_rewards(0, 2, 3))]
-    together = merge_all_rewarded([in_prompt_order(shares, 0)], ("length",))
+    together = with_reward_statistics(merge_in_prompt_order(shares, 0), ("length",))
     assert together.texts == alone.texts
     assert together.prompts == alone.prompts
     assert [record.group for record in together.records] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
@@ -46,7 +46,7 @@ def test_ranks_answers_come_in_the_order_of_the_prompts_with_the_statistics_of_a
 
 
 def test_groups_are_numbered_from_where_the_last_answer_ended():
-    later = in_prompt_order([((1,), compute_rewards(1)), ((0,), compute_rewards(0))], 7)
+    later = merge_in_prompt_order([((1,), compute_rewards(1)), ((0,), compute_rewards(0))], 7)
     assert [(record.group, text) for record, text in zip(later.records, later.texts, strict=True)] == [
         *((7, text) for text in TEXTS[0]),
         *((8, text) for text in TEXTS[1]),
@@ -55,10 +55,10 @@ def test_groups_are_numbered_from_where_the_last_answer_ended():
 
 def test_portions_have_the_statistics_of_the_whole():
     portions = [
-        in_prompt_order([((0, 1), compute_rewards(0, 1))], 0),
-        in_prompt_order([((0, 1, 2), compute_rewards(2, 3, 4))], 2),
+        merge_in_prompt_order([((0, 1), compute_rewards(0, 1))], 0),
+        merge_in_prompt_order([((0, 1, 2), compute_rewards(2, 3, 4))], 2),
     ]
     assert (
-        merge_all_rewarded(portions, ("length",)).metrics["rewards/length/std"]
+        with_reward_statistics(merge_rewarded_completions(portions), ("length",)).metrics["rewards/length/std"]
         == compute_rewards(0, 1, 2, 3, 4).metrics["rewards/length/std"]
     )
