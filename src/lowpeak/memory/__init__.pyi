@@ -12,4 +12,3 @@ from lowpeak.memory.rollout_offload import HostMover as HostMover
 from lowpeak.memory.rollout_offload import RolloutOffloader as RolloutOffloader
 from lowpeak.memory.tracker import MemoryTracker as MemoryTracker
 from lowpeak.memory.tracker import PhaseUse as PhaseUse
-from lowpeak.memory.tracker import ResidentGauge as ResidentGauge
