@@ -224,6 +224,9 @@ def _to_device(value: Any, device: torch.device | str) -> Any:
     return value
 
 
+SLICE_BYTES = 8 << 20  # of a slice, unless an engine takes others
+
+
 @dataclass(frozen=True)
 class WeightSlice:
     """A flat range of one parameter: `values` are its elements [start, start + len(values)).

@@ -35,6 +35,7 @@ from lowpeak.algorithms.loss_terms import (
 )
 from lowpeak.algorithms.metrics import masked_mean, measure_pass, weighted_tokens
 from lowpeak.arguments import PPOSettings
+from lowpeak.batching import scatter
 from lowpeak.records import Metric, Record, TokenBatch
 
 _KL_COEF = "kl_coef"
@@ -91,7 +92,7 @@ def ppo_advantages(settings: PPOSettings, records: Sequence[Record], coefficient
     metrics = _rollout_metrics(settings, records, coefficients, kl, returns, values)
     if settings.whiten_advantages:
         advantages = _zero_unrewarded(whiten(advantages, is_rewarded), is_rewarded)
-    return Advantages(_scatter(advantages, masks), metrics, _scatter(returns, masks))
+    return Advantages(_scattered(records, advantages), metrics, _scattered(records, returns))
 
 
 def gae(
@@ -183,14 +184,8 @@ def _loss_tokens(values: Tensor | None, mask: Tensor) -> Tensor:
     return values.double()[mask]
 
 
-def _scatter(values: Sequence[Tensor], masks: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return values of loss tokens at their positions in the completion, 0 elsewhere: float32 [C]."""
-    scattered = []
-    for each, mask in zip(values, masks, strict=True):
-        full = torch.zeros(len(mask))
-        full[mask] = each.float()
-        scattered.append(full)
-    return tuple(scattered)
+def _scattered(records: Sequence[Record], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(scatter(record, each) for record, each in zip(records, values, strict=True))
 
 
 def _rollout_metrics(

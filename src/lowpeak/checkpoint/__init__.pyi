@@ -1,6 +1,5 @@
 from lowpeak.checkpoint.atomic import stage_checkpoint as stage_checkpoint
 from lowpeak.checkpoint.atomic import stage_files as stage_files
-from lowpeak.checkpoint.export import SLICE_BYTES as SLICE_BYTES
 from lowpeak.checkpoint.export import SafetensorsWriter as SafetensorsWriter
 from lowpeak.checkpoint.export import write_configs as write_configs
 from lowpeak.checkpoint.export import write_weights as write_weights

@@ -27,7 +27,6 @@ from lowpeak.models import belongs_to_critic
 from lowpeak.parallel import clean_parameter_name, unties_head
 from lowpeak.records import Layout, WeightSlice
 
-SLICE_BYTES = 8 << 20
 FILE_BYTES = 50 * 10**9  # transformers' default
 _ALIGNMENT = 8
 _DTYPE_NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}

@@ -1,4 +1,3 @@
-from lowpeak.rollout.engine import SLICE_BYTES as SLICE_BYTES
 from lowpeak.rollout.engine import RolloutEngine as RolloutEngine
 from lowpeak.rollout.engine import SliceForm as SliceForm
 from lowpeak.rollout.engine import check_lengths as check_lengths

@@ -10,9 +10,7 @@ import torch
 
 from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
-from lowpeak.records import Group, Prompt, Weights, WeightSlice
-
-SLICE_BYTES = 8 << 20
+from lowpeak.records import SLICE_BYTES, Group, Prompt, Weights, WeightSlice
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelFor
 
 from lowpeak.algorithms import Algorithm, make_ppo
 from lowpeak.arguments import CriticSettings, OnlineConfig, OnlineSettings, PPOConfig, resolve_critic, resolve_ppo
-from lowpeak.checkpoint import SLICE_BYTES, stage_files, write_configs, write_weights
+from lowpeak.checkpoint import stage_files, write_configs, write_weights
 from lowpeak.errors import ArgumentError
 from lowpeak.logprobs import causal_lm
 from lowpeak.models import (
@@ -35,6 +35,7 @@ from lowpeak.models import (
     keep_critic_trainable,
 )
 from lowpeak.parallel import decoder_layers, exported_parameters, shard_like
+from lowpeak.records import SLICE_BYTES
 from lowpeak.rewards import as_list, load_classifier
 from lowpeak.trainers.constructor import check_kinds
 from lowpeak.trainers.online import OnlineTrainer

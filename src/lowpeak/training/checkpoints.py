@@ -22,7 +22,6 @@ from transformers.trainer_callback import ExportableState
 
 from lowpeak.arguments import warn_or_raise
 from lowpeak.checkpoint import (
-    SLICE_BYTES,
     RunState,
     prune_checkpoints,
     save_run_state,
@@ -46,6 +45,7 @@ from lowpeak.parallel import (
     save_shards,
 )
 from lowpeak.ranks import Ranks, is_lost_connection
+from lowpeak.records import SLICE_BYTES
 from lowpeak.training.run import Run
 
 

@@ -14,8 +14,8 @@ import torch
 from lowpeak.arguments import ColocateSettings, Sampling, ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
-from lowpeak.records import Group, Prompt, Weights, WeightSlice
-from lowpeak.rollout import SLICE_BYTES, SliceForm, check_lengths
+from lowpeak.records import SLICE_BYTES, Group, Prompt, Weights, WeightSlice
+from lowpeak.rollout import SliceForm, check_lengths
 from lowpeak.vllm.engine_args import option_name
 from lowpeak.vllm.protocol import Adapter, EngineInfo, Vllm, call_concurrently, call_workers
 from lowpeak.vllm.requests import (

@@ -85,7 +85,7 @@ def connect(ranks: Ranks) -> list[RankConnection] | None:
     connect. All ranks must call it.
     """
     server, token = None, secrets.token_hex(16)
-    hosts = ranks.gather(_this_host())
+    hosts = ranks.gather(network_id())
     is_one_host = len(set(hosts)) == 1
     if ranks.rank == 0:
         server = _listen(ranks.world_size + MAX_UNVERIFIED, loopback=is_one_host)
@@ -129,8 +129,8 @@ def _listen(backlog: int, *, loopback: bool) -> socket.socket:
     return socket.create_server(("", 0), backlog=backlog)
 
 
-def _this_host() -> str:
-    """Return the ids of the machine's boot and network namespace. Equal ids mean a shared loopback address."""
+def network_id() -> str:
+    """Return an id of this process's network: processes with equal ids share the loopback address."""
     with suppress(OSError):  # not Linux
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.stat('/proc/self/ns/net').st_ino}"
     return socket.gethostname()

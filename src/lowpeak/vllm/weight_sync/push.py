@@ -24,7 +24,8 @@ from lowpeak.vllm.weight_sync.buckets import (
     fill_buckets,
 )
 from lowpeak.vllm.weight_sync.nccl import NcclSender, device_id
-from lowpeak.vllm.weight_sync.tcp import TcpSender, host_addresses, network_name
+from lowpeak.vllm.weight_sync.tcp import TcpSender, host_addresses
+from lowpeak.watchdog import network_id
 
 TIMEOUT = 600.0  # seconds for one bucket, or for the verification
 ABORT_SECONDS = 30.0  # for an engine to abort a failed update
@@ -262,8 +263,8 @@ class _WorkerLocations:
     def of(vllms: Sequence[Vllm], timeout: float) -> _WorkerLocations:
         engines = call_workers(vllms, "lowpeak_location", [{}] * len(vllms), timeout)
         workers = [worker for engine in engines for worker in engine]
-        network = network_name()
-        all_local = network is not None and all(worker["network"] == network for worker in workers)
+        network = network_id()
+        all_local = all(worker["network"] == network for worker in workers)
         return _WorkerLocations(all_local, frozenset(worker["device"] for worker in workers), len(workers))
 
     def on_other_gpus(self, device: torch.device) -> bool:

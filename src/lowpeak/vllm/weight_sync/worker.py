@@ -24,8 +24,9 @@ from lowpeak.vllm.weight_sync.buckets import BucketReceiver, Piece, ProcessRecei
 from lowpeak.vllm.weight_sync.lora import AdapterReceiver
 from lowpeak.vllm.weight_sync.nccl import NcclReceiver, device_id
 from lowpeak.vllm.weight_sync.reload import ReloadedModules, modules_to_reload
-from lowpeak.vllm.weight_sync.tcp import TcpReceiver, network_name
+from lowpeak.vllm.weight_sync.tcp import TcpReceiver
 from lowpeak.vllm.weight_sync.verification import Placement, read_checksums
+from lowpeak.watchdog import network_id
 
 # Without vLLM, the worker is a test's.
 if is_installed("vllm"):
@@ -67,7 +68,7 @@ class Extension:
     @reply_with_errors
     def lowpeak_location(self) -> dict[str, Any]:
         """Return the worker's network and device, as names that are equal in all processes of its host."""
-        return {"network": network_name(), "device": device_id(_worker_state(self).device)}
+        return {"network": network_id(), "device": device_id(_worker_state(self).device)}
 
     @reply_with_errors
     def lowpeak_begin(
