@@ -177,7 +177,7 @@ class ModelSettings:
     `model_init_kwargs` and `trust_remote_code` act on models that are given by name or path.
     """
 
-    model_init_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    model_init_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may have an access token
     trust_remote_code: bool = False
     disable_dropout: bool = False
     cast_lm_head_to_fp32: bool = False

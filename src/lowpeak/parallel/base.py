@@ -81,7 +81,7 @@ class AccelerateStrategy(Strategy):
         )
 
     def layout(self, model: nn.Module) -> Layout:
-        return layout(self._unwrapped(model), self._export_shard)
+        return layout(self._unwrapped(model), self._export_shard, "merged")
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: shard.local for name, shard in self._shards(model).items()}

@@ -188,9 +188,9 @@ def exported_parameters(model: nn.Module, shard_of: ShardOf, weights: Weights) -
         yield from _base_params(model, to_shard, merges=weights == "merged")
 
 
-def layout(model: nn.Module, shard_of: ShardOf) -> Layout:
+def layout(model: nn.Module, shard_of: ShardOf, weights: Weights) -> Layout:
     """Return names, shapes and dtypes of the exported parameters, in their order, without communication."""
-    params = exported_parameters(model, shard_of, "merged")
+    params = exported_parameters(model, shard_of, weights)
     return {param.name: (tuple(param.shard.shape), param.shard.local.dtype) for param in params}
 
 
