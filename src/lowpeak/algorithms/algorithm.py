@@ -124,7 +124,13 @@ class Algorithm:
         self, state: Mapping[str, float] | None = None, step: int = 0, epoch: float = 0.0
     ) -> dict[str, float]:
         """Return `state` (None: the initial one) and the schedule's numbers after `step` steps and `epoch` epochs."""
-        return {**(self.state if state is None else state), **self.schedule(step, epoch)}
+        scheduled = self.schedule(step, epoch)
+        if not _is_state(scheduled) or scheduled.keys() & self.state.keys():
+            raise ArgumentError(
+                f"schedule of the algorithm {self.name!r} returned {scheduled!r}, and must return a dict of finite Python numbers, "
+                "with other names than the state."
+            )
+        return {**(self.state if state is None else state), **scheduled}
 
     def unit_weight(self, num_tokens: int, counts: StepCounts) -> float:
         """Return `reduction(num_tokens, counts)`; raise ArgumentError unless it is a finite number."""

@@ -60,6 +60,10 @@ def check_advantages(advantages: Advantages, function: Callable[..., Any], recor
     if advantages.returns is not None:
         columns["returns"] = advantages.returns
     for name, tensors in columns.items():
+        if not isinstance(tensors, Sequence):
+            raise ArgumentError(
+                f"advantages ({_name(function)}) returned in {name} {_show(tensors)}, and must return a tuple."
+            )
         if len(tensors) != len(records):
             raise ArgumentError(
                 f"advantages ({_name(function)}) returned {len(tensors)} tensors in {name} for {len(records)} records, and must "

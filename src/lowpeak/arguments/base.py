@@ -38,8 +38,8 @@ _CHECKPOINT_NAMES = (
     *("every_n_layers", "offload"),
 )
 _CHECKPOINT_KWARGS = Check(
-    lambda x: x is None or set(x) <= set(_CHECKPOINT_NAMES),
-    f"may have {', '.join(_CHECKPOINT_NAMES)}, and no other name",
+    lambda x: x is None or isinstance(x, str) or (isinstance(x, Mapping) and x.keys() <= set(_CHECKPOINT_NAMES)),
+    f"must be a mapping, which may have {', '.join(_CHECKPOINT_NAMES)}, and no other name",
 )
 INHERITED_CHECKS: dict[str, Check] = {
     "output_dir": Check(lambda x: str(x).strip() != "", "must be the path of a folder"),
@@ -157,7 +157,10 @@ class CommonArguments:
     pad_to_multiple_of: int | str | None = memory_argument(
         "auto",
         "Round a micro-batch's padded length up to a multiple of this (auto, None: no rounding).",
-        Check(lambda x: padding_multiple(x) is not None, "must be an integer of 1 or more, 'auto', or None"),
+        Check(
+            lambda x: (padding_multiple(x) or 0) in range(1, 2**20),
+            "must be an integer from 1 to 2**20 - 1, 'auto', or None",
+        ),
     )
     padding_free: bool | None = memory_argument(
         None, "Concatenate the sequences of a micro-batch without padding (None: if the model's attention supports it)."

@@ -39,7 +39,7 @@ from lowpeak.arguments.ppo import PPOArguments
 from lowpeak.arguments.rloo import RLOOArguments
 from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG
 from lowpeak.arguments.text import hide_secrets, parse_bytes, read_object, show
-from lowpeak.arguments.validation import check_finite, check_range, check_types
+from lowpeak.arguments.validation import check_finite, check_range, check_type, check_types
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.setup import limit_collectives_on_cpu, renew_master_port
 
@@ -163,7 +163,8 @@ class CommonConfig(CommonArguments, TrainingArguments):
             f"ddp_backend={self.ddp_backend!r} needs several processes, which a launcher starts; remove it.",
         )
         renew_master_port()
-        check_range(self, "ddp_timeout")  # checked early, because it is used here
+        check_type(self, "ddp_timeout")  # checked early, because it is used here
+        check_range(self, "ddp_timeout")
         if self.use_cpu or is_switched_on(os.environ, "ACCELERATE_USE_CPU"):
             limit_collectives_on_cpu(self.ddp_timeout, self.ddp_backend)
 

@@ -196,6 +196,7 @@ def _levels_differ(args: Any) -> bool:
 def _resolve_entropy(args: Any) -> EntropyBonus | None:
     if args.use_adaptive_entropy:
         low, high = args.entropy_coef_min, args.entropy_coef_max
+        require(low <= high, f"entropy_coef_min={low} must be at most entropy_coef_max={high}.")
         require(low <= args.entropy_coef <= high, f"entropy_coef={args.entropy_coef} must be in [{low}, {high}].")
         return EntropyBonus(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, low, high)
     return EntropyBonus(args.entropy_coef) if args.entropy_coef else None

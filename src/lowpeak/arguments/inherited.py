@@ -157,7 +157,7 @@ ACT_IF: dict[str, EffectCondition] = {
     "hub_private_repo": _if(lambda args: args.push_to_hub or "trackio" in args.report_to, _UPLOADING, keeps_value=True),
     **dict.fromkeys(("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _TRACKIO),
     "run_name": _if(
-        lambda args: bool(set(args.report_to) - _NAME_NO_RUNS - {None}),
+        lambda args: any(str(each) not in _NAME_NO_RUNS and each is not None for each in args.report_to),
         "report_to has no tracker that reads it; add one, such as wandb, or remove it",
         keeps_value=True,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, gcd, lcm
+from numbers import Integral
 from typing import Any, Literal
 
 from lowpeak.arguments.base import HAS_DEVICE_MEMORY
@@ -305,7 +306,10 @@ def resolve_sampling(args: Any) -> Sampling:
         "nothing to compare; remove it (evaluation is greedy in any case).",
     )
     seed = kwargs.get("seed", args.seed)
-    require(isinstance(seed, int), f"generation_kwargs has seed={seed!r}, which must be an integer.")
+    require(
+        isinstance(seed, Integral) and not isinstance(seed, bool) and 0 <= int(seed) < 2**32,
+        f"generation_kwargs has seed={seed!r}, which must be an integer from 0 to 2**32 - 1.",
+    )
     stop, stop_token_ids = _resolve_stops(kwargs)
     return make_settings(
         Sampling,
@@ -321,6 +325,10 @@ def resolve_sampling(args: Any) -> Sampling:
 
 def _resolve_stops(kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the strings and the token ids that end a completion."""
+    require(
+        not (kwargs.get("stop_strings") and kwargs.get("stop")),
+        "generation_kwargs has stop and stop_strings, which set the same strings: set one.",
+    )
     stop = kwargs.get("stop_strings") or kwargs.get("stop") or ()
     strings = (stop,) if isinstance(stop, str) else stop
     require(
@@ -338,7 +346,7 @@ def _token_ids(kwargs: Mapping[str, Any], name: str) -> tuple[int, ...]:
     is_one = name == "eos_token_id" and not isinstance(value, list | tuple)
     ids = (value,) if is_one else value
     require(
-        isinstance(ids, list | tuple) and all(isinstance(number, int) and number >= 0 for number in ids),
+        isinstance(ids, list | tuple) and all(type(number) is int and number >= 0 for number in ids),
         f"generation_kwargs has {name}={value!r}: it must be {'a token id, or ' if is_one else ''}a list of token ids.",
     )
     return tuple(ids)

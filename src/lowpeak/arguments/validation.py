@@ -7,8 +7,9 @@ import logging
 import math
 import types
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
+from functools import cache
 from numbers import Integral, Real
 from typing import Any, Union, get_args, get_origin
 
@@ -27,7 +28,13 @@ from lowpeak.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 
-_TYPE_NAMES: dict[Any, str] = {bool: "True or False", int: "an integer", float: "a number", type(None): "None"}
+_TYPE_NAMES: dict[Any, str] = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    type(None): "None",
+}
 
 
 def check_values(args: Any) -> None:
@@ -43,25 +50,34 @@ def check_values(args: Any) -> None:
 
 
 def check_types(args: Any) -> None:
-    """Raise ArgumentError for the first argument that must be a number, a boolean or None and is not.
+    """Raise ArgumentError for the first argument that is not of its type; see `check_type`."""
+    for field in fields(args):
+        check_type(args, field.name)
+
+
+def check_type(args: Any, name: str) -> None:
+    """Raise ArgumentError for an argument that must be a number, a boolean, a string or None and is not.
 
     `"4"` or 4.5 for an integer would fail far from here, or be misread.
     """
-    hints = value_types(type(args))
-    for field in fields(args):
-        hint, value = hints[field.name], getattr(args, field.name)
-        allowed = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-        if value is field.default or not set(allowed) <= _TYPE_NAMES.keys() or _has_type(value, allowed):
-            continue
-        expected = " or ".join(words for kind, words in _TYPE_NAMES.items() if kind in allowed)
-        raise ArgumentError(
-            f"{shown_name(args, field.name)}={value!r} must be {expected}, got the type {type(value).__name__}."
-        )
+    field, hint, value = args.__dataclass_fields__[name], _types_of(type(args))[name], getattr(args, name)
+    allowed = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    # transformers makes enumerations of some of its strings.
+    known = _TYPE_NAMES.keys() if declaration(field).group else _TYPE_NAMES.keys() - {str}
+    if value is field.default or not set(allowed) <= known or _has_type(value, allowed):
+        return
+    expected = " or ".join(words for kind, words in _TYPE_NAMES.items() if kind in allowed)
+    raise ArgumentError(f"{shown_name(args, name)}={value!r} must be {expected}, got the type {type(value).__name__}.")
+
+
+_types_of: Callable[[Any], dict[str, Any]] = cache(value_types)
 
 
 def _has_type(value: Any, allowed: tuple[Any, ...]) -> bool:
     if value is None:
         return type(None) in allowed
+    if isinstance(value, str):
+        return str in allowed
     if isinstance(value, bool):
         return bool({bool, int, float} & set(allowed))
     # 0 is not accepted for False: some arguments distinguish None, True and False.

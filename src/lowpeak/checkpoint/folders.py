@@ -36,8 +36,12 @@ _LEFTOVER = re.compile(r"(checkpoint-\d+)\.(staged|replaced|removing)")
 
 
 def last_checkpoint(run_dir: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step in `run_dir`, or None."""
-    return next(reversed(_complete_checkpoints(run_dir)), None)
+    """Return the checkpoint of the highest step in `run_dir`, or None.
+
+    A folder without lowpeak's state, such as a partial copy, counts only if no other folder has it.
+    """
+    folders = _complete_checkpoints(run_dir)[::-1]
+    return next((folder for folder in folders if (folder / STATE_FILE).is_file()), next(iter(folders), None))
 
 
 def prune_checkpoints(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> None:

@@ -167,6 +167,8 @@ class TypedParser(ErrorParser, HfArgumentParser):
         action = self._option_string_actions[f"--{name}"]
         if value is None:
             raise ArgumentError(f"{name} must have a value, got None.")
+        if value == []:
+            raise ArgumentError(f"{name} is an empty list: give values, or leave it out.")
         if isinstance(value, dict) or (isinstance(value, list) and action.nargs != "+"):
             raise ArgumentError(f"{name} does not take a {'mapping' if isinstance(value, dict) else 'list'}.")
         if value is False and action.choices:

@@ -43,6 +43,7 @@ from lowpeak.models.value_heads import ValueHead as ValueHead
 from lowpeak.models.value_heads import add_critic as add_critic
 from lowpeak.models.value_heads import belongs_to_critic as belongs_to_critic
 from lowpeak.models.value_heads import check_critic_vocabulary as check_critic_vocabulary
+from lowpeak.models.value_heads import check_embedded_tokens as check_embedded_tokens
 from lowpeak.models.value_heads import critic_classifier as critic_classifier
 from lowpeak.models.value_heads import critic_of as critic_of
 from lowpeak.models.value_heads import install_adapter_switches as install_adapter_switches

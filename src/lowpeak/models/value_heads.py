@@ -221,16 +221,22 @@ def _scale_gradient(hidden: Tensor, gradient: float) -> Tensor:
     return hidden.detach() if gradient == 0.0 else hidden.detach() + gradient * (hidden - hidden.detach())
 
 
-def check_critic_vocabulary(critic: nn.Module, policy: nn.Module, tokenizer: Any) -> None:
-    """Raise ArgumentError if the policy can generate a token that the critic lacks or reads differently."""
+def check_embedded_tokens(name: str, model: nn.Module, policy: nn.Module, tokenizer: Any, remedy: str) -> None:
+    """Raise ArgumentError if `model` embeds fewer tokens than the policy can generate."""
     # Padding rows of embeddings differ between models and are ignored.
-    num_known, num_generated = num_embeddings(critic), num_embeddings(policy)
+    num_known, num_generated = num_embeddings(model), num_embeddings(policy)
     needed = len(tokenizer) if num_generated is None else min(len(tokenizer), num_generated)
     if num_known is not None and num_known < needed:
         raise ArgumentError(
-            f"the critic embeds {num_known} tokens and the policy's tokenizer has {needed}, but the critic reads the policy's "
-            "tokens: use a classifier with the same tokenizer, or remove value_model and value_model_path."
+            f"{name} embeds {num_known} tokens and the policy's tokenizer has {needed}, but {name} reads the policy's tokens: "
+            f"{remedy}."
         )
+
+
+def check_critic_vocabulary(critic: nn.Module, policy: nn.Module, tokenizer: Any) -> None:
+    """Raise ArgumentError if the policy can generate a token that the critic lacks or reads differently."""
+    remedy = "use a classifier with the same tokenizer, or remove value_model and value_model_path"
+    check_embedded_tokens("the critic", critic, policy, tokenizer, remedy)
     critic_vocabulary, vocabulary = _critic_vocabulary(critic, policy), tokenizer.get_vocab()
     other = min(
         (token for token, id_ in vocabulary.items() if critic_vocabulary.get(token, id_) != id_),

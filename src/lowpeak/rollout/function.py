@@ -24,7 +24,7 @@ import torch
 from lowpeak.arguments import Sampling
 from lowpeak.data import REWARD_KEYWORDS, PromptReader
 from lowpeak.errors import ArgumentError, EngineError, fail_on_exit
-from lowpeak.models import num_embeddings
+from lowpeak.models import context_length, num_embeddings
 from lowpeak.records import Completion, Group, Prompt
 from lowpeak.rollout.engine import RolloutEngine, SliceForm
 
@@ -98,8 +98,10 @@ class FunctionEngine:
             with self._request_sampling(call, training), fail_on_exit(EngineError, "rollout_func"):
                 output = self.function(entries, self.trainer)
             num_tokens = num_embeddings(model) or int(model.config.get_text_config().vocab_size)
+            context = context_length(model)
         fields, ends = _check_output(output, len(entries), size), self.end_ids(sampling)
         completions = [_completion(fields, i, sampling.max_new_tokens, ends, num_tokens) for i in range(len(entries))]
+        _check_context(completions, context)
         return [Group(prompt, tuple(completions[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)]
 
     def complete(self, prompts: Sequence[Any], overrides: Mapping[str, Any]) -> list[Group]:
@@ -235,6 +237,8 @@ def _completion(
     ids, prompt_ids = (_token_ids(fields, name, index, num_tokens) for name in ("completion_ids", "prompt_ids"))
     logprobs = _list_or(fields["logprobs"][index], [None] * len(ids))
     mask = _list_or(fields["env_mask"][index] if "env_mask" in fields else None, [1] * len(ids))
+    if not set(mask) <= {0, 1}:
+        raise EngineError(f"rollout_func: entry {index}: env_mask has values other than 0 and 1.")
     if not len(ids) == len(logprobs) == len(mask) > 0:
         raise EngineError(
             f"rollout_func: entry {index} has {len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values of "
@@ -249,6 +253,16 @@ def _completion(
         prompt_ids=tuple(prompt_ids),
         extra={name: values[index] for name, values in fields.items() if name not in (*_REQUIRED, "env_mask")},
     )
+
+
+def _check_context(completions: Sequence[Completion], context: int | None) -> None:
+    for index, each in enumerate(completions):
+        total = len(each.prompt_ids or ()) + len(each)
+        if context is not None and total > context:
+            raise EngineError(
+                f"rollout_func: entry {index} has {total} tokens of prompt and completion, beyond the model's context of "
+                f"{context}: end it earlier."
+            )
 
 
 def _logprobs(values: Sequence[Any], mask: Sequence[Any], index: int) -> torch.Tensor:

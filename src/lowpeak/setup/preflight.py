@@ -36,7 +36,7 @@ def check_data(
         raise DataError(f"train_dataset is None: pass a dataset with {columns}.")
     check_max_steps(train_dataset, args.max_steps)
     cause = f"eval_strategy={str(args.eval_strategy.value)!r}" if args.eval_strategy != "no" else "eval_on_start=True"
-    if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+    if (eval_dataset is None or eval_dataset == {}) and (args.eval_strategy != "no" or args.eval_on_start):
         raise ArgumentError(f"{cause} has no data: pass eval_dataset (--eval_dataset or --eval_split), or remove it.")
     named = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     if isinstance(eval_dataset, dict):

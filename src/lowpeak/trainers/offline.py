@@ -319,7 +319,9 @@ def _add_end_token(model: Any, end_id: int) -> None:
 
 def _read_template(name: str) -> str:
     path = Path(name)
-    if path.suffix not in (".jinja", ".j2") or not path.is_file():
+    if path.suffix in (".jinja", ".j2") and not path.is_file():
+        raise ArgumentError(f"chat_template_path={name!r} is not an existing file.")
+    if path.suffix not in (".jinja", ".j2"):
         raise ArgumentError(
             f"chat_template_path={name!r} must be a .jinja or .j2 file; to take another tokenizer's template, set chat_template on "
             "the tokenizer that is passed as processing_class."

@@ -22,7 +22,7 @@ from lowpeak.checkpoint import (
     preserve_rng_state,
 )
 from lowpeak.data import check_prompt_columns, read_eval_prompts
-from lowpeak.errors import CheckpointError
+from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.parallel import check_is_sharded, has_shards
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
@@ -84,7 +84,7 @@ class OnlineTrainer(StepTrainer):
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
-        raise AssertionError("a subclass names its algorithm")
+        raise ArgumentError("The trainer has no algorithm: define make_algorithm(args, settings) in its class.")
 
     def attach_extra_modules(self, policy: nn.Module, origin: Any, args: Any) -> None:
         """Add other trained modules, such as PPO's critic, to a policy that was loaded from `origin`."""

@@ -21,6 +21,7 @@ from lowpeak.arguments import (
 from lowpeak.data import check_special_tokens
 from lowpeak.errors import ArgumentError
 from lowpeak.models import (
+    check_embedded_tokens,
     disable_dropout,
     is_peft,
     load_policy,
@@ -114,6 +115,9 @@ def prepare_online(
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     check_special_tokens(tokenizer, num_embeddings(policy))
     reference = _load_reference(policy, inputs, settings, args, "reference" in algorithm.needs)
+    if reference is not None:
+        remedy = "pass a reference with the same tokenizer"
+        check_embedded_tokens("ref_model", reference, policy, tokenizer, remedy)
     attach_extra_modules(policy, inputs.model, args)
     upcast_trainable(policy)
     if settings.model.disable_dropout:

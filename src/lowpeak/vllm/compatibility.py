@@ -40,7 +40,7 @@ SIZES = (
 def require_vllm(what: str = "use_vllm=True") -> None:
     """Raise MissingPackageError if vLLM, which `what` needs, is not installed."""
     # Does not import vLLM, which takes many seconds.
-    otherwise = "; without it the policy itself generates (use_vllm=False)"
+    otherwise = "; without it the policy itself generates (use_vllm=False)" if what == "use_vllm=True" else ""
     require_package("vllm", what, "vllm", otherwise, named=f"vLLM {SUPPORTED}")
 
 

@@ -125,6 +125,7 @@ def test_a_run_resumes_from_its_last_complete_checkpoint_or_the_given_one(tmp_pa
     for step in (9, 10):
         save(tmp_path, step)
     (tmp_path / "checkpoint-11.staged").mkdir()
+    (tmp_path / "checkpoint-12").mkdir()  # a copy that has only begun
     for nothing in (None, False):
         assert resolve_checkpoint(tmp_path, nothing) is None
     assert resolve_checkpoint(tmp_path, True) == tmp_path / "checkpoint-10"

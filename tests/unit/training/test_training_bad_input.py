@@ -106,6 +106,11 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_end_of_sequence(tmp_path)
             trainer(tmp_path, tokenizer=tokenizer)
 
 
+def test_a_reference_that_lacks_tokens_of_the_policy_is_refused(tmp_path):
+    with names(ArgumentError, "ref_model .* 9 .* 13"):
+        grpo(tmp_path, ref_model=tiny_model(9), beta=0.1)
+
+
 def test_a_tokenizer_or_a_model_that_is_nowhere_is_refused(tmp_path):
     with names(DataError, "tokenizer.chat_template"):
         grpo(tmp_path, data=[{"prompt": [USER]}] * 4)

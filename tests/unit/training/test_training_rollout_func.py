@@ -176,6 +176,11 @@ def test_other_fields_reach_the_rewards_also_where_a_checkpoint_cannot_hold_them
             for number in (float("nan"), float("-inf"), float("inf"), 5.0)
         ),
         (answer(completions=["a", "b"]), "'completions'"),
+        (answer(env_mask=[[1, 2, 1, 1], [1] * 5]), "entry 0: env_mask"),
+        (
+            answer([{**ROWS[0], "ids": [4] * 200, "mask": [1] * 200, "logprobs": [-1.0] * 200}, ROWS[1]]),
+            r"entry 0 has 20\d .* 128",
+        ),
         (answer(prompt_ids=[[-1], PROMPT]), "entry 0: prompt_ids has -1"),
         (answer(prompt_ids=[["1"], PROMPT]), "entry 0: prompt_ids has '1'"),
         (answer(completion_ids=[[4.5, 7, 8, 1], ROWS[1]["ids"]]), "entry 0: completion_ids has 4.5"),
