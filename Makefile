@@ -73,7 +73,7 @@ check:
 	$(PYTEST) $(BY_FILE) -m "not processes" tests/architecture tests/unit
 
 test:
-	@echo "make test: about 17 minutes on two cores"
+	@echo "make test: about 15 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
 	$(PYTEST) $(BY_FILE) --ignore=tests/with_vllm
 
