@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,9 @@ def plain_grpo(s: GRPOSettings, rows: Sequence[Row], *, on_policy: bool = False,
         totals.append(sum(losses))
     num_rows = len(rows)
     bonus = 0.0 if s.entropy_bonus is None else 0.3 * torch.cat([row.entropy for row in rows]).mean()
-    if s.loss_type == "grpo":
+    if s.loss_type == "luspo":
+        return sum(totals) / num_rows - bonus
+    if s.loss_type in ("grpo", "sapo"):
         return sum(t / max(len(r.logprobs), 1) for t, r in zip(totals, rows, strict=True)) / num_rows - bonus
     if s.loss_type == "dr_grpo":
         return sum(totals) / (num_rows * s.max_completion_length) - bonus
@@ -45,7 +48,10 @@ def plain_token_losses(s: GRPOSettings, row: Row, old: Tensor, masked: bool) -> 
     for t, p in enumerate(row.logprobs):
         log_ratio = log_ratios[t] if s.importance_level == "token" else sum(log_ratios) / len(log_ratios)
         ratio = log_ratio.exp()
-        policy = plain_policy_term(s, p, ratio, row.advantage)
+        policy = plain_policy_term(s, p, ratio, row.advantage, log_ratios)
+        if s.off_policy_mask_threshold is not None and row.advantage < 0:
+            drift = sum(o - p for p, o in zip(row.logprobs.tolist(), old.tolist(), strict=True)) / len(old)
+            policy = policy * (0.0 if drift > s.off_policy_mask_threshold else 1.0)
         loss = policy * row.mask[t] if masked else policy
         d = p - row.reference[t]
         kl = {"k1": d, "k2": 0.5 * d * d, "k3": (-d).exp() + d - 1}[s.kl_estimator]
@@ -54,8 +60,15 @@ def plain_token_losses(s: GRPOSettings, row: Row, old: Tensor, masked: bool) -> 
     return losses
 
 
-def plain_policy_term(s: GRPOSettings, logprob: Tensor, ratio: Tensor, advantage: float) -> Tensor:
+def plain_policy_term(
+    s: GRPOSettings, logprob: Tensor, ratio: Tensor, advantage: float, log_ratios: Sequence[Tensor]
+) -> Tensor:
     """The policy term by the sign of the advantage: with a positive one only the ceiling binds, else only the floor."""
+    if s.sapo is not None:
+        tau = s.sapo.positive if advantage > 0 else s.sapo.negative
+        return -4 / tau / (1 + (-tau * (ratio - 1)).exp()) * advantage
+    if s.vespo is not None:
+        return -plain_gamma(s, [each.item() for each in log_ratios], advantage) * advantage * logprob
     ceiling = torch.tensor(1.0 + s.clip_high, dtype=torch.float64)
     if s.loss_type == "cispo":
         return -min(ratio.detach(), ceiling) * advantage * logprob
@@ -65,6 +78,14 @@ def plain_policy_term(s: GRPOSettings, logprob: Tensor, ratio: Tensor, advantage
     if s.delta is not None:
         ratio = min(ratio, torch.tensor(s.delta, dtype=torch.float64))
     return -max(ratio, floor) * advantage
+
+
+def plain_gamma(s: GRPOSettings, log_ratios: Sequence[float], advantage: float) -> float:
+    """VESPO's weight: exp(decay) w^power exp(-decay w), with the product w of a sequence's ratios."""
+    w = math.exp(sum(log_ratios))
+    if advantage >= 0:
+        return math.exp(s.vespo.positive_decay * (1 - w)) * w**s.vespo.positive_power
+    return math.exp(s.vespo.negative_decay * (1 - w)) * w**s.vespo.negative_power
 
 
 def plain_rloo(s: RLOOSettings, rows: Sequence[Row], *, weighed: bool = False) -> Tensor:

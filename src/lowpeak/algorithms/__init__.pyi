@@ -18,6 +18,7 @@ from lowpeak.algorithms.loss_terms import clipped_surrogate as clipped_surrogate
 from lowpeak.algorithms.loss_terms import correction_weight as correction_weight
 from lowpeak.algorithms.loss_terms import importance_ratio as importance_ratio
 from lowpeak.algorithms.loss_terms import kl_estimate as kl_estimate
+from lowpeak.algorithms.loss_terms import off_policy_mask as off_policy_mask
 from lowpeak.algorithms.loss_terms import pair_mean as pair_mean
 from lowpeak.algorithms.loss_terms import product_ratio as product_ratio
 from lowpeak.algorithms.loss_terms import sum_per_pair as sum_per_pair

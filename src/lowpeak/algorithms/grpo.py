@@ -8,10 +8,13 @@ Variants, by settings:
 2. DAPO (arXiv 2503.14476): an asymmetric clip, weights per token, groups of equal rewards dropped.
 3. GSPO (arXiv 2507.18071): one ratio per sequence.
 4. CISPO (MiniMax-M1, arXiv 2506.13585): a clipped weight on the log-prob, so that every token keeps a gradient.
-5. GDPO (arXiv 2601.05242): each reward function is normalised before the weighted sum.
+5. SAPO (arXiv 2511.20347): a smooth gate in place of the clip.
+6. LUSPO (arXiv 2602.05261): GSPO with the sum over a sequence's tokens in place of their mean.
+7. VESPO (arXiv 2602.10693): a smooth weight of the whole sequence's ratio on the log-prob.
+8. Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, equation 9), for any of them.
+9. GDPO (arXiv 2601.05242): each reward function is normalised before the weighted sum.
 
-Different from the paper: the KL is off unless `beta` is set, and its estimator can be chosen; the std is unbiased. CISPO's
-ceiling is 1 + eps_high, as in the other variants; TRL's argument is the ceiling itself.
+Different from the paper: the KL is off unless `beta` is set, and its estimator can be chosen; the std is unbiased.
 
 Shapes: N sequences of the rollout, G of one group, K reward functions, C tokens of one completion; T loss tokens of a
 micro-batch, B of its sequences.
@@ -44,16 +47,26 @@ from lowpeak.algorithms.loss_terms import (
     importance_ratio,
     kl_estimate,
     mean_per_sequence,
+    off_policy_mask,
+    old_logprobs,
+    repeat_per_token,
+    sequence_mean,
     step_weights,
+    sum_per_sequence,
     token_mean,
+    value_per_sequence,
 )
 from lowpeak.algorithms.metrics import clip_ratios, masked_mean, mean_over_step, measure_pass, weighted_tokens
-from lowpeak.arguments import EntropyBonus, GRPOSettings
+from lowpeak.arguments import EntropyBonus, GRPOSettings, SAPOGate, VESPOWeight
 from lowpeak.records import Metric, Record, TokenBatch
 
 _STD_EPSILON = 1e-4  # added to a std before it divides
 _ENTROPY_ROUNDING = 1e-5  # nats
 _ENTROPY_CONTROL = "entropy_control"
+# VESPO's bounds of log-ratios, and its least decay: those of its authors' code, which TRL has, too.
+_VESPO_BOUND = 20.0
+_VESPO_FLOOR = math.log(1e-8)
+_LEAST_DECAY = 1e-4
 
 
 def make_grpo(settings: GRPOSettings) -> Algorithm:
@@ -72,13 +85,19 @@ def make_grpo(settings: GRPOSettings) -> Algorithm:
         reduction=grpo_reduction(settings),
         loss=partial(grpo_loss, settings),
         measure=partial(measure_grpo, settings),
-        needs_full_sequence=settings.step_correction is not None and settings.step_correction.per_sequence,
+        needs_full_sequence=_needs_full_sequence(settings),
         skip_zero_advantage=settings.beta == 0.0 and settings.entropy_bonus is None,
         entropy_bonus=settings.entropy_bonus is not None,
         state=initial_entropy_state(settings.entropy_bonus),
         update=partial(next_entropy_state, settings.entropy_bonus),
         schedule=partial(entropy_schedule, settings.entropy_bonus),
     )
+
+
+def _needs_full_sequence(settings: GRPOSettings) -> bool:
+    correction = settings.step_correction
+    corrects_sequences = correction is not None and correction.per_sequence
+    return corrects_sequences or settings.vespo is not None or settings.off_policy_mask_threshold is not None
 
 
 # Advantages
@@ -169,15 +188,18 @@ def grpo_reduction(settings: GRPOSettings) -> Reduction:
 
     With N sequences and T loss tokens in the step and `length` in the sequence, a token weighs
 
-        grpo                 1 / (length * N)                  each sequence's mean, averaged over sequences
-        dr_grpo              1 / (max_completion_length * N)   no length bias
-        dapo, bnpo, cispo    1 / T                             mean over the step's tokens
+        grpo, sapo                  1 / (length * N)                  each sequence's mean, averaged over sequences
+        luspo                       1 / N                             each sequence's sum, averaged over sequences
+        dr_grpo                     1 / (max_completion_length * N)   no length bias
+        dapo, bnpo, cispo, vespo    1 / T                             mean over the step's tokens
 
     `bnpo` equals `dapo` here: TRL's is the mean over a micro-batch, and micro-batches must not change the result.
     """
     token_weight: Reduction = token_mean
-    if settings.loss_type == "grpo":
+    if settings.loss_type in ("grpo", "sapo"):
         token_weight = _mean_of_sequence_means
+    elif settings.loss_type == "luspo":
+        token_weight = sequence_mean
     elif settings.loss_type == "dr_grpo":
         token_weight = partial(_max_length_mean, settings.max_completion_length)
     return partial(_sum_of_tokens, token_weight) if settings.importance_level == "sequence" else token_weight
@@ -201,11 +223,13 @@ def _sum_of_tokens(token_weight: Reduction, length: int, counts: StepCounts) -> 
 def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """Return `weight * policy + beta * KL` of each token [T], or its mean over each sequence [B] at sequence level.
 
-    The weight is 1, or corrects the sampler's drift (`correction_weight`). The entropy bonus is not part of this loss:
-    it is the mean over the step's tokens for every loss type, and the training step adds it.
+    The weight is 1, or corrects the sampler's drift (`correction_weight`), or is 0 for a masked sequence. The entropy bonus is
+    not part of this loss: it is the mean over the step's tokens for every loss type, and the training step adds it.
     """
     ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
-    loss_T = _policy_term(settings, logprobs_T, ratio_T, tokens.advantages_T)
+    loss_T = _policy_term(settings, logprobs_T, ratio_T, tokens)
+    if settings.off_policy_mask_threshold is not None:
+        loss_T = loss_T * off_policy_mask(logprobs_T, tokens, settings.off_policy_mask_threshold)
     if settings.step_correction is not None:
         loss_T = loss_T * step_weights(settings.step_correction, logprobs_T, tokens)
     if settings.beta != 0.0:
@@ -213,9 +237,14 @@ def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, tokens: TokenBatch) ->
     return mean_per_sequence(loss_T, tokens) if settings.importance_level == "sequence" else loss_T
 
 
-def _policy_term(settings: GRPOSettings, logprobs_T: Tensor, ratio_T: Tensor, advantages_T: Tensor) -> Tensor:
+def _policy_term(settings: GRPOSettings, logprobs_T: Tensor, ratio_T: Tensor, tokens: TokenBatch) -> Tensor:
+    advantages_T = tokens.advantages_T
     if settings.loss_type == "cispo":
         return _clipped_weight_loss(logprobs_T, ratio_T, advantages_T, settings.clip_high)
+    if settings.sapo is not None:
+        return _gated_loss(settings.sapo, ratio_T, advantages_T)
+    if settings.vespo is not None:
+        return -vespo_weights(settings.vespo, logprobs_T, tokens) * advantages_T * logprobs_T
     assert settings.clip_low is not None, "only CISPO has no lower clip"
     return clipped_surrogate(ratio_T, advantages_T, settings.clip_low, settings.clip_high, settings.delta)
 
@@ -223,6 +252,38 @@ def _policy_term(settings: GRPOSettings, logprobs_T: Tensor, ratio_T: Tensor, ad
 def _clipped_weight_loss(logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_high: float) -> Tensor:
     """Return CISPO's `-stopgrad(min(ratio, 1 + clip_high)) * A * logprob`, elementwise; it has no floor."""
     return -ratio.detach().clamp(max=1.0 + clip_high) * advantages * logprobs
+
+
+def _gated_loss(gate: SAPOGate, ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return SAPO's `-4 / tau * sigmoid(tau * (ratio - 1)) * A`, with tau by the sign of A: elementwise.
+
+    At a ratio of 1 the gradient is GRPO's; it vanishes smoothly on both sides.
+    """
+    temperature = _choose(advantages > 0, gate.positive, gate.negative, ratio.dtype)
+    return -4.0 / temperature * torch.sigmoid(temperature * (ratio - 1.0)) * advantages
+
+
+def _choose(condition: Tensor, if_true: float, if_false: float, dtype: torch.dtype) -> Tensor:
+    """Return one of two numbers elementwise; torch.where would round them to float32."""
+    return torch.full_like(condition, if_false, dtype=dtype).masked_fill(condition, if_true)
+
+
+def vespo_weights(weight: VESPOWeight, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
+    """Return VESPO's weight of each token's sequence: [T], without a gradient; 1 if the ratio w is 1.
+
+    `exp(decay) * w^power * exp(-decay * w)` with w = product of policy / old, and of old / sampler if that is corrected.
+    """
+    old_T = old_logprobs(logprobs_T, tokens)
+    log_ratio_T = (logprobs_T.detach() - old_T).clamp(-_VESPO_BOUND, _VESPO_BOUND)
+    if weight.correction is not None:
+        drift_T = step_weights(weight.correction, logprobs_T, tokens)
+        log_ratio_T = log_ratio_T + drift_T.log().clamp(_VESPO_FLOOR, _VESPO_BOUND)
+    log_w_B = sum_per_sequence(log_ratio_T, tokens).clamp(_VESPO_FLOOR, _VESPO_BOUND)
+    log_w_T = repeat_per_token(log_w_B, tokens)
+    gains = tokens.advantages_T >= 0
+    power = _choose(gains, weight.positive_power, weight.negative_power, log_w_T.dtype)
+    decay = _choose(gains, weight.positive_decay, weight.negative_decay, log_w_T.dtype).clamp(min=_LEAST_DECAY)
+    return torch.exp(decay + power * log_w_T - decay * log_w_T.exp())
 
 
 def _kl_term(settings: GRPOSettings, logprobs_T: Tensor, ratio_T: Tensor, tokens: TokenBatch) -> Tensor:
@@ -254,6 +315,12 @@ def measure_grpo(
     if settings.loss_type == "cispo":
         high_T = (ratio_T > 1.0 + settings.clip_high) & (tokens.advantages_T > 0)
         metrics["cispo_clip_ratio"] = mean_over_step(mask_T * high_T, tokens.token_share, tokens)
+        return metrics
+    if settings.vespo is not None:
+        weights_B = value_per_sequence(vespo_weights(settings.vespo, logprobs_T, tokens), tokens)
+        metrics["vespo/phi_seq_mean"] = masked_mean(weights_B, value_per_sequence(mask_T, tokens))
+        return metrics
+    if settings.sapo is not None:
         return metrics
     assert settings.clip_low is not None, "only CISPO has no lower clip"
     return metrics | clip_ratios(ratio_T, tokens, mask_T, unit, settings.clip_low, settings.clip_high)

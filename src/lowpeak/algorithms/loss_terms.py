@@ -130,6 +130,18 @@ def clipped_surrogate(
     return -torch.minimum(bounded * advantages, clipped * advantages)
 
 
+def off_policy_mask(logprobs_T: Tensor, tokens: TokenBatch, threshold: float) -> Tensor:
+    """Return 0 at tokens with a negative advantage whose sequence left the policy that sampled it, else 1: [T].
+
+    A sequence has left it if the mean of `sampled - policy` over its tokens is above `threshold`, in nats (DeepSeek-V3.2,
+    arXiv 2512.02556, equation 9). Without the sampler's log-probs, old ones are used; unknown ones (NaN) count as 0.
+    """
+    sampled_T = old_logprobs(logprobs_T, tokens) if tokens.sampling_T is None else tokens.sampling_T
+    drift_B = mean_per_sequence(_zero_unknown(sampled_T - logprobs_T.detach()), tokens)
+    is_kept_T = (tokens.advantages_T >= 0) | repeat_per_token(drift_B <= threshold, tokens)
+    return is_kept_T.to(logprobs_T.dtype)
+
+
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
     """Return k1 = p - r, k2 = (p - r)^2 / 2, or k3 = exp(r - p) - (r - p) - 1: elementwise, in nats, differentiable.
 

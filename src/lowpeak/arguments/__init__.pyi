@@ -25,6 +25,8 @@ from lowpeak.arguments.grpo import EntropyBonus as EntropyBonus
 from lowpeak.arguments.grpo import GRPOLossType as GRPOLossType
 from lowpeak.arguments.grpo import GRPOSettings as GRPOSettings
 from lowpeak.arguments.grpo import ImportanceLevel as ImportanceLevel
+from lowpeak.arguments.grpo import SAPOGate as SAPOGate
+from lowpeak.arguments.grpo import VESPOWeight as VESPOWeight
 from lowpeak.arguments.grpo import resolve_grpo as resolve_grpo
 from lowpeak.arguments.inherited import ACT_IF as ACT_IF
 from lowpeak.arguments.inherited import NEVER_ACT as NEVER_ACT

@@ -1,4 +1,4 @@
-"""GRPO and its family (DeepSeekMath, arXiv 2402.03300; Dr. GRPO, DAPO, GSPO, CISPO): arguments and settings."""
+"""GRPO and its family (Dr. GRPO, DAPO, GSPO, CISPO, SAPO, LUSPO, VESPO): arguments and settings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     SHARE,
     EffectCondition,
+    above_zero,
     argument,
     if_on,
     make_settings,
@@ -32,15 +33,27 @@ from lowpeak.arguments.online import (
 
 logger = logging.getLogger(__name__)
 
-GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ImportanceLevel = Literal["token", "sequence"]
 RewardScale = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
+_SMOOTH = ("sapo", "vespo")  # losses that clip nothing
+_CLIPS = EffectCondition(lambda args, facts: args.loss_type not in _SMOOTH, "SAPO and VESPO clip no ratio; remove it")
 _CLIPS_BELOW = EffectCondition(
     lambda args, facts: args.loss_type != "cispo", "CISPO has only the bound epsilon_high; remove it"
 )
-_TAKES_LEVEL = EffectCondition(_CLIPS_BELOW.holds, "loss_type='cispo' is per token; remove it", raises=True)
+_TAKES_LEVEL = EffectCondition(
+    lambda args, facts: args.loss_type not in ("cispo", "vespo"),
+    "CISPO's ratios are of tokens, and VESPO's of sequences in any case; remove it",
+    raises=True,
+)
+_IS_SAPO = EffectCondition(
+    lambda args, facts: args.loss_type == "sapo", "loss_type is not 'sapo'; set it or remove this"
+)
+_IS_VESPO = EffectCondition(
+    lambda args, facts: args.loss_type == "vespo", "loss_type is not 'vespo'; set it or remove this"
+)
 _REUSED_OR_CISPO = EffectCondition(
     lambda args, facts: args.loss_type == "cispo" or REUSES_ROLLOUTS.holds(args, facts), REUSES_ROLLOUTS.reason
 )
@@ -55,8 +68,15 @@ class GRPOArguments(OnlineArguments):
     """Arguments of GRPO and its family."""
 
     num_generations: int = redeclared(OnlineArguments, "num_generations", check=GROUP_SIZE)
-    epsilon: float = redeclared(OnlineArguments, "epsilon", also=_CLIPS_BELOW)
-    epsilon_high: float | None = redeclared(OnlineArguments, "epsilon_high", acts_if=(_REUSED_OR_CISPO,))
+    epsilon: float = redeclared(
+        OnlineArguments, "epsilon", check=NOT_NEGATIVE, acts_if=(_CLIPS_BELOW, _CLIPS, REUSES_ROLLOUTS)
+    )
+    epsilon_high: float | None = redeclared(
+        OnlineArguments,
+        "epsilon_high",
+        help="Clip range of the ratio above 1 (None: epsilon); with loss_type=cispo the upper bound of the ratio itself.",
+        acts_if=(_CLIPS, _REUSED_OR_CISPO),
+    )
     loss_type: str = argument("dapo", f"Loss: {', '.join(get_args(GRPOLossType))}.", one_of(GRPOLossType))
     importance_sampling_level: str = argument(
         "token",
@@ -67,7 +87,30 @@ class GRPOArguments(OnlineArguments):
     delta: float | None = argument(
         None,
         "Upper bound of the ratio for negative advantages (None: no bound).",
-        acts_if=(_CLIPS_BELOW, REUSES_ROLLOUTS),
+        acts_if=(_CLIPS_BELOW, _CLIPS, REUSES_ROLLOUTS),
+    )
+    sapo_temperature_pos: float = argument(
+        1.0, "SAPO: temperature of the gate for positive advantages.", above_zero(), (_IS_SAPO, REUSES_ROLLOUTS)
+    )
+    sapo_temperature_neg: float = argument(
+        1.05, "SAPO: temperature of the gate for other advantages.", above_zero(), (_IS_SAPO, REUSES_ROLLOUTS)
+    )
+    vespo_k_pos: float = argument(
+        2.0, "VESPO: power of the sequence's ratio for advantages of 0 or more.", NOT_NEGATIVE, _IS_VESPO
+    )
+    vespo_lambda_pos: float = argument(
+        3.0, "VESPO: exponential decay in the sequence's ratio for advantages of 0 or more.", NOT_NEGATIVE, _IS_VESPO
+    )
+    vespo_k_neg: float = argument(
+        3.0, "VESPO: power of the sequence's ratio for negative advantages.", NOT_NEGATIVE, _IS_VESPO
+    )
+    vespo_lambda_neg: float = argument(
+        2.0, "VESPO: exponential decay in the sequence's ratio for negative advantages.", NOT_NEGATIVE, _IS_VESPO
+    )
+    off_policy_mask_threshold: float | None = argument(
+        None,
+        "Drop sequences with a negative advantage whose mean log-ratio of sampler to policy is above this (None: off).",
+        above_zero("a number of nats per token"),
     )
     scale_rewards: Annotated[str, bool] = argument(
         "group",
@@ -121,10 +164,33 @@ class EntropyBonus:
 
 
 @dataclass(frozen=True)
+class SAPOGate:
+    """Temperatures of SAPO's gate, for positive and for other advantages."""
+
+    positive: float
+    negative: float
+
+
+@dataclass(frozen=True)
+class VESPOWeight:
+    """VESPO's weight `exp(decay) * w^power * exp(-decay * w)` of a sequence's ratio w, by the sign of its advantage.
+
+    `correction` is the correction of the engine's drift, which is a factor of w here, not of the loss.
+    """
+
+    positive_power: float
+    positive_decay: float
+    negative_power: float
+    negative_decay: float
+    correction: Correction | None = None
+
+
+@dataclass(frozen=True)
 class GRPOSettings(CorrectedSettings):
     """Settings of GRPO and its family.
 
-    The ratio's upper bound is 1 + `clip_high` for every loss type. CISPO has neither `clip_low` nor `delta`: both are None.
+    The ratio's upper bound is 1 + `clip_high` for every loss type that has one. CISPO has neither `clip_low` nor `delta`: both
+    are None. `sapo` and `vespo` are the settings of these two losses, which have no bounds.
     """
 
     loss_type: GRPOLossType
@@ -144,6 +210,9 @@ class GRPOSettings(CorrectedSettings):
     drop_equal_groups: bool
     score_old: bool
     correction: Correction | None = None
+    sapo: SAPOGate | None = None
+    vespo: VESPOWeight | None = None
+    off_policy_mask_threshold: float | None = None
 
 
 def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
@@ -151,16 +220,29 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
     cispo = args.loss_type == "cispo"
     require(
         not cispo or args.epsilon_high is not None,
-        "loss_type='cispo' needs epsilon_high: the ratio's upper bound is 1 + epsilon_high, as for every loss type "
-        "(TRL's epsilon_high=5.0 for CISPO is 4.0 here).",
+        "loss_type='cispo' needs epsilon_high, the upper bound of the ratio itself; ScaleRL (arXiv 2510.13786) has 5.0.",
     )
-    if args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
+    require(
+        not cispo or args.epsilon_high >= 1,
+        f"epsilon_high={args.epsilon_high} is the upper bound of the ratio itself with loss_type='cispo', and must be at least 1.",
+    )
+    if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
+        logger.warning(
+            "loss_type='luspo' with ratios of tokens: set importance_sampling_level='sequence', as the paper does."
+        )
+    if args.importance_sampling_level == "sequence" and args.loss_type in ("bnpo", "dr_grpo", "dapo"):
         logger.warning(
             "importance_sampling_level='sequence' with loss_type=%r: the loss sums over tokens, so longer completions weigh more. "
             "GSPO weighs all completions equally: set loss_type='grpo'.",
             args.loss_type,
         )
-    high = clip_high(args)
+    high = args.epsilon_high - 1 if cispo else clip_high(args)
+    correction = resolve_correction(args)
+    require(
+        args.loss_type != "vespo" or correction is None or not correction.per_sequence,
+        f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} does not go with loss_type='vespo', which weighs "
+        "whole sequences itself: set it to 'token_truncate' or 'token_mask'.",
+    )
     require(
         args.delta is None or args.delta > 1 + high,
         f"delta={args.delta} must be above 1 + epsilon_high = {1 + high}: it bounds the ratio of negative advantages, "
@@ -179,8 +261,14 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
         entropy_bonus=_resolve_entropy(args),
         drop_equal_groups=args.dynamic_sampling_rounds > 0,
         score_old=online.rollout.num_steps > 1,
-        correction=resolve_correction(args),
+        correction=None if args.loss_type == "vespo" else correction,
+        sapo=SAPOGate(args.sapo_temperature_pos, args.sapo_temperature_neg) if args.loss_type == "sapo" else None,
+        vespo=_resolve_vespo(args, correction) if args.loss_type == "vespo" else None,
     )
+
+
+def _resolve_vespo(args: Any, correction: Correction | None) -> VESPOWeight:
+    return VESPOWeight(args.vespo_k_pos, args.vespo_lambda_pos, args.vespo_k_neg, args.vespo_lambda_neg, correction)
 
 
 def _levels_differ(args: Any) -> bool:

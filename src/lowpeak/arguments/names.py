@@ -12,8 +12,6 @@ from typing import Any
 from lowpeak.errors import ArgumentError
 
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
-_LOSS = "loss_type is one of grpo, bnpo, dr_grpo, dapo, cispo; remove it"
-_REUSE = "rollouts are the policy's, reused for at most num_iterations passes with clipped ratios; remove it"
 # Name, default in TRL 1.16, and remedy.
 _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
     ("vllm_importance_sampling_cap", None, "TRL renamed it; use vllm_importance_sampling_clip_max"),
@@ -21,13 +19,6 @@ _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
     ("use_transformers_continuous_batching", False, _NATIVE),
     ("transformers_continuous_batching_config", None, _NATIVE),
     ("use_transformers_paged", False, _NATIVE),
-    ("sapo_temperature_neg", 1.05, _LOSS),
-    ("sapo_temperature_pos", 1.0, _LOSS),
-    ("vespo_k_pos", 2.0, _LOSS),
-    ("vespo_lambda_pos", 3.0, _LOSS),
-    ("vespo_k_neg", 3.0, _LOSS),
-    ("vespo_lambda_neg", 2.0, _LOSS),
-    ("off_policy_mask_threshold", None, _REUSE),
     ("max_tool_calling_iterations", None, "run tools in a rollout_func; remove it"),
     ("log_multimodal", True, "lowpeak trains text models; remove it"),
     (

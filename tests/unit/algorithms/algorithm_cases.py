@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms import Algorithm, StepCounts
-from lowpeak.arguments import RLOOSettings
+from lowpeak.arguments import RLOOSettings, SAPOGate, VESPOWeight
 from lowpeak.records import Completion, FinishReason, Record, TokenBatch
 from lowpeak.training import weighted_loss
 from naive_losses import Row
 from step_settings import GRPO
 
 CISPO = replace(GRPO, loss_type="cispo", clip_low=None, delta=None)
+SAPO = replace(GRPO, loss_type="sapo", sapo=SAPOGate(1.0, 1.3))
+VESPO = replace(GRPO, loss_type="vespo", vespo=VESPOWeight(2.0, 3.0, 3.0, 2.0))
+SETTINGS = {"cispo": CISPO, "sapo": SAPO, "vespo": VESPO}
 RLOO = RLOOSettings(
     clip_low=0.2,
     clip_high=0.2,

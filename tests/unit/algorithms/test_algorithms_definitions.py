@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import CISPO, GRPO, RLOO, record
+from algorithm_cases import GRPO, RLOO, SETTINGS, record
 
 from lowpeak.algorithms import (
     StepCounts,
@@ -110,13 +110,16 @@ BY_HAND = [
     ("dr_grpo", 1 / (9 * 8), 4 / (9 * 8)),
     ("dapo", 1 / 100, 4 / 100),
     ("bnpo", 1 / 100, 4 / 100),
+    ("sapo", 1 / (4 * 8), 1 / 8),
+    ("luspo", 1 / 8, 4 / 8),
     ("cispo", 1 / 100, 4 / 100),
+    ("vespo", 1 / 100, 4 / 100),
 ]
 
 
 @pytest.mark.parametrize(("loss_type", "token", "sequence"), BY_HAND)
 def test_a_sequence_of_four_tokens_has_the_weight_of_its_loss_type(loss_type, token, sequence):
-    settings = replace(CISPO if loss_type == "cispo" else GRPO, loss_type=loss_type)
+    settings = replace(SETTINGS.get(loss_type, GRPO), loss_type=loss_type)
     assert make_grpo(settings).reduction(4, COUNTS) == pytest.approx(token)
     by_row = make_grpo(replace(settings, importance_level="sequence"))
     assert by_row.reduction(4, COUNTS) == pytest.approx(sequence)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
-from algorithm_cases import CISPO, GRPO, RLOO, assert_same, ragged_rows, token_batch, trained_loss
+from algorithm_cases import CISPO, GRPO, RLOO, SETTINGS, assert_same, ragged_rows, token_batch, trained_loss
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak.algorithms import (
@@ -17,6 +18,7 @@ from lowpeak.algorithms import (
     make_grpo,
     make_rloo,
     make_supervised,
+    off_policy_mask,
     product_ratio,
 )
 from lowpeak.arguments import EntropyBonus, GRPOLossType
@@ -29,7 +31,7 @@ LEVELS = ["token", "sequence"]
 
 
 def settings_of(loss_type, **changes):
-    return replace(CISPO if loss_type == "cispo" else GRPO, loss_type=loss_type, **changes)
+    return replace(SETTINGS.get(loss_type, GRPO), loss_type=loss_type, **changes)
 
 
 EVERY_TERM = {
@@ -58,6 +60,24 @@ def test_the_trained_loss_is_the_definition_with_masked_advantages_too(loss_type
         advantages_T = torch.cat([row.advantage * row.mask for row in rows])
         masked = trained_loss(make_grpo(settings), rows, advantages_T=advantages_T, **more)
         assert_same(masked, plain_grpo(settings, rows, on_policy=on_policy, masked=True), rows)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_sequences_that_left_the_sampler_lose_their_policy_term_if_their_advantage_is_negative(loss_type):
+    settings = settings_of(loss_type, beta=0.1, off_policy_mask_threshold=0.05)
+    for seed in (0, 1, 2):
+        rows = ragged_rows(seed=seed)
+        loss = trained_loss(make_grpo(settings), rows)
+        assert_same(loss, plain_grpo(settings, rows), rows)
+        assert loss != trained_loss(make_grpo(replace(settings, off_policy_mask_threshold=None)), rows)
+
+
+def test_the_off_policy_mask_reads_the_samplers_logprobs_and_takes_unknown_ones_as_equal():
+    rows = [replace(row, advantage=-1.0) for row in ragged_rows((2, 2))]
+    tokens = token_batch(rows, make_grpo(GRPO).reduction, "token")
+    logprobs_T = torch.cat([row.logprobs for row in rows]).detach()
+    sampled_T = logprobs_T + torch.tensor([0.9, -0.1, 0.3, math.nan])
+    assert off_policy_mask(logprobs_T, replace(tokens, sampling_T=sampled_T), 0.2).tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("level", LEVELS)
