@@ -1,4 +1,4 @@
-"""Does a step do the same as TRL's? `python -m benchmarks.same_steps [--quick] [--algorithm rloo]`.
+"""Does a step do the same as TRL's? `python -m benchmarks.same_steps [--quick] [--algorithm rloo] [--settings JSON]`.
 
 Both sides train the same weights on the same fixed completions (nothing is sampled) for a few steps of AdamW with the
 learning task's settings. Losses, gradient norms and weights must then agree to rounding: what is left of a difference
@@ -8,6 +8,7 @@ between learning curves is sampling.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,12 +24,12 @@ TOLERANCE = 1e-2
 
 
 def main() -> None:
-    algorithm, steps = parse(sys.argv[1:])
+    algorithm, steps, settings = parse(sys.argv[1:])
     require_peer()
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder) / "start"
         run_apart("benchmarks.harness.warm", {"folder": str(start), "seed": 0})
-        runs = {side: train(side, algorithm, steps, start, Path(folder) / side) for side in SIDES}
+        runs = {side: train(side, algorithm, steps, settings, start, Path(folder) / side) for side in SIDES}
         ends = [Path(folder) / side / str(steps) for side in SIDES]
         difference, move = furthest(*ends), furthest(start, ends[1])
     ours, peer = runs[OURS], runs[PEER]
@@ -39,6 +40,7 @@ def main() -> None:
         {
             "benchmark": "same_steps",
             "algorithm": algorithm,
+            "settings": settings,
             "steps": steps,
             "ours": ours,
             "peer": peer,
@@ -51,16 +53,19 @@ def main() -> None:
     )
 
 
-def parse(arguments: Sequence[str]) -> tuple[str, int]:
-    """The algorithm and the number of steps."""
+def parse(arguments: Sequence[str]) -> tuple[str, int, dict[str, Any]]:
+    """The algorithm, the number of steps, and settings beside the learning task's."""
     parser = argparse.ArgumentParser(description="Compare lowpeak's optimizer steps with TRL's on fixed completions.")
     parser.add_argument("--quick", action="store_true", help="four steps in place of twelve")
     parser.add_argument("--algorithm", choices=["grpo", "rloo"], default="grpo")
+    parser.add_argument("--settings", type=json.loads, default={}, help='such as \'{"loss_type": "sapo"}\'')
     found = parser.parse_args(arguments)
-    return found.algorithm, 4 if found.quick else 12
+    return found.algorithm, 4 if found.quick else 12, found.settings
 
 
-def train(side: str, algorithm: str, steps: int, start: Path, folder: Path) -> dict[str, Any]:
+def train(
+    side: str, algorithm: str, steps: int, settings: Mapping[str, Any], start: Path, folder: Path
+) -> dict[str, Any]:
     """Losses and gradient norms of one side's steps; its weights are left in `folder/<steps>`."""
     request: Mapping[str, Any] = {
         "library": side,
@@ -71,6 +76,7 @@ def train(side: str, algorithm: str, steps: int, start: Path, folder: Path) -> d
         "folder": str(folder),
         "snapshots": (steps,),
         "canned": True,
+        "settings": settings,
     }
     took = run_apart("benchmarks.harness.side", request)
     return {"loss": took["loss"], "grad_norm": took["grad_norm"]}

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from benchmarks.harness.task import NUM_PROMPTS, noisy_sort, trainer_settings
 
 @dataclass(frozen=True)
 class SideRequest:
-    """What one side is to do. `start` holds the weights to train.
+    """What one side is to do. `start` holds the weights to train, `settings` are added to the learning task's.
 
     `canned` puts fixed completions in place of sampled ones, asked for in the data's order, and logs every step.
     """
@@ -37,6 +37,7 @@ class SideRequest:
     folder: str
     snapshots: tuple[int, ...] = ()
     canned: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Snapshots(TrainerCallback):
@@ -56,6 +57,7 @@ def make_trainer(request: SideRequest) -> Any:
     """The trainer of either library: the two constructors take the same arguments."""
     package, name = importlib.import_module(request.library), request.algorithm.upper()
     settings = trainer_settings(request.algorithm, request.seed, request.steps, Path(request.folder))
+    settings |= request.settings
     more: dict[str, Any] = {}
     if request.canned:
         settings |= {"shuffle_dataset": False, "logging_steps": 1}

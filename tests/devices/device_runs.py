@@ -130,7 +130,7 @@ FILTERED["generation_kwargs"] = {"stop_strings": ["="]}
 ALGORITHMS: dict[str, Case] = {
     "grpo": Case(args={"loss_type": "grpo", "num_generations_eval": 2, **EACH_STEP, **TWICE}),
     "grpo dapo": Case(args={"loss_type": "dapo", **TWICE}),
-    "grpo cispo": Case(args={"loss_type": "cispo", "epsilon_high": 4.0, **TWICE}),
+    "grpo cispo": Case(args={"loss_type": "cispo", "epsilon_high": 5.0, **TWICE}),
     "grpo of sequences (GSPO)": Case(args={"importance_sampling_level": "sequence", **TWICE}),
     "grpo, two-sided, entropy of tokens": Case(args={"delta": 2.0, "top_entropy_quantile": 0.5, **TWICE}),
     "grpo, adaptive entropy bonus": Case(args={"use_adaptive_entropy": True, "entropy_coef": 0.1, **TWICE}),

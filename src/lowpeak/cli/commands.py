@@ -20,7 +20,7 @@ usage: lowpeak COMMAND [--config FILE.yaml] [--argument value ...]
 Online RL post-training for LLMs that fits the memory you have.
 
 commands:
-  grpo       train a model with GRPO (and bnpo, dr_grpo, dapo, cispo, GSPO)
+  grpo       train a model with GRPO (and DAPO, Dr. GRPO, GSPO, CISPO, SAPO, LUSPO, VESPO)
   rloo       train a model with RLOO
   ppo        train a model and its critic with PPO
   online-dpo train a model with Online DPO, with rewards or a judge

@@ -155,9 +155,9 @@ def test_a_file_with_trls_defaults_is_read(tmp_path):
 
 
 def test_rejected_names_are_told_from_misspelled_ones(tmp_path):
-    assert "off_policy_mask_threshold" in REJECTED
-    with pytest.raises(ArgumentError, match="off_policy_mask_threshold"):
-        GRPOConfig(output_dir=str(tmp_path), off_policy_mask_threshold=0.5)
+    assert "cache_implementation" in REJECTED
+    with pytest.raises(ArgumentError, match="cache_implementation"):
+        GRPOConfig(output_dir=str(tmp_path), cache_implementation="static")
     with pytest.raises(ArgumentError, match=r"'lerning_rate'.*'learning_rate'"):
         GRPOConfig(output_dir=str(tmp_path), lerning_rate=None)
 

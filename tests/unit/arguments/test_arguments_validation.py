@@ -88,7 +88,7 @@ def resolved(folder, config=GRPOConfig, **said):
             ("epsilon", 0.1), ("epsilon_high", 0.28), ("delta", 0.5), ("importance_sampling_level", "sequence"))),
         (GRPOConfig, VLLM, {"importance_sampling_level": "sequence"}, "num_iterations"),
         (GRPOConfig, {"beta": 0.1, "use_bias_correction_kl": False}, {"importance_sampling_level": "sequence"}, "num_iterations"),
-        (GRPOConfig, {"loss_type": "cispo", "epsilon_high": 4.0}, {"epsilon": 0.1}, "epsilon_high"),
+        (GRPOConfig, {"loss_type": "cispo", "epsilon_high": 5.0}, {"epsilon": 0.1}, "epsilon_high"),
         *((GRPOConfig, {}, {name: value}, "beta") for name, value in (
             ("kl_estimator", "k1"), ("sync_ref_model", True), ("use_bias_correction_kl", False))),
         (GRPOConfig, {"beta": 0.1}, {"ref_model_sync_steps": 3}, "sync_ref_model"),
