@@ -134,10 +134,12 @@ def off_policy_mask(logprobs_T: Tensor, tokens: TokenBatch, threshold: float) ->
     """Return 0 at tokens with a negative advantage whose sequence left the policy that sampled it, else 1: [T].
 
     A sequence has left it if the mean of `sampled - policy` over its tokens is above `threshold`, in nats (DeepSeek-V3.2,
-    arXiv 2512.02556, equation 9). Without the sampler's log-probs, old ones are used; unknown ones (NaN) count as 0.
+    arXiv 2512.02556, equation 9). The old log-prob is used for a token whose sampling log-prob is unknown (NaN).
     """
-    sampled_T = old_logprobs(logprobs_T, tokens) if tokens.sampling_T is None else tokens.sampling_T
-    drift_B = mean_per_sequence(_zero_unknown(sampled_T - logprobs_T.detach()), tokens)
+    sampled_T = old_T = old_logprobs(logprobs_T, tokens)
+    if tokens.sampling_T is not None:
+        sampled_T = torch.where(tokens.sampling_T.isnan(), old_T, tokens.sampling_T)
+    drift_B = mean_per_sequence(sampled_T - logprobs_T.detach(), tokens)
     is_kept_T = (tokens.advantages_T >= 0) | repeat_per_token(drift_B <= threshold, tokens)
     return is_kept_T.to(logprobs_T.dtype)
 

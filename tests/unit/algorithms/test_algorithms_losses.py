@@ -72,12 +72,15 @@ def test_sequences_that_left_the_sampler_lose_their_policy_term_if_their_advanta
         assert loss != trained_loss(make_grpo(replace(settings, off_policy_mask_threshold=None)), rows)
 
 
-def test_the_off_policy_mask_reads_the_samplers_logprobs_and_takes_unknown_ones_as_equal():
+def test_the_off_policy_mask_reads_the_samplers_logprobs_and_old_ones_if_those_are_unknown():
     rows = [replace(row, advantage=-1.0) for row in ragged_rows((2, 2))]
     tokens = token_batch(rows, make_grpo(GRPO).reduction, "token")
     logprobs_T = torch.cat([row.logprobs for row in rows]).detach()
     sampled_T = logprobs_T + torch.tensor([0.9, -0.1, 0.3, math.nan])
-    assert off_policy_mask(logprobs_T, replace(tokens, sampling_T=sampled_T), 0.2).tolist() == [0.0, 0.0, 1.0, 1.0]
+    on_policy = replace(tokens, sampling_T=sampled_T, old_T=None)
+    assert off_policy_mask(logprobs_T, on_policy, 0.2).tolist() == [0.0, 0.0, 1.0, 1.0]
+    moved = replace(on_policy, old_T=logprobs_T + 0.9)
+    assert off_policy_mask(logprobs_T, moved, 0.2).tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("level", LEVELS)
