@@ -36,7 +36,6 @@ def our_rollouts(prompts: Sequence[str], trainer: Any) -> dict[str, list[Any]]:
         "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
         "completion_ids": rows,
         "logprobs": [None] * len(rows),
-        "logprobs": [[0.0] * len(ids) for ids in rows],  # on-policy, nothing reads them
     }
 
 

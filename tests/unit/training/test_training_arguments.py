@@ -175,7 +175,7 @@ def test_the_unit_of_ratios_is_taken_where_it_acts(tmp_path, changes):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("cache_implementation", "cache_implementation"), ("vespo_k_pos", "loss_type"), ("lerning_rate", "learning_rate")],
+    [("cache_implementation", "cache_implementation"), ("lerning_rate", "learning_rate")],
 )
 def test_unknown_names_are_refused_with_what_to_do_instead(tmp_path, name, words):
     with pytest.raises(ArgumentError, match=words):
