@@ -162,13 +162,13 @@ def slices(values=(1.0, 2.0)):
     yield WeightSlice("weight", (len(values),), torch.float32, 0, tensor)
 
 
-def engine_over(*vllms, callers=None, adapter=None, load=True, **settings):
+def engine_over(*vllms, sharing=None, adapter=None, load=True, **settings):
     """An engine over these vLLMs, awake and, with `load`, with weights of version 0."""
     made = VllmEngine(
         lambda: vllms,
         replace(SETTINGS, **settings),
         PolicyFacts(lambda sampling: {END, *sampling.stop_token_ids}, 13, adapter),
-        callers or EngineSharing(Ranks()),
+        sharing or EngineSharing(Ranks()),
     )
     made.wake()
     if load:

@@ -88,7 +88,7 @@ def test_a_corrected_rloo_step_equals_the_plain_padded_way(mode, max_tokens, chu
     model = tiny_model()
     records = drifted(model)
     install_head(model)
-    settings = RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, False, False, MODES[mode])
+    settings = RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, False, MODES[mode])
     assert_same_gradients(
         model,
         lambda m: plain_rloo_loss(settings, m, records),

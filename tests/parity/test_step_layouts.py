@@ -116,7 +116,7 @@ def test_an_rloo_step_equals_the_plain_padded_way(budget):
     """In float64: a sequence's ratio multiplies its gradients, so that fp32's rounding alone comes to more than 1e-6."""
     model = ready(double_model())
     records = grouped_records(model)
-    settings = RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, False, True)
+    settings = RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, True)
     assert_same_gradients(
         model,
         lambda m: plain_rloo_loss(settings, m, records),
