@@ -40,7 +40,7 @@ GRPO = replace(
     BASE, clip_high=0.2, beta=0.04, bias_corrected_kl=True, entropy_bonus=EntropyBonus(0.01), max_completion_length=512
 )
 MASKED = replace(GRPO, score_old=False, correction=Correction(True, True, 0.5, 3.0))
-RLOO = RLOOSettings(0.2, 0.2, 0.05, "k1", False, None, False, False, True)
+RLOO = RLOOSettings(0.2, 0.2, 0.05, "k1", False, None, False, True)
 DPO = OnlineDPOSettings("sigmoid", (0.1,), 0.0, False)
 
 
