@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from lowpeak.arguments import GRPOSettings, PPOSettings
+from lowpeak.arguments import GRPOSettings, PPOSettings, SAPOGate, VESPOWeight
 from lowpeak.ranks import Ranks
 
 GRPO = GRPOSettings(
@@ -13,6 +13,12 @@ GRPO = GRPOSettings(
     entropy_bonus=None, top_entropy_quantile=1.0, max_completion_length=9,
     drop_equal_groups=False, score_old=True,
 )  # fmt: skip
+# What a loss type has beside GRPO's settings.
+OF_LOSS_TYPE = {
+    "cispo": {"clip_low": None, "delta": None},
+    "sapo": {"sapo": SAPOGate(1.0, 1.3)},
+    "vespo": {"vespo": VESPOWeight(2.0, 3.0, 3.0, 2.0)},
+}
 PPO = PPOSettings(
     beta=0.0, kl_estimator="k1", adaptive_kl=None, gamma=1.0, gae_lambda=0.95, clip_low=0.2, clip_high=0.28,
     value_clip=0.2, value_coef=0.5, whiten_rewards=False, whiten_advantages=True, missing_eos_penalty=0.0,

@@ -79,7 +79,7 @@ CHANGED = [
     (GRPOConfig, KL, {"kl_estimator": "k1", "sync_ref_model": True, "use_bias_correction_kl": False}),
     (GRPOConfig, REUSED, {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 4.0}),
     (GRPOConfig, {**REUSED, "loss_type": "sapo"}, {"sapo_temperature_pos": 1.5, "sapo_temperature_neg": 1.5}),
-    (GRPOConfig, {"loss_type": "vespo"}, {"vespo_k_pos": 1.0, "vespo_lambda_pos": 1.0, "vespo_k_neg": 1.0,
+    (GRPOConfig, {**REUSED, "loss_type": "vespo"}, {"vespo_k_pos": 1.0, "vespo_lambda_pos": 1.0, "vespo_k_neg": 1.0,
         "vespo_lambda_neg": 1.0}),
     (GRPOConfig, MOVED, {"ref_model_mixup_alpha": 0.5, "ref_model_sync_steps": 5}),
     (GRPOConfig, PRINTED, {"log_completions_steps": 5, "num_completions_to_print": 3, "log_unique_prompts": True}),

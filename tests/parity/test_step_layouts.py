@@ -29,6 +29,7 @@ from lowpeak.arguments import EntropyBonus, GRPOLossType, RLOOSettings
 from lowpeak.batching import Budget, LayerCosts, num_loss_tokens, pack
 from lowpeak.training import LogprobSettings, score
 from rounding import assert_each_close_to_largest
+from step_settings import OF_LOSS_TYPE
 from tiny_models import tiny_model
 
 SHARED, ROWS = Budget(1000, layout="shared"), Budget(1000, layout="rows")
@@ -60,8 +61,8 @@ GRPO_CASES = all_pairs(
 def test_a_grpo_step_equals_the_plain_padded_way(case):
     model = ready(tiny_model(tied=case["tied"] == "tied"))
     records = grouped_records(model)
-    clip_low = None if case["loss_type"] == "cispo" else 0.2
-    settings = replace(BASE, loss_type=case["loss_type"], importance_level=case["level"], clip_low=clip_low)
+    of_type = OF_LOSS_TYPE.get(case["loss_type"], {})
+    settings = replace(BASE, loss_type=case["loss_type"], importance_level=case["level"], **of_type)
     settings = replace(settings, beta=float(case["beta"]))
     if case["checkpointing"]:
         model.train()

@@ -241,9 +241,11 @@ def _policy_term(settings: GRPOSettings, logprobs_T: Tensor, ratio_T: Tensor, to
     advantages_T = tokens.advantages_T
     if settings.loss_type == "cispo":
         return _clipped_weight_loss(logprobs_T, ratio_T, advantages_T, settings.clip_high)
-    if settings.sapo is not None:
+    if settings.loss_type == "sapo":
+        assert settings.sapo is not None, "SAPO has a gate"
         return _gated_loss(settings.sapo, ratio_T, advantages_T)
-    if settings.vespo is not None:
+    if settings.loss_type == "vespo":
+        assert settings.vespo is not None, "VESPO has a weight"
         return -vespo_weights(settings.vespo, logprobs_T, tokens) * advantages_T * logprobs_T
     assert settings.clip_low is not None, "only CISPO has no lower clip"
     return clipped_surrogate(ratio_T, advantages_T, settings.clip_low, settings.clip_high, settings.delta)
@@ -320,7 +322,7 @@ def measure_grpo(
         weights_B = value_per_sequence(vespo_weights(settings.vespo, logprobs_T, tokens), tokens)
         metrics["vespo/phi_seq_mean"] = masked_mean(weights_B, value_per_sequence(mask_T, tokens))
         return metrics
-    if settings.sapo is not None:
+    if settings.loss_type == "sapo":
         return metrics
     assert settings.clip_low is not None, "only CISPO has no lower clip"
     return metrics | clip_ratios(ratio_T, tokens, mask_T, unit, settings.clip_low, settings.clip_high)

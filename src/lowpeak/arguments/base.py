@@ -175,7 +175,7 @@ class CommonArguments:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How models are loaded, and what is changed in a loaded model.
+    """Settings of loading models, and of changes in a loaded model.
 
     `model_init_kwargs` and `trust_remote_code` act on models that are given by name or path.
     """
@@ -232,7 +232,7 @@ class RunSettings:
 
 
 def resolve_model(args: Any) -> ModelSettings:
-    """Return how models are loaded."""
+    """Return the settings of loading models."""
     return make_settings(ModelSettings, args, model_init_kwargs=args.model_init_kwargs or {})
 
 

@@ -54,6 +54,12 @@ _IS_SAPO = EffectCondition(
 _IS_VESPO = EffectCondition(
     lambda args, facts: args.loss_type == "vespo", "loss_type is not 'vespo'; set it or remove this"
 )
+# The sequence's ratio is also the sampler's drift, if that is corrected.
+_SEQUENCE_RATIOS_DIFFER = EffectCondition(
+    lambda args, facts: REUSES_ROLLOUTS.holds(args, facts) or resolve_correction(args) is not None,
+    REUSES_ROLLOUTS.reason,
+)
+_WEIGHS_SEQUENCES = (_IS_VESPO, _SEQUENCE_RATIOS_DIFFER)
 _REUSED_OR_CISPO = EffectCondition(
     lambda args, facts: args.loss_type == "cispo" or REUSES_ROLLOUTS.holds(args, facts), REUSES_ROLLOUTS.reason
 )
@@ -96,16 +102,22 @@ class GRPOArguments(OnlineArguments):
         1.05, "SAPO: temperature of the gate for other advantages.", above_zero(), (_IS_SAPO, REUSES_ROLLOUTS)
     )
     vespo_k_pos: float = argument(
-        2.0, "VESPO: power of the sequence's ratio for advantages of 0 or more.", NOT_NEGATIVE, _IS_VESPO
+        2.0, "VESPO: power of the sequence's ratio for advantages of 0 or more.", NOT_NEGATIVE, _WEIGHS_SEQUENCES
     )
     vespo_lambda_pos: float = argument(
-        3.0, "VESPO: exponential decay in the sequence's ratio for advantages of 0 or more.", NOT_NEGATIVE, _IS_VESPO
+        3.0,
+        "VESPO: exponential decay in the sequence's ratio for advantages of 0 or more.",
+        NOT_NEGATIVE,
+        _WEIGHS_SEQUENCES,
     )
     vespo_k_neg: float = argument(
-        3.0, "VESPO: power of the sequence's ratio for negative advantages.", NOT_NEGATIVE, _IS_VESPO
+        3.0, "VESPO: power of the sequence's ratio for negative advantages.", NOT_NEGATIVE, _WEIGHS_SEQUENCES
     )
     vespo_lambda_neg: float = argument(
-        2.0, "VESPO: exponential decay in the sequence's ratio for negative advantages.", NOT_NEGATIVE, _IS_VESPO
+        2.0,
+        "VESPO: exponential decay in the sequence's ratio for negative advantages.",
+        NOT_NEGATIVE,
+        _WEIGHS_SEQUENCES,
     )
     off_policy_mask_threshold: float | None = argument(
         None,
@@ -217,32 +229,10 @@ class GRPOSettings(CorrectedSettings):
 
 def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
     """Return GRPO's settings; ArgumentError for bounds that the loss cannot have."""
-    cispo = args.loss_type == "cispo"
-    require(
-        not cispo or args.epsilon_high is not None,
-        "loss_type='cispo' needs epsilon_high, the upper bound of the ratio itself; ScaleRL (arXiv 2510.13786) has 5.0.",
-    )
-    require(
-        not cispo or args.epsilon_high >= 1,
-        f"epsilon_high={args.epsilon_high} is the upper bound of the ratio itself with loss_type='cispo', and must be at least 1.",
-    )
-    if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
-        logger.warning(
-            "loss_type='luspo' with ratios of tokens: set importance_sampling_level='sequence', as the paper does."
-        )
-    if args.importance_sampling_level == "sequence" and args.loss_type in ("bnpo", "dr_grpo", "dapo"):
-        logger.warning(
-            "importance_sampling_level='sequence' with loss_type=%r: the loss sums over tokens, so longer completions weigh more. "
-            "GSPO weighs all completions equally: set loss_type='grpo'.",
-            args.loss_type,
-        )
-    high = args.epsilon_high - 1 if cispo else clip_high(args)
     correction = resolve_correction(args)
-    require(
-        args.loss_type != "vespo" or correction is None or not correction.per_sequence,
-        f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} does not go with loss_type='vespo', which weighs "
-        "whole sequences itself: set it to 'token_truncate' or 'token_mask'.",
-    )
+    _check_loss_type(args, correction)
+    cispo, vespo = args.loss_type == "cispo", args.loss_type == "vespo"
+    high = args.epsilon_high - 1 if cispo else clip_high(args)
     require(
         args.delta is None or args.delta > 1 + high,
         f"delta={args.delta} must be above 1 + epsilon_high = {1 + high}: it bounds the ratio of negative advantages, "
@@ -261,10 +251,35 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
         entropy_bonus=_resolve_entropy(args),
         drop_equal_groups=args.dynamic_sampling_rounds > 0,
         score_old=online.rollout.num_steps > 1,
-        correction=None if args.loss_type == "vespo" else correction,
+        correction=None if vespo else correction,
         sapo=SAPOGate(args.sapo_temperature_pos, args.sapo_temperature_neg) if args.loss_type == "sapo" else None,
-        vespo=_resolve_vespo(args, correction) if args.loss_type == "vespo" else None,
+        vespo=_resolve_vespo(args, correction) if vespo else None,
     )
+
+
+def _check_loss_type(args: Any, correction: Correction | None) -> None:
+    """Raise ArgumentError for settings that the loss type cannot have; warn of unusual ones."""
+    cispo = args.loss_type == "cispo"
+    require(
+        not cispo or (args.epsilon_high is not None and args.epsilon_high >= 1),
+        f"epsilon_high={args.epsilon_high} with loss_type='cispo' is the upper bound of the ratio itself: set it to 1 or more; "
+        "ScaleRL (arXiv 2510.13786) has 5.0.",
+    )
+    require(
+        args.loss_type != "vespo" or correction is None or not correction.per_sequence,
+        f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} does not go with loss_type='vespo', which weighs "
+        "whole sequences itself: set it to 'token_truncate' or 'token_mask'.",
+    )
+    if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
+        logger.warning(
+            "loss_type='luspo' with ratios of tokens: set importance_sampling_level='sequence', as the paper does."
+        )
+    if args.importance_sampling_level == "sequence" and args.loss_type in ("bnpo", "dr_grpo", "dapo"):
+        logger.warning(
+            "importance_sampling_level='sequence' with loss_type=%r: the loss sums over tokens, so longer completions weigh more. "
+            "GSPO weighs all completions equally: set loss_type='grpo'.",
+            args.loss_type,
+        )
 
 
 def _resolve_vespo(args: Any, correction: Correction | None) -> VESPOWeight:

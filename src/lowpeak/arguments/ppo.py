@@ -200,7 +200,7 @@ class PPOSettings:
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """Where the critic is, what initialises a separate one, how that is loaded, and its learning rate (None: the policy's)."""
+    """The critic's layout, the checkpoint of a separate one, its learning rate (None: the policy's), and how models load."""
 
     critic: CriticKind
     value_model_path: str | None

@@ -67,7 +67,9 @@ def check_type(args: Any, name: str) -> None:
     if value is field.default or not set(allowed) <= known or _has_type(value, allowed):
         return
     expected = " or ".join(words for kind, words in _TYPE_NAMES.items() if kind in allowed)
-    raise ArgumentError(f"{show(shown_name(args, name), value)} must be {expected}, got the type {type(value).__name__}.")
+    raise ArgumentError(
+        f"{show(shown_name(args, name), value)} must be {expected}, got the type {type(value).__name__}."
+    )
 
 
 _types_of: Callable[[Any], dict[str, Any]] = cache(value_types)

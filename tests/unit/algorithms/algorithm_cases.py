@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms import Algorithm, StepCounts
-from lowpeak.arguments import RLOOSettings, SAPOGate, VESPOWeight
+from lowpeak.arguments import RLOOSettings
 from lowpeak.records import Completion, FinishReason, Record, TokenBatch
 from lowpeak.training import weighted_loss
 from naive_losses import Row
-from step_settings import GRPO
+from step_settings import GRPO, OF_LOSS_TYPE
 
-CISPO = replace(GRPO, loss_type="cispo", clip_low=None, delta=None)
-SAPO = replace(GRPO, loss_type="sapo", sapo=SAPOGate(1.0, 1.3))
-VESPO = replace(GRPO, loss_type="vespo", vespo=VESPOWeight(2.0, 3.0, 3.0, 2.0))
-SETTINGS = {"cispo": CISPO, "sapo": SAPO, "vespo": VESPO}
+SETTINGS = {name: replace(GRPO, loss_type=name, **changes) for name, changes in OF_LOSS_TYPE.items()}
+CISPO, VESPO = SETTINGS["cispo"], SETTINGS["vespo"]
 RLOO = RLOOSettings(
     clip_low=0.2,
     clip_high=0.2,

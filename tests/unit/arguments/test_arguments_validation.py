@@ -103,6 +103,9 @@ def resolved(folder, config=GRPOConfig, **said):
             ("auto_find_batch_size", True, "micro_batch_tokens"), ("eval_accumulation_steps", 2, "evaluation"))),
         *((GRPOConfig, {}, {"accelerator_config": {name: value}}, "cursor") for name, value in (
             ("split_batches", True), ("dispatch_batches", True), ("even_batches", False), ("use_seedable_sampler", False))),
+        *((GRPOConfig, {"loss_type": "vespo"}, {name: 0.5}, "num_iterations") for name in (
+            "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")),
+        *((GRPOConfig, {"num_iterations": 2}, {name: 0.5}, "loss_type") for name in ("vespo_k_pos", "sapo_temperature_pos")),
         (RLOOConfig, {}, {"epsilon": 0.1}, "num_iterations"),
         *((PPOConfig, {"num_iterations": 1}, {name: 0.1}, "num_iterations") for name in (
             "cliprange", "cliprange_value", "early_stop_kl")),
