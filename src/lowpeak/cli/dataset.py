@@ -5,29 +5,24 @@ Columns that are not renamed stay, and reward functions receive them.
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lowpeak.cli.arguments import DataArguments
-from lowpeak.cli.launch import is_rank_zero
 from lowpeak.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
 
-def load_datasets(arguments: DataArguments, answers: Sequence[str] = ()) -> tuple[Any, Any]:
-    """Return the training set and the evaluation set (None without --eval_dataset and --eval_split)."""
+def load_datasets(arguments: DataArguments, answers: Sequence[str], args: Any) -> tuple[Any, Any]:
+    """Return the training set and the evaluation set (None without --eval_dataset and --eval_split); `args` is the config."""
     from lowpeak.data import open_dataset
 
     def load(source: str, split: str | None, config: str | None) -> Any:
         # A local file may replace the hub name of a YAML file, which then still sets the hub's split and config.
         if Path(source).exists():
-            _warn_of_hub_arguments(source, split, config)
+            _name_hub_arguments(source, split, config, args)
             split, config = local_split(Path(source), split), None
         return map_columns(open_dataset(source, split, config), arguments, answers)
 
@@ -39,15 +34,15 @@ def load_datasets(arguments: DataArguments, answers: Sequence[str] = ()) -> tupl
     return train, load(source, arguments.eval_split, config)
 
 
-def _warn_of_hub_arguments(source: str, split: str | None, config: str | None) -> None:
-    """Log the arguments of a hub dataset that have no effect on a local file or folder."""
+def _name_hub_arguments(source: str, split: str | None, config: str | None, args: Any) -> None:
+    """Name, as other arguments without effect, those of a hub dataset that have no effect on a local file or folder."""
+    from lowpeak.arguments import warn_or_raise
+
     name_of_split = None if split is None or Path(source).is_dir() else split.partition("[")[0]
     unused = {"split": name_of_split if name_of_split != "train" else None, "dataset_config": config}
     for name, value in unused.items():
-        if value is not None and is_rank_zero(os.environ):
-            logger.warning(
-                "The %s %r has no effect: %s is a local file or folder, which has none.", name, value, source
-            )
+        if value is not None:
+            warn_or_raise(args, f"{name}={value!r} has no effect: {source} is a local file or folder, which has none")
 
 
 def local_split(source: Path, split: str | None) -> str | None:

@@ -171,7 +171,7 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
     """Return the trainer with its model, data, rewards and adapters, as a script would construct it."""
     from lowpeak.rewards import load_judge, load_reward
 
-    train_dataset, eval_dataset = load_datasets(job.data, ANSWER_COLUMNS.get(job.kind, ()))
+    train_dataset, eval_dataset = load_datasets(job.data, ANSWER_COLUMNS.get(job.kind, ()), job.config)
     keywords: dict[str, Any] = {
         "model": job.model.model,
         "args": job.config,

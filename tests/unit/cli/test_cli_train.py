@@ -149,7 +149,10 @@ def test_words_about_a_hubs_data_set_that_do_nothing_for_a_file_are_told(library
     trainer = trainer_of("grpo", argv(folder, "--dataset_split", "nope", "--dataset_config", "main"), library)
     assert len(trainer.keywords["train_dataset"]) == 10
     assert "'nope'" in caplog.text
-    assert "dataset_config 'main'" in caplog.text
+    assert "dataset_config='main'" in caplog.text
+    strict = argv(folder, "--dataset_config", "main", "--strict_arguments", "true")
+    with pytest.raises(ArgumentError, match="dataset_config"):
+        trainer_of("grpo", strict, library)
     caplog.clear()
     assert len(trainer_of("grpo", argv(folder, "--dataset_split", "train[:8]"), library).keywords["train_dataset"]) == 8
     assert "dataset_config" not in caplog.text
