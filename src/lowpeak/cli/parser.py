@@ -217,7 +217,7 @@ def _converter(base: Any, simple: Any, hint: Any) -> Callable[[str], Any]:
     elif simple is str and bool in kinds:
         base = _switch_or_text
     base = {string_to_bool: _switch, int: integer}.get(base, base)
-    if type(None) not in kinds or str in kinds:
+    if type(None) not in kinds or {str, list} <= kinds:  # `--report_to none` is a text
         return cast(Callable[[str], Any], base)
 
     def convert(text: str) -> Any:

@@ -36,6 +36,8 @@ CLASS_PREFIXES = {
 }
 # The columns of a supervised dataset beside `prompt`; these jobs generate nothing and take no reward.
 ANSWER_COLUMNS = {"sft": ("completion",), "reward": ("chosen", "rejected")}
+# Arguments that a script's own call of evaluate() reads, and a command only if eval_strategy is set.
+_OF_EVALUATIONS = ("per_device_eval_batch_size", "num_generations_eval", "success_reward", "success_threshold")
 _PEFT_TASKS = {"reward": "SEQ_CLS"}
 
 
@@ -158,12 +160,21 @@ def check_job(job: Job) -> None:
 
 
 def check_evaluation(job: Job) -> None:
-    """Raise ArgumentError for data to evaluate on that the command never reads."""
+    """Raise ArgumentError for data to evaluate on that the command never reads; name the arguments of evaluations it never runs."""
+    from lowpeak.arguments import warn_or_raise
+
+    if job.config.eval_strategy != "no" or job.config.eval_on_start:
+        return
     given = [name for name in ("eval_dataset", "eval_split") if getattr(job.data, name) is not None]
-    if given and job.config.eval_strategy == "no" and not job.config.eval_on_start:
+    if given:
         raise ArgumentError(
             f"--{given[0]} has no effect: eval_strategy is 'no', so the command never evaluates; add --eval_strategy steps (or "
             "epoch), or leave it out."
+        )
+    idle = [f"{name}={job.given[name]!r}" for name in _OF_EVALUATIONS if job.online and name in job.given]
+    if idle:
+        warn_or_raise(
+            job.config, f"{', '.join(idle)} without effect: eval_strategy is 'no', so the command never evaluates"
         )
 
 

@@ -75,7 +75,7 @@ class PreferenceReader(RowReader[Pair]):
         """Return the token ids of the answer, after the prompt if there is one."""
         prompt, answer = row.get("prompt"), row[side]
         if isinstance(answer, str) and isinstance(prompt, str | None):
-            self._warn_of_text(where)
+            self._report_text(where)
             return self._tokenizer((prompt or "") + answer, add_special_tokens=False)["input_ids"]
         if isinstance(answer, list) and isinstance(prompt, list | None):
             turns = [*(prompt or []), *answer]

@@ -93,7 +93,7 @@ class PromptReader(RowReader[Prompt]):
             options = [chat_options for _, chat_options in chats]
             encoded = self._encode_chats(chats, places)
         else:
-            self._warn_of_text(places[0])
+            self._report_text(places[0])
             encoded = self._tokenizer([row["prompt"] for row in rows])["input_ids"]
         serials = range(serial, serial + len(rows))
         return [self._make_prompt(*each) for each in zip(rows, encoded, options, serials, places, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -32,7 +32,8 @@ class RowReader(ABC, Generic[Item_co]):
 
     `drop_reason` completes the sentence "3 of 10 rows are dropped: ...". `chat_template_kwargs` are the chat template's
     arguments; a row's `chat_template_kwargs` have priority. `num_embeddings` is the number of tokens that the model embeds
-    (None: not checked). An invalid row raises DataError with its index.
+    (None: not checked). `report_idle` receives one message for each argument that has no effect on a row; it may raise. An
+    invalid row raises DataError with its index.
     """
 
     drop_reason: str
@@ -44,11 +45,13 @@ class RowReader(ABC, Generic[Item_co]):
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         num_embeddings: int | None = None,
+        report_idle: Callable[[str], None] = logger.warning,
     ) -> None:
         self._tokenizer = tokenizer
         self._template_defaults = dict(chat_template_kwargs or {})
         self._num_embeddings = num_embeddings
-        self._has_warned_of_text = False
+        self._report_idle = report_idle
+        self._idle: set[str] = set()
 
     @abstractmethod
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Item_co | None:
@@ -75,16 +78,16 @@ class RowReader(ABC, Generic[Item_co]):
             )
         return messages, options
 
-    def _warn_of_text(self, where: str) -> None:
-        """Log once that chat_template_kwargs do not change a row of text."""
-        if self._template_defaults and not self._has_warned_of_text:
-            self._has_warned_of_text = True
-            logger.warning(
-                "%s is text, to which no chat template and none of chat_template_kwargs=%s applies: remove the argument, or write "
-                "the rows as lists of messages.",
-                where,
-                self._template_defaults,
-            )
+    def _report_text(self, where: str) -> None:
+        """Report that chat_template_kwargs have no effect on a row of text."""
+        if self._template_defaults:
+            remedy = "remove the argument, or write the rows as lists of messages"
+            self._report_once("chat_template_kwargs", self._template_defaults, f"{where}, which is text: {remedy}")
+
+    def _report_once(self, name: str, value: Any, on_row: str) -> None:
+        if name not in self._idle:
+            self._idle.add(name)
+            self._report_idle(f"{name}={value!r} has no effect on {on_row}")
 
     def _check_ids(self, ids: Sequence[int], where: str) -> None:
         """Raise DataError for a token without an embedding, which would crash the device."""

@@ -39,18 +39,20 @@ _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Speakers of the from/value format whose name is not the role's.
 _ROLES = {"human": "user", "gpt": "assistant"}
 _NO_LABEL = -100
+_DEFAULT_TEXT_FIELD = "text"
+# Columns of each format beside text, in the order in which they are looked for.
+_FORMATS = (("input_ids",), ("prompt", "completion"), ("messages",), ("conversations",))
 
 
-def check_supervised_columns(row: Mapping[str, Any], text_field: str, where: str) -> None:
-    """Raise DataError for a row without the columns of any format."""
-    if (
-        not {"input_ids", "messages", "conversations", text_field} & row.keys()
-        and not {"prompt", "completion"} <= row.keys()
-    ):
+def check_supervised_columns(row: Mapping[str, Any], text_field: str, where: str) -> tuple[str, ...]:
+    """Return the columns that the row is read from; DataError for a row without the columns of any format."""
+    columns = next((names for names in (*_FORMATS, (text_field,)) if row.keys() >= set(names)), None)
+    if columns is None:
         raise DataError(
             f"{where} has the columns {', '.join(map(repr, row))}, but supervised training needs 'prompt' with 'completion', "
             f"'messages', 'conversations', {text_field!r}, or 'input_ids': rename the columns."
         )
+    return columns
 
 
 class SupervisedReader(RowReader[Record]):
@@ -71,7 +73,7 @@ class SupervisedReader(RowReader[Record]):
         max_length: int | None = None,
         completion_only: bool | None = None,
         assistant_only: bool = False,
-        text_field: str = "text",
+        text_field: str = _DEFAULT_TEXT_FIELD,
         formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
         **settings: Any,
     ) -> None:
@@ -98,20 +100,25 @@ class SupervisedReader(RowReader[Record]):
     def _tokenize(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         """Return the token ids of the row, and its loss mask."""
         if self._formatting_func is not None:
+            self._report_text_field(f"{where}, which formatting_func turns into text: remove one of the two")
             with fail_on_exit(DataError, "formatting_func"):
                 text = self._formatting_func(row)
             if not isinstance(text, str):
                 raise DataError(f"{where}: formatting_func must return a string, got a {type(text).__name__}.")
             return self._read_text(text, where)
-        check_supervised_columns(row, self._text_field, where)
-        if "input_ids" in row:
+        columns = check_supervised_columns(row, self._text_field, where)
+        if columns == (self._text_field,):
+            return self._read_text(row[self._text_field], where)
+        self._report_text_field(f"{where}, which has {' and '.join(columns)}: remove one of the two")
+        if columns[0] == "input_ids":
             return self._read_tokens(row, where)
-        if "prompt" in row and "completion" in row:
+        if columns[0] == "prompt":
             return self._read_prompt_and_completion(row, where)
-        for name in ("messages", "conversations"):
-            if name in row:
-                return self._read_conversation(row, name, where)
-        return self._read_text(row[self._text_field], where)
+        return self._read_conversation(row, columns[0], where)
+
+    def _report_text_field(self, on_row: str) -> None:
+        if self._text_field != _DEFAULT_TEXT_FIELD:
+            self._report_once("dataset_text_field", self._text_field, on_row)
 
     def _read_tokens(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         ids = _integers(row, "input_ids", where)
@@ -160,7 +167,7 @@ class SupervisedReader(RowReader[Record]):
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             self._reject_assistant_only(where)
-            self._warn_of_text(where)
+            self._report_text(where)
             prompt_ids, ids = self._tokenizer(prompt)["input_ids"], self._encode_text(prompt + completion)
             loss_mask = [True] * len(ids)
         elif isinstance(prompt, list) and isinstance(completion, list):
@@ -200,7 +207,7 @@ class SupervisedReader(RowReader[Record]):
         if not isinstance(text, str):
             raise DataError(f"{where}: {self._text_field!r} must be a string, got type {type(text).__name__}.")
         self._reject_assistant_only(where)
-        self._warn_of_text(where)
+        self._report_text(where)
         if self._completion_only:
             raise DataError(
                 f"{where} is plain text without a completion; use 'prompt' and 'completion' columns, or remove "

@@ -17,7 +17,7 @@ from lowpeak.models.load import upcast_trainable as upcast_trainable
 from lowpeak.models.lora import Reference as Reference
 from lowpeak.models.lora import adapter_reference as adapter_reference
 from lowpeak.models.lora import add_adapter as add_adapter
-from lowpeak.models.pretrained import check_dtype as check_dtype
+from lowpeak.models.pretrained import check_load_options as check_load_options
 from lowpeak.models.pretrained import check_shapes as check_shapes
 from lowpeak.models.pretrained import from_pretrained as from_pretrained
 from lowpeak.models.pretrained import name_damaged_file as name_damaged_file

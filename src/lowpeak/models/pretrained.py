@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
+from transformers import PreTrainedConfig
 
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line, shorten_names
@@ -62,7 +63,7 @@ def _read_model(
     may_lack: str,
     options: Mapping[str, Any],
 ) -> Any:
-    check_dtype(options)
+    check_load_options(options)
     options = dict(options)
     with_report = options.pop("output_loading_info", False)
     if model_parallel == NOT_PARALLEL and "quantization_config" not in options and not reads_weights(frozen_on):
@@ -95,9 +96,13 @@ def _check_missing(name: str, missing: Sequence[str]) -> None:
         )
 
 
-def check_dtype(options: Mapping[str, Any]) -> None:
-    """Raise ArgumentError if `dtype` is a name that torch does not have."""
-    dtype = options.get("dtype")
+def check_load_options(options: Mapping[str, Any]) -> None:
+    """Raise ArgumentError if `dtype` is a name that torch does not have, or `config` is not a config object."""
+    dtype, config = options.get("dtype"), options.get("config")
+    if config is not None and not isinstance(config, PreTrainedConfig):  # transformers ignores it
+        raise ArgumentError(
+            f"config={config!r:.60} is a {type(config).__name__}: pass AutoConfig.from_pretrained(...)."
+        )
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ArgumentError(f"dtype={dtype!r} is not a dtype of torch: use 'auto', 'bfloat16', 'float16' or 'float32'.")
 

@@ -18,7 +18,7 @@ from lowpeak.errors import ArgumentError, LowpeakError, ModelError, first_line
 from lowpeak.logprobs import eval_mode
 from lowpeak.memory import is_out_of_memory
 from lowpeak.models import (
-    check_dtype,
+    check_load_options,
     check_shapes,
     init_without_weights,
     name_damaged_file,
@@ -148,7 +148,7 @@ def load_classifier(name: str, options: Mapping[str, Any], device: torch.device 
     """
     from transformers import AutoModelForSequenceClassification
 
-    check_dtype(options)
+    check_load_options(options)
     with _loading_errors(name, f"Reward model '{name}' cannot be loaded"):
         if device is not None and not reads_weights(device):
             return init_without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})

@@ -55,7 +55,7 @@ def check_outputs(args: Any) -> None:
         check_writable(Path(args.output_dir))
     try:
         get_reporting_integration_callbacks(args.report_to)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
     if args.push_to_hub and is_offline_mode():
         raise ArgumentError(

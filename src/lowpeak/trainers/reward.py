@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from lowpeak.arguments import (
     RewardConfig,
     RewardModelSettings,
     resolve_reward_model,
+    warn_or_raise,
 )
 from lowpeak.data import PreferenceReader, check_preference_columns, flatten_pairs, read_pairs
 from lowpeak.errors import ArgumentError, ModelError
@@ -98,6 +99,7 @@ class RewardTrainer(OfflineTrainer):
             max_length=longest_row(self.settings.max_length, policy, reserved=1),
             chat_template_kwargs=self.settings.chat_template_kwargs,
             num_embeddings=num_embeddings(policy),
+            report_idle=partial(warn_or_raise, self.acting_args),
         )
 
     @staticmethod

@@ -12,7 +12,7 @@ from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms import Algorithm, make_supervised
-from lowpeak.arguments import CommonConfig, SFTConfig, SupervisedSettings, resolve_supervised
+from lowpeak.arguments import CommonConfig, SFTConfig, SupervisedSettings, resolve_supervised, warn_or_raise
 from lowpeak.data import SupervisedReader, check_supervised_columns, read_records
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.models import load_policy, num_embeddings
@@ -112,6 +112,7 @@ class SFTTrainer(OfflineTrainer):
             text_field=settings.dataset_text_field,
             num_embeddings=num_embeddings(policy),
             formatting_func=self.formatting_func,
+            report_idle=partial(warn_or_raise, self.acting_args),
         )
 
     def check_row(self, row: Any, where: str) -> None:

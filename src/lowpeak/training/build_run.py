@@ -5,7 +5,7 @@ Of `args`, only arguments that transformers declares are read: bf16, seeds, outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import OnlineSettings, PromptSettings, RunSettings, report_idle_arguments
+from lowpeak.arguments import OnlineSettings, PromptSettings, RunSettings, report_idle_arguments, warn_or_raise
 from lowpeak.data import DatasetCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
@@ -59,6 +59,7 @@ def connect_online(
     critic = critic_classifier(causal_lm(parts.policy))
     if critic is not None:
         check_critic_vocabulary(critic, parts.policy, parts.tokenizer)
+    _check_end_tokens(settings.sampling.stop_token_ids, num_embeddings(parts.policy))
     prompts, max_new_tokens = settings.prompts, settings.sampling.max_new_tokens
     limit = _max_prompt_tokens(parts.policy, critic, max_new_tokens, prompts.vllm_max_model_length)
     new_reader = partial(
@@ -69,6 +70,7 @@ def connect_online(
         overlong=prompts.overlong_prompts,
         limit_reason=f"{_context_name(prompts, critic)} less max_completion_length {max_new_tokens}",
         num_embeddings=num_embeddings(parts.policy),
+        report_idle=partial(warn_or_raise, args),
     )
     with strategy.ranks.propagate_errors():
         cursor = _prompt_cursor(context.train_dataset, new_reader(), settings, args)
@@ -298,6 +300,15 @@ def _max_prompt_tokens(
             "tokens; lower it."
         )
     return context - max_completion_length
+
+
+def _check_end_tokens(stop_token_ids: Sequence[int], num_embeddings: int | None) -> None:
+    """Raise ArgumentError for an end token that the model cannot generate."""
+    beyond = [token for token in stop_token_ids if num_embeddings is not None and token >= num_embeddings]
+    if beyond:
+        raise ArgumentError(
+            f"generation_kwargs has the end token {beyond[0]}, but the model embeds only {num_embeddings} tokens: remove it."
+        )
 
 
 def _prompt_cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> DatasetCursor[Prompt]:

@@ -151,7 +151,7 @@ def several(*argv):
         ("switch", "true", True, True),
         ("switch", "off", False, False),
         ("switch", "none", None, None),
-        ("text", "none", "none", "none"),
+        ("text", "none", None, None),
         ("scale", "group", "group", "group"),
         ("scale", "false", False, False),
         ("size", "8GiB", "8GiB", "8GiB"),

@@ -143,6 +143,14 @@ def test_an_evaluation_set_that_nothing_reads_is_refused(library, folder):
         with pytest.raises(ArgumentError, match=words[0]):
             run_training("grpo", argv(folder, *words), library)
     assert trainer_of("grpo", argv(folder, "--eval_split", "train[8:]", "--eval_on_start"), library).asked
+    assert trainer_of("grpo", argv(folder, "--eval_dataset", "none"), library).keywords["eval_dataset"] is None
+
+
+def test_arguments_of_evaluations_that_the_command_never_runs_are_named(library, folder):
+    words = argv(folder, "--num_generations_eval", "2", "--strict_arguments")
+    with pytest.raises(ArgumentError, match="num_generations_eval"):
+        run_training("grpo", words, library)
+    assert trainer_of("grpo", [*words, "--eval_split", "train[8:]", "--eval_on_start"], library).asked
 
 
 def test_words_about_a_hubs_data_set_that_do_nothing_for_a_file_are_told(library, folder, caplog):

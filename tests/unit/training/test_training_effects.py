@@ -266,3 +266,28 @@ def test_supervised_arguments_reach_the_reader(tmp_path):
     assert counted([{"body": "123"}], dataset_text_field="body") == 3
     with pytest.raises(DataError, match="assistant_only_loss"):
         counted(pair, assistant_only_loss=True)
+    for name, data, idle in (
+        ("dataset_text_field", pair, {"dataset_text_field": "body"}),
+        ("dataset_text_field", pair, {"dataset_text_field": "prompt", "formatting_func": lambda row: row["prompt"]}),
+        ("chat_template_kwargs", pair, {"chat_template_kwargs": {"a": 1}}),
+    ):
+        with pytest.raises(ArgumentError, match=name):
+            counted(data, **idle, strict_arguments=True)
+
+
+def test_a_chat_templates_arguments_have_no_effect_on_prompts_of_text(tmp_path):
+    grpo(tmp_path, chat_template_kwargs={"a": 1})
+    with pytest.raises(ArgumentError, match="chat_template_kwargs"):
+        grpo(tmp_path, chat_template_kwargs={"a": 1}, strict_arguments=True)
+
+
+def test_end_tokens_that_the_model_lacks_are_an_error(tmp_path):
+    with pytest.raises(ArgumentError, match="99999"):
+        grpo(tmp_path, generation_kwargs={"stop_token_ids": [3, 99999]})
+
+
+@pytest.mark.parametrize("config", [{"a": 1}, "path"])
+def test_a_config_that_transformers_would_ignore_is_an_error(tmp_path, config):
+    folder = str(saved(tmp_path / "model", tiny_model()))
+    with pytest.raises(ArgumentError, match="config="):
+        grpo(tmp_path, model=folder, model_init_kwargs={"config": config})

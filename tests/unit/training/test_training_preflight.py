@@ -68,6 +68,7 @@ def test_an_evaluation_without_data_is_told_first(folder, trainer, changes):
         ({"optim": "sgd", "optim_args": "momentum=-1"}, "optim_args='momentum=-1'"),
         ({"gradient_checkpointing_kwargs": {"foo": 1}}, r"_checkpointing_kwargs=.*foo.*use_reentrant"),
         ({"report_to": "foo"}, r"report_to=\['foo'\]"),
+        ({"report_to": {}}, "report_to"),
         ({"optim": "galore_adamw"}, "optim='galore_adamw'"),
         ({"optim": "lomo"}, "optim='lomo'"),
         ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "optim='galore_adamw_layerwise'"),
