@@ -89,7 +89,7 @@ CHANGED = [
         "vllm_structured_outputs_regex": "a+", "vllm_bucket_size": "1MiB", "vllm_verify_weights": False,
         "vllm_adapters": False, "vllm_importance_sampling_correction": False,
         "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 2.0,
-        "vllm_importance_sampling_clip_min": 0.5}),
+        "vllm_importance_sampling_cap": 2.5, "vllm_importance_sampling_clip_min": 0.5}),
     (GRPOConfig, SERVED, {"vllm_server_base_url": "http://a:1", "vllm_server_host": "a", "vllm_server_port": 1,
         "vllm_server_timeout": 1.0, "vllm_group_port": 1, "vllm_server_token": "t", "vllm_transport": "tcp"}),
     (GRPOConfig, {**REUSED, "loss_type": "grpo"}, {"importance_sampling_level": "sequence"}),

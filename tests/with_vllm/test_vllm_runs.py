@@ -75,6 +75,15 @@ def test_a_lora_policy_is_generated_with_its_adapter(tmp_path, way):
         assert adapter < second < first  # what training does not change comes once
 
 
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
+def test_trls_recipes_of_importance_sampling_train_two_steps(tmp_path, mode):
+    bound = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_cap": 2.0}
+    trainer = grpo_trainer(grpo_arguments(tmp_path, max_steps=2, vllm_importance_sampling_correction=True, **bound))
+    trainer.train()
+    assert all(step["grad_norm"] > 0 for step in steps_of(trainer))
+    assert trainer.args.vllm_importance_sampling_clip_max == 2.0
+
+
 def test_a_resumed_run_generates_with_the_checkpoints_weights(tmp_path):
     grpo_trainer(grpo_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)).train()
     resumed = grpo_trainer(grpo_arguments(tmp_path, max_steps=4))

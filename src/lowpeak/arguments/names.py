@@ -14,7 +14,6 @@ from lowpeak.errors import ArgumentError
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
 # Name, default in TRL 1.16, and remedy.
 _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
-    ("vllm_importance_sampling_cap", None, "TRL renamed it; use vllm_importance_sampling_clip_max"),
     ("cache_implementation", None, _NATIVE),
     ("use_transformers_continuous_batching", False, _NATIVE),
     ("transformers_continuous_batching_config", None, _NATIVE),

@@ -77,6 +77,12 @@ class CorrectionArguments:
     vllm_importance_sampling_clip_max: float | None = vllm_argument(
         3.0, "Upper bound of that weight (None: no bound).", above_zero(), _CORRECTED
     )
+    vllm_importance_sampling_cap: float | None = vllm_argument(
+        None,
+        "TRL's older name of vllm_importance_sampling_clip_max.",
+        acts_if=_CORRECTED,
+        alias_of="vllm_importance_sampling_clip_max",
+    )
     vllm_importance_sampling_clip_min: float | None = vllm_argument(
         None, "Lower bound of that weight (None: no bound).", NOT_NEGATIVE, _CORRECTED
     )

@@ -32,11 +32,7 @@ GATHER_ALL = 1 << 62  # a gather budget larger than any model
 
 # Names in generation_kwargs (transformers' and vLLM's) that are aliases of arguments.
 ARGUMENT_OF_KWARG = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length",
 }
@@ -56,15 +52,10 @@ _REFUSED_KWARGS = {
     "n": "use num_generations",
     "structured_outputs": "use vllm_structured_outputs_regex",
     **dict.fromkeys(
-        [
-            "logprobs",
-            "prompt_logprobs",
-            "flat_logprobs",
-            "output_kind",
-            "detokenize",
-            "skip_special_tokens",
-            "extra_args",
-        ],
+        (
+            *("logprobs", "prompt_logprobs", "flat_logprobs", "output_kind"),
+            *("detokenize", "skip_special_tokens", "extra_args"),
+        ),
         "lowpeak sets it; remove it",
     ),
     "ignore_eos": _ENDS_COMPLETIONS,
@@ -99,6 +90,14 @@ _HAS_FROZEN = EffectCondition(
 )
 
 
+_HAS_STEPS = EffectCondition(
+    lambda args, facts: (
+        not args.steps_per_generation or _whole_step(args, args.steps_per_generation) == args.steps_per_generation
+    ),
+    "a rollout has at least the completions of one step, gradient_accumulation_steps batches; remove it",
+)
+
+
 @dataclass(repr=False)
 class RolloutArguments:
     """Arguments of rollouts: number of completions, sampling, and memory."""
@@ -117,6 +116,7 @@ class RolloutArguments:
         None,
         "Batches of per_device_train_batch_size in a rollout (None: gradient_accumulation_steps, one step).",
         at_least(1),
+        _HAS_STEPS,
     )
     num_iterations: int = argument(1, "Passes over each rollout.", at_least(1))
     dynamic_sampling_rounds: int = argument(
@@ -279,7 +279,7 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
 def _steps_per_generation(args: Any, batch: int) -> int:
     size = args.generation_batch_size
     if size is None:
-        return args.steps_per_generation or args.gradient_accumulation_steps
+        return _whole_step(args, args.steps_per_generation or args.gradient_accumulation_steps)
     require(
         args.steps_per_generation is None,
         f"generation_batch_size={size} and {shown_name(args, 'steps_per_generation')} set the same size; set one.",
@@ -289,7 +289,14 @@ def _steps_per_generation(args: Any, batch: int) -> int:
         f"generation_batch_size={size} is not a multiple of per_device_train_batch_size x ranks = {batch}: use "
         f"{ceil(size / batch) * batch}, or another multiple.",
     )
-    return size // batch
+    return _whole_step(args, size // batch)
+
+
+def _whole_step(args: Any, batches: int) -> int:
+    """Return the batches of a rollout: those of a step, if TRL would fill the step with several rollouts of one policy."""
+    accumulation: int = args.gradient_accumulation_steps
+    fills = batches < accumulation and accumulation % batches == 0 and args.num_iterations == 1
+    return accumulation if fills else batches
 
 
 def resolve_sampling(args: Any) -> Sampling:

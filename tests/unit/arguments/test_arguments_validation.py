@@ -51,7 +51,7 @@ OTHERWISE = {
     "vllm_server_base_url": "http://a:1", "vllm_server_host": "a", "vllm_server_port": 1, "vllm_server_timeout": 1.0,
     "vllm_group_port": 1, "vllm_wave_timeout": 1.0, "vllm_importance_sampling_correction": False,
     "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 2.0,
-    "vllm_importance_sampling_clip_min": 0.5,
+    "vllm_importance_sampling_cap": 2.0, "vllm_importance_sampling_clip_min": 0.5,
 }  # fmt: skip
 
 
@@ -93,6 +93,7 @@ def resolved(folder, config=GRPOConfig, **said):
             ("kl_estimator", "k1"), ("sync_ref_model", True), ("use_bias_correction_kl", False))),
         (GRPOConfig, {"beta": 0.1}, {"ref_model_sync_steps": 3}, "sync_ref_model"),
         (GRPOConfig, {}, {"entropy_target": 0.5}, "use_adaptive_entropy"),
+        (GRPOConfig, {"gradient_accumulation_steps": 4}, {"steps_per_generation": 2}, "gradient_accumulation_steps"),
         (GRPOConfig, {}, {"multi_objective_aggregation": "normalize_then_sum"}, "reward"),
         (GRPOConfig, {}, {"num_completions_to_print": 3}, "log_completions"),
         *((config, {}, {"remove_unused_columns": True}, "columns") for config in (GRPOConfig, SFTConfig, RewardConfig)),

@@ -153,7 +153,8 @@ BOUNDS = {"clip_max": 2.0, "clip_min": 0.5}
         ((), {"clip_min": 3.0}, r"clip_min=3\.0 .*clip_max=3\.0"),
         ((), {"mode": "token_truncate", "clip_max": None}, "mode='token_truncate'.*clip_max"),
         (RLOO, {"mode": "token_mask"}, "vllm_importance_sampling_mode='token_mask'.*sequence_mask"),
-        ((), {"cap": 2.0}, "vllm_importance_sampling_cap.*vllm_importance_sampling_clip_max"),  # TRL's older name
+        ((), {"cap": 2.0}, Correction(True, True, None, 2.0)),  # TRL's older name of clip_max
+        ((), {"cap": 2.0, "clip_max": 2.5}, "vllm_importance_sampling_cap.*vllm_importance_sampling_clip_max"),
     ],
     ids=lambda part: part[0].__name__ if isinstance(part, tuple) and part else str(part),
 )

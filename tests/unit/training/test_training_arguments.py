@@ -45,6 +45,14 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
     assert online(tmp_path, generation_batch_size=32).rollout == online(tmp_path, steps_per_generation=4).rollout
 
 
+def test_a_rollout_that_would_fill_a_part_of_a_step_fills_the_step(tmp_path):
+    step = online(tmp_path, gradient_accumulation_steps=4).rollout
+    for part in ({"steps_per_generation": 2}, {"generation_batch_size": 8}):
+        assert online(tmp_path, gradient_accumulation_steps=4, **part).rollout == step
+        with pytest.raises(ArgumentError, match="gradient_accumulation_steps=4"):
+            online(tmp_path, gradient_accumulation_steps=4, num_iterations=2, **part)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
