@@ -31,6 +31,7 @@ _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
         None,
         "prepare the dataset before you pass it (rows with input_ids are used unchanged); remove it",
     ),
+    ("ignore_bias_buffers", False, "it works around an error of DDP that lowpeak's models do not raise; remove it"),
     ("truncation_mode", "keep_start", "rows longer than max_length are truncated at their end; remove it"),
 )
 REJECTED: dict[str, str] = {

@@ -12,6 +12,9 @@ from lowpeak.errors import ArgumentError, first_line
 
 PRESET_FOLDER = Path(__file__).parent / "presets"
 PRESETS = ("single", "ddp", "fsdp2", "fsdp2-offload", "hsdp", "fsdp2-tp", "zero1", "zero2", "zero3", "zero3-offload")
+DEFAULT_PRESET = "fsdp2"  # for several devices without a config: it fits wherever another preset does
+# TRL's names of presets. FSDP1 shards as FSDP2 does.
+_TRL_PRESETS = {"single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2"}
 _TYPES = ("NO", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED")
 _NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
 # Groups of settings, and the prefix of their names as options of `accelerate launch`.
@@ -23,7 +26,8 @@ _OLDER = "fsdp_backward_prefetch_policy"
 
 def find_accelerate_config(name: str) -> Path:
     """Return the file of a preset, or the path `name` itself; ArgumentError if neither exists."""
-    path = PRESET_FOLDER / f"{name}.yaml" if name in PRESETS else Path(name)
+    preset = _TRL_PRESETS.get(name, name)
+    path = PRESET_FOLDER / f"{preset}.yaml" if preset in PRESETS else Path(name)
     if not path.is_file():
         raise ArgumentError(
             f"accelerate_config={name!r} is neither a file nor a preset; the presets are {', '.join(PRESETS)}."

@@ -23,9 +23,20 @@ class ModelArguments:
     """The model, its adapters, and the precision it is loaded in."""
 
     model: str = model_argument("", "model to train: a folder or a hub name (required)")
-    load_in_4bit: bool = model_argument(
-        False, "load the frozen base model in 4 bits (NF4; needs bitsandbytes and --use_peft)"
+    model_revision: str | None = model_argument(None, "branch, tag or commit of a hub model")
+    dtype: str | None = model_argument(
+        None, "dtype of the weights: auto (the checkpoint's, the default), float32, bfloat16 or float16"
     )
+    attn_implementation: str | None = model_argument(None, "attention implementation, by transformers' names")
+    load_in_4bit: bool = model_argument(
+        False, "load the frozen base model in 4 bits (needs bitsandbytes and --use_peft)"
+    )
+    load_in_8bit: bool = model_argument(
+        False, "load the frozen base model in 8 bits (needs bitsandbytes and --use_peft)"
+    )
+    bnb_4bit_quant_type: str = model_argument("nf4", "4-bit format: nf4 or fp4")
+    bnb_4bit_quant_storage: str | None = model_argument(None, "dtype that the 4-bit weights are stored as")
+    use_bnb_nested_quant: bool = model_argument(False, "quantize the scales of 4-bit weights too")
     use_peft: bool = model_argument(False, "train LoRA adapters on a frozen base model (needs peft)")
     lora_r: int = model_argument(16, "rank of the adapters (r)")
     lora_alpha: int = model_argument(32, "alpha of the adapters: their output is scaled by alpha / r")
@@ -33,6 +44,17 @@ class ModelArguments:
     lora_target_modules: list[str] | None = model_argument(
         None, "names of modules that get adapters, or all-linear; by default peft's choice for the architecture"
     )
+    lora_target_parameters: list[str] | None = model_argument(
+        None, "names of parameters that get adapters, such as those of experts"
+    )
+    lora_modules_to_save: list[str] | None = model_argument(
+        None, "names of modules that are trained whole, beside the adapters"
+    )
+    lora_task_type: str | None = model_argument(
+        None, "task type of the adapters; by default CAUSAL_LM, and SEQ_CLS for reward models"
+    )
+    use_rslora: bool = model_argument(False, "scale the adapters' output by alpha / sqrt(r)")
+    use_dora: bool = model_argument(False, "train weight-decomposed adapters (DoRA)")
 
 
 @dataclass(frozen=True)
@@ -41,6 +63,11 @@ class DataArguments:
 
     dataset: str = data_argument(
         "", "a .json, .jsonl, .parquet or .csv file, a save_to_disk folder, or a hub name (required)"
+    )
+    datasets: list[dict] | None = data_argument(
+        None,
+        "in place of --dataset: datasets to concatenate, each a mapping of path, name, data_dir, data_files, split, columns and "
+        "fraction, as in TRL (JSON, or a path alone)",
     )
     dataset_config: str | None = data_argument(None, "configuration name of a hub dataset")
     dataset_split: str | None = data_argument(
@@ -52,6 +79,10 @@ class DataArguments:
     eval_split: str | None = data_argument(
         None, "split to evaluate on, or a slice such as test[:64]; required for a hub dataset"
     )
+    test_split_size: float | None = data_argument(
+        None, "rows to hold out of the training data and evaluate on: a fraction below 1, or a number"
+    )
+    streaming: bool = data_argument(False, "read the data as streams, which need --max_steps")
     prompt_column: str = data_argument("prompt", "column with the prompt")
     completion_column: str = data_argument("completion", "column with the completion (sft)")
     chosen_column: str = data_argument("chosen", "column with the better answer (reward)")
@@ -67,6 +98,7 @@ class RewardArguments:
     reward: list[str] | None = reward_argument(
         None, "rewards, each as path/to/file.py:function, package.module.function or a reward model"
     )
+    reward_model_name_or_path: str | None = reward_argument(None, "a reward model, as the first of the rewards")
 
 
 @dataclass(frozen=True)

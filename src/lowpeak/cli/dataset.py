@@ -5,18 +5,21 @@ Columns that are not renamed stay, and reward functions receive them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lowpeak.cli.arguments import DataArguments
-from lowpeak.errors import DataError
+from lowpeak.errors import ArgumentError, DataError, first_line
 
 Row = dict[str, Any]
 
 
 def load_datasets(arguments: DataArguments, answers: Sequence[str], args: Any) -> tuple[Any, Any]:
-    """Return the training set and the evaluation set (None without --eval_dataset and --eval_split); `args` is the config."""
+    """Return the training set and the evaluation set, None if the run never evaluates; `args` is the config.
+
+    An evaluation without --eval_dataset, --eval_split and --test_split_size reads the split `test`, as in TRL.
+    """
     from lowpeak.data import open_dataset
 
     def load(source: str, split: str | None, config: str | None) -> Any:
@@ -24,14 +27,87 @@ def load_datasets(arguments: DataArguments, answers: Sequence[str], args: Any) -
         if Path(source).exists():
             _name_hub_arguments(source, split, config, args)
             split, config = local_split(Path(source), split), None
-        return map_columns(open_dataset(source, split, config), arguments, answers)
+        dataset = open_dataset(source, split, config, streaming=arguments.streaming)
+        return map_columns(dataset, arguments, answers)
 
-    train = load(arguments.dataset, arguments.dataset_split, arguments.dataset_config)
-    if arguments.eval_dataset is None and arguments.eval_split is None:
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    if arguments.datasets:
+        _refuse_beside_mixture(arguments)
+        train = map_columns(load_mixture(arguments.datasets, streaming=arguments.streaming), arguments, answers)
+    else:
+        train = load(arguments.dataset, arguments.dataset_split, arguments.dataset_config)
+    if arguments.test_split_size is not None:
+        train, held_out = _hold_out(train, arguments.test_split_size, arguments, args.seed)
+        return train, held_out if evaluates else None
+    source, split = arguments.eval_dataset or arguments.dataset, arguments.eval_split
+    if arguments.eval_dataset is None and split is None and not Path(source).is_file():
+        split = "test"
+    if not source or not evaluates or (arguments.eval_dataset is None and split is None):
         return train, None
-    source = arguments.eval_dataset or arguments.dataset
     config = arguments.dataset_config if source == arguments.dataset else None
-    return train, load(source, arguments.eval_split, config)
+    return train, load(source, split, config)
+
+
+def _refuse_beside_mixture(arguments: DataArguments) -> None:
+    """Raise ArgumentError for arguments that name another dataset or split than --datasets."""
+    for name in ("dataset", "dataset_config", "dataset_split"):
+        if getattr(arguments, name) not in (None, "", "train"):
+            raise ArgumentError(f"--{name} and --datasets set the same data: remove one of the two.")
+
+
+def load_mixture(entries: Sequence[Mapping[str, Any]], *, streaming: bool = False) -> Any:
+    """Return the concatenation of datasets, each described by TRL's fields: `path`, `split`, `columns`, `fraction`, ...
+
+    With fractions f_i of datasets of n_i rows, the first `round(f_i / sum(f) * N)` rows of each are taken, where N is the
+    largest number for which no dataset is too short: `min(n_i * sum(f) / f_i)`.
+    """
+    import datasets
+
+    from lowpeak.data import open_dataset
+
+    parts, fractions = [], []
+    for entry in entries:
+        unknown = sorted(set(entry) - {"path", "name", "data_dir", "data_files", "split", "columns", "fraction"})
+        if unknown or not entry.get("path"):
+            raise ArgumentError(f"An entry of datasets has {unknown or 'no path'}: {dict(entry)!r:.120}; correct it.")
+        files = {name: entry[name] for name in ("data_dir", "data_files") if entry.get(name) is not None}
+        split = entry.get("split") or "train"
+        if Path(entry["path"]).exists():
+            split = local_split(Path(entry["path"]), split)
+        part = open_dataset(entry["path"], split, entry.get("name"), streaming=streaming, **files)
+        parts.append(part if entry.get("columns") is None else part.select_columns(entry["columns"]))
+        fractions.append(entry.get("fraction"))
+    if any(fraction is not None for fraction in fractions):
+        parts = _take_shares(parts, fractions)
+    try:
+        return datasets.concatenate_datasets(parts)
+    except ValueError as error:
+        raise DataError(
+            f"The datasets cannot be concatenated: {first_line(error)}; give them the same columns with `columns`."
+        ) from error
+
+
+def _take_shares(parts: list[Any], fractions: Sequence[float | None]) -> list[Any]:
+    """Return the first rows of each dataset, in shares that are proportional to the fractions."""
+    known = [fraction for fraction in fractions if fraction is not None and fraction > 0]
+    if len(known) < len(parts) or not all(hasattr(part, "__len__") for part in parts):
+        raise ArgumentError("fraction must be above 0 for each of datasets, or for none, and needs streaming=False.")
+    shares = [fraction / sum(known) for fraction in known]
+    total = min(len(part) / share for part, share in zip(parts, shares, strict=True))
+    return [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
+
+
+def _hold_out(dataset: Any, size: float, arguments: DataArguments, seed: int) -> tuple[Any, Any]:
+    """Return the dataset without `size` random rows, and these rows; equal on all ranks."""
+    if arguments.eval_dataset is not None or arguments.eval_split not in (None, "test"):
+        raise ArgumentError(f"--test_split_size {size} and --eval_dataset or --eval_split set the same data: set one.")
+    if not hasattr(dataset, "train_test_split"):
+        raise ArgumentError(f"--test_split_size {size} needs data with a length: set --streaming false.")
+    try:
+        split = dataset.train_test_split(test_size=size if size < 1 else int(size), seed=seed)
+    except ValueError as error:
+        raise ArgumentError(f"--test_split_size {size} does not fit the data: {first_line(error)}.") from error
+    return split["train"], split["test"]
 
 
 def _name_hub_arguments(source: str, split: str | None, config: str | None, args: Any) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lowpeak.cli.accelerate_config import PRESET_FOLDER, find_accelerate_config, read_config
+from lowpeak.cli.accelerate_config import DEFAULT_PRESET, PRESET_FOLDER, find_accelerate_config, read_config
 from lowpeak.cli.arguments import LaunchArguments
 from lowpeak.cli.devices import num_devices
 from lowpeak.errors import ArgumentError, first_line
@@ -42,7 +42,8 @@ def launch_or_join(arguments: LaunchArguments, command: Sequence[str], *, on_cpu
         exit_training_with_parent()
         return None
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    name = given.pop("accelerate_config", None)
+    several = any(given.get(argument, 1) > 1 for argument in ("num_processes", "num_machines"))
+    name = given.pop("accelerate_config", ("ddp" if on_cpu else DEFAULT_PRESET) if several else None)
     if name is None:
         _refuse_unused(given, "there is no --accelerate_config; add it (ddp, fsdp2, zero3, ...)")
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import types
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -29,17 +30,14 @@ from lowpeak.arguments import (
 from lowpeak.cli.arguments import ErrorParser
 from lowpeak.errors import ArgumentError
 
-# Names of TRL's command line that differ in lowpeak, with the remedy.
-RENAMED = {
-    "model_name_or_path": "use model",
-    "model_revision": "use model_init_kwargs='{\"revision\": ...}'",
-    "dtype": "use model_init_kwargs='{\"dtype\": ...}'",
-    "attn_implementation": "use model_init_kwargs='{\"attn_implementation\": ...}'",
-    "dataset_name": "use dataset (and dataset_config for the hub dataset's configuration)",
-    "dataset_train_split": "use dataset_split",
-    "dataset_test_split": "use eval_split",
-    "reward_funcs": "use reward",
-    "reward_model_name_or_path": "use reward",
+# Names of TRL's command line, and those of the same arguments here.
+ALIASES = {
+    "model_name_or_path": "model",
+    "dataset_name": "dataset",
+    "dataset_train_split": "dataset_split",
+    "dataset_test_split": "eval_split",
+    "dataset_streaming": "streaming",
+    "reward_funcs": "reward",
 }
 
 # The groups of `--help` in order. A declared group may have another title; transformers' arguments are grouped by prefix.
@@ -65,8 +63,8 @@ def parse_arguments(
     in addition to those that no command accepts. `--help` prints the arguments in groups and exits.
     """
     parser = TypedParser(kinds, prog=program)
-    refused = {**REJECTED, **RENAMED, **(rejected or {})}
-    namespace, rest = parser.parse_known_args([_with_underscores(token) for token in argv])
+    refused = {**REJECTED, **(rejected or {})}
+    namespace, rest = parser.parse_known_args([_known_name(token) for token in argv])
     check_names([token[2:].split("=")[0] for token in rest if token.startswith("--")], parser.hints, refused)
     if rest:
         raise ArgumentError(
@@ -90,14 +88,32 @@ def argument_names(kind: type) -> set[str]:
 
 def _quote_stray_word(word: str, argv: Sequence[str]) -> str:
     """Quote a word that belongs to no argument; hide it after an access token, of which it may be a part."""
-    before = [_with_underscores(each)[2:].split("=")[0] for each in argv[: argv.index(word)] if each.startswith("--")]
+    before = [_known_name(each)[2:].split("=")[0] for each in argv[: argv.index(word)] if each.startswith("--")]
     return f"A word after --{before[-1]}" if before and is_secret(before[-1]) else repr(word)
 
 
-def _with_underscores(token: str) -> str:
-    """Return `--learning-rate=1e-6` as `--learning_rate=1e-6`; values stay."""
-    name, equals, value = token.partition("=")
-    return name[:2] + name[2:].replace("-", "_") + equals + value if token.startswith("--") else token
+def _known_name(token: str) -> str:
+    """Return `--learning-rate=1e-6` as `--learning_rate=1e-6`, and TRL's name of an argument as lowpeak's; values stay."""
+    if not token.startswith("--"):
+        return token
+    written, equals, value = token.partition("=")
+    name = written[2:].replace("-", "_")
+    return f"--{ALIASES.get(name, name)}{equals}{value}"
+
+
+def _without_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings under lowpeak's names; ArgumentError for an argument under both names."""
+    for alias, name in ALIASES.items():
+        if alias in settings and name in settings:
+            raise ArgumentError(f"{alias} and {name} set the same argument; set one.")
+    return {ALIASES.get(name, name): value for name, value in settings.items()}
+
+
+def _set_environment(variables: Any) -> None:
+    """Set environment variables from the `env` mapping of a YAML file, as TRL does."""
+    if not isinstance(variables, dict):
+        raise ArgumentError(f"env must be a mapping of environment variables to values, got {variables!r:.80}.")
+    os.environ.update({str(name): str(value) for name, value in variables.items()})
 
 
 class TypedParser(ErrorParser, HfArgumentParser):
@@ -152,13 +168,11 @@ class TypedParser(ErrorParser, HfArgumentParser):
 
         None and mappings stay unchanged if the argument's type allows them.
         """
-        settings = drop_trl_defaults(load_yaml(path), self.hints)
+        settings = _without_aliases(load_yaml(path))
+        _set_environment(settings.pop("env", {}))
+        settings = drop_trl_defaults(settings, self.hints)
         check_names(settings, self.hints, rejected)
-        direct = {
-            name
-            for name, value in settings.items()
-            if {type(value)} & {type(None), dict} & _alternatives(self.hints[name])
-        }
+        direct = {name for name, value in settings.items() if _is_final(value, _alternatives(self.hints[name]))}
         tokens = [token for name in settings if name not in direct for token in self._tokens(name, settings[name])]
         converted = self.unwrap_single_items(vars(self.parse_args(tokens)))
         return {name: value if name in direct else converted.get(name) for name, value in settings.items()}
@@ -197,12 +211,21 @@ def _alternatives(hint: Any) -> set[Any]:
     return {get_origin(each) or each for each in _union_members(hint)}
 
 
+def _is_final(value: Any, kinds: set[Any]) -> bool:
+    """Return whether a value of a YAML file needs no conversion: None, a mapping, or a list of mappings."""
+    of_mappings = (
+        isinstance(value, list) and list in kinds and bool(value) and all(type(each) is dict for each in value)
+    )
+    return of_mappings or type(value) in {type(None), dict} & kinds
+
+
 def _primary_type(hint: Any) -> Any:
     """Return the type that HfArgumentParser declares an argument with; `_converter` handles the others of the hint."""
     members = [each for each in _union_members(hint) if each is not type(None)]
     listed = next((each for each in members if (get_origin(each) or each) in (list, tuple)), None)
     if listed is not None:
-        return list[str] if str in members else list[get_args(listed)[0]]  # type: ignore[misc]
+        item = get_args(listed)[0]
+        return list[str] if str in members or item is dict else list[item]  # type: ignore[valid-type]
     enum = next((each for each in members if isinstance(each, type) and issubclass(each, Enum)), None)
     if enum is not None:
         return enum
@@ -212,7 +235,9 @@ def _primary_type(hint: Any) -> Any:
 def _converter(base: Any, simple: Any, hint: Any) -> Callable[[str], Any]:
     """Return the converter of an argument's text: `base`, that of the simple type, extended to the hint's other types."""
     kinds = _alternatives(hint)
-    if dict in kinds:
+    if list[dict] in _union_members(hint):
+        base = _json_or_path
+    elif dict in kinds:
         base = _json_or_text if str in kinds else _json
     elif simple is str and bool in kinds:
         base = _switch_or_text
@@ -250,6 +275,10 @@ def integer(text: str) -> int:
 
 def _json_or_text(text: str) -> Any:
     return _json(text) if text.lstrip()[:1] in ("{", "[") else text
+
+
+def _json_or_path(text: str) -> dict[str, Any]:
+    return _json(text) if text.lstrip()[:1] == "{" else {"path": text}
 
 
 def _json(text: str) -> dict[str, Any]:

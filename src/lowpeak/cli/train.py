@@ -38,6 +38,11 @@ CLASS_PREFIXES = {
 ANSWER_COLUMNS = {"sft": ("completion",), "reward": ("chosen", "rejected")}
 # Arguments that a script's own call of evaluate() reads, and a command only if eval_strategy is set.
 _OF_EVALUATIONS = ("per_device_eval_batch_size", "num_generations_eval", "success_reward", "success_threshold")
+_OF_ADAPTERS = (
+    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
+    *("lora_task_type", "use_rslora", "use_dora"),
+)
+_OF_4_BITS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 _PEFT_TASKS = {"reward": "SEQ_CLS"}
 
 
@@ -77,7 +82,7 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     job = with_config(parsed, library)
     resume = parse_resume(job.config.resume_from_checkpoint)
     check_resume(Path(job.config.output_dir), resume)
-    check_evaluation(job)
+    report_idle(job)
     try:
         trainer = make_trainer(job, library)
     except LowpeakError:
@@ -98,7 +103,7 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         from lowpeak.data import is_on_hub
 
         name = job.data.dataset
-        trainer.push_to_hub(dataset_name=name if is_on_hub(name) else None)
+        trainer.push_to_hub(dataset_name=name if name and is_on_hub(name) else None)
     return 0
 
 
@@ -127,11 +132,15 @@ def with_config(job: Job, library: Any = lowpeak) -> Job:
     config_class = getattr(library, f"{CLASS_PREFIXES[job.kind]}Config")
     known = {field.name for field in dataclasses.fields(config_class) if field.init}
     settings = {name: value for name, value in trainer_settings(job.given, os.environ).items() if name in known}
-    if job.model.load_in_4bit:
-        quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-        require_package("bitsandbytes", "--load_in_4bit", "quantization")
-        options = {**(settings.get("model_init_kwargs") or {}), "quantization_config": quantization}
-        settings = {**settings, "model_init_kwargs": options}
+    options = load_options(job.model)
+    if options:
+        given = settings.get("model_init_kwargs") or {}
+        twice = [name for name in options if given.get(name, options[name]) != options[name]]
+        if twice:
+            raise ArgumentError(
+                f"model_init_kwargs and an argument of the command set {twice[0]!r} differently: set one."
+            )
+        settings = {**settings, "model_init_kwargs": {**options, **given}}
     try:
         return dataclasses.replace(job, config=config_class(**settings))
     except LowpeakError:
@@ -140,9 +149,28 @@ def with_config(job: Job, library: Any = lowpeak) -> Job:
         raise ArgumentError(str(error)) from error
 
 
+def load_options(model: ModelArguments) -> dict[str, Any]:
+    """Return what the command's arguments add to model_init_kwargs."""
+    options = {"dtype": model.dtype, "attn_implementation": model.attn_implementation, "revision": model.model_revision}
+    options = {name: value for name, value in options.items() if value is not None}
+    bits = [name for name in ("load_in_4bit", "load_in_8bit") if getattr(model, name)]
+    if len(bits) > 1:
+        raise ArgumentError("--load_in_4bit and --load_in_8bit cannot both be set: remove one.")
+    if not bits:
+        return options
+    require_package("bitsandbytes", f"--{bits[0]}", "quantization")
+    quantization: dict[str, Any] = {"quant_method": "bitsandbytes", bits[0]: True}
+    if model.load_in_4bit:
+        quantization |= {"bnb_4bit_quant_type": model.bnb_4bit_quant_type}
+        quantization |= {"bnb_4bit_use_double_quant": True} if model.use_bnb_nested_quant else {}
+        quantization |= {"bnb_4bit_quant_storage": model.bnb_4bit_quant_storage} if model.bnb_4bit_quant_storage else {}
+        quantization |= {"bnb_4bit_compute_dtype": model.dtype} if model.dtype not in (None, "auto") else {}
+    return {**options, "quantization_config": quantization}
+
+
 def check_job(job: Job) -> None:
-    """Raise ArgumentError for a missing model, dataset or reward, and for adapter settings without --use_peft."""
-    required: dict[str, Any] = {"model": job.model.model, "dataset": job.data.dataset}
+    """Raise ArgumentError for a missing model, dataset or reward, and for a frozen model without --use_peft."""
+    required: dict[str, Any] = {"model": job.model.model, "dataset": job.data.dataset or job.data.datasets}
     if job.online:
         names = [each.name for each in dataclasses.fields(job.rewards)]
         required[" or --".join(names)] = any(getattr(job.rewards, name) for name in names)
@@ -151,31 +179,34 @@ def check_job(job: Job) -> None:
         raise ArgumentError(
             f"lowpeak {job.kind} needs {' and '.join(missing)}, on the command line or in the file of --config."
         )
-    if job.model.use_peft:
-        return
-    defaults = ModelArguments()
-    for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"):
-        if getattr(job.model, name) != getattr(defaults, name):
-            raise ArgumentError(f"--{name} has no effect without --use_peft; add --use_peft, or leave it out.")
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if getattr(job.model, name) and not job.model.use_peft:
+            raise ArgumentError(f"--{name} freezes the model: add --use_peft to train adapters on it, or leave it out.")
 
 
-def check_evaluation(job: Job) -> None:
-    """Raise ArgumentError for data to evaluate on that the command never reads; name the arguments of evaluations it never runs."""
+def report_idle(job: Job) -> None:
+    """Name the command's arguments without effect; ArgumentError for data to evaluate on that the command never reads."""
     from lowpeak.arguments import warn_or_raise
 
-    if job.config.eval_strategy != "no" or job.config.eval_on_start:
-        return
-    given = [name for name in ("eval_dataset", "eval_split") if getattr(job.data, name) is not None]
-    if given:
-        raise ArgumentError(
-            f"--{given[0]} has no effect: eval_strategy is 'no', so the command never evaluates; add --eval_strategy steps (or "
-            "epoch), or leave it out."
-        )
-    idle = [f"{name}={job.given[name]!r}" for name in _OF_EVALUATIONS if job.online and name in job.given]
+    model = job.model
+    reasons: dict[str, str] = {}
+    if not model.use_peft:
+        reasons |= dict.fromkeys(_OF_ADAPTERS, "--use_peft is off, so there are no adapters")
+    if not model.load_in_4bit:
+        reasons |= dict.fromkeys(_OF_4_BITS, "--load_in_4bit is off")
+    if job.config.eval_strategy == "no" and not job.config.eval_on_start:
+        if job.data.eval_dataset is not None:
+            raise ArgumentError(
+                "--eval_dataset has no effect: eval_strategy is 'no', so the command never evaluates; add --eval_strategy steps "
+                "(or epoch), or leave it out."
+            )
+        never = "eval_strategy is 'no', so the command never evaluates"
+        reasons |= dict.fromkeys(("eval_split", *(_OF_EVALUATIONS if job.online else ())), never)
+    if Path(model.model).exists():
+        reasons["model_revision"] = "the model is a folder"
+    idle = [f"--{name} {job.given[name]} ({reason})" for name, reason in reasons.items() if name in job.given]
     if idle:
-        warn_or_raise(
-            job.config, f"{', '.join(idle)} without effect: eval_strategy is 'no', so the command never evaluates"
-        )
+        warn_or_raise(job.config, f"the command has arguments without effect: {'; '.join(idle)}")
 
 
 def make_trainer(job: Job, library: Any = lowpeak) -> Any:
@@ -191,7 +222,11 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
         "peft_config": lora_config(job.model, _PEFT_TASKS.get(job.kind, "CAUSAL_LM")) if job.model.use_peft else None,
     }
     if job.online:
-        keywords["reward_funcs"] = [load_reward(spec) for spec in job.rewards.reward or []]
+        model = job.rewards.reward_model_name_or_path
+        keywords["reward_funcs"] = [
+            *([model] if model else []),
+            *(load_reward(spec) for spec in job.rewards.reward or []),
+        ]
     if isinstance(job.rewards, JudgeArguments) and job.rewards.judge is not None:
         keywords["judge"] = load_judge(job.rewards.judge)
     return getattr(library, f"{CLASS_PREFIXES[job.kind]}Trainer")(**keywords)
@@ -204,11 +239,15 @@ def lora_config(model: ModelArguments, task: str) -> Any:
 
     targets: Any = model.lora_target_modules
     return LoraConfig(
-        task_type=task,
+        task_type=model.lora_task_type or task,
         r=model.lora_r,
         lora_alpha=model.lora_alpha,
         lora_dropout=model.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_parameters=model.lora_target_parameters,
+        modules_to_save=model.lora_modules_to_save,
+        use_rslora=model.use_rslora,
+        use_dora=model.use_dora,
     )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lowpeak.arguments import NO_KV_CACHE_BYTES, SERVER_TOKEN, check_tensor_parallel_size, engine_kwargs, parse_bytes
+from lowpeak.cli.accelerate_config import DEFAULT_PRESET
 from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import num_devices, read_devices
 from lowpeak.cli.launch import LAUNCHED, is_rank
@@ -34,7 +35,6 @@ SERVER_ARGUMENTS = (
     "vllm_engine_kwargs",
     "kv_cache_bytes",
 )
-DEFAULT_PRESET = "fsdp2"  # for several training devices without a config: it fits wherever another preset does
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's max_lora_rank
 
 

@@ -30,13 +30,17 @@ def open_dataset(
     name: str | None = None,
     *,
     streaming: bool = False,
+    **location: Any,
 ) -> Dataset | IterableDataset:
     """Return one split of the dataset at `source`.
 
     `source` is a .json, .jsonl, .parquet or .csv file, a list or a glob of such files, a folder written by `save_to_disk`, a
     folder with data files, or a name on the hub. `split` may be a slice such as "train[:100]" if `datasets` supports slices;
-    None is "train", or the only split. `name` is the configuration of a dataset on the hub. Raises DataError.
+    None is "train", or the only split. `name` is the configuration of a dataset on the hub. `location` is `data_dir`
+    and `data_files` of `datasets.load_dataset`, for a hub name, a folder or a format ("json"). Raises DataError.
     """
+    if location:
+        return _load(str(source), split, streaming, path=str(source), name=name, **location)
     paths = _local_paths(source)
     if paths is None:
         return _open_hub(str(source), split, name, streaming)

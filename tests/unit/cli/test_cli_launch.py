@@ -181,7 +181,7 @@ def test_a_file_of_the_users_keeps_its_sizes_and_port(tmp_path):
         ("ddp", {"num_processes": 2, "num_machines": 0}, "--num_machines .*1, got 0"),
         ("ddp", {"num_processes": 2, "main_process_port": 99999}, "--main_process_port 99999"),
         ("ddp", {"num_processes": 4, **HOST, "machine_rank": 2}, "--machine_rank 2 .*0 to 1"),
-        (None, {"num_processes": 2}, "--num_processes 2 .*--accelerate_config"),
+        (None, {"max_restarts": 2}, "--max_restarts 2 .*--accelerate_config"),
     ],
 )
 def test_a_launch_that_cannot_work_is_refused_with_its_argument(name, told, message):

@@ -73,7 +73,6 @@ def test_a_value_means_the_same_in_the_file_and_on_the_command_line(tmp_path):
     [
         (["--learning_rte", "1"], "'learning_rte'.*'learning_rate'"),
         (["--use_liger_loss", "true"], "'use_liger_loss'"),
-        (["--model_name_or_path", "m"], "'model_name_or_path'.* model"),
         (["--num_generations", "many"], "--num_generations.*'many'"),
         (["--loss_type"], "--loss_type"),
         (["gpt2"], "'gpt2'"),

@@ -1,55 +1,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from lowpeak.arguments import GRPOConfig, OnlineDPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.cli import parse_job, parse_resume, run_training, to_yaml, with_config
 from lowpeak.errors import ArgumentError, DataError
-
-
-class RecordingTrainer:
-    """Keeps what it was made with and what it was asked to do."""
-
-    made: list[RecordingTrainer]
-
-    def __init__(self, **keywords):
-        self.keywords = keywords
-        self.asked = []
-        type(self).made.append(self)
-
-    def train(self, resume_from_checkpoint=None):
-        self.asked.append(("train", resume_from_checkpoint))
-
-    def save_model(self):
-        self.asked.append("save_model")
-
-    def push_to_hub(self, dataset_name):
-        self.asked.append(("push_to_hub", dataset_name))
-
-    def dry_run(self):
-        return {"model": {"parameters": 7, "device": object}, "sizes": (1, 2)}
-
-
-@pytest.fixture
-def library():
-    trainer = type("Trainer", (RecordingTrainer,), {"made": []})
-    return SimpleNamespace(
-        GRPOConfig=GRPOConfig, RLOOConfig=RLOOConfig, SFTConfig=SFTConfig, RewardConfig=RewardConfig,
-        OnlineDPOConfig=OnlineDPOConfig, OnlineDPOTrainer=trainer, RewardTrainer=trainer,
-        GRPOTrainer=trainer, RLOOTrainer=trainer, SFTTrainer=trainer, made=trainer.made,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def folder(tmp_path):
-    rows = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(10)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    (tmp_path / "judge.py").write_text("def right(completions, **columns):\n    return [1.0 for _ in completions]\n")
-    return tmp_path
 
 
 def argv(folder, *more, reward=True):
@@ -139,18 +96,27 @@ def test_the_evaluation_set_has_its_own_file_and_slice_or_is_a_slice_of_the_trai
 
 
 def test_an_evaluation_set_that_nothing_reads_is_refused(library, folder):
-    for words in (["--eval_dataset", f"{folder}/rows.jsonl"], ["--eval_split", "train[8:]"]):
+    for words in (["--eval_dataset", f"{folder}/rows.jsonl"], ["--eval_split", "train[8:]", "--strict_arguments"]):
         with pytest.raises(ArgumentError, match=words[0]):
             run_training("grpo", argv(folder, *words), library)
     assert trainer_of("grpo", argv(folder, "--eval_split", "train[8:]", "--eval_on_start"), library).asked
     assert trainer_of("grpo", argv(folder, "--eval_dataset", "none"), library).keywords["eval_dataset"] is None
 
 
-def test_arguments_of_evaluations_that_the_command_never_runs_are_named(library, folder):
-    words = argv(folder, "--num_generations_eval", "2", "--strict_arguments")
-    with pytest.raises(ArgumentError, match="num_generations_eval"):
+@pytest.mark.parametrize(
+    ("idle", "switch"),
+    [
+        (["--num_generations_eval", "2"], ["--eval_split", "train[8:]", "--eval_on_start"]),
+        (["--eval_split", "train[8:]"], ["--eval_on_start"]),
+        (["--lora_r", "4"], ["--use_peft"]),
+        (["--use_dora"], ["--use_peft"]),
+    ],
+)
+def test_arguments_of_the_command_without_effect_are_named(library, folder, idle, switch):
+    words = argv(folder, *idle, "--strict_arguments")
+    with pytest.raises(ArgumentError, match=idle[0]):
         run_training("grpo", words, library)
-    assert trainer_of("grpo", [*words, "--eval_split", "train[8:]", "--eval_on_start"], library).asked
+    assert trainer_of("grpo", [*words, *switch], library).asked
 
 
 def test_words_about_a_hubs_data_set_that_do_nothing_for_a_file_are_told(library, folder, caplog):
@@ -202,7 +168,7 @@ def test_a_run_is_resumed_from_its_newest_checkpoint_or_a_named_one_and_pushed_o
         ("grpo", ["--model", "m"], "--dataset .*--reward"),
         ("online-dpo", ["--model", "m", "--dataset", "d"], "--reward .*--judge"),
         ("sft", [], "--model .*--dataset"),
-        ("grpo", ["--model", "m", "--dataset", "d", "--reward", "r", "--lora_r", "4"], "--lora_r"),
+        ("grpo", ["--model", "m", "--dataset", "d", "--reward", "r", "--load_in_8bit"], "--load_in_8bit"),
         ("grpo", ["--model", "m", "--dataset", "d", "--reward", "r", "--load_in_4bit"], "--load_in_4bit"),
     ],
 )  # fmt: skip
