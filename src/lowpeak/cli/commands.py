@@ -27,6 +27,7 @@ commands:
   sft        train a model on demonstrations
   reward     train a reward model on preferences
   serve      start a vLLM server that accepts weight updates from a run
+  vllm-serve the same, by TRL's name
   env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs
   preset     print a config for several devices, to edit or to pass to `accelerate launch`
 
@@ -134,6 +135,7 @@ def _preset(arguments: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     **{kind: partial(_train, kind) for kind in ("grpo", "rloo", "ppo", "online-dpo", "sft", "reward")},
     "serve": _serve,
+    "vllm-serve": _serve,  # TRL's name
     "env": _env,
     "preset": _preset,
 }

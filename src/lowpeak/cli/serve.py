@@ -22,6 +22,10 @@ from lowpeak.vllm.serving import LOOPBACK, ServerProcess, ServerSpec, saved_toke
 
 _POLL_SECONDS = 0.2
 _VLLM_TOKEN = "VLLM_API_KEY"
+# Options of `trl vllm-serve` that vLLM has under another name, and those that are switches of vLLM.
+_TRL_NAMES = {"vllm-model-impl": "model-impl", "log-level": "uvicorn-log-level"}
+_TRL_SWITCHES = ("enforce-eager", "enable-prefix-caching", "trust-remote-code")
+_BOOLEANS = {"true": "", "false": "no-"}
 
 
 def run_server(argv: Sequence[str]) -> int:
@@ -69,13 +73,34 @@ def parse_server(argv: Sequence[str], environ: Mapping[str, str]) -> ServerSpec:
         tensor_parallel_size=parsed.tensor_parallel_size,
         devices=() if parsed.devices is None else read_devices(parsed.devices, "--devices"),
         dtype=parsed.dtype,
-        options=tuple(options),
+        options=tuple(_vllm_options(options)),
     )
     if not token and environ.get(_VLLM_TOKEN):
         raise ArgumentError(
             f"{_VLLM_TOKEN} protects only some of vLLM's routes, not those that change weights: set {SERVER_TOKEN} instead."
         )
     return server
+
+
+def _vllm_options(options: Sequence[str]) -> list[str]:
+    """Return vLLM's options; those of `trl vllm-serve` under vLLM's names, its booleans as switches (`--no-enforce-eager`)."""
+    translated: list[str] = []
+    for word in options:
+        name, equals, value = word.partition("=")
+        if _option_name(name) in _TRL_NAMES:
+            translated.append(f"--{_TRL_NAMES[_option_name(name)]}{equals}{value}")
+        elif equals and _option_name(name) in _TRL_SWITCHES and value.lower() in _BOOLEANS:
+            translated.append(f"--{_BOOLEANS[value.lower()]}{_option_name(name)}")
+        elif translated and _option_name(translated[-1]) in _TRL_SWITCHES and word.lower() in _BOOLEANS:
+            translated[-1] = f"--{_BOOLEANS[word.lower()]}{_option_name(translated[-1])}"
+        else:
+            translated.append(word)
+    return translated
+
+
+def _option_name(word: str) -> str:
+    """Return the name of an option with dashes, an empty string for another word."""
+    return word[2:].replace("_", "-") if word.startswith("--") else ""
 
 
 def check_port(server: ServerSpec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,8 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         return status
     from lowpeak.setup import check_resume
 
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # `python -m lowpeak` has it: rewards may be modules of this folder
     job = with_config(parsed, library)
     resume = parse_resume(job.config.resume_from_checkpoint)
     check_resume(Path(job.config.output_dir), resume)

@@ -72,6 +72,19 @@ def test_vllms_own_options_pass_through_and_replace_ours(option, ours):
     assert f"--{ours}" not in command
 
 
+@pytest.mark.parametrize(
+    ("trl", "vllm"),
+    [
+        ("--vllm_model_impl transformers --max_model_len 64", "--model-impl transformers --max_model_len 64"),
+        ("--enforce_eager true --trust_remote_code", "--enforce-eager --trust_remote_code"),
+        ("--enable_prefix_caching=false --log_level info", "--no-enable-prefix-caching --uvicorn-log-level info"),
+        ("--enforce-eager --speculative_config {}", "--enforce-eager --speculative_config {}"),
+    ],
+)
+def test_options_of_trls_server_are_vllms(trl, vllm):
+    assert parse_server(["--model", "m", *trl.split()], {}).options == tuple(vllm.split())
+
+
 def test_a_server_on_a_cpu_leaves_the_hosts_memory_to_others():
     default = ["--kv-cache-memory-bytes", str(1 << 30)]
     assert " ".join(default) in " ".join(said("--devices", "cpu"))
