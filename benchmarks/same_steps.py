@@ -1,8 +1,8 @@
-"""Does a step do the same as TRL's? `python -m benchmarks.same_steps [--quick] [--algorithm rloo] [--settings JSON]`.
+"""Does a step do the same as TRL's? `python -m benchmarks.same_steps [--quick] [--algorithm rloo] [--command] [--settings JSON]`.
 
 Both sides train the same weights on the same fixed completions (nothing is sampled) for a few steps of AdamW with the
 learning task's settings. Losses, gradient norms and weights must then agree to rounding: what is left of a difference
-between learning curves is sampling.
+between learning curves is sampling. With `--command`, `lowpeak grpo` and `trl grpo` run one YAML file for a step.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ TOLERANCE = 1e-2
 
 
 def main() -> None:
-    algorithm, steps, settings = parse(sys.argv[1:])
+    request = parse(sys.argv[1:])
+    steps = request["steps"]
     require_peer()
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder) / "start"
         run_apart("benchmarks.harness.warm", {"folder": str(start), "seed": 0})
-        runs = {side: train(side, algorithm, steps, settings, start, Path(folder) / side) for side in SIDES}
+        request["start"] = str(start)
+        runs = {side: train(side, request, Path(folder) / side) for side in SIDES}
         ends = [Path(folder) / side / str(steps) for side in SIDES]
         difference, move = furthest(*ends), furthest(start, ends[1])
     ours, peer = runs[OURS], runs[PEER]
@@ -39,9 +41,7 @@ def main() -> None:
     print_result(
         {
             "benchmark": "same_steps",
-            "algorithm": algorithm,
-            "settings": settings,
-            "steps": steps,
+            **{name: request[name] for name in ("algorithm", "settings", "steps", "command")},
             "ours": ours,
             "peer": peer,
             "ratio": {"grad_norm": ratios},
@@ -53,32 +53,22 @@ def main() -> None:
     )
 
 
-def parse(arguments: Sequence[str]) -> tuple[str, int, dict[str, Any]]:
-    """The algorithm, the number of steps, and settings beside the learning task's."""
+def parse(arguments: Sequence[str]) -> dict[str, Any]:
+    """What both sides are asked to do."""
     parser = argparse.ArgumentParser(description="Compare lowpeak's optimizer steps with TRL's on fixed completions.")
     parser.add_argument("--quick", action="store_true", help="four steps in place of twelve")
     parser.add_argument("--algorithm", choices=["grpo", "rloo"], default="grpo")
+    parser.add_argument("--command", action="store_true", help="one step by both commands, from one YAML file of TRL")
     parser.add_argument("--settings", type=json.loads, default={}, help='such as \'{"loss_type": "sapo"}\'')
     found = parser.parse_args(arguments)
-    return found.algorithm, 4 if found.quick else 12, found.settings
+    steps = 1 if found.command else 4 if found.quick else 12
+    asked = {"algorithm": found.algorithm, "settings": found.settings, "command": found.command}
+    return {**asked, "steps": steps, "snapshots": (steps,), "seed": 0, "canned": True}
 
 
-def train(
-    side: str, algorithm: str, steps: int, settings: Mapping[str, Any], start: Path, folder: Path
-) -> dict[str, Any]:
+def train(side: str, request: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Losses and gradient norms of one side's steps; its weights are left in `folder/<steps>`."""
-    request: Mapping[str, Any] = {
-        "library": side,
-        "algorithm": algorithm,
-        "seed": 0,
-        "steps": steps,
-        "start": str(start),
-        "folder": str(folder),
-        "snapshots": (steps,),
-        "canned": True,
-        "settings": settings,
-    }
-    took = run_apart("benchmarks.harness.side", request)
+    took = run_apart("benchmarks.harness.side", {**request, "library": side, "folder": str(folder)})
     return {"loss": took["loss"], "grad_norm": took["grad_norm"]}
 
 

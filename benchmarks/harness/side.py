@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -37,6 +38,7 @@ class SideRequest:
     folder: str
     snapshots: tuple[int, ...] = ()
     canned: bool = False
+    command: bool = False  # train by the library's command, from a YAML file with TRL's names
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -76,8 +78,52 @@ def make_trainer(request: SideRequest) -> Any:
     return trainer
 
 
+def train_by_command(request: SideRequest) -> Any:
+    """The trainer after `lowpeak grpo` or `trl grpo` of one YAML file, on fixed completions."""
+    package, folder = importlib.import_module(request.library), Path(request.folder)
+    made: list[Any] = []
+
+    class CannedTrainer(package.GRPOTrainer):  # type: ignore[misc,name-defined]
+        def __init__(self, **given: Any) -> None:
+            ours = {"rollout_func": our_rollouts} if request.library == OURS else {}
+            super().__init__(**given, **ours, callbacks=[Snapshots(folder, request.snapshots)])
+            if not ours:
+                can_peer(self, request.algorithm)
+            made.append(self)
+
+    arguments = ["--config", str(write_yaml(request, folder))]
+    if request.library == OURS:
+        library = SimpleNamespace(GRPOConfig=package.GRPOConfig, GRPOTrainer=CannedTrainer)
+        importlib.import_module("lowpeak.cli").run_training("grpo", arguments, library)
+    else:
+        package.GRPOTrainer = CannedTrainer
+        script = importlib.import_module("trl.scripts.grpo")
+        script.main(*script.make_parser().parse_args_and_config(arguments))
+    return made[0]
+
+
+def write_yaml(request: SideRequest, folder: Path) -> Path:
+    """A YAML file of TRL's command (JSON is YAML), beside a folder with the prompts."""
+    noisy_sort.make_prompts(request.steps * NUM_PROMPTS, request.seed).to_json(folder / "data" / "train.jsonl")
+    settings = trainer_settings(request.algorithm, request.seed, request.steps, folder / "out")
+    command = {
+        "model_name_or_path": request.start,
+        "dtype": "float32",
+        "attn_implementation": "sdpa",
+        "dataset_name": str(folder / "data"),
+        "dataset_train_split": "train",
+        "reward_funcs": ["noisy_sort.sorted_exactly"],
+        "shuffle_dataset": False,
+        "logging_steps": 1,
+    }
+    (folder / "trl.yaml").write_text(json.dumps({**settings, **request.settings, **command}))
+    return folder / "trl.yaml"
+
+
 def run_side(request: SideRequest) -> dict[str, Any]:
     """Train, and tell CPU seconds and what was resident before."""
+    if request.command:
+        return _losses(train_by_command(request))
     trainer = make_trainer(request)
     resident = resident_bytes()
     start = time.process_time()
@@ -88,9 +134,13 @@ def run_side(request: SideRequest) -> dict[str, Any]:
         "cpu_seconds": round(seconds, 3),
         "start_rss_mb": None if resident is None else round(resident / 2**20, 1),
         "frac_reward_zero_std": round(mean([log["frac_reward_zero_std"] for log in logs]), 4),
-        "loss": [log["loss"] for log in logs],
-        "grad_norm": [log["grad_norm"] for log in logs],
+        **_losses(trainer),
     }
+
+
+def _losses(trainer: Any) -> dict[str, list[float]]:
+    logs = step_logs(trainer.state.log_history)
+    return {name: [log[name] for log in logs] for name in ("loss", "grad_norm")}
 
 
 def step_logs(history: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
