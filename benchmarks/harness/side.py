@@ -80,10 +80,11 @@ def make_trainer(request: SideRequest) -> Any:
 
 def train_by_command(request: SideRequest) -> Any:
     """The trainer after `lowpeak grpo` or `trl grpo` of one YAML file, on fixed completions."""
-    package, folder = importlib.import_module(request.library), Path(request.folder)
+    package: Any = importlib.import_module(request.library)
+    folder = Path(request.folder)
     made: list[Any] = []
 
-    class CannedTrainer(package.GRPOTrainer):  # type: ignore[misc,name-defined]
+    class CannedTrainer(package.GRPOTrainer):
         def __init__(self, **given: Any) -> None:
             ours = {"rollout_func": our_rollouts} if request.library == OURS else {}
             super().__init__(**given, **ours, callbacks=[Snapshots(folder, request.snapshots)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -145,6 +146,13 @@ def test_a_trainer_takes_trls_defaults_spelled_out(tmp_path, name):
         processing_class=tokenizer,
         **online,
     )
+
+
+def test_the_page_for_trls_users_has_every_field():
+    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
+    configs = [name for name in TRL if name != "OnlineDPOConfig"]  # its table is in docs/algorithms.md
+    assert {field for name in configs for field in TRL[name] if f"`{field}`" not in page} == set()
+    assert len(TRL["GRPOConfig"].keys() - defaults_of("GRPOConfig").keys()) <= 10
 
 
 def test_a_file_with_trls_defaults_is_read(tmp_path):
