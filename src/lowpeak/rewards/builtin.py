@@ -1,14 +1,17 @@
-r"""Built-in rewards: final answers as text or number, regular expressions, and lengths in tokens.
+r"""Built-in rewards: final answers as text, number or formula, regular expressions, lengths and repetitions in tokens.
 
 The answer rewards compare with the column `answer` or `solution`. A final answer stands after the text's last mark:
 `#### 72` (GSM8K), `\boxed{72}`, `<answer>72</answer>`. In a text without marks it is the last line for `exact_match` and
 the last number for `numeric_match`. The column may contain a full solution that ends in such a mark. A completion whose
-column contains no answer gets None.
+column contains no answer gets None. `accuracy_reward`, `think_format_reward` and the `get_` functions have TRL's names.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +19,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from lowpeak.errors import ArgumentError, RewardError
+from lowpeak.errors import ArgumentError, RewardError, require_package
 
 _MARK = re.compile(r"####|\\boxed\s*\{|<answer>")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -216,3 +219,141 @@ class LinearLength:
 
 
 length_penalty = LinearLength()
+
+
+def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    """Return 1 for each completion that begins with its only `<think>` and has a `</think>` after it, else 0."""
+    texts = [completion_text(completion) for completion in completions]
+    return [
+        float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text[len("<think>") :])
+        for text in texts
+    ]
+
+
+class SoftOverlongPunishment(SoftOverlong):
+    """`SoftOverlong` under TRL's name in the metrics."""
+
+    __name__ = "soft_overlong_punishment_reward"
+
+
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlong:
+    """Return `SoftOverlong(max_completion_len, soft_punish_cache)`, with TRL's names."""
+    return SoftOverlongPunishment(max_completion_len, soft_punish_cache)
+
+
+# What TRL's command line means by the bare name get_soft_overlong_punishment.
+soft_overlong_punishment = SoftOverlongPunishment(1280, 256)
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """A penalty of `max_penalty * (1 - u / n)` for a completion with u different ones among its n n-grams of token ids.
+
+    It is 0 for completions of fewer than `ngram_size` tokens (arXiv 2502.03373, appendix C.2).
+    """
+
+    __name__ = "repetition_penalty_reward"
+    ngram_size: int = 3
+    max_penalty: float = -1.0
+
+    def __post_init__(self) -> None:
+        if self.ngram_size < 1 or self.max_penalty > 0:
+            raise ArgumentError(
+                f"A repetition penalty needs ngram_size of at least 1 and max_penalty of at most 0, got {self.ngram_size} and "
+                f"{self.max_penalty}."
+            )
+
+    def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return [self._penalty(ids) for ids in completion_ids]
+
+    def _penalty(self, ids: Sequence[int]) -> float:
+        total = len(ids) - self.ngram_size + 1
+        unique = len({tuple(ids[start : start + self.ngram_size]) for start in range(total)})
+        return self.max_penalty * (1 - unique / total) if 0 < unique < total else 0.0
+
+
+get_repetition_penalty_reward = RepetitionPenalty
+
+
+def accuracy_reward(completions: Sequence[Any], solution: Sequence[Any], **_: Any) -> list[float | None]:
+    """Return 1 for each completion whose LaTeX answer math-verify finds equal to the solution, else 0.
+
+    None for a solution that does not parse. Needs the package math-verify.
+    """
+    return [
+        _verify_formula(completion_text(completion), str(expected))
+        for completion, expected in zip(completions, solution, strict=True)
+    ]
+
+
+def reasoning_accuracy_reward(
+    completions: Sequence[Any], solution: Sequence[Any], reasoning_delimiters: Sequence[str] = ("</think>",), **_: Any
+) -> list[float | None]:
+    """Return `accuracy_reward` of the text after the last delimiter; 0 for a completion without one.
+
+    The first of `reasoning_delimiters` that a completion contains ends its reasoning.
+    """
+    rewards: list[float | None] = []
+    for completion, expected in zip(completions, solution, strict=True):
+        text = completion_text(completion)
+        delimiter = next((each for each in reasoning_delimiters if each in text), None)
+        rewards.append(0.0 if delimiter is None else _verify_formula(text.rpartition(delimiter)[2], str(expected)))
+    return rewards
+
+
+def _verify_formula(text: str, solution: str) -> float | None:
+    """Return whether the first LaTeX answer in the text, boxed ones before others, equals the solution; None if that has none."""
+    require_package("math_verify", "accuracy_reward", "math", named="math-verify")
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    # math-verify stops itself by SIGALRM, which only the main thread can receive; reward_timeout bounds the other threads.
+    is_main = threading.current_thread() is threading.main_thread()
+    parse_seconds, verify_seconds = (10, 5) if is_main else (None, None)
+    for name in ("math_verify.parser", "math_verify.grader"):  # they warn at each call without a time limit
+        logging.getLogger(name).setLevel(logging.ERROR)
+    expected = parse(solution, parsing_timeout=parse_seconds)
+    if not expected:
+        return None
+    latex = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
+    )
+    answer = parse(text, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=parse_seconds)
+    return float(verify(expected, answer, timeout_seconds=verify_seconds))
+
+
+@dataclass(frozen=True)
+class CosineScaledReward:
+    """An accuracy reward scaled by a completion's length L: `b + (a - b) / 2 * (1 + cos(pi * min(L / max_len, 1)))`.
+
+    a is the reward of the shortest and b that of the longest completions: 1 and 0.5 for a right answer by default, -1 and -0.5
+    for a wrong one (arXiv 2502.03373, appendix C.1). Answers are right by `accuracy_reward`; None stays None.
+    """
+
+    __name__ = "cosine_scaled_reward"
+    max_len: int
+    min_value_wrong: float = -1.0
+    max_value_wrong: float = -0.5
+    min_value_correct: float = 0.5
+    max_value_correct: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_len < 1:
+            raise ArgumentError(f"A cosine reward needs max_len of at least 1 token, got {self.max_len}.")
+
+    def __call__(
+        self, completions: Sequence[Any], solution: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any
+    ) -> list[float | None]:
+        right = accuracy_reward(completions, solution)
+        return [
+            None if is_right is None else self._scale(bool(is_right), len(ids))
+            for is_right, ids in zip(right, completion_ids, strict=True)
+        ]
+
+    def _scale(self, is_right: bool, length: int) -> float:
+        right, wrong = (self.max_value_correct, self.min_value_correct), (self.min_value_wrong, self.max_value_wrong)
+        shortest, longest = right if is_right else wrong
+        return longest + (shortest - longest) / 2 * (1 + math.cos(math.pi * min(length / self.max_len, 1)))
+
+
+get_cosine_scaled_reward = CosineScaledReward

@@ -35,12 +35,19 @@ logger = logging.getLogger(__name__)
 
 BUILTIN_REWARDS: dict[str, str] = {
     name: f"lowpeak.rewards.builtin.{name}"
-    for name in ("exact_match", "numeric_match", "think_answer_format", "hash_answer_format", "length_penalty")
-}
+    for name in (
+        *("exact_match", "numeric_match", "think_answer_format", "hash_answer_format", "length_penalty"),
+        *("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"),
+    )
+} | {"get_soft_overlong_punishment": "lowpeak.rewards.builtin.soft_overlong_punishment"}
 REWARD_FACTORIES: dict[str, str] = {
     "format_reward": "lowpeak.rewards.builtin.format_reward",
     "linear_length": "lowpeak.rewards.builtin.LinearLength",
     "soft_overlong": "lowpeak.rewards.builtin.SoftOverlong",
+    **{
+        name: f"lowpeak.rewards.builtin.{name}"
+        for name in ("get_soft_overlong_punishment", "get_cosine_scaled_reward", "get_repetition_penalty_reward")
+    },
 }
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import time
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,20 @@ from lowpeak.errors import ArgumentError, RewardError
 from lowpeak.rewards import (
     LinearLength,
     SoftOverlong,
+    accuracy_reward,
+    call_with_timeout,
     exact_match,
     final_answer,
     final_number,
     format_reward,
+    get_cosine_scaled_reward,
+    get_repetition_penalty_reward,
     hash_answer_format,
     length_penalty,
     numeric_match,
+    reasoning_accuracy_reward,
     think_answer_format,
+    think_format_reward,
 )
 
 # In the shape of GSM8K's; all of those where `LOWPEAK_GSM8K` names their folder.
@@ -232,6 +239,66 @@ def test_a_reward_that_cannot_be_made_is_refused_with_its_argument(make, words):
 def test_the_linear_penalty_grows_with_each_token_past_the_free_ones():
     assert LinearLength(per_token=0.5, free=2)(completion_ids=[[1], [1] * 2, [1] * 4]) == [0, 0, -1]
     assert length_penalty([[0] * 500]) == [-0.5]
+
+
+# Of texts and solutions: what TRL 1.16's accuracy_reward and reasoning_accuracy_reward return.
+FORMULAS = [
+    (r"My answer is \boxed{\frac{1}{3}}", r"\frac{1}{3}", 1.0, 0.0),
+    (r"so \boxed{0.5}", r"$\frac12$", 1.0, 0.0),
+    (r"so \boxed{0.5}", "no formula", None, 0.0),
+    (r"so \boxed{0.5}", "", None, 0.0),
+    (r"\boxed{7} or \boxed{8}", "7", 0.0, 0.0),
+    (r"\boxed{3 \text{ cm}}", "3", 1.0, 0.0),
+    (r"<think> \boxed{2} </think> it is \boxed{3}", "3", 1.0, 1.0),
+    (r"<think> \boxed{2} </think> it is \boxed{3}", "no formula", None, None),
+    (r"<think> \boxed{3}", "3", 1.0, 0.0),
+    ("7", "7", 0.0, 0.0),
+    (r"\boxed{\frac{", "7", 0.0, 0.0),
+    ("", "7", 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("text", "solution", "whole", "after_reasoning"), FORMULAS)
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_formulas_are_compared_as_in_trl(text, solution, whole, after_reasoning, in_thread):
+    chat = [[{"role": "assistant", "content": text}]]
+    for reward, expected in ((accuracy_reward, whole), (reasoning_accuracy_reward, after_reasoning)):
+        for completions in ([text], chat):
+            call = partial(reward, completions, solution=[solution], prompts=["p"])
+            assert (call_with_timeout(call, 60) if in_thread else call()) == [expected]
+
+
+def test_the_end_of_reasoning_may_be_another_mark():
+    texts = [r"hm \boxed{2} [END] \boxed{3}", r"</think> \boxed{3}"]
+    assert reasoning_accuracy_reward(texts, ["3", "3"], reasoning_delimiters=["[END]"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("<think>a</think> b", 1), ("<think>\n</think>", 1), ("<think>a", 0), (" <think>a</think>", 0), ("a", 0),
+     ("<think>a</think><think>b</think>", 0), ("</think><think>", 0)],
+)  # fmt: skip
+def test_reasoning_stands_once_at_the_start(text, reward):
+    assert think_format_reward([text], prompts=["p"]) == [reward]
+
+
+def test_a_repetition_costs_its_share_of_the_n_grams():
+    reward = get_repetition_penalty_reward(ngram_size=2, max_penalty=-1.0)
+    assert reward([[1, 2, 3, 4], [5] * 5, [5, 5], [5], []]) == [0, -0.75, 0, 0, 0]
+    assert reward.__name__ == "repetition_penalty_reward"
+    with pytest.raises(ArgumentError, match="max_penalty"):
+        get_repetition_penalty_reward(max_penalty=0.5)
+
+
+def test_a_right_answer_is_worth_more_if_it_is_short_and_a_wrong_one_if_it_is_long():
+    reward = get_cosine_scaled_reward(max_len=100)
+    ids = [[1] * length for length in (0, 50, 100, 500)]
+    right, wrong = [r"\boxed{3}"] * 4, [r"\boxed{2}"] * 4
+    assert reward(right, ["3"] * 4, ids) == pytest.approx([1.0, 0.75, 0.5, 0.5])
+    assert reward(wrong, ["3"] * 4, ids) == pytest.approx([-1.0, -0.75, -0.5, -0.5])
+    assert reward(right[:1], ["none"], ids[:1]) == [None]
+    with pytest.raises(ArgumentError, match="max_len"):
+        get_cosine_scaled_reward(max_len=0)
 
 
 @pytest.mark.parametrize("reward", [SoftOverlong(4, 2), length_penalty, think_answer_format])

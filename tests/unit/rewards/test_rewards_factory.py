@@ -14,6 +14,7 @@ from lowpeak.rewards import (
     SoftOverlong,
     callable_name,
     exact_match,
+    get_soft_overlong_punishment,
     load_judge,
     load_reward,
     make_rewards,
@@ -65,18 +66,21 @@ def test_a_file_gives_its_functions_objects_and_methods_finds_its_neighbours_and
 @pytest.mark.parametrize("name", BUILTIN_REWARDS)
 def test_every_shipped_name_is_a_reward_of_that_name(name):
     reward = make_rewards(load_reward(name))[0]
-    assert reward.name == name
-    values = reward(prompts=["p"], completions=["5"], completion_ids=[[5]], answer=["5"])
+    assert reward.name == {"get_soft_overlong_punishment": "soft_overlong_punishment_reward"}.get(name, name)
+    values = reward(prompts=["p"], completions=["5"], completion_ids=[[5]], answer=["5"], solution=["5"])
     assert [type(value) for value in values] == [float]
 
 
 def test_factories_are_written_with_their_arguments():
     assert load_reward("soft_overlong(8, cache=4)") == SoftOverlong(8, 4)
+    assert load_reward("get_soft_overlong_punishment(8, soft_punish_cache=4)") == get_soft_overlong_punishment(8, 4)
+    assert load_reward("get_soft_overlong_punishment") == get_soft_overlong_punishment(1280, 256)
+    assert load_reward("get_repetition_penalty_reward(ngram_size=1)")(completion_ids=[[1, 1]]) == [-0.5]
     assert load_reward("linear_length(per_token=-1)")(completion_ids=[[1, 2]]) == [2]
     reward = load_reward(r"format_reward('a\\d (x|y)', name='mine')")
     assert reward(completions=["a1 x", "a1 z"]) == [1.0, 0.0]
     assert callable_name(reward) == "mine"
-    assert set(REWARD_FACTORIES).isdisjoint(BUILTIN_REWARDS)
+    assert set(REWARD_FACTORIES) & set(BUILTIN_REWARDS) == {"get_soft_overlong_punishment"}
 
 
 @pytest.mark.parametrize(
