@@ -138,7 +138,9 @@ class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
         None, "Name of the reward that measures success in evaluation (None: the first)."
     )
     success_threshold: float = evaluation_argument(1.0, "Least reward of a successful completion.")
-    log_completions: bool = logging_argument(False, "Print a table of completions when metrics are logged.")
+    log_completions: bool = logging_argument(
+        False, "Print a table of completions when metrics are logged; send it to trackers."
+    )
     log_completions_steps: int = logging_argument(
         1, "Least number of steps between two tables.", at_least(1), _PRINTS_COMPLETIONS
     )

@@ -51,6 +51,7 @@ from lowpeak.training import (
     print_completions,
     records_of_step,
     save_extra_weights,
+    track_completions,
 )
 from lowpeak.watchdog import detect_failures
 
@@ -217,12 +218,9 @@ class OnlineTrainer(StepTrainer):
             and self.rollout is not None
             and self.is_world_process_zero()
         ):
-            print_completions(
-                self.rollout.rows,
-                self.state.global_step,
-                most=table.num_completions_to_print,
-                unique=table.log_unique_prompts,
-            )
+            rows, step, unique = self.rollout.rows, self.state.global_step, table.log_unique_prompts
+            print_completions(rows, step, most=table.num_completions_to_print, unique=unique)
+            track_completions(rows, step, self.callback_handler.callbacks, unique=unique)
 
     def _table_is_due(self, steps: int) -> bool:
         """Return whether to print a table: one in each span of `steps`, starting with the first log."""

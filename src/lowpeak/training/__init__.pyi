@@ -19,6 +19,8 @@ from lowpeak.training.checkpoints import warn_of_overridden_arguments as warn_of
 from lowpeak.training.collector import merge_in_prompt_order as merge_in_prompt_order
 from lowpeak.training.collector import with_advantages as with_advantages
 from lowpeak.training.collector import with_reward_statistics as with_reward_statistics
+from lowpeak.training.completion_tables import print_completions as print_completions
+from lowpeak.training.completion_tables import track_completions as track_completions
 from lowpeak.training.dry_run import describe_offline as describe_offline
 from lowpeak.training.dry_run import describe_run as describe_run
 from lowpeak.training.dry_run import describe_vllm as describe_vllm
@@ -33,7 +35,6 @@ from lowpeak.training.prepare_run import prepare_online as prepare_online
 from lowpeak.training.rollout import Rollout as Rollout
 from lowpeak.training.rollout import StepBatches as StepBatches
 from lowpeak.training.rollout import make_step_batches as make_step_batches
-from lowpeak.training.rollout import print_completions as print_completions
 from lowpeak.training.rollout import records_of_step as records_of_step
 from lowpeak.training.rollout import score_records as score_records
 from lowpeak.training.rollout import with_step_shares as with_step_shares

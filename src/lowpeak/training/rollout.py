@@ -1,7 +1,7 @@
 """A rollout: its records as micro-batches, and its report.
 
 Stages 7 and 8 score the records without gradients, stage 10 forms the micro-batches of a step. The report is metrics of
-lengths and of the engine, journal rows, and the table of completions."""
+lengths and of the engine, and journal rows."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from lowpeak.algorithms import Algorithm, Need, StepCounts, indices_by_group
 from lowpeak.arguments import RolloutSettings
 from lowpeak.batching import Budget, assign_to_ranks, masked_batch, num_loss_tokens, pack, scatter
-from lowpeak.errors import show_controls
 from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
@@ -295,40 +290,3 @@ def completion_rows(
 
 def _or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-_NOT_IN_TABLE = ("group", "num_tokens", "finish_reason")
-
-
-def print_completions(
-    rows: Sequence[Mapping[str, object]], step: int, *, most: int | None = None, unique: bool = False
-) -> None:
-    """Print a table of the first `most` rows (None: all); with `unique`, one of each group."""
-    shown = _first_of_each_group(rows) if unique else list(rows)
-    shown = shown[:most]
-    if not shown:
-        return
-    columns = [name for name in shown[0] if name not in _NOT_IN_TABLE]
-    table = Table(title=f"step {step}", show_lines=True)
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("prompt", "completion") else "right")
-    for row in shown:
-        table.add_row(*(Text(show_controls(_cell(row.get(name)))) for name in columns))
-    Console().print(table)
-
-
-def _first_of_each_group(rows: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    firsts: dict[object, Mapping[str, object]] = {}
-    for row in rows:
-        firsts.setdefault(row["group"], row)
-    return list(firsts.values())
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.2f}"
-    if isinstance(value, list):  # messages
-        return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in value)
-    return str(value)
