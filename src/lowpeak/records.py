@@ -32,7 +32,7 @@ MetricKind = Literal["mean", "sum", "max", "min"]
 # Which weights of a model are exported: see Strategy.slices.
 Weights = Literal["merged", "adapter", "base"]
 # Each parameter's unsharded shape and dtype, by name, in a fixed order.
-Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+WeightLayout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 # What a loss weighs; a unit is never split between micro-batches.
 Unit = Literal["token", "sequence", "pair"]
 

@@ -30,7 +30,7 @@ def let_rest(trainer: Any) -> None:
             parameter.data = parameter.data.clone()
     rest = make_rollout_offloader(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
     trainer.collector.offloader = rest
-    ready = add_to_offloader(rest, strategy, FrozenModel(reference.model, reference.use)).ready
+    ready = add_to_offloader(rest, strategy, FrozenModel(reference.model, reference.ready)).ready
     trainer.run = replace(trainer.run, reference=Reference(reference.model, ready))
     judge.use(add_to_offloader(rest, strategy, FrozenModel(judge.model, judge._ready)), judge.ranks)
 

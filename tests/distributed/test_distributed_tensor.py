@@ -155,11 +155,11 @@ def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str |
         arguments = {"per_device_train_batch_size": 8 // sizes[1], "max_steps": 1, **tensor_parallel(*sizes), **more}
         trainer = build("GRPO", place / f"run{budget}", arguments, model)
         engine = trainer.collector.engine
-        whole = engine.hold
+        whole = engine.gather_policy
         for part in PARTS:
-            engine.hold = Failing(whole, part, torch.OutOfMemoryError("no room"))
+            engine.gather_policy = Failing(whole, part, torch.OutOfMemoryError("no room"))
             errors[f"{budget} {part}"] = error_of(trainer.train)
-        engine.hold = whole
+        engine.gather_policy = whole
         trainer.train()
         step += trainer.state.global_step
         forget()

@@ -29,10 +29,10 @@ from lowpeak.algorithms.ppo import gae as gae
 from lowpeak.algorithms.ppo import make_ppo as make_ppo
 from lowpeak.algorithms.ppo import ppo_advantages as ppo_advantages
 from lowpeak.algorithms.ppo import whiten as whiten
-from lowpeak.algorithms.result_checks import check_advantages as check_advantages
+from lowpeak.algorithms.result_checks import call_advantages as call_advantages
+from lowpeak.algorithms.result_checks import call_select as call_select
 from lowpeak.algorithms.result_checks import check_losses as check_losses
 from lowpeak.algorithms.result_checks import check_metrics as check_metrics
-from lowpeak.algorithms.result_checks import check_selection as check_selection
 from lowpeak.algorithms.reward_model import make_reward_model as make_reward_model
 from lowpeak.algorithms.reward_model import measure_preferences as measure_preferences
 from lowpeak.algorithms.reward_model import preference_loss as preference_loss

@@ -41,8 +41,9 @@ def check_losses(losses_U: Tensor, function: Callable[..., Any], weights_U: Tens
     return losses_U
 
 
-def check_selection(selection: Selection, function: Callable[..., Any], num_records: int) -> Selection:
+def call_select(function: Callable[..., Any], records: Sequence[Record]) -> Selection:
     """Return the result of `Algorithm.select`; raise ArgumentError if it is no selection of these records."""
+    selection, num_records = function(records), len(records)
     _require_type(selection, Selection, "select", function)
     for index in selection.indices:
         if not isinstance(index, int) or not 0 <= index < num_records:
@@ -53,8 +54,11 @@ def check_selection(selection: Selection, function: Callable[..., Any], num_reco
     return selection
 
 
-def check_advantages(advantages: Advantages, function: Callable[..., Any], records: Sequence[Record]) -> Advantages:
+def call_advantages(
+    function: Callable[..., Any], records: Sequence[Record], coefficients: Mapping[str, float]
+) -> Advantages:
     """Return the result of `Algorithm.advantages`; raise ArgumentError unless each record has a finite float32 [C]."""
+    advantages = function(records, coefficients)
     _require_type(advantages, Advantages, "advantages", function)
     columns = {"per_token": advantages.per_token}
     if advantages.returns is not None:

@@ -25,7 +25,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from lowpeak.errors import CheckpointError
 from lowpeak.models import belongs_to_critic
 from lowpeak.parallel import clean_parameter_name, unties_head
-from lowpeak.records import Layout, WeightSlice
+from lowpeak.records import WeightLayout, WeightSlice
 
 FILE_BYTES = 50 * 10**9  # transformers' default
 _ALIGNMENT = 8
@@ -33,7 +33,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 
 
 def write_weights(
-    folder: Path | None, model: Any, layout: Layout, slices: Iterable[WeightSlice], file_bytes: int = FILE_BYTES
+    folder: Path | None, model: Any, layout: WeightLayout, slices: Iterable[WeightSlice], file_bytes: int = FILE_BYTES
 ) -> None:
     """Write the slices of `layout` into `folder`, as `from_pretrained` reads them; without a folder, discard them.
 
@@ -50,7 +50,7 @@ def write_weights(
         deque(remaining, maxlen=0)
 
 
-def write_configs(folder: Path, model: Any, layout: Layout) -> None:
+def write_configs(folder: Path, model: Any, layout: WeightLayout) -> None:
     """Write config and generation config for these weights, and the code of a model with custom code."""
     config = copy.deepcopy(model.config)
     if unties_head(model, layout):
@@ -72,7 +72,7 @@ class SafetensorsWriter:
     comes first, so that a range is written directly to its offset. Missing ranges are zeros: write into a staged folder.
     """
 
-    def __init__(self, folder: Path, layout: Layout, max_bytes: int) -> None:
+    def __init__(self, folder: Path, layout: WeightLayout, max_bytes: int) -> None:
         self._offsets: dict[str, tuple[Path, int]] = {}  # each tensor's file and offset
         split = split_state_dict_into_shards_factory(
             dict(layout),
@@ -99,7 +99,7 @@ class SafetensorsWriter:
                 written = os.pwrite(stream.fileno(), data, offset)
                 data, offset = data[written:], offset + written
 
-    def _begin(self, file: Path, layout: Layout, names: Sequence[str]) -> None:
+    def _begin(self, file: Path, layout: WeightLayout, names: Sequence[str]) -> None:
         """Write a file's header, and extend the file to its full size.
 
         The header is its length in 8 bytes, then JSON (github.com/huggingface/safetensors, "Format"). Wide dtypes come first, so
@@ -124,7 +124,7 @@ class SafetensorsWriter:
 class _Writer:
     """Writes slices of a model's parameters under the names of its checkpoint."""
 
-    def __init__(self, folder: Path, model: Any, layout: Layout, file_bytes: int) -> None:
+    def __init__(self, folder: Path, model: Any, layout: WeightLayout, file_bytes: int) -> None:
         self._model = model
         self._layout = layout
         self._names: dict[str, str] = {}  # of parameters that the checkpoint only renames
@@ -152,7 +152,7 @@ class _Writer:
             for name, tensor in revert_weight_conversion(self._model, complete).items():
                 self._files.write(name, 0, tensor)
 
-    def _file_layout(self, buffers: Mapping[str, Tensor]) -> Layout:
+    def _file_layout(self, buffers: Mapping[str, Tensor]) -> WeightLayout:
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name in self._layout:
             group = self._groups.get(name, (name,))
@@ -163,7 +163,7 @@ class _Writer:
         return layout | {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
 
 
-def _conversion_groups(model: Any, layout: Layout) -> dict[str, tuple[str, ...]]:
+def _conversion_groups(model: Any, layout: WeightLayout) -> dict[str, tuple[str, ...]]:
     """Return the parameters whose tensors differ from the checkpoint's, each with the group it must be converted with.
 
     Groups are as small as possible: single parameters, else those of a layer, else all. A grouping is right if it converts to
@@ -184,7 +184,7 @@ def _conversion_groups(model: Any, layout: Layout) -> dict[str, tuple[str, ...]]
     )
 
 
-def _is_renamed_only(model: Any, layout: Layout, name: str) -> bool:
+def _is_renamed_only(model: Any, layout: WeightLayout, name: str) -> bool:
     before = _meta(layout, (name,))
     after = revert_weight_conversion(model, before)
     return len(after) == 1 and next(iter(after.values())) is before[name]
@@ -200,12 +200,12 @@ def _by_layer(names: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def _meta(layout: Layout, names: Iterable[str]) -> dict[str, Tensor]:
+def _meta(layout: WeightLayout, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: torch.empty(layout[name][0], dtype=layout[name][1], device="meta") for name in names}
 
 
 def _converted_layout(
-    model: Any, layout: Layout, names: Iterable[str]
+    model: Any, layout: WeightLayout, names: Iterable[str]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     reverted = revert_weight_conversion(model, _meta(layout, names))
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in reverted.items()}

@@ -178,18 +178,15 @@ class TypedParser(ErrorParser, HfArgumentParser):
         return {name: value if name in direct else converted.get(name) for name, value in settings.items()}
 
     def _tokens(self, name: str, value: Any) -> list[str]:
+        """Return a YAML value as the words of a command line."""
         action = self._option_string_actions[f"--{name}"]
-        if value is None:
-            raise ArgumentError(f"{name} must have a value, got None.")
-        if value == []:
-            raise ArgumentError(f"{name} is an empty list: give values, or leave it out.")
-        if isinstance(value, dict) or (isinstance(value, list) and action.nargs != "+"):
-            raise ArgumentError(f"{name} does not take a {'mapping' if isinstance(value, dict) else 'list'}.")
+        _check_yaml_value(name, value, takes_list=action.nargs == "+")
         if value is False and action.choices:
             value = "no"  # YAML 1.1 reads a bare `no` as false
-        if isinstance(value, list) and value and str in _alternatives(self.hints[name]):
-            return [f"--{name}", *map(str, value)]
-        return [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
+        values = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and str in _alternatives(self.hints[name]):
+            return [f"--{name}", *map(str, values)]
+        return [f"--{name}={each}" for each in values]
 
     def unwrap_single_items(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings, with a list of one item as the item if the argument may be a string (`--report_to none`)."""
@@ -199,6 +196,17 @@ class TypedParser(ErrorParser, HfArgumentParser):
             else value
             for name, value in given.items()
         }
+
+
+def _check_yaml_value(name: str, value: Any, takes_list: bool) -> None:
+    if value is None:
+        raise ArgumentError(f"{name} must have a value, got None.")
+    if value == []:
+        raise ArgumentError(f"{name} is an empty list: give values, or leave it out.")
+    if isinstance(value, dict):
+        raise ArgumentError(f"{name} does not take a mapping.")
+    if isinstance(value, list) and not takes_list:
+        raise ArgumentError(f"{name} does not take a list.")
 
 
 def _union_members(hint: Any) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from lowpeak.logprobs.lm_head import (
 )
 from lowpeak.logprobs.matmul import fp32_linear, select_positions
 from lowpeak.logprobs.reference import HeadScale
-from lowpeak.logprobs.self_check import check_finite_weights, eval_mode
+from lowpeak.logprobs.self_check import NUM_CHECK_TOKENS, check_finite_weights, eval_mode
 
 
 def install_score_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Module:
@@ -76,7 +76,7 @@ def _score_forward(self: Any, hidden: Tensor) -> Tensor:
     return scores
 
 
-def verify_score_head(model: nn.Module, *, num_tokens: int = 8, device: torch.device | str | None = None) -> float:
+def verify_score_head(model: nn.Module) -> float:
     """Compare scores by request with the model's logits; return the largest difference, or raise HeadMismatchError.
 
     The classifier's logit must be the score at a sequence's last token, and a score inside a sequence must not depend on
@@ -87,8 +87,8 @@ def verify_score_head(model: nn.Module, *, num_tokens: int = 8, device: torch.de
     # This rank has no weights yet; a rank that has them runs the check.
     if table.is_meta:
         return 0.0
-    ids_1L, changed_1L = _two_sequences(classifier.config.get_text_config(), num_tokens, device or table.device)
-    middle, last = num_tokens // 2, num_tokens - 1
+    ids_1L, changed_1L = _two_sequences(classifier.config.get_text_config(), table.device)
+    middle, last = NUM_CHECK_TOKENS // 2, NUM_CHECK_TOKENS - 1
     with eval_mode(model):
         logit: Tensor = model(input_ids=ids_1L).logits[0, 0].float()
         at_last, at_middle = _scores(model, ids_1L, [last, middle])
@@ -100,13 +100,13 @@ def verify_score_head(model: nn.Module, *, num_tokens: int = 8, device: torch.de
     return max(by_position, by_later_tokens)
 
 
-def _two_sequences(config: Any, num_tokens: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+def _two_sequences(config: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return two sequences of fixed ids that differ after the middle: [1, L] each."""
     # Without padding ids: a classifier looks for these to find the last token.
     pad = getattr(config, "pad_token_id", None)
-    ids = [i for i in range(config.vocab_size) if i != pad][: 2 * num_tokens]
-    sequence = [ids[i * 7 % len(ids)] for i in range(num_tokens)]
-    changed = [*sequence[: num_tokens // 2 + 1], *reversed(sequence[num_tokens // 2 + 1 :])]
+    ids = [i for i in range(config.vocab_size) if i != pad][: 2 * NUM_CHECK_TOKENS]
+    sequence = [ids[i * 7 % len(ids)] for i in range(NUM_CHECK_TOKENS)]
+    changed = [*sequence[: NUM_CHECK_TOKENS // 2 + 1], *reversed(sequence[NUM_CHECK_TOKENS // 2 + 1 :])]
     return torch.tensor([sequence], device=device), torch.tensor([changed], device=device)
 
 

@@ -17,6 +17,8 @@ from lowpeak.logprobs.lm_head import HeadRequest, causal_lm
 from lowpeak.logprobs.reference import logprobs_and_entropy
 from lowpeak.models import LoadBalance, RoutingRequest, balance_loss
 
+NUM_CHECK_TOKENS = 8  # of each sequence that a self-check forwards
+
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
@@ -31,23 +33,23 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def verify_head(model: nn.Module, *, num_tokens: int = 8, device: torch.device | str | None = None) -> float:
+def verify_head(model: nn.Module) -> float:
     """Compare log-probs by request with those of the model's logits; return the largest difference.
 
     Raises HeadMismatchError if it is more than rounding explains: twice that of logits rounded three times (product, scale,
-    cap). Pass the model as it will be called (wrapped or not) after `install_head`; two sequences of `num_tokens` fixed ids
-    run in eval mode, on `device` (None: the embeddings').
+    cap). Pass the model as it will be called (wrapped or not) after `install_head`; two sequences of fixed ids run in
+    eval mode, on the embeddings' device.
     """
     causal = causal_lm(model)
     table: Tensor = causal.get_input_embeddings().weight
     # This rank has no weights yet; a rank that has them runs the check.
     if table.is_meta:
         return 0.0
-    ids_BL = _fixed_ids(causal, num_tokens, device or table.device)
-    positions_T = torch.arange(2 * num_tokens, device=ids_BL.device)
+    ids_BL = _fixed_ids(causal, table.device)
+    positions_T = torch.arange(ids_BL.numel(), device=ids_BL.device)
     targets_T = ids_BL.flatten().roll(-1)
     # A chunk size that does not divide T, so that a chunk border is checked too.
-    request = HeadRequest(positions_T, targets_T, temperature=1.0, chunk_size=num_tokens + 1, entropy=True)
+    request = HeadRequest(positions_T, targets_T, temperature=1.0, chunk_size=NUM_CHECK_TOKENS + 1, entropy=True)
     with eval_mode(model):
         logits_TV: Tensor = model(input_ids=ids_BL).logits.flatten(0, 1)
         answer = model(input_ids=ids_BL, head_request=request)
@@ -75,14 +77,14 @@ def check_finite_weights(causal: nn.Module) -> None:
             )
 
 
-def verify_load_balance(model: nn.Module, balance: LoadBalance, *, num_tokens: int = 8) -> None:
-    """Raise ModelError if the load-balancing loss of `2 * num_tokens` fixed ids differs from the model's `aux_loss`."""
+def verify_load_balance(model: nn.Module, balance: LoadBalance) -> None:
+    """Raise ModelError if the load-balancing loss of fixed ids differs from the model's `aux_loss`."""
     causal = causal_lm(model)
     table: Tensor = causal.get_input_embeddings().weight
     # As in `verify_head`.
     if table.is_meta:
         return
-    ids_BL = _fixed_ids(causal, num_tokens, table.device)
+    ids_BL = _fixed_ids(causal, table.device)
     nothing_T = ids_BL.new_zeros(1)
     routing = RoutingRequest(torch.ones(ids_BL.numel(), device=ids_BL.device), balance.top_k)
     request = HeadRequest(nothing_T, nothing_T, temperature=1.0, chunk_size=1, logprobs=False, routing=routing)
@@ -98,10 +100,10 @@ def verify_load_balance(model: nn.Module, balance: LoadBalance, *, num_tokens: i
         )
 
 
-def _fixed_ids(causal: Any, num_tokens: int, device: torch.device | str) -> Tensor:
-    """Return two sequences of `num_tokens` ids, the same in every run: [2, L]."""
+def _fixed_ids(causal: Any, device: torch.device) -> Tensor:
+    """Return two sequences of ids, the same in every run: [2, L]."""
     num_ids = causal.config.get_text_config().vocab_size
-    return (torch.arange(2 * num_tokens, device=device) * 7919 + 3).remainder(num_ids).view(2, -1)
+    return (torch.arange(2 * NUM_CHECK_TOKENS, device=device) * 7919 + 3).remainder(num_ids).view(2, -1)
 
 
 def matmul_eps(dtype: torch.dtype, device: torch.device) -> float:

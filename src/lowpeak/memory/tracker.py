@@ -32,14 +32,12 @@ class PhaseUse:
 
     seconds: float
     peak_bytes: int
-    calls: int
     reserved_bytes: int | None = None
 
     def merge(self, other: PhaseUse) -> PhaseUse:
         return PhaseUse(
             self.seconds + other.seconds,
             max(self.peak_bytes, other.peak_bytes),
-            self.calls + other.calls,
             max((b for b in (self.reserved_bytes, other.reserved_bytes) if b is not None), default=None),
         )
 
@@ -71,7 +69,7 @@ class MemoryTracker:
     def phase(self, phase: Phase) -> Iterator[None]:
         """Measure the block as one call of `phase`, also if it raises."""
         self._read()
-        self._open.append(PhaseUse(0.0, 0, 1))
+        self._open.append(PhaseUse(0.0, 0))
         self._open_names.append(phase.value)
         self._failed_phase = ""
         start = time.perf_counter()
@@ -85,8 +83,8 @@ class MemoryTracker:
             seconds = time.perf_counter() - start
             self._read()
             self._last_phase = self._open_names.pop()
-            use = self._open.pop().merge(PhaseUse(seconds, 0, 0))
-            self._done[phase.value] = use.merge(self._done.get(phase.value, PhaseUse(0.0, 0, 0)))
+            use = self._open.pop().merge(PhaseUse(seconds, 0))
+            self._done[phase.value] = use.merge(self._done.get(phase.value, PhaseUse(0.0, 0)))
 
     def pop_uses(self) -> dict[str, PhaseUse]:
         """Return and reset the uses, by the phases' names; an open phase counts when it ends."""
@@ -97,7 +95,7 @@ class MemoryTracker:
         """Credit the gauge's peak to all open phases and reset it. Nested phases share the one gauge."""
         if self._open:
             peak, reserved = self._gauge.peak()
-            reading = PhaseUse(0.0, peak, 0, reserved)
+            reading = PhaseUse(0.0, peak, reserved)
             self._open = [use.merge(reading) for use in self._open]
         self._gauge.reset()
 

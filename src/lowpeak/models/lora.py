@@ -20,10 +20,10 @@ REFERENCE_ADAPTER = "reference"
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen reference: a separate model, or (None) the policy inside the context `use`."""
+    """The frozen reference: a separate model, or (None) the policy inside the context `ready`."""
 
     model: nn.Module | None
-    use: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ready: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def adapter_reference(policy: Any) -> Reference:

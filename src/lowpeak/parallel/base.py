@@ -35,7 +35,7 @@ from lowpeak.parallel.parameters import (
 from lowpeak.parallel.partial_gather import Gatherer, decoder_layers
 from lowpeak.parallel.strategy import FrozenModel, Strategy
 from lowpeak.ranks import Ranks
-from lowpeak.records import Layout, Weights, WeightSlice
+from lowpeak.records import WeightLayout, Weights, WeightSlice
 
 
 def tensor_parallel_size(accelerator: Accelerator) -> int:
@@ -80,7 +80,7 @@ class AccelerateStrategy(Strategy):
             exported_parameters(self._unwrapped(model), self._export_shard, weights), max_bytes, dtype
         )
 
-    def layout(self, model: nn.Module) -> Layout:
+    def layout(self, model: nn.Module) -> WeightLayout:
         return layout(self._unwrapped(model), self._export_shard, "merged")
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from lowpeak.errors import ArgumentError
 from lowpeak.models import belongs_to_critic, transformers_model
-from lowpeak.records import Layout, Weights, WeightSlice
+from lowpeak.records import WeightLayout, Weights, WeightSlice
 
 # Renamed in torch 2.13, where the old names warn.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -188,7 +188,7 @@ def exported_parameters(model: nn.Module, shard_of: ShardOf, weights: Weights) -
         yield from _base_params(model, to_shard, merges=weights == "merged")
 
 
-def layout(model: nn.Module, shard_of: ShardOf, weights: Weights) -> Layout:
+def layout(model: nn.Module, shard_of: ShardOf, weights: Weights) -> WeightLayout:
     """Return names, shapes and dtypes of the exported parameters, in their order, without communication."""
     params = exported_parameters(model, shard_of, weights)
     return {param.name: (tuple(param.shard.shape), param.shard.local.dtype) for param in params}

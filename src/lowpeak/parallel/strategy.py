@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
-from lowpeak.records import Layout, Weights, WeightSlice
+from lowpeak.records import WeightLayout, Weights, WeightSlice
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ParameterExport(Protocol):
         """
         ...
 
-    def layout(self, model: nn.Module) -> Layout:
+    def layout(self, model: nn.Module) -> WeightLayout:
         """Return names, shapes and dtypes of the slices, in its order, without communication."""
         ...
 

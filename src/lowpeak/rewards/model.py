@@ -73,7 +73,7 @@ class ModelReward:
         self._ready: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._device: torch.device | None = None
 
-    def use(self, frozen: Any, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
+    def replace_model(self, frozen: Any, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
         """Compute rewards with the model's prepared form: `frozen.model`, inside its context `frozen.ready()`.
 
         The model computes on its parameters' device, or on `device` if they are offloaded to another kind of device. If its

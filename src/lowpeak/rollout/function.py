@@ -57,14 +57,14 @@ class _FunctionCall:
 class FunctionEngine:
     """Engine whose groups a user's function generates; the function may call `engine`.
 
-    `hold` returns the policy in the state in which the function receives it, `end_ids` the tokens that end a
+    `gather_policy` returns the policy in the state in which the function receives it, `end_ids` the tokens that end a
     completion.
     """
 
     function: Callable[..., Mapping[str, Any]]
     trainer: Any
     engine: RolloutEngine
-    hold: Callable[[], AbstractContextManager[Any]]
+    gather_policy: Callable[[], AbstractContextManager[Any]]
     end_ids: Callable[[Sampling], Collection[int]]
     new_reader: Callable[[], PromptReader]
     # The function may need all entries of a group.
@@ -90,7 +90,7 @@ class FunctionEngine:
         all ranks.
         """
         training, size = self.trainer.model.training, sampling.num_generations
-        with self.hold() as model:
+        with self.gather_policy() as model:
             if not prompts:
                 return []
             entries = [copy.deepcopy(prompt.source) for prompt in prompts for _ in range(size)]

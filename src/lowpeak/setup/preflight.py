@@ -35,18 +35,20 @@ def check_data(
     if train_dataset is None:
         raise DataError(f"train_dataset is None: pass a dataset with {columns}.")
     check_max_steps(train_dataset, args.max_steps)
-    cause = f"eval_strategy={str(args.eval_strategy.value)!r}" if args.eval_strategy != "no" else "eval_on_start=True"
     if (eval_dataset is None or eval_dataset == {}) and (args.eval_strategy != "no" or args.eval_on_start):
+        evaluates = args.eval_strategy != "no"
+        cause = f"eval_strategy={str(args.eval_strategy.value)!r}" if evaluates else "eval_on_start=True"
         raise ArgumentError(f"{cause} has no data: pass eval_dataset (--eval_dataset or --eval_split), or remove it.")
-    named = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    if isinstance(eval_dataset, dict):
-        named = {
-            "train_dataset": train_dataset,
-            **{f"eval_dataset[{name!r}]": each for name, each in eval_dataset.items()},
-        }
-    for name, dataset in named.items():
-        if dataset is not None and num_rows(dataset, name) is not None:
-            check_row(fetch_rows(dataset, [0])[0], "row 0" if dataset is train_dataset else f"{name}: row 0")
+    _check_first_row(train_dataset, "train_dataset", "row 0", check_row)
+    several = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+    for key, dataset in several.items():
+        name = "eval_dataset" if key is None else f"eval_dataset[{key!r}]"
+        _check_first_row(dataset, name, f"{name}: row 0", check_row)
+
+
+def _check_first_row(dataset: Any, name: str, where: str, check_row: Callable[[Any, str], None]) -> None:
+    if dataset is not None and num_rows(dataset, name) is not None:
+        check_row(fetch_rows(dataset, [0])[0], where)
 
 
 def check_outputs(args: Any) -> None:

@@ -82,7 +82,9 @@ def connect_online(
     for reward in parts.rewards:
         if isinstance(reward, ModelReward):
             frozen = freeze(reward.model)
-            reward.use(frozen, strategy.ranks if is_sharded(frozen.model) else None, context.accelerator.device)
+            reward.replace_model(
+                frozen, strategy.ranks if is_sharded(frozen.model) else None, context.accelerator.device
+            )
     pad_id = padding_id(parts.tokenizer)
     run = make_run(context, args, settings, parts.algorithm, strategy, parts.policy, pad_id, reference)
     stats = RolloutStats()
@@ -131,7 +133,7 @@ def make_run(
             if load_balance is not None:
                 verify_load_balance(policy, load_balance)
         if reference is not None and reference.model is not None:
-            models.append(on_device.enter_context(reference.use()))
+            models.append(on_device.enter_context(reference.ready()))
         critic = critic_classifier(causal_lm(policy))
         if critic is not None:
             models.append(on_device.enter_context(strategy.gather_for_inference(critic, 0)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from lowpeak.algorithms import Advantages, check_advantages, check_selection, with_loss_masks
+from lowpeak.algorithms import Advantages, call_advantages, call_select, with_loss_masks
 from lowpeak.arguments import OnlineSettings, Sampling
 from lowpeak.batching import assign_completions, balanced_partition
 from lowpeak.data import DatasetCursor, PromptReader
@@ -72,7 +72,7 @@ class RolloutCollector:
         records, score_metrics = score_records(self.context, records, algorithm.needs, Phase.SCORE)
         if coefficients is None:
             coefficients = algorithm.coefficients()
-        advantages = check_advantages(algorithm.advantages(records, coefficients), algorithm.advantages, records)
+        advantages = call_advantages(algorithm.advantages, records, coefficients)
         records = with_advantages(records, advantages)
         if self.settings.rollout.num_steps == 1:  # old is the policy's own log-prob in the step
             records = tuple(replace(record, old=None) for record in records)
@@ -168,7 +168,7 @@ class RolloutCollector:
             rewarded = self.generate_and_reward(prompts, sampling, state, num_generated, Phase.ROLLOUT)
             num_generated += num_missing
             select = self.context.run.algorithm.select
-            selection = check_selection(select(rewarded.records), select, len(rewarded.records))
+            selection = call_select(select, rewarded.records)
             start = sum(len(part.records) for part in parts)
             selected += [start + i for i in selection.indices]
             parts.append(replace(rewarded, metrics=merge_metrics(rewarded.metrics, selection.metrics)))

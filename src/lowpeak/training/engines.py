@@ -77,16 +77,16 @@ def make_engine(
 
     device = context.accelerator.device
     engine: RolloutEngine
-    policy_on_device: Callable[[], AbstractContextManager[nn.Module]]
+    gather_for_function: Callable[[], AbstractContextManager[nn.Module]]
     if parts.settings.vllm is None:
         kv_cache_bytes = lambda: context.run.sizes.kv_cache_bytes  # noqa: E731  # a resumed run replaces them
         engine = NativeEngine(gather_policy, parts.tokenizer, kv_cache_bytes, stats.add, device)
-        policy_on_device = engine.keep_gathered
+        gather_for_function = engine.keep_gathered
     else:
         if rollout_func is not None:
             check_function(parts.settings.vllm)
         engine = vllm_engine(parts, run, device, stats)
-        policy_on_device = partial(gather_policy, 0)
+        gather_for_function = partial(gather_policy, 0)
     if rollout_func is None:
         return engine
     policy, tokenizer = causal_lm(parts.policy), parts.tokenizer
@@ -100,7 +100,7 @@ def make_engine(
         rollout_func,
         context,
         engine,
-        policy_on_device,
+        gather_for_function,
         end_ids=lambda sampling: end_token_ids(policy, tokenizer, sampling),
         new_reader=new_reader,
     )

@@ -16,8 +16,8 @@ import torch
 from lowpeak.algorithms import (
     Need,
     StepCounts,
-    check_advantages,
-    check_selection,
+    call_advantages,
+    call_select,
     indices_by_group,
     reward_metrics,
     with_loss_masks,
@@ -108,13 +108,13 @@ def _loss_metrics(
     """
     run = collector.context.run
     algorithm = run.algorithm
-    selection = check_selection(algorithm.select(records), algorithm.select, len(records))
+    selection = call_select(algorithm.select, records)
     chosen = selection.indices if algorithm.unit == "pair" else range(len(records))
     if not chosen:
         return _numbers(selection.metrics)
     rows = with_loss_masks([records[i] for i in chosen], collector.settings.mask_truncated)
     rows, _ = score_records(collector.context, rows, _needs(run), Phase.EVALUATE)
-    advantages = check_advantages(algorithm.advantages(rows, coefficients), algorithm.advantages, rows)
+    advantages = call_advantages(algorithm.advantages, rows, coefficients)
     rows = with_advantages(rows, advantages)
     counts = StepCounts(len(rows), sum(map(num_loss_tokens, rows)))
     batches = pack(

@@ -79,7 +79,7 @@ def _score_batches(
         passes["old"] = score(model, batches, run.logprob_settings, **request_fields)
     if "reference" in needs:
         assert run.reference is not None
-        with run.reference.use():
+        with run.reference.ready():
             passes["reference"] = score(run.reference.model or model, batches, run.logprob_settings)
     return _read_scores(records, batches, passes)
 

@@ -67,7 +67,7 @@ def gather_usage(seconds: float, uses: Mapping[str, PhaseUse], stopping: bool, r
     local = [(uses[phase].seconds, uses[phase].peak_bytes) if phase in uses else (-1.0, -1) for phase in Phase]
     most = ranks.max([float(stopping), seconds, *(float(number) for pair in local for number in pair)])
     pairs = zip(Phase, most[2::2], most[3::2], strict=True)
-    phases = {phase.value: PhaseUse(time, int(peak), 1) for phase, time, peak in pairs if time >= 0}
+    phases = {phase.value: PhaseUse(time, int(peak)) for phase, time, peak in pairs if time >= 0}
     return StepUsage(most[1], phases, most[0] > 0)
 
 

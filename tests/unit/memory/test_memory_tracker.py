@@ -72,7 +72,7 @@ def test_calls_of_one_phase_add_up_in_time_and_take_the_highest_peak():
             gauge.use(num_bytes)
             time.sleep(0.01)
     use = tracker.pop_uses()["train"]
-    assert (use.calls, use.peak_bytes) == (3, 160)
+    assert use.peak_bytes == 160
     assert 0.03 <= use.seconds < 1.0
     assert gauge.settled == 3
 

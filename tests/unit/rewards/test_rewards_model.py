@@ -201,5 +201,5 @@ def test_a_model_whose_weights_are_offloaded_computes_on_its_device():
     expected = reward(**PLAIN)
     offloaded = cpu_offload(freeze(classifier()), torch.device("cpu"))
     assert {p.device.type for p in offloaded.parameters()} == {"meta"}
-    reward.use(FrozenModel(offloaded, nullcontext), None, torch.device("cpu"))
+    reward.replace_model(FrozenModel(offloaded, nullcontext), None, torch.device("cpu"))
     assert reward(**PLAIN) == expected

@@ -36,7 +36,7 @@ def trained(folder, rests):
     if rests:
         strategy, reference = trainer.run.strategy, trainer.run.reference
         rest = make_rollout_offloader(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
-        ready = add_to_offloader(rest, strategy, FrozenModel(reference.model, reference.use)).ready
+        ready = add_to_offloader(rest, strategy, FrozenModel(reference.model, reference.ready)).ready
         trainer.collector.offloader = rest
         trainer.run = replace(trainer.run, reference=Reference(reference.model, ready))
     watched(trainer, seen)

@@ -199,7 +199,7 @@ class Another(Ranks):
 
 
 def test_a_step_took_what_it_took_where_it_took_most():
-    uses = {"rollout": PhaseUse(2.0, 100, 1), "train": PhaseUse(1.0, 700, 3)}
+    uses = {"rollout": PhaseUse(2.0, 100), "train": PhaseUse(1.0, 700)}
     theirs = {Phase.ROLLOUT: (3.0, 90.0), Phase.TRAIN: (0.5, 800.0), Phase.SAVE: (0.25, 10.0)}
     numbers = [0.0, 4.5, *(number for phase in Phase for number in theirs.get(phase, (-1.0, -1.0)))]
     usage = gather_usage(4.0, uses, False, Another(numbers))

@@ -38,14 +38,14 @@ _logger = logging.getLogger(__name__)
 class NativeEngine:
     """Rollout engine over a transformers causal language model, with a KV cache of bounded size.
 
-    `hold` returns the policy, ready for generation (eval mode, weights gathered, cache allowed), for one call of
+    `gather_policy` returns the policy, ready for generation (eval mode, weights gathered, cache allowed), for one call of
     `generate`. `kv_cache_bytes()` is read at each call, because a resumed run uses the value of its checkpoint.
     `on_tokens` receives, for each forward, the tokens added to completions and the sequences computed. `device` is
     where the engine computes, which may differ from the parameters' device (default: theirs). Greedy tokens equal
     those of `model.generate(do_sample=False)` on each prompt alone.
     """
 
-    hold: Callable[[], AbstractContextManager[nn.Module]]
+    gather_policy: Callable[[], AbstractContextManager[nn.Module]]
     tokenizer: Any
     kv_cache_bytes: Callable[[], int]
     on_tokens: Callable[[int, int], None] | None = None
@@ -58,7 +58,7 @@ class NativeEngine:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         if self.policy_version is None:
             raise EngineError("The engine has no known weights yet: call load() before generate().")
-        with self.hold() as model, torch.no_grad():
+        with self.gather_policy() as model, torch.no_grad():
             context = getattr(text_config(model), "max_position_embeddings", None)
             check_lengths(prompts, sampling, context, "the model's", "shorten prompts or completions")
             completions = self._complete(model, prompts, sampling) if prompts else []
@@ -68,12 +68,12 @@ class NativeEngine:
     @contextmanager
     def keep_gathered(self) -> Iterator[nn.Module]:
         """Keep the policy gathered for all calls of `generate` in the block; every rank enters it."""
-        with self.hold() as model:
-            hold, self.hold = self.hold, lambda: nullcontext(model)
+        with self.gather_policy() as model:
+            gather_policy, self.gather_policy = self.gather_policy, lambda: nullcontext(model)
             try:
                 yield model
             finally:
-                self.hold = hold
+                self.gather_policy = gather_policy
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         self.policy_version = policy_version

@@ -165,7 +165,7 @@ def test_an_error_in_the_middle_leaves_the_hold_and_goes_on():
         raise KeyboardInterrupt
 
     made = engine(tiny_model(), on_tokens=interrupt)
-    made.hold = hold
+    made.gather_policy = hold
     with pytest.raises(KeyboardInterrupt):
         made.generate(prompts(), SAMPLING)
     assert ends == [1]
