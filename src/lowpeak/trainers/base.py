@@ -179,7 +179,7 @@ class StepTrainer(ModelCardMixin, Trainer):
                 raise
             self.run.interrupts.agreed = True
             if step and not ranks.call_on_first(lambda: (output_dir / f"checkpoint-{step}").is_dir()):
-                self.save_state(None, self.scratch.start_state or self.run_state())
+                self.write_checkpoint(None, self.scratch.start_state or self.run_state())
                 self.callback_handler.on_save(self.args, self.state, self.control)
             self.callback_handler.on_train_end(self.args, self.state, self.control)
             self.run.interrupts.raise_if_stopped(output_dir, step)
@@ -337,12 +337,12 @@ class StepTrainer(ModelCardMixin, Trainer):
         else:
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
             with ranks.propagate_errors(), warn_of_overridden_arguments(self, resume_from_checkpoint):
-                self.load_weights(Path(resume_from_checkpoint))
+                self.load_states(Path(resume_from_checkpoint))
         step = None if resumed is None else resumed.policy_version
         ranks.call_on_first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
         return prepared
 
-    def load_weights(self, checkpoint: Path) -> None:
+    def load_states(self, checkpoint: Path) -> None:
         with explain_load_errors(os.fspath(checkpoint), "states", "model, optim and trained parameters"):
             load_training(self, checkpoint)
 
@@ -357,7 +357,7 @@ class StepTrainer(ModelCardMixin, Trainer):
 
     def load_best(self, best: Path) -> None:
         if has_shards(best):
-            self.load_weights(best)
+            self.load_states(best)
         else:
             with explain_load_errors(os.fspath(best), "weights", "model"):
                 super()._load_best_model()
@@ -381,9 +381,9 @@ class StepTrainer(ModelCardMixin, Trainer):
             check_optimizer_groups(self.optimizer)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.save_state(trial, self.run_state())
+        self.write_checkpoint(trial, self.run_state())
 
-    def save_state(self, trial: Any, state: RunState) -> None:
+    def write_checkpoint(self, trial: Any, state: RunState) -> None:
         with self.run.strategy.ranks.propagate_errors():
             self._check_weights()
         with self.run.tracker.phase(Phase.SAVE):

@@ -324,8 +324,8 @@ class OnlineTrainer(StepTrainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self.collector.weight_sync.weights_changed = True
 
-    def load_weights(self, checkpoint: Path) -> None:
-        super().load_weights(checkpoint)
+    def load_states(self, checkpoint: Path) -> None:
+        super().load_states(checkpoint)
         self.collector.weight_sync.weights_changed = True
 
     def load_best(self, best: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from functools import partial
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, Trainer
 
 import lowpeak
 from lowpeak.errors import ArgumentError, DataError, ModelError
@@ -346,3 +347,25 @@ def test_a_chat_template_comes_from_a_file(tmp_path):
 def test_what_the_tokenizer_cannot_have_is_refused(tmp_path, name, value):
     with pytest.raises(ArgumentError, match=f"^{name}='{value}'"):
         chatting(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_public_methods_of_transformers_trainer_take_its_arguments(kind):
+    ours = getattr(lowpeak, f"{kind}Trainer")
+    names = {name for name in dir(Trainer) if not name.startswith("_")} - {"create_model_card"}  # TRL's arguments
+    for name in names:
+        own, theirs = getattr(ours, name), getattr(Trainer, name)
+        if own is theirs or not inspect.isfunction(own):
+            continue
+        parameters = inspect.signature(own).parameters.values()
+        required = {
+            each.name for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+        }
+        assert required <= inspect.signature(theirs).parameters.keys(), name
+
+
+def test_the_state_is_saved_as_in_a_script_of_transformers(tmp_path):
+    run = make("SFT", tmp_path, max_steps=1)
+    run.train()
+    run.save_state()
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 1
