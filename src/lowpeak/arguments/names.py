@@ -74,7 +74,7 @@ def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[st
                 f"The argument {name!r} is TRL's or an older transformers' and does not exist in lowpeak: {rejected[name]}."
             )
             continue
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
         hint = f"did you mean {close[0]!r}?" if close else "see --help for all arguments."
         messages.append(f"Unknown argument {name!r}; {hint}")
     if messages:

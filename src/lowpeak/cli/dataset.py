@@ -20,32 +20,38 @@ def load_datasets(arguments: DataArguments, answers: Sequence[str], args: Any) -
 
     An evaluation without --eval_dataset, --eval_split and --test_split_size reads the split `test`, as in TRL.
     """
-    from lowpeak.data import open_dataset
-
-    def load(source: str, split: str | None, config: str | None) -> Any:
-        # A local file may replace the hub name of a YAML file, which then still sets the hub's split and config.
-        if Path(source).exists():
-            _name_hub_arguments(source, split, config, args)
-            split, config = local_split(Path(source), split), None
-        dataset = open_dataset(source, split, config, streaming=arguments.streaming)
-        return map_columns(dataset, arguments, answers)
-
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     if arguments.datasets:
         _refuse_beside_mixture(arguments)
         train = map_columns(load_mixture(arguments.datasets, streaming=arguments.streaming), arguments, answers)
     else:
-        train = load(arguments.dataset, arguments.dataset_split, arguments.dataset_config)
+        train = _load_dataset(arguments.dataset, arguments.dataset_split, arguments, answers, args)
     if arguments.test_split_size is not None:
         train, held_out = _hold_out(train, arguments.test_split_size, arguments, args.seed)
         return train, held_out if evaluates else None
-    source, split = arguments.eval_dataset or arguments.dataset, arguments.eval_split
-    if arguments.eval_dataset is None and split is None and not Path(source).is_file():
-        split = "test"
-    if not source or not evaluates or (arguments.eval_dataset is None and split is None):
-        return train, None
+    return train, _load_evaluation(arguments, answers, args) if evaluates else None
+
+
+def _load_dataset(source: str, split: str | None, arguments: DataArguments, answers: Sequence[str], args: Any) -> Any:
+    from lowpeak.data import open_dataset
+
     config = arguments.dataset_config if source == arguments.dataset else None
-    return train, load(source, split, config)
+    # A local file may replace the hub name of a YAML file, which then still sets the hub's split and config.
+    if Path(source).exists():
+        _name_hub_arguments(source, split, config, args)
+        split, config = local_split(Path(source), split), None
+    dataset = open_dataset(source, split, config, streaming=arguments.streaming)
+    return map_columns(dataset, arguments, answers)
+
+
+def _load_evaluation(arguments: DataArguments, answers: Sequence[str], args: Any) -> Any:
+    """Return the evaluation set; None if the command names none and the training data have no splits."""
+    source, split = arguments.eval_dataset or arguments.dataset, arguments.eval_split
+    if arguments.eval_dataset is None and split is None:
+        if not source or Path(source).is_file():
+            return None
+        split = "test"
+    return _load_dataset(source, split, arguments, answers, args)
 
 
 def _refuse_beside_mixture(arguments: DataArguments) -> None:

@@ -42,8 +42,7 @@ def launch_or_join(arguments: LaunchArguments, command: Sequence[str], *, on_cpu
         exit_training_with_parent()
         return None
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    several = any(given.get(argument, 1) > 1 for argument in ("num_processes", "num_machines"))
-    name = given.pop("accelerate_config", ("ddp" if on_cpu else DEFAULT_PRESET) if several else None)
+    name = given.pop("accelerate_config", None) or _default_preset(given, on_cpu)
     if name is None:
         _refuse_unused(given, "there is no --accelerate_config; add it (ddp, fsdp2, zero3, ...)")
         return None
@@ -56,6 +55,13 @@ def launch_or_join(arguments: LaunchArguments, command: Sequence[str], *, on_cpu
         _join_launched_run(path, config, given)
         return None
     return run_launcher([*launcher_arguments(path, config, given, 0 if on_cpu or config.use_cpu else None), *command])
+
+
+def _default_preset(given: Mapping[str, Any], on_cpu: bool) -> str | None:
+    """Return the preset of a command that asks for several processes without a config; None for other commands."""
+    if is_rank(os.environ) or max(given.get("num_processes", 1), given.get("num_machines", 1)) < 2:
+        return None
+    return "ddp" if on_cpu else DEFAULT_PRESET
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:

@@ -153,7 +153,7 @@ def with_config(job: Job, library: Any = lowpeak) -> Job:
 
 
 def load_options(model: ModelArguments) -> dict[str, Any]:
-    """Return what the command's arguments add to model_init_kwargs."""
+    """Return model_init_kwargs from the command's other arguments."""
     options = {"dtype": model.dtype, "attn_implementation": model.attn_implementation, "revision": model.model_revision}
     options = {name: value for name, value in options.items() if value is not None}
     bits = [name for name in ("load_in_4bit", "load_in_8bit") if getattr(model, name)]

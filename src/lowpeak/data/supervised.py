@@ -102,7 +102,10 @@ class SupervisedReader(RowReader[Record]):
         if self._formatting_func is not None:
             self._report_text_field(f"{where}, which formatting_func turns into text: remove one of the two")
             with fail_on_exit(DataError, "formatting_func"):
-                text = self._formatting_func(row)
+                try:
+                    text = self._formatting_func(row)
+                except Exception as error:  # the user's function may raise any class
+                    raise DataError(f"{where}: formatting_func raised {type(error).__name__}: {error}") from error
             if not isinstance(text, str):
                 raise DataError(f"{where}: formatting_func must return a string, got a {type(text).__name__}.")
             return self._read_text(text, where)

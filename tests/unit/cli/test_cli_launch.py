@@ -116,6 +116,23 @@ def test_a_preset_can_be_printed_for_other_launchers(capsys):
 # what accelerate's launcher is called with
 
 
+def test_trls_presets_are_known():
+    named = {"single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2", "fsdp2": "fsdp2", "zero3": "zero3"}
+    assert {name: find_accelerate_config(name).stem for name in named} == named
+
+
+@pytest.mark.parametrize(("on_cpu", "preset"), [(True, "ddp"), (False, "fsdp2")])
+def test_several_processes_without_a_config_have_a_preset(on_cpu, preset, monkeypatch):
+    started = []
+    monkeypatch.setattr("lowpeak.cli.launch.run_launcher", lambda words: started.append(words) or 0)
+    monkeypatch.setattr("lowpeak.cli.launch.num_devices", lambda: 2)
+    assert launch(None, on_cpu=on_cpu, num_processes=2) == 0
+    assert str(PRESET_FOLDER / f"{preset}.yaml") in started[0]
+    as_rank()
+    with pytest.raises(ArgumentError, match="--num_processes 2 .*--accelerate_config"):
+        launch(None, on_cpu=on_cpu, num_processes=2)
+
+
 def test_the_launcher_gets_the_file_the_ranks_and_a_free_port():
     files = {
         "--config_file": str(PRESET_FOLDER / "zero2.yaml"),

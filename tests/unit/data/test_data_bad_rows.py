@@ -59,6 +59,7 @@ SUPERVISED = [
     ({"text": "1"}, {"completion_only": True}, "completion_only_loss"),
     ({"text": "1"}, {"assistant_only": True}, "assistant_only_loss"),
     ({"text": "1"}, {"formatting_func": lambda row: 1}, "formatting_func int"),
+    ({"text": "1"}, {"formatting_func": lambda row: row["body"]}, "formatting_func KeyError 'body'"),
     ({"prompt": "1", "completion": "2"}, {"assistant_only": True}, "assistant_only_loss"),
     ({"messages": "1"}, {}, "'messages' str"),
     ({"messages": []}, {}, "'messages'"),
