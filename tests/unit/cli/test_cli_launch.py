@@ -129,7 +129,7 @@ def test_several_processes_without_a_config_have_a_preset(on_cpu, preset, monkey
     assert launch(None, on_cpu=on_cpu, num_processes=2) == 0
     assert str(PRESET_FOLDER / f"{preset}.yaml") in started[0]
     as_rank()
-    with pytest.raises(ArgumentError, match="--num_processes 2 .*--accelerate_config"):
+    with pytest.raises(ArgumentError, match=r"--num_processes 2 .*--accelerate_config"):
         launch(None, on_cpu=on_cpu, num_processes=2)
 
 
