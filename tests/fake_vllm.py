@@ -16,7 +16,7 @@ from lowpeak.vllm.weight_sync import Piece
 
 FACTS = EngineInfo(
     version="0.32.0", model="scripted", fingerprint="", dtype="float32", max_model_len=128, max_num_seqs=256,
-    kv_tokens=1 << 14, num_workers=1,
+    kv_tokens=1 << 14,
 )  # fmt: skip
 SETTINGS = VllmSettings(ColocateSettings())
 SAMPLING = Sampling(num_generations=4, max_new_tokens=3)

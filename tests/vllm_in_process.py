@@ -33,7 +33,7 @@ class InsideVllm:
         return self.num_workers == 1
 
     def engine_info(self) -> EngineInfo:
-        return EngineInfo("", "", "", "float32", 128, 8, 1000, self.num_workers)
+        return EngineInfo("", "", "", "float32", 128, 8, 1000)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         return list(self.llm.collective_rpc(method, timeout, kwargs=dict(arguments)))

@@ -242,6 +242,28 @@ class WeightSlice:
     values: Tensor
 
 
+@dataclass
+class TensorAssembler:
+    """Assembles tensors from flat slices that come in any order, on the CPU or on `device`."""
+
+    device: torch.device | str = "cpu"
+    incomplete: dict[str, Tensor] = field(default_factory=dict)
+    _num_missing: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, shape: tuple[int, ...], start: int, values: Tensor) -> Tensor | None:
+        """Copy `values` into the tensor's elements [start, start + len(values)); return the tensor once it is complete."""
+        if name not in self.incomplete:
+            self.incomplete[name] = torch.empty(shape, dtype=values.dtype, device=self.device)
+            self._num_missing[name] = self.incomplete[name].numel()
+        self.incomplete[name].view(-1)[start : start + len(values)] = values
+        self._num_missing[name] -= len(values)
+        return None if self._num_missing[name] else self.incomplete.pop(name)
+
+    def clear(self) -> None:
+        """Drop the incomplete tensors."""
+        self.incomplete.clear()
+
+
 @dataclass(frozen=True)
 class Metric:
     """A metric that carries its reduction, so that losses need no collectives.

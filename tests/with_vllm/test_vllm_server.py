@@ -102,7 +102,7 @@ def largest_error(model, requests, answers, temperature=1.0):
 def test_it_says_what_it_is(vllm, folder):
     facts = vllm.engine_info()
     assert (facts.model, facts.dtype, facts.max_model_len, facts.max_num_seqs) == (str(folder), "float32", 1024, 32)
-    assert (facts.num_workers, facts.version.split(".")[0]) == (1, "0")
+    assert facts.version.split(".")[0] == "0"
     assert facts.kv_tokens > 1000
     check_same_model(facts, model_of(seed=3), char_tokenizer())
 

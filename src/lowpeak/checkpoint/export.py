@@ -25,7 +25,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from lowpeak.errors import CheckpointError
 from lowpeak.models import belongs_to_critic
 from lowpeak.parallel import clean_parameter_name, unties_head
-from lowpeak.records import WeightLayout, WeightSlice
+from lowpeak.records import TensorAssembler, WeightLayout, WeightSlice
 
 FILE_BYTES = 50 * 10**9  # transformers' default
 _ALIGNMENT = 8
@@ -129,8 +129,8 @@ class _Writer:
         self._layout = layout
         self._names: dict[str, str] = {}  # of parameters that the checkpoint only renames
         self._groups = _conversion_groups(model, layout)
-        self._assembled: dict[str, Tensor] = {}
-        self._missing: dict[str, int] = {}  # elements of each assembled tensor that have not come yet
+        self._assembler = TensorAssembler()
+        self._complete: dict[str, Tensor] = {}  # tensors that wait for others of their group
         buffers = _buffers(model)
         self._files = SafetensorsWriter(folder, self._file_layout(buffers), file_bytes)
         for name, buffer in buffers.items():
@@ -141,15 +141,14 @@ class _Writer:
         if piece.name not in self._groups:
             self._files.write(self._names[piece.name], piece.start, piece.values)
             return
-        if piece.name not in self._assembled:
-            self._missing[piece.name] = torch.Size(piece.shape).numel()
-            self._assembled[piece.name] = torch.empty(self._missing[piece.name], dtype=piece.dtype)
-        self._assembled[piece.name][piece.start : piece.start + len(piece.values)] = piece.values
-        self._missing[piece.name] -= len(piece.values)
-        group = self._groups[piece.name]
-        if all(self._missing.get(name) == 0 for name in group):
-            complete = {name: self._assembled.pop(name).view(self._layout[name][0]) for name in group}
-            for name, tensor in revert_weight_conversion(self._model, complete).items():
+        complete = self._assembler.add(piece.name, piece.shape, piece.start, piece.values)
+        if complete is None:
+            return
+        self._complete[piece.name] = complete
+        names = self._groups[piece.name]
+        if self._complete.keys() >= set(names):
+            group = {name: self._complete.pop(name) for name in names}
+            for name, tensor in revert_weight_conversion(self._model, group).items():
                 self._files.write(name, 0, tensor)
 
     def _file_layout(self, buffers: Mapping[str, Tensor]) -> WeightLayout:

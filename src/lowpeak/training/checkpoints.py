@@ -45,7 +45,7 @@ from lowpeak.parallel import (
     save_shards,
 )
 from lowpeak.ranks import Ranks, is_lost_connection
-from lowpeak.records import SLICE_BYTES
+from lowpeak.records import SLICE_BYTES, TensorAssembler
 from lowpeak.training.run import Run
 
 
@@ -243,15 +243,14 @@ def _export_adapter(trainer: ExportedModel, model: Any, folder: Path) -> None:
         with strategy.ranks.propagate_errors():
             trainer._save(os.fspath(folder))
         return
-    slices: dict[str, list[torch.Tensor]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    assembler = TensorAssembler()
+    tensors: dict[str, torch.Tensor] = {}
     for piece in strategy.slices(trainer.model_wrapped, SLICE_BYTES, None, "adapter"):
         if strategy.ranks.processes.rank == 0:
-            slices.setdefault(piece.name, []).append(piece.values.to("cpu", copy=True))
-            shapes[piece.name] = piece.shape
+            complete = assembler.add(piece.name, piece.shape, piece.start, piece.values)
+            tensors |= {} if complete is None else {piece.name: complete}
     with strategy.ranks.propagate_errors():
         if strategy.ranks.processes.rank == 0:
-            tensors = {name: torch.cat(parts).view(shapes[name]) for name, parts in slices.items()}
             folder.mkdir(parents=True, exist_ok=True)
             model.save_pretrained(
                 folder, state_dict=adapter_state_dict(model, tensors), selected_adapters=active_adapters(model)

@@ -98,7 +98,7 @@ class ColocatedVllm(Vllm):
 
     def engine_info(self) -> EngineInfo:
         info = read_engine_info(self.llm.llm_engine.vllm_config)
-        return replace(info, model=self._model, num_workers=1, limits_to_cache=True)
+        return replace(info, model=self._model, limits_to_cache=True)
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """Complete one wave; after `timeout` abort the rest and raise LostEngineError with the finished answers."""

@@ -110,7 +110,6 @@ def read_engine_info(config: Any) -> EngineInfo:
         max_model_len=int(model.max_model_len),
         max_num_seqs=int(config.scheduler_config.max_num_seqs),
         kv_tokens=int(cache.num_gpu_blocks or 0) * int(cache.block_size),
-        num_workers=int(config.parallel_config.world_size),
         serves_adapters=config.lora_config is not None,
     )
 

@@ -69,7 +69,6 @@ class EngineInfo:
     max_model_len: int
     max_num_seqs: int
     kv_tokens: int
-    num_workers: int
     serves_adapters: bool = False
     limits_to_cache: bool = False
 

@@ -16,11 +16,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lowpeak.errors import EngineError, shorten_names
+from lowpeak.records import TensorAssembler
 from lowpeak.vllm.protocol import Adapter
 from lowpeak.vllm.weight_sync.buckets import Piece
 from lowpeak.vllm.weight_sync.verification import read_checksums, tensor_checksum
@@ -46,7 +46,7 @@ class AdapterReceiver:
     policy_version: int | None = None
     _update: Mapping[str, Any] = field(default_factory=dict)
     _tensors: dict[str, Tensor] = field(default_factory=dict)
-    _num_missing: dict[str, int] = field(default_factory=dict)
+    _assembler: TensorAssembler = field(default_factory=TensorAssembler)
     _current: _LoadedAdapter | None = None
     _next: _LoadedAdapter | None = None
 
@@ -60,16 +60,13 @@ class AdapterReceiver:
 
     def receive(self, pieces: Iterable[Piece], bucket: Tensor) -> None:
         for piece in pieces:
-            if piece.name not in self._tensors:
-                self._tensors[piece.name] = torch.empty(piece.shape, dtype=piece.dtype)
-                self._num_missing[piece.name] = piece.numel
-            flat = self._tensors[piece.name].view(-1)
-            flat[piece.start : piece.start + piece.count] = piece.values_in(bucket)
-            self._num_missing[piece.name] -= piece.count
+            complete = self._assembler.add(piece.name, piece.shape, piece.start, piece.values_in(bucket))
+            if complete is not None:
+                self._tensors[piece.name] = complete
 
     def verify(self, sent: Mapping[str, str], counts: Mapping[str, int]) -> dict[str, int]:
         """Raise EngineError with names if tensors differ from what was sent or vLLM rejects the adapter."""
-        incomplete = sorted(name for name in sent if self._num_missing.get(name) != 0)
+        incomplete = sorted(sent.keys() - self._tensors.keys())
         if incomplete:
             raise EngineError(f"These tensors of the adapter are incomplete: {shorten_names(incomplete)}.")
         received = read_checksums({name: tensor_checksum(tensor) for name, tensor in self._tensors.items()})
@@ -107,7 +104,7 @@ class AdapterReceiver:
 
     def _drop_tensors(self) -> None:
         self._tensors.clear()
-        self._num_missing.clear()
+        self._assembler.clear()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError, LowpeakError, is_installed, shorten_names
+from lowpeak.records import TensorAssembler
 from lowpeak.vllm.compatibility import disable_cpu_repacking, engine_fingerprint, read_engine_info, score_at_temperature
 from lowpeak.vllm.weight_sync.buckets import BucketReceiver, Piece, ProcessReceiver
 from lowpeak.vllm.weight_sync.lora import AdapterReceiver
@@ -207,8 +208,7 @@ class WeightReceiver:
     reloads: ReloadedModules
     policy_version: int | None = None
     known: tuple[str, ...] = ()
-    _partial: dict[str, Tensor] = field(default_factory=dict)
-    _num_missing: dict[str, int] = field(default_factory=dict)
+    _assembler: TensorAssembler = field(default_factory=TensorAssembler)
     _loaded: set[str] = field(default_factory=set)
     _kept: frozenset[str] = frozenset()
     _summing: bool = True
@@ -232,7 +232,7 @@ class WeightReceiver:
         known = self.known if self.policy_version is not None else ()
         self.policy_version, self.known = None, ()
         self._kept, self._summing = frozenset(known), summing
-        self._drop_partial()
+        self._assembler.clear()
         self._loaded.clear()
         self.reloads.begin()
         self._reloaded = {}
@@ -255,8 +255,8 @@ class WeightReceiver:
         Returns the number of loaded elements of each tensor of which this worker has fewer than `num_elements`: its
         engine's ranks share such tensors.
         """
-        if self._partial:
-            raise EngineError(f"These tensors are incomplete: {shorten_names(self._partial)}.")
+        if self._assembler.incomplete:
+            raise EngineError(f"These tensors are incomplete: {shorten_names(self._assembler.incomplete)}.")
         not_received = {*(sent.keys() - self._loaded - self._kept), *self.names.lacking(sent)}
         if not_received:
             raise EngineError(f"These tensors were not received: {shorten_names(not_received)}.")
@@ -285,7 +285,7 @@ class WeightReceiver:
     def abort(self) -> None:
         """Abort the update: the weights have no version."""
         self.policy_version, self.known = None, ()
-        self._drop_partial()
+        self._assembler.clear()
 
     def verify_unchanged(self) -> None:
         """Raise EngineError with names, and drop the version, if weights changed since they were verified."""
@@ -327,18 +327,10 @@ class WeightReceiver:
         raise EngineError(f"vLLM's model does not accept the tensor {name} of shape {shape} ({reason}).") from failed
 
     def _assemble(self, piece: Piece, values: Tensor) -> None:
-        if piece.name not in self._partial:
-            self._partial[piece.name] = torch.empty(piece.numel, dtype=piece.dtype, device=values.device)
-            self._num_missing[piece.name] = piece.numel
-        self._partial[piece.name][piece.start : piece.start + piece.count] = values
-        self._num_missing[piece.name] -= piece.count
-        if not self._num_missing[piece.name]:
-            del self._num_missing[piece.name]
-            self._load(piece.name, self._partial.pop(piece.name).view(piece.shape))
-
-    def _drop_partial(self) -> None:
-        self._partial.clear()
-        self._num_missing.clear()
+        self._assembler.device = values.device
+        complete = self._assembler.add(piece.name, piece.shape, piece.start, values)
+        if complete is not None:
+            self._load(piece.name, complete)
 
 
 class CheckpointNames:
