@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from setups import STRATEGIES, assert_same_run, build, forget, keep, named_models, prepare, result_of, spread
+from transformers import TrainerCallback
 
 from child_processes import succeed_on_ranks
 from tiny_models import char_tokenizer, tiny_experts
@@ -82,3 +83,25 @@ def test_a_run_on_two_ranks_is_the_run_of_one_process(runs, strategy, name):
 def test_what_was_asked_for_is_in_force(runs, strategy, expected):
     run = torch.load(runs / f"{strategy}-sequence.pt")
     assert (run["parameter"], run["strategy"]) == expected
+
+
+class GradientStorages(TrainerCallback):
+    """Counts the gradients before a step, and the storages that they are in."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        self.counts = len(grads), len({grad.untyped_storage().data_ptr() for grad in grads})
+
+
+def train_in_buckets(place: Path) -> None:
+    counter = GradientStorages()
+    trainer = build("GRPO", place, {**prepare("ddp"), "max_steps": 1, "micro_batch_tokens": 24})
+    trainer.add_callback(counter)
+    trainer.train()
+    grads, storages = counter.counts
+    assert storages < grads / 4
+    forget()
+
+
+def test_gradients_are_in_ddps_buckets_and_nowhere_else(tmp_path):
+    succeed_on_ranks(train_in_buckets, tmp_path, world_size=2)

@@ -149,6 +149,12 @@ class AccelerateStrategy(Strategy):
 class Replicated(AccelerateStrategy):
     """A replica of the model on each rank: DDP, or one device as its degenerate case."""
 
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        if accelerator.ddp_handler is not None:
+            # Gradients are views of DDP's buckets: otherwise each rank stores them twice.
+            accelerator.ddp_handler.gradient_as_bucket_view = True
+
     @property
     def inplace_grad_scale(self) -> float | None:
         is_single = self._accelerator.distributed_type == DistributedType.NO
