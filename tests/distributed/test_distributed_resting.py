@@ -32,7 +32,7 @@ def let_rest(trainer: Any) -> None:
     trainer.collector.offloader = rest
     ready = add_to_offloader(rest, strategy, FrozenModel(reference.model, reference.ready)).ready
     trainer.run = replace(trainer.run, reference=Reference(reference.model, ready))
-    judge.use(add_to_offloader(rest, strategy, FrozenModel(judge.model, judge._ready)), judge.ranks)
+    judge.replace_model(add_to_offloader(rest, strategy, FrozenModel(judge.model, judge._ready)), judge.ranks)
 
 
 def watch(trainer: Any, seen: list[int]) -> None:
