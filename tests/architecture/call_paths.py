@@ -149,7 +149,7 @@ class WeightsVllm(ColocatedVllm):
         self.llm = SimpleNamespace(collective_rpc=lambda method, kwargs: [getattr(worker, method)(**kwargs)])
 
     def engine_info(self) -> EngineInfo:
-        return EngineInfo("0.32.0", "tiny", "", "float32", 128, 256, 1 << 14, 1)
+        return EngineInfo("0.32.0", "tiny", "", "float32", 128, 256, 1 << 14)
 
     def resume(self) -> None:
         raise SystemExit  # the weights are there, which is all
