@@ -44,6 +44,8 @@ _OF_ADAPTERS = (
     *("lora_task_type", "use_rslora", "use_dora"),
 )
 _OF_4_BITS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
+# TRL's defaults where lowpeak's differ: a file that spells them out is not told that they have no effect.
+_TRL_DEFAULTS = {"model_revision": "main", "eval_split": "test", "lora_dropout": 0.05, "per_device_eval_batch_size": 8}
 _PEFT_TASKS = {"reward": "SEQ_CLS"}
 
 
@@ -207,9 +209,16 @@ def report_idle(job: Job) -> None:
         reasons |= dict.fromkeys(("eval_split", *(_OF_EVALUATIONS if job.online else ())), never)
     if Path(model.model).exists():
         reasons["model_revision"] = "the model is a folder"
-    idle = [f"--{name} {job.given[name]} ({reason})" for name, reason in reasons.items() if name in job.given]
+    idle = [f"--{name} {job.given[name]} ({reason})" for name, reason in reasons.items() if _is_set(job, name)]
     if idle:
         warn_or_raise(job.config, f"the command has arguments without effect: {'; '.join(idle)}")
+
+
+def _is_set(job: Job, name: str) -> bool:
+    """Return whether an argument was given with another value than its default here, and than TRL's."""
+    kinds = (type(job.model), type(job.data), type(job.config))
+    defaults = [each.default for kind in kinds for each in dataclasses.fields(kind) if each.name == name]
+    return name in job.given and job.given[name] not in (*defaults, _TRL_DEFAULTS.get(name))
 
 
 def make_trainer(job: Job, library: Any = lowpeak) -> Any:

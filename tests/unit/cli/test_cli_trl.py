@@ -67,6 +67,12 @@ def test_a_yaml_file_of_trl_is_read_as_it_is(library, splits):
     assert (adapters.r, adapters.use_rslora, adapters.modules_to_save) == (8, True, ["lm_head"])
 
 
+def test_trls_defaults_may_be_spelled_out(library, splits):
+    defaults = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "use_dora": False, "model_revision": "main"}
+    words = trl_yaml(splits, **defaults, per_device_eval_batch_size=8, bnb_4bit_quant_type="nf4", strict_arguments=True)
+    assert trainer_of("grpo", words, library).asked
+
+
 def test_an_evaluation_reads_the_split_test_if_none_is_named(library, splits):
     words = trl_yaml(splits)
     assert trainer_of("grpo", words, library).keywords["eval_dataset"] is None
