@@ -212,6 +212,7 @@ def test_saved_tensors_that_go_elsewhere_and_come_back_change_nothing(tied, visi
 def accelerated(kind=DistributedType.NO, scaler=None):
     """What a strategy reads off an accelerator to promise a scale."""
     return SimpleNamespace(
+        ddp_handler=None,
         distributed_type=kind,
         scaler=scaler,
         device=torch.device("cpu"),
