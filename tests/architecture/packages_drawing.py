@@ -20,7 +20,7 @@ ROWS = (
     ("vllm", "rollout", "checkpoint", "journal"),
     ("rewards", "data", "memory"),
     ("models", "parallel", "watchdog"),
-    ("algorithms", "batching", "logprobs", "attention"),
+    ("algorithms", "batching", "logprobs", "attention", "optim"),
     ("arguments", "records", "errors", "ranks", "damage", "exports"),
 )
 WIDTH, ROW_HEIGHT, BOX = 960, 92, (118, 34)

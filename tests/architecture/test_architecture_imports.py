@@ -49,7 +49,7 @@ RULES = {
     "unwrapping needs nothing": Rule(("lowpeak.models.unwrap",), ("torch", "transformers", "accelerate", "lowpeak")),
     "records need only torch": Rule(("lowpeak.records",), ("transformers", "accelerate", "lowpeak")),
     "pure functions know no processes and no engines": Rule(
-        _rooms("algorithms", "attention", "batching", "models.value_heads", "models.experts", "logprobs"),
+        _rooms("algorithms", "attention", "batching", "optim", "models.value_heads", "models.experts", "logprobs"),
         ("torch.distributed", "accelerate", CONFIGS, *_rooms("ranks", "parallel", "rollout", "vllm", *PIPELINE)),
     ),
     "ranks and protocols stand on records, errors and settings": Rule(

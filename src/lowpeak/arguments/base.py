@@ -171,24 +171,67 @@ class CommonArguments:
         NOT_NEGATIVE,
     )
     log_entropy: bool = logging_argument(True, "Compute and log the policy's entropy.")
+    weight_bits: int | None = memory_argument(
+        None,
+        "Bits of a trained weight: 32, 24 or 16 (rounded stochastically), of which the model runs on the first 16, as bf16 (None: "
+        "32 with dtype bfloat16, else fp32 weights).",
+        Check(lambda x: x in (None, 16, 24, 32), "must be 16, 24, 32 or None"),
+    )
+    state_bits: int | None = memory_argument(
+        None,
+        "Bits of each of AdamW's two optimizer states, 8 or 32 (None: 8 with bf16 weights, else 32).",
+        Check(lambda x: x in (None, 8, 32), "must be 8, 32 or None"),
+    )
+
+
+@dataclass(frozen=True)
+class StorageFormat:
+    """The bytes in which trained weights and AdamW's states are stored; `weight_bits` None: fp32 weights."""
+
+    weight_bits: Literal[16, 24, 32] | None
+    state_bits: Literal[8, 32]
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes per parameter beside the weight and its gradient: low bits and optimizer states with their scales."""
+        low_bits = 0 if self.weight_bits is None else (self.weight_bits - 16) / 8
+        return low_bits + (2 + 8 / 128 if self.state_bits == 8 else 8)
+
+    def __str__(self) -> str:
+        weights = {
+            None: "fp32",
+            32: "bf16 with 16 more bits beside them (exactly fp32)",
+            24: "bf16 with 8 more bits beside them (stochastic rounding to 24 bits)",
+            16: "bf16 (stochastic rounding, unbiased)",
+        }[self.weight_bits]
+        width = 4 if self.weight_bits is None else 2
+        gradients = "fp32" if self.weight_bits is None else "bf16"
+        return (
+            f"weights in {weights}, gradients in {gradients}, optimizer states in {self.state_bits} bits: "
+            f"{2 * width + self.state_bytes:.2f} bytes per parameter of large matrices"
+        )
 
 
 @dataclass(frozen=True)
 class ModelSettings:
     """Settings of loading models, and of changes in a loaded model.
 
-    `model_init_kwargs` and `trust_remote_code` act on models that are given by name or path.
+    `model_init_kwargs` and `trust_remote_code` act on models that are given by name or path. `storage` is the format of trained
+    weights and optimizer states; None: fp32, or that of an optimizer that the user chose.
     """
 
     model_init_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may have an access token
     trust_remote_code: bool = False
     disable_dropout: bool = False
     cast_lm_head_to_fp32: bool = False
+    storage: StorageFormat | None = None
 
     @property
     def load_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `from_pretrained`; the dtype is the checkpoint's unless the user sets another."""
-        return {"dtype": "auto", "trust_remote_code": self.trust_remote_code, **self.model_init_kwargs}
+        in_bf16 = self.storage is not None and self.storage.weight_bits is not None
+        dtype = "bfloat16" if in_bf16 else "auto"
+        return {"trust_remote_code": self.trust_remote_code, "dtype": dtype, **self.model_init_kwargs}
 
 
 @dataclass(frozen=True)
@@ -233,7 +276,38 @@ class RunSettings:
 
 def resolve_model(args: Any) -> ModelSettings:
     """Return the settings of loading models."""
-    return make_settings(ModelSettings, args, model_init_kwargs=args.model_init_kwargs or {})
+    kwargs = args.model_init_kwargs or {}
+    return make_settings(ModelSettings, args, model_init_kwargs=kwargs, storage=resolve_storage(args))
+
+
+def resolve_storage(args: Any) -> StorageFormat | None:
+    """Return the format of trained weights and optimizer states; None for fp32, and for optimizers that store their own.
+
+    dtype "bfloat16" asks for it as `weight_bits=32` does, but where AdamW of torch is not the optimizer it acts on frozen weights
+    alone.
+    """
+    dtype = str((args.model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
+    given = {name: getattr(args, name) for name in ("weight_bits", "state_bits") if getattr(args, name) is not None}
+    in_bf16 = dtype == "bfloat16" or args.weight_bits is not None
+    obstacle = (
+        "DeepSpeed keeps fp32 weights of its own: set bf16 and zero_optimization in its config"
+        if args.deepspeed
+        else f"the weights are stored by AdamW, and optim is {str(getattr(args.optim, 'value', args.optim))!r}: set adamw_torch"
+        if args.optim not in ("adamw_torch", "adamw_torch_fused")
+        else "fp16=True scales gradients, which bf16 weights do not need: remove it"
+        if args.fp16
+        else f"model_init_kwargs has dtype {dtype!r}: remove one of the two"
+        if args.weight_bits is not None and dtype not in ("None", "auto", "bfloat16")
+        else ""
+    )
+    require(
+        not (given and obstacle), f"{' and '.join(f'{n}={v}' for n, v in given.items())} cannot be used: {obstacle}."
+    )
+    if obstacle or not (in_bf16 or args.state_bits == 8):
+        return None
+    return StorageFormat(
+        weight_bits=(args.weight_bits or 32) if in_bf16 else None, state_bits=args.state_bits or (8 if in_bf16 else 32)
+    )
 
 
 def resolve_passes(args: Any) -> PassSettings:

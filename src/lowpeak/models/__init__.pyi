@@ -8,12 +8,12 @@ from lowpeak.models.load import LOGPROB_HEAD as LOGPROB_HEAD
 from lowpeak.models.load import SCORE_HEAD as SCORE_HEAD
 from lowpeak.models.load import HeadKind as HeadKind
 from lowpeak.models.load import context_length as context_length
+from lowpeak.models.load import convert_trainable as convert_trainable
 from lowpeak.models.load import disable_dropout as disable_dropout
 from lowpeak.models.load import load_policy as load_policy
 from lowpeak.models.load import load_reference as load_reference
 from lowpeak.models.load import load_tokenizer as load_tokenizer
 from lowpeak.models.load import longrope_switch_length as longrope_switch_length
-from lowpeak.models.load import upcast_trainable as upcast_trainable
 from lowpeak.models.lora import Reference as Reference
 from lowpeak.models.lora import adapter_reference as adapter_reference
 from lowpeak.models.lora import add_adapter as add_adapter

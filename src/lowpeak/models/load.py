@@ -1,7 +1,7 @@
 """Loading of the policy, its tokenizer and the reference, and the precision of their weights.
 
-Trainable weights are fp32 from loading on (logged once), with bf16 computation if the user sets it. Frozen weights, and the base
-under LoRA, keep the checkpoint's dtype; adapters are fp32.
+Trainable weights are fp32 from loading on (logged once), with bf16 computation if the user sets it; with a storage format they are
+bf16. Frozen weights, and the base under LoRA, keep the checkpoint's dtype; adapters are fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings
+from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings, StorageFormat
 from lowpeak.data import check_tokenizer
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import install_head, install_score_head, verify_head, verify_score_head
@@ -41,8 +41,8 @@ def load_policy(
 ) -> nn.Module:
     """Return the model to train, from a name, path or instance; under a new adapter if `peft_config` is given.
 
-    A tensor parallel model is loaded in fp32; see `upcast_trainable` for the others. A model that will not be sharded is
-    read directly into the memory of its `device`.
+    A tensor parallel model is loaded in its training dtype; see `convert_trainable` for the others. A model that will not be
+    sharded is read directly into the memory of its `device`.
     """
     if model_parallel != NOT_PARALLEL:
         _check_tensor_parallel(model, settings, peft_config)
@@ -61,7 +61,8 @@ def _load_or_take(
 ) -> nn.Module:
     if isinstance(model, str):
         alone = model_parallel == NOT_PARALLEL
-        changes = device_map_for_loading(device, settings.model_init_kwargs) if alone else {"dtype": torch.float32}
+        sharded = {} if _in_bf16(settings.storage) else {"dtype": torch.float32}
+        changes = device_map_for_loading(device, settings.model_init_kwargs) if alone else sharded
         return _load_causal(model, settings, model_parallel, **changes)
     _check_instance(model, bool(settings.model_init_kwargs) or settings.trust_remote_code)
     remove_added_modules(model)
@@ -200,16 +201,30 @@ def _keep_training_format(policy: nn.Module) -> None:
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
 
 
-def upcast_trainable(policy: nn.Module) -> None:
-    """Convert trainable weights to fp32, and log it; call after a reference in the checkpoint's dtype was copied."""
-    half = [p for p in policy.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
-    for parameter in half:
-        parameter.data = parameter.data.float()
-    if half:
-        count = sum(p.numel() for p in half)
+def _in_bf16(storage: StorageFormat | None) -> bool:
+    return storage is not None and storage.weight_bits is not None
+
+
+def convert_trainable(policy: nn.Module, storage: StorageFormat | None) -> None:
+    """Convert trainable weights to the dtype in which they are trained, and log it: fp32, or bf16 by the storage format.
+
+    LoRA's weights are always fp32. Call it after a reference in the checkpoint's dtype was copied.
+    """
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad and p.is_floating_point()}
+    compact = {name for name in trained if _in_bf16(storage) and "lora_" not in name}
+    converted = 0
+    for name, parameter in trained.items():
+        dtype = torch.bfloat16 if name in compact else torch.float32
+        if parameter.dtype != dtype:
+            converted += parameter.numel()
+            parameter.data = parameter.data.to(dtype)
+    if storage is not None:
+        logger.info("Storage of training: %s.", storage)
+    if converted and not compact:
         logger.warning(
-            "%s trainable weights were loaded in half precision and converted to fp32; computation follows bf16.",
-            f"{count:,}",
+            "%s trainable weights were loaded in half precision and converted to fp32; computation follows bf16. "
+            "weight_bits=32 trains them as bf16, in half the memory.",
+            f"{converted:,}",
         )
 
 

@@ -7,6 +7,7 @@ from lowpeak.parallel.checkpoint_shards import read_saved_state as read_saved_st
 from lowpeak.parallel.checkpoint_shards import save_shards as save_shards
 from lowpeak.parallel.checkpoint_state import WEIGHT as WEIGHT
 from lowpeak.parallel.checkpoint_state import TrainingState as TrainingState
+from lowpeak.parallel.checkpoint_state import first_position as first_position
 from lowpeak.parallel.checkpoint_state import torch_training_state as torch_training_state
 from lowpeak.parallel.checkpoint_state import trained_parameters as trained_parameters
 from lowpeak.parallel.detect import DeviceFractions as DeviceFractions

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowpeak.models import materialize_meta_params
-from lowpeak.parallel.checkpoint_shards import load_torch_state
-from lowpeak.parallel.checkpoint_state import optimizer_tensors
+from lowpeak.parallel.checkpoint_shards import load_torch_state, save_shards
+from lowpeak.parallel.checkpoint_state import optimizer_tensors, torch_training_state, trained_parameters
 from lowpeak.parallel.parameters import (
     FlatShard,
     ShardOf,
@@ -88,6 +88,10 @@ class AccelerateStrategy(Strategy):
 
     def offloadable_tensors(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
         return [] if optimizer is None else optimizer_tensors(optimizer)
+
+    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+        state = torch_training_state(trained_parameters(self._unwrapped(model)), optimizer)
+        save_shards(checkpoint, state, self.ranks.processes)
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
         load_torch_state(checkpoint, self._unwrapped(model), optimizer, self.ranks.processes)

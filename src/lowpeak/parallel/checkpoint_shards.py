@@ -44,12 +44,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lowpeak.errors import CheckpointError
+from lowpeak.optim import find_compact
 from lowpeak.parallel.checkpoint_state import (
     WEIGHT,
+    DecodedValues,
     Fragment,
     SavedState,
     TrainingState,
     allocate_torch_state,
+    load_real_values,
+    set_group_options,
     torch_training_state,
     trained_parameters,
 )
@@ -121,6 +125,12 @@ def load_shards(checkpoint: Path, saved: SavedState, fragments: Sequence[Fragmen
 def load_torch_state(checkpoint: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks) -> None:
     """Load parameters and the states of their torch optimizer; without an optimizer, the parameters alone."""
     params, saved = trained_parameters(model), read_saved_state(checkpoint, ranks)
+    compact = find_compact(optimizer)
+    if compact is not None:
+        set_group_options(compact, saved.options)
+        for name, parameter in params.items():
+            load_real_values(name, parameter, compact, saved, lambda one: load_shards(checkpoint, saved, one.fragments))
+        return
     if optimizer is not None:
         allocate_torch_state(params, optimizer, saved)
     state = torch_training_state(params, optimizer)
@@ -202,7 +212,8 @@ class _SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._pieces[_tensor_offset(write_item.index)].values
+        values = self._pieces[_tensor_offset(write_item.index)].values
+        return values.tensor() if isinstance(values, DecodedValues) else values
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -221,6 +232,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         values = self._fragments[_tensor_offset(read_item.dest_index)].values
+        assert isinstance(values, Tensor)
         return values.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,19 +18,43 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowpeak.errors import CheckpointError
+from lowpeak.optim import MOMENTS, CompactAdamW, find_compact
 from lowpeak.parallel.parameters import clean_parameter_name
 
 WEIGHT = "weight"  # the key of weights, next to the optimizer's keys of states (exp_avg, ...)
 
 
 @dataclass(frozen=True)
+class DecodedValues:
+    """fp32 values [start, stop) of a tensor that is stored in another format; `decode(start, stop)` returns them."""
+
+    decode: Callable[[int, int], Tensor]
+    start: int
+    stop: int
+    dtype: torch.dtype = torch.float32
+
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def __getitem__(self, piece: slice) -> DecodedValues:
+        start, stop, _ = piece.indices(self.numel())
+        return replace(self, start=self.start + start, stop=self.start + stop)
+
+    def tensor(self) -> Tensor:
+        return self.decode(self.start, self.stop)
+
+
+@dataclass(frozen=True)
 class Fragment:
-    """Values [start, start + len(values)) of a tensor of `numel` values; `values` is a view, not a copy."""
+    """Values [start, start + len(values)) of a tensor of `numel` values; `values` is a view, or decoded piece by piece."""
 
     name: str
     numel: int
     start: int
-    values: Tensor
+    values: Tensor | DecodedValues
 
 
 @dataclass(frozen=True)
@@ -108,6 +133,14 @@ def local_fragment(tensor: Any) -> Fragment:
     return Fragment("", tensor.numel(), start, values)
 
 
+def first_position(parameter: Any) -> int:
+    """Return the position in the unsharded parameter of this rank's first value."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return sum(offset * stride for offset, stride in zip(offsets, parameter.stride(), strict=True))
+
+
 def row_sharded(tensor: Any) -> Any:
     """Return a tensor sharded by rows: the tensor itself, or a copy if tensor parallelism sharded it by columns."""
     if not isinstance(tensor, DTensor) or all(getattr(placement, "dim", 0) == 0 for placement in tensor.placements):
@@ -127,11 +160,58 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def torch_training_state(named: Mapping[str, nn.Parameter], optimizer: Any | None) -> TrainingState:
     """Return the training state of parameters under a torch optimizer; without an optimizer, of the parameters alone."""
     state = TrainingState(options=[] if optimizer is None else group_options(optimizer))
+    compact = find_compact(optimizer)
+    if compact is not None:
+        for name, parameter in named.items():
+            _add_real_values(state, name, parameter, compact)
+        return state
     for name, parameter in named.items():
         state.add_fragment(f"{WEIGHT}/{name}", state.fragment_of_parameter(parameter))
         if optimizer is not None:
             state.add(name, optimizer.state.get(parameter, {}), parameter, state.fragment_of_parameter)
     return state
+
+
+def _add_real_values(state: TrainingState, name: str, parameter: nn.Parameter, optimizer: CompactAdamW) -> None:
+    """Add the fp32 values of a parameter and its moments, decoded piece by piece as they are written."""
+    by_rows = row_sharded(parameter) is parameter
+    for key in (WEIGHT, *MOMENTS) if optimizer.state.get(parameter) else (WEIGHT,):
+        decode = partial(optimizer.read, parameter, key)
+        if by_rows:
+            stored = local_fragment(parameter)
+            fragment = replace(stored, values=DecodedValues(decode, 0, stored.values.numel()))
+        else:
+            fragment = state.fragment_of_parameter(_filled_like(parameter, decode))
+        state.add_fragment(f"{key}/{name}", fragment)
+    if optimizer.state.get(parameter):
+        state.scalars[name] = {"step": optimizer.state[parameter]["step"]}
+
+
+def _filled_like(parameter: Any, decode: Callable[[int, int], Tensor] | None = None) -> Any:
+    """Return an fp32 tensor with the parameter's shape and shards: its decoded values, or zeros."""
+    filled: Any = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+    if decode is not None:
+        local = filled.to_local() if isinstance(filled, DTensor) else filled
+        local.view(-1).copy_(decode(0, local.numel()))
+    return filled
+
+
+def load_real_values(
+    name: str,
+    parameter: nn.Parameter,
+    optimizer: CompactAdamW,
+    saved: SavedState,
+    load: Callable[[TrainingState], None],
+) -> None:
+    """Load the fp32 values of one parameter and its moments, and store them in the optimizer's format."""
+    state, values = TrainingState(), {}
+    for key in (WEIGHT, *(each for each in MOMENTS if each in saved.states.get(name, {}))):
+        values[key] = _filled_like(parameter)
+        state.add_fragment(f"{key}/{name}", state.fragment_of_parameter(values[key]))
+    load(state)
+    state.copy_back()
+    local = {key: (each.to_local() if isinstance(each, DTensor) else each).view(-1) for key, each in values.items()}
+    optimizer.write(parameter, local, step=saved.others.get(name, {}).get("step"))
 
 
 def allocate_torch_state(named: Mapping[str, nn.Parameter], optimizer: Any, saved: SavedState) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lowpeak.parallel.base import AccelerateStrategy, freeze, fsdp_mesh, shard_layers
-from lowpeak.parallel.checkpoint_shards import save_shards
-from lowpeak.parallel.checkpoint_state import torch_training_state, trained_parameters
 from lowpeak.parallel.parameters import FlatShard, fsdp_shard
 from lowpeak.parallel.strategy import FrozenModel
 
@@ -33,13 +29,6 @@ class Fsdp2(AccelerateStrategy):
     ) -> Iterator[nn.Module]:
         with super().gather_for_inference(model, budget, gather_head) as inner, _model_generate(inner):
             yield inner
-
-    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
-        save_shards(
-            checkpoint,
-            torch_training_state(trained_parameters(self._unwrapped(model)), optimizer),
-            self.ranks.processes,
-        )
 
     def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> FrozenModel:
         # Sharded on the policy's mesh even if a replica would fit: `average` then needs no communication.

@@ -125,9 +125,9 @@ class ShardedState(Protocol):
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
         """Write this rank's part of the trained weights and optimizer states into a staged folder.
 
-        All ranks call it together. Does nothing if rank 0 writes them as transformers does.
+        All ranks call it together.
         """
-        return
+        ...
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
         """Read the files of `save_state`, on any number of ranks; without an optimizer, the weights alone."""

@@ -25,6 +25,11 @@ def check_optimizer(args: Any, passed: tuple[Any, Any]) -> None:
     `passed` are the optimizer and the schedule that the user passed, or None for each that the arguments describe.
     """
     check_values(args)
+    for name in ("weight_bits", "state_bits"):
+        if passed[0] is not None and getattr(args, name) is not None:
+            raise ArgumentError(
+                f"{name}={getattr(args, name)} has no effect on an optimizer that is passed in: remove one of the two."
+            )
     if passed[0] is None:
         _check_optimizer(args)
     if passed[1] is None:

@@ -31,7 +31,8 @@ from lowpeak.checkpoint import (
 )
 from lowpeak.errors import DataError, EngineError, StoppedError
 from lowpeak.memory import Phase
-from lowpeak.parallel import has_shards, trained_parameters
+from lowpeak.optim import clear_low_bits, clip_grad_norm
+from lowpeak.parallel import has_shards
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_best_metric,
@@ -227,17 +228,19 @@ class StepTrainer(ModelCardMixin, Trainer):
         """Return the algorithm's scheduled and adaptive coefficients at this point of the run."""
         return self.run.algorithm.coefficients(self.algorithm_state, self.state.global_step, self.state.epoch or 0.0)
 
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        exact = self.run.storage is not None
+        return clip_grad_norm(model.parameters(), self.args.max_grad_norm) if exact else super()._clip_grad_norm(model)
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the gradient norm, after the step's only read of the device; raise NonFiniteError for a NaN."""
         strategy, step = self.run.strategy, self.state.global_step + 1
         engine_norm = strategy.deepspeed_grad_norm()
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm) if engine_norm is None else engine_norm
-        if hasattr(grad_norm, "full_tensor"):  # under FSDP2 each rank has a part of it
-            grad_norm = grad_norm.full_tensor()
         assert self.scratch.measured is not None
         self.scratch.measured = gather_metrics(self.scratch.measured, grad_norm, strategy.ranks)
         require_finite_step(self.scratch.measured, self.model, strategy, step, Path(self.args.output_dir))
-        return self.scratch.measured.grad_norm if engine_norm is not None else grad_norm
+        return self.scratch.measured.grad_norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return 6 operations per parameter and token (Kaplan et al. 2020)."""
@@ -245,8 +248,6 @@ class StepTrainer(ModelCardMixin, Trainer):
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         self.state.num_input_tokens_seen += inputs["step"].num_new
-
-    # metrics
 
     def finish_step(self) -> dict[str, float]:
         """Stage 13: write the step's metrics into the journal, keep them for the next log, and return them."""
@@ -361,6 +362,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         else:
             with explain_load_errors(os.fspath(best), "weights", "model"):
                 super()._load_best_model()
+            clear_low_bits(self.optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.run.strategy.shards_states:  # `_prepare_for_training` loads sharded states
@@ -391,9 +393,7 @@ class StepTrainer(ModelCardMixin, Trainer):
             save_checkpoint(self, trial, state)
 
     def _check_weights(self) -> None:
-        shards = self.run.strategy.shards(self.model)
-        weights, folder = {name: shards[name] for name in trained_parameters(self.model)}, Path(self.args.output_dir)
-        require_finite_weights(weights, self.state.global_step, folder, self.run.strategy.ranks)
+        require_finite_weights(self.model, self.run.strategy, self.state.global_step, Path(self.args.output_dir))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         with only_policy_adapters(self.model):

@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowpeak.errors import ArgumentError
@@ -127,9 +128,13 @@ def make_arguments(config_class: Any, args: Any, model: Any, quantization_config
     return args
 
 
-def base_arguments(args: Any) -> Any:
-    """Return the copy of the acting arguments that transformers' Trainer gets."""
+def base_arguments(args: Any, policy: nn.Module | None = None) -> Any:
+    """Return the copy of the acting arguments that transformers' Trainer gets for this policy."""
     inner = copy.copy(args)
+    if policy is not None and all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters()):
+        inner.mixed_precision = (
+            "no"  # it computes in bf16 as it is; under FSDP2 accelerate would convert the weights to fp32
+        )
     inner.gradient_accumulation_steps = 1  # a step is one mapping
     # The pipeline removes old checkpoints: transformers deletes in place, and at the end of a run also the last one.
     inner.save_total_limit = None

@@ -37,11 +37,11 @@ from lowpeak.models import (
     LOGPROB_HEAD,
     HeadKind,
     context_length,
+    convert_trainable,
     disable_dropout,
     load_tokenizer,
     num_embeddings,
     transformers_model,
-    upcast_trainable,
 )
 from lowpeak.parallel import check_devices, check_is_sharded, detect_strategy
 from lowpeak.ranks import Ranks
@@ -157,7 +157,7 @@ class OfflineTrainer(StepTrainer):
         silence_nonzero_ranks(args)
         with Ranks(args.device).propagate_errors():
             self.acting_args = args = check_and_reset_arguments(args)
-            self.settings = settings = self.resolve(args)
+            self.settings = settings = self._resolve(args, optimizer_cls_and_kwargs)
             set_seed(args.seed)  # before anything is made: the first weights of an adapter, or a new head, are random
             check_data(train_dataset, eval_dataset, args, self.columns, self.check_row)
             check_outputs(args)
@@ -167,7 +167,7 @@ class OfflineTrainer(StepTrainer):
             check_optimized(optimizers[0], policy)
         super().__init__(
             model=policy,
-            args=base_arguments(args),
+            args=base_arguments(args, policy),
             data_collator=list,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -186,6 +186,13 @@ class OfflineTrainer(StepTrainer):
         with strategy.ranks.propagate_errors():
             self.cursor = make_cursor(train_dataset, self.reader, args, settings.shuffle_dataset)
 
+    def _resolve(self, args: Any, optimizer_cls_and_kwargs: Any) -> Any:
+        """Return the settings, without a storage format for an optimizer that was passed in: it has one."""
+        settings = self.resolve(args)
+        if optimizer_cls_and_kwargs is None:
+            return settings
+        return replace(settings, model=replace(settings.model, storage=None))
+
     def _facts(self, args: Any, policy: nn.Module) -> RunFacts:
         passed = "class" if self.optimizer_cls_and_kwargs else "instance" if self.optimizer is not None else None
         return replace(
@@ -202,7 +209,7 @@ class OfflineTrainer(StepTrainer):
         tokenizer = load_tokenizer(processing_class, model, settings.model.trust_remote_code)
         tokenizer = change_tokenizer(tokenizer, transformers_model(policy), settings.tokenizer)
         check_special_tokens(tokenizer, num_embeddings(policy))
-        upcast_trainable(policy)
+        convert_trainable(policy, settings.model.storage)
         if settings.model.disable_dropout:
             disable_dropout(policy)
         return policy, tokenizer

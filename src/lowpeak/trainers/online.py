@@ -131,7 +131,7 @@ class OnlineTrainer(StepTrainer):
         check_optimized(optimizers[0], parts.policy)
         super().__init__(
             model=parts.policy,
-            args=base_arguments(parts.args),
+            args=base_arguments(parts.args, parts.policy),
             data_collator=list,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -285,7 +285,7 @@ class OnlineTrainer(StepTrainer):
 
     def save_extra(self, folder: Path) -> None:
         with self.run.strategy.ranks.propagate_errors():
-            for name, parameters in self.extra_weights(self.run.strategy.shards_states).items():
+            for name, parameters in self.extra_weights(self.run.writes_shards).items():
                 save_extra_weights(folder, name, parameters, self.run.strategy.ranks)
 
     def extra_weights(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:

@@ -17,7 +17,14 @@ from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import OnlineSettings, PromptSettings, RunSettings, report_idle_arguments, warn_or_raise
+from lowpeak.arguments import (
+    MemorySettings,
+    OnlineSettings,
+    PromptSettings,
+    RunSettings,
+    report_idle_arguments,
+    warn_or_raise,
+)
 from lowpeak.data import DatasetCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
@@ -26,6 +33,7 @@ from lowpeak.memory import LEAST_BYTES, ActivationOffload, AsyncHostMover, HostM
 from lowpeak.models import (
     LOGPROB_HEAD,
     HeadKind,
+    LoadBalance,
     Reference,
     adapter_reference,
     check_critic_vocabulary,
@@ -36,6 +44,7 @@ from lowpeak.models import (
     num_embeddings,
     transformers_model,
 )
+from lowpeak.optim import compact_optimizer
 from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, device_fractions, is_sharded, states_on_host
 from lowpeak.records import Prompt
 from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
@@ -44,7 +53,7 @@ from lowpeak.training.engines import make_engine, why_adapters_idle
 from lowpeak.training.prepare_run import OnlineParts
 from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import ProgressTracker, Run, RunContext
-from lowpeak.training.run_sizes import Sizes, prepare_layout, training_bytes
+from lowpeak.training.run_sizes import LayoutChoice, Sizes, prepare_layout, training_bytes
 from lowpeak.training.step import LogprobSettings
 from lowpeak.training.weight_sync import WeightSync
 
@@ -126,25 +135,23 @@ def make_run(
     load_balance = load_balance_of(transformers_model(policy), passes.router_aux_loss_coef)
     if load_balance is not None:  # sequences with zero advantages move the routers, too
         algorithm = algorithm.without_skipping()
-    with ExitStack() as on_device:
-        models = [on_device.enter_context(strategy.gather_for_inference(policy, 0, gather_head=True))]
-        with ranks.propagate_errors(), _mixed_dtypes(context, policy):
-            head.verify(policy)
-            if load_balance is not None:
-                verify_load_balance(policy, load_balance)
-        if reference is not None and reference.model is not None:
-            models.append(on_device.enter_context(reference.ready()))
-        critic = critic_classifier(causal_lm(policy))
-        if critic is not None:
-            models.append(on_device.enter_context(strategy.gather_for_inference(critic, 0)))
-        with context.accelerator.autocast():  # as the passes will compute
-            choice = prepare_layout(memory, models, device, ranks)
+    choice = _check_models(context, strategy, policy, reference, memory, head, load_balance)
     checkpointing = args.checkpoints_activations
-    shares = device_fractions(context.accelerator)
+    shares, storage = device_fractions(context.accelerator), settings.model.storage
     sizes = Sizes.of(
-        memory, policy, device, choice, ranks, bf16=bool(args.bf16), checkpointing=checkpointing, shares=shares
+        memory,
+        policy,
+        device,
+        choice,
+        ranks,
+        bf16=bool(args.bf16),
+        checkpointing=checkpointing,
+        shares=shares,
+        storage=storage,
     )
     materialize_meta_params(policy)
+    if storage is not None:
+        context.optimizer_cls_and_kwargs = compact_optimizer(args, storage)
     offloads = memory.activation_offloading
     saving = ActivationOffload(policy, AsyncHostMover(device)).saving if offloads else nullcontext
     return Run(
@@ -158,8 +165,35 @@ def make_run(
         sizes=sizes,
         budget=sizes.budget(memory, pad_id, policy.config),
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
+        storage=storage,
         reference=reference,
     )
+
+
+def _check_models(
+    context: RunContext,
+    strategy: Strategy,
+    policy: nn.Module,
+    reference: Reference | None,
+    memory: MemorySettings,
+    head: HeadKind,
+    load_balance: LoadBalance | None,
+) -> LayoutChoice:
+    """Check the policy's head against its logits, and choose a layout of sequences that all models can have."""
+    device, ranks = context.accelerator.device, strategy.ranks
+    with ExitStack() as on_device:
+        models = [on_device.enter_context(strategy.gather_for_inference(policy, 0, gather_head=True))]
+        with ranks.propagate_errors(), _mixed_dtypes(context, policy):
+            head.verify(policy)
+            if load_balance is not None:
+                verify_load_balance(policy, load_balance)
+        if reference is not None and reference.model is not None:
+            models.append(on_device.enter_context(reference.ready()))
+        critic = critic_classifier(causal_lm(policy))
+        if critic is not None:
+            models.append(on_device.enter_context(strategy.gather_for_inference(critic, 0)))
+        with context.accelerator.autocast():  # as the passes will compute
+            return prepare_layout(memory, models, device, ranks)
 
 
 def computes_in_fp32(args: Any, *models: nn.Module | None) -> bool:
@@ -234,7 +268,9 @@ def _freezer(
     The model stays unsharded if it fits into half of what training leaves free on every rank.
     """
     device = context.accelerator.device
-    free = free_bytes(device) - training_bytes(parts.policy, device, device_fractions(context.accelerator))
+    free = free_bytes(device) - training_bytes(
+        parts.policy, device, device_fractions(context.accelerator), parts.settings.model.storage
+    )
     room = int(strategy.ranks.min([max(0, free)])[0]) // 2
     on_host = parts.settings.memory.offload_frozen_models
     return lambda model: add_to_offloader(offloader, strategy, strategy.prepare_frozen(model, room, on_host))

@@ -123,11 +123,11 @@ def _save_training(trainer: TrainingStates, stage: Path) -> None:
     """Write optimizer states, schedule and loss scale: each rank its shard, or rank 0 all of it."""
     strategy, folder = trainer.run.strategy, os.fspath(stage)
     with strategy.ranks.propagate_errors():
-        if strategy.shards_states:
+        if trainer.run.writes_shards:
             strategy.save_state(stage, trainer.model_wrapped, trainer.optimizer)
         else:
             trainer._save_optimizer_and_scheduler(folder)
-    if strategy.shards_states and strategy.ranks.processes.rank == 0 and not _is_deepspeeds(trainer.lr_scheduler):
+    if trainer.run.writes_shards and strategy.ranks.processes.rank == 0 and not _is_deepspeeds(trainer.lr_scheduler):
         torch.save(trainer.lr_scheduler.state_dict(), stage / SCHEDULER_NAME)
     trainer._save_scaler(folder)
 

@@ -22,13 +22,13 @@ from lowpeak.data import check_special_tokens
 from lowpeak.errors import ArgumentError
 from lowpeak.models import (
     check_embedded_tokens,
+    convert_trainable,
     disable_dropout,
     is_peft,
     load_policy,
     load_reference,
     load_tokenizer,
     num_embeddings,
-    upcast_trainable,
 )
 from lowpeak.parallel import check_devices
 from lowpeak.rewards import Reward, as_list, make_rewards
@@ -119,7 +119,7 @@ def prepare_online(
         remedy = "pass a reference with the same tokenizer"
         check_embedded_tokens("ref_model", reference, policy, tokenizer, remedy)
     attach_extra_modules(policy, inputs.model, args)
-    upcast_trainable(policy)
+    convert_trainable(policy, settings.model.storage)
     if settings.model.disable_dropout:
         for model in filter(None, (policy, reference)):
             disable_dropout(model)

@@ -12,13 +12,15 @@ from torch import nn
 from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 from lowpeak.algorithms import Algorithm
+from lowpeak.arguments import StorageFormat
 from lowpeak.batching import Budget
 from lowpeak.checkpoint import RunState
 from lowpeak.errors import MemoryExhaustedError, first_line
 from lowpeak.journal import Journal
 from lowpeak.memory import MemoryTracker, Phase, is_out_of_memory
 from lowpeak.models import Reference
-from lowpeak.parallel import Strategy
+from lowpeak.optim import find_compact
+from lowpeak.parallel import Strategy, first_position, trained_parameters
 from lowpeak.records import Metric
 from lowpeak.training.run_sizes import Sizes
 from lowpeak.training.signals import Interrupts
@@ -36,6 +38,7 @@ class Run:
     tracker             time and peak memory of each phase
     journal             records of steps and completions in `output_dir`
     sizes, budget       the bounds of memory, and how micro-batches are packed within them
+    storage             the format of trained weights and optimizer states; None: fp32, or the optimizer's
     reference           the reference policy, if the algorithm needs one
     interrupts          requests to stop, by signals
     """
@@ -48,8 +51,14 @@ class Run:
     sizes: Sizes
     budget: Budget
     num_parameters: int
+    storage: StorageFormat | None = None
     reference: Reference | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether checkpoints have sharded training states: trained weights in fp32, and optimizer states."""
+        return self.strategy.shards_states or self.storage is not None
 
     def with_sizes(self, sizes: Sizes) -> Run:
         """Return this run with every pass within `sizes`."""
@@ -79,7 +88,7 @@ class RunContext(Protocol):
     """The part of a trainer that the pipeline uses.
 
     It reads the members when it needs them: a resumed run replaces `run`, and transformers sets `model_wrapped` and
-    `optimizer` when training starts.
+    `optimizer` when training starts; `optimizer_cls_and_kwargs` is what it makes the optimizer of.
     """
 
     run: Run
@@ -87,6 +96,7 @@ class RunContext(Protocol):
     accelerator: Any
     model_wrapped: nn.Module
     optimizer: Any
+    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     lr_scheduler: Any
     train_dataset: Any
     callback_handler: Any
@@ -152,6 +162,14 @@ class StepCallback(TrainerCallback):
     def __init__(self, current_run: Callable[[], Run], finish_step: Callable[[], object]) -> None:
         self._current_run, self._finish_step = current_run, finish_step
         self._open = ExitStack()
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        compact = find_compact(optimizer)
+        if compact is not None:
+            named = trained_parameters(model)
+            compact.name_parameters(named, {name: first_position(parameter) for name, parameter in named.items()})
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._current_run()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.arguments import MemorySettings
+from lowpeak.arguments import MemorySettings, StorageFormat
 from lowpeak.attention import install_attention, packing_mismatch, packing_unsupported_reason, uninstall_attention
 from lowpeak.batching import Budget, LayerCosts, Layout
 from lowpeak.errors import ArgumentError
@@ -188,11 +188,13 @@ def device_at_start(model: nn.Module, device: torch.device) -> torch.device:
     return next(model.parameters()).device
 
 
-def training_bytes(model: nn.Module, device: torch.device, shares: DeviceFractions) -> int:
+def training_bytes(
+    model: nn.Module, device: torch.device, shares: DeviceFractions, storage: StorageFormat | None = None
+) -> int:
     """Return the bytes of `device` that training will allocate beyond the memory that is allocated now.
 
-    These are a gradient and AdamW's two states of each trained parameter, and the weights that are still on another
-    device: FSDP2 and DeepSpeed move them when they prepare the model.
+    These are a gradient of each trained parameter, AdamW's two states or those of the storage format, and the weights that are
+    still on another device: FSDP2 and DeepSpeed move them when they prepare the model.
     """
     total = 0.0
     for parameter in model.parameters():
@@ -200,7 +202,8 @@ def training_bytes(model: nn.Module, device: torch.device, shares: DeviceFractio
         if parameter.device.type != device.type:
             total += share.weights * size
         if parameter.requires_grad:
-            total += (share.gradients + 2 * share.states) * size
+            states = 2.0 if storage is None else storage.state_bytes / parameter.element_size()
+            total += (share.gradients + share.states * states) * size
     return int(total)
 
 
@@ -236,6 +239,7 @@ class Sizes:
         bf16: bool,
         checkpointing: bool,
         shares: DeviceFractions,
+        storage: StorageFormat | None = None,
     ) -> Sizes:
         """Return explicit sizes as they are, and `auto` ones fitted to the memory that training leaves free.
 
@@ -245,7 +249,7 @@ class Sizes:
         shape = ModelShape.of(
             policy.config, itemsize, max(itemsize, policy.get_input_embeddings().weight.element_size())
         )
-        free = int(ranks.min([max(0, free_bytes(device) - training_bytes(policy, device, shares))])[0])
+        free = int(ranks.min([max(0, free_bytes(device) - training_bytes(policy, device, shares, storage))])[0])
         return cls(
             memory.micro_batch_tokens or auto_micro_batch_tokens(shape, free, checkpointing),
             memory.logprob_chunk_size or auto_chunk_tokens(shape, free),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lowpeak.checkpoint import last_checkpoint
 from lowpeak.errors import NonFiniteError, shorten_names
 from lowpeak.memory import Phase, PhaseUse
-from lowpeak.parallel import Strategy
+from lowpeak.parallel import Strategy, trained_parameters
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, merge_metrics
 
@@ -44,6 +44,8 @@ def gather_metrics(measured: StepMetrics, grad_norm: Any, ranks: Ranks) -> StepM
     returned on all.
     """
     names = list(measured.metrics)
+    if hasattr(grad_norm, "full_tensor"):  # under FSDP2 each rank has a part of it
+        grad_norm = grad_norm.full_tensor()
     scalars: list[Any] = [measured.loss, grad_norm if grad_norm is not None else 0.0]
     for name in names:
         scalars += [measured.metrics[name].total, measured.metrics[name].count]
@@ -101,9 +103,12 @@ def _not_finite(numbers: StepMetrics) -> str | None:
     return None
 
 
-def require_finite_weights(weights: Mapping[str, Tensor], step: int, output_dir: Path, ranks: Ranks) -> None:
-    """Raise NonFiniteError if a weight of any rank is NaN or infinite, so that it is never saved as a good one."""
-    names = _merged(ranks.gather(_not_finite_names(weights)))
+def require_finite_weights(model: nn.Module, strategy: Strategy, step: int, output_dir: Path) -> None:
+    """Raise NonFiniteError if a trained weight of any rank is NaN or infinite, so that it is never saved as a good one."""
+    shards = strategy.shards(model)
+    names = _merged(
+        strategy.ranks.gather(_not_finite_names({name: shards[name] for name in trained_parameters(model)}))
+    )
     if names:
         raise NonFiniteError(
             f"after step {step}: weights are not finite ({shorten_names(names)}). They were not saved, and "

@@ -1,0 +1,13 @@
+from lowpeak.optim.compact_adamw import MOMENTS as MOMENTS
+from lowpeak.optim.compact_adamw import CompactAdamW as CompactAdamW
+from lowpeak.optim.compact_adamw import clear_low_bits as clear_low_bits
+from lowpeak.optim.compact_adamw import clip_grad_norm as clip_grad_norm
+from lowpeak.optim.compact_adamw import compact_optimizer as compact_optimizer
+from lowpeak.optim.compact_adamw import decode_first_moment as decode_first_moment
+from lowpeak.optim.compact_adamw import decode_second_moment as decode_second_moment
+from lowpeak.optim.compact_adamw import encode_first_moment as encode_first_moment
+from lowpeak.optim.compact_adamw import encode_second_moment as encode_second_moment
+from lowpeak.optim.compact_adamw import find_compact as find_compact
+from lowpeak.optim.compact_adamw import join_weights as join_weights
+from lowpeak.optim.compact_adamw import rounding_noise as rounding_noise
+from lowpeak.optim.compact_adamw import split_weights as split_weights

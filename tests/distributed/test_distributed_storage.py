@@ -1,0 +1,109 @@
+"""bf16 weights with low bits and 8-bit states under DDP and FSDP2: replicas agree, resumed runs go on to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from setups import SAVED, assert_same_bits, build, forget, keep, prepare, result_of
+
+from child_processes import succeed_on_ranks
+from lowpeak.optim import MOMENTS, find_compact
+from lowpeak.parallel import trained_parameters
+from tiny_models import char_tokenizer, tiny_model
+
+STRATEGIES = ("ddp", "fsdp2")
+FORMATS = {"32": {"weight_bits": 32}, "24": {"weight_bits": 24, "state_bits": 32}, "16": {"weight_bits": 16}}
+CASES = [(strategy, bits) for strategy in STRATEGIES for bits in FORMATS]
+
+
+def run(strategy: str, bits: str, folder: Path, resume: Path | None = None, **changes: Any) -> Any:
+    """A GRPO run of a model whose matrices are large enough for 8-bit states."""
+    arguments = {**prepare(strategy), **SAVED, **(FORMATS[bits] if bits else {}), **changes}
+    trainer = build("GRPO", folder, arguments, model=tiny_model(len(char_tokenizer()), hidden=64))
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
+def real_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """The fp32 values of this rank's shards."""
+    optimizer = find_compact(trainer.optimizer)
+    parameters = trained_parameters(trainer.accelerator.unwrap_model(trainer.model))
+    return {
+        name: optimizer.read(p, "weight", 0, (p.to_local() if hasattr(p, "to_local") else p).numel())
+        for name, p in parameters.items()
+    }
+
+
+def states(trainer: Any) -> set[torch.dtype]:
+    return {state[key].dtype for state in find_compact(trainer.optimizer).state.values() for key in MOMENTS}
+
+
+def train(strategy: str, bits: str, out: Path) -> None:
+    whole = run(strategy, bits, out / "run")
+    ranks = whole.run.strategy.ranks
+    everybodys = ranks.gather(real_weights(whole))
+    keep(whole, {**result_of(whole), "real": everybodys, "states": states(whole)}, out / "whole.pt")
+    forget()
+    again = run(strategy, bits, out / "again", out / "run" / "checkpoint-3")
+    keep(again, {**result_of(again), "real": ranks.gather(real_weights(again))}, out / "again.pt")
+    forget()
+
+
+def go_on_alone(strategy: str, bits: str, out: Path) -> None:
+    """The run from its middle on one process: in its format, and in fp32."""
+    for name, format_ in (("same", bits), ("fp32", "")):
+        trainer = run("single", format_, out / name, out / "run" / "checkpoint-3", per_device_train_batch_size=8)
+        keep(trainer, result_of(trainer), out / f"{name}.pt")
+        forget()
+
+
+def each_case(place: Path, out: Path, phase: Callable[[str, str, Path], None]) -> None:
+    for strategy, bits in CASES:
+        folder = out / f"{strategy}-{bits}"
+        folder.mkdir(exist_ok=True)
+        phase(strategy, bits, folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    out = tmp_path_factory.mktemp("storage")
+    succeed_on_ranks(each_case, out / "two", out, train)
+    succeed_on_ranks(each_case, out / "one", out, go_on_alone, world_size=1)
+    return lambda strategy, bits, name: torch.load(out / f"{strategy}-{bits}" / f"{name}.pt")
+
+
+@pytest.mark.parametrize(("strategy", "bits"), CASES)
+def test_the_model_is_bf16_and_states_have_the_bytes_asked_for(runs, strategy, bits):
+    whole = runs(strategy, bits, "whole")
+    assert {values.dtype for values in whole["weights"].values()} == {torch.bfloat16}
+    small_or_full = {torch.float32}
+    assert whole["states"] == (small_or_full if bits == "24" else {torch.int8, torch.uint8, torch.float32})
+    assert whole["parameter"] == ("DTensor" if strategy == "fsdp2" else "Parameter")
+
+
+@pytest.mark.parametrize("bits", FORMATS)
+def test_replicas_have_the_same_bits_also_where_rounding_is_random(runs, bits):
+    first, second = runs("ddp", bits, "whole")["real"]
+    assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize(("strategy", "bits"), CASES)
+def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(runs, strategy, bits):
+    whole, again = runs(strategy, bits, "whole"), runs(strategy, bits, "again")
+    for ours, theirs in zip(again["real"], whole["real"], strict=True):
+        assert_same_bits(ours, theirs)
+    assert [again["steps"][step] for step in (4, 5, 6)] == [whole["steps"][step] for step in (4, 5, 6)]
+
+
+@pytest.mark.parametrize(("strategy", "bits"), CASES)
+@pytest.mark.parametrize("name", ["same", "fp32"])
+def test_a_run_goes_on_with_one_process_and_in_fp32(runs, strategy, bits, name):
+    whole, other = runs(strategy, bits, "whole"), runs(strategy, bits, name)
+    # The first step after the checkpoint has the weights and the states of the checkpoint; gradients are rounded to bf16.
+    assert other["steps"][4] == pytest.approx(whole["steps"][4], rel=0.05, abs=0.02)
+    for key, values in whole["weights"].items():
+        torch.testing.assert_close(other["weights"][key].float(), values.float(), atol=0.02, rtol=0.02)
