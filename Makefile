@@ -68,7 +68,7 @@ quickstart:
 	$(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) --seed $(SEED)
 
 check:
-	@echo "make check: about 90 seconds on two cores"
+	@echo "make check: about 2 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
 	$(PYTEST) $(BY_FILE) -m "not processes" tests/architecture tests/unit
 

@@ -52,7 +52,7 @@ def main(request: dict[str, Any]) -> None:
     answers = [noisy_sort.answer_to(prompt) for prompt in prompts]
     found = {}
     for name, folder in request["snapshots"].items():
-        model = AutoModelForCausalLM.from_pretrained(Path(folder)).eval()
+        model = AutoModelForCausalLM.from_pretrained(Path(folder), dtype=torch.float32).eval()
         found[name] = measure(model, tokenizer, prompts, answers)
     print_result(found)
 

@@ -64,8 +64,9 @@ def make_trainer(request: SideRequest) -> Any:
     if request.canned:
         settings |= {"shuffle_dataset": False, "logging_steps": 1}
         more = {"rollout_func": our_rollouts} if request.library == OURS else {}
+    by_name = "model_init_kwargs" in settings  # which act on a model by name
     trainer = getattr(package, f"{name}Trainer")(
-        model=AutoModelForCausalLM.from_pretrained(request.start),
+        model=request.start if by_name else AutoModelForCausalLM.from_pretrained(request.start),
         reward_funcs=noisy_sort.sorted_exactly,
         args=getattr(package, f"{name}Config")(**settings),
         train_dataset=noisy_sort.make_prompts(request.steps * NUM_PROMPTS, request.seed),

@@ -26,6 +26,7 @@ HELD_OUT_SEED = 1_000_000  # one held-out set for all seeds
 OF_ALGORITHM: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "dapo", "scale_rewards": "group"},
     "rloo": {"normalize_advantages": False},
+    "ppo": {"num_iterations": 2, "value_learning_rate": 1e-2, "vf_coef": 0.5},
 }
 IGNORED = -100  # transformers' label of a token without loss
 

@@ -47,9 +47,11 @@ def _load_dataset(source: str, split: str | None, arguments: DataArguments, answ
 def _load_evaluation(arguments: DataArguments, answers: Sequence[str], args: Any) -> Any:
     """Return the evaluation set; None if the command names none and the training data have no splits."""
     source, split = arguments.eval_dataset or arguments.dataset, arguments.eval_split
+    if not source and split not in (None, "test"):
+        raise ArgumentError(f"--eval_split {split} needs --eval_dataset: --datasets has no splits to evaluate on.")
+    if not source or (arguments.eval_dataset is None and split is None and Path(source).is_file()):
+        return None
     if arguments.eval_dataset is None and split is None:
-        if not source or Path(source).is_file():
-            return None
         split = "test"
     return _load_dataset(source, split, arguments, answers, args)
 

@@ -148,6 +148,7 @@ def test_streams_are_mixed_too(library, files):
         ([("a", {})], ["--dataset_name", "other"], "--dataset .*--datasets"),
         ([("a", {})], ["--test_split_size", "60"], "--test_split_size 60"),
         ([("a", {})], ["--test_split_size", "1", "--eval_split", "dev"], "--eval_split"),
+        ([("a", {})], ["--eval_strategy", "steps", "--eval_split", "dev"], "--eval_split dev .*--eval_dataset"),
         ([("a", {})], ["--test_split_size", "1", "--streaming"], "--streaming"),
         ([("a", {})], ["--model_init_kwargs", '{"dtype": "float32"}'], "'dtype'"),
     ],
