@@ -28,7 +28,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "TRL, bf16": (PEER, BF16),
 }
 PEERS_ALGORITHMS = ("grpo", "rloo")
-EVERY = 20  # steps between snapshots
+EVERY = 40  # steps between snapshots
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--held_out", type=int, default=1024)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--save", type=Path, help="write the result into this file as well")
-    parser.add_argument("--quick", action="store_true", help="GRPO, one rate and seed, 20 steps")
+    parser.add_argument("--quick", action="store_true", help="GRPO, one rate and seed, 40 steps")
     plan = parser.parse_args()
     if plan.quick:
         plan.algorithms, plan.rates, plan.seeds, plan.steps, plan.held_out = ["grpo"], [5e-4], [0], EVERY, 128
@@ -60,7 +60,7 @@ def main() -> None:
             if library == OURS or algorithm in PEERS_ALGORITHMS
             for seed in plan.seeds
         ]
-        runs = list(pool.map(lambda case: train(plan, *case, starts[case[3]], Path(folder)), cases))
+        runs = list(pool.map(lambda case: train(plan, case, starts[case[3]], Path(folder)), cases))
     show(runs)
     result = {"benchmark": "storage_formats", "steps": plan.steps, "runs": runs, "versions": versions()}
     if plan.save is not None:
@@ -68,10 +68,9 @@ def main() -> None:
     print_result(result)
 
 
-def train(
-    plan: argparse.Namespace, algorithm: str, rate: float, name: str, seed: int, start: Path, folder: Path
-) -> dict[str, Any]:
+def train(plan: argparse.Namespace, case: tuple[str, float, str, int], start: Path, folder: Path) -> dict[str, Any]:
     """One run: its accuracy by step, CPU seconds and memory."""
+    algorithm, rate, name, seed = case
     library, settings = FORMATS[name]
     target = folder / f"{algorithm}-{rate:g}-{name}-{seed}"
     steps = tuple(range(EVERY, plan.steps + 1, EVERY))
@@ -82,7 +81,8 @@ def train(
     took = run_apart("benchmarks.harness.side", request)
     snapshots = {str(step): str(target / str(step)) for step in steps}
     measuring = {"tokenizer": str(start), "held_out": plan.held_out, "snapshots": {"0": str(start), **snapshots}}
-    accuracy = run_apart("benchmarks.harness.accuracy", measuring)
+    found = run_apart("benchmarks.harness.accuracy", measuring)
+    accuracy = {step: found[step] for step in ("0", *snapshots)}
     print(
         f"{algorithm} {rate:g} {name} seed {seed}: {accuracy[str(plan.steps)]['sampled']:.3f}",
         file=sys.stderr,

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lowpeak.logprobs import triton_kernels
+from lowpeak.optim import triton_step
 
 CAPABILITIES = (80, 89, 90)
 FLOATS = ("inner", "outer")
@@ -41,6 +42,36 @@ def usage(
         for name in kernel.arg_names
     }
     signature |= dict.fromkeys(constants, "constexpr")
+    return assembled(capability, kernel, signature, constants, aligned, num_warps)
+
+
+def optimizer_usage(capability: int, low_bits: int, has_blocks: bool) -> dict[str, Any]:
+    """What the optimizer's kernel takes: with this number of low bits (-1: fp32 weights), with 8-bit or fp32 states."""
+    kernel = triton_step._update
+    low, fp32 = {8: "*i8"}.get(low_bits, "*i16"), low_bits < 0
+    pointers = {"weights": "*fp32" if fp32 else "*i16", "low": low, "gradients": "*fp32" if fp32 else "*i16"}
+    if has_blocks:
+        pointers |= {"first": "*i8", "second": "*u8"}
+    width = 128 if has_blocks else triton_step._TILE
+    constants = {
+        "LOW_BITS": low_bits, "BF16_GRADIENTS": not fp32, "BLOCKS": has_blocks,
+        "ROWS": triton_step._TILE // width, "WIDTH": width,
+    }  # fmt: skip
+    numbers = {"size": "i32", "block": "i32", "start": "i32", "key1": "i32", "key2": "i32"}
+    names = ("first", "first_scale", "second", "second_scale")
+    signature = {name: numbers.get(name, "fp32") for name in kernel.arg_names}
+    signature |= {**dict.fromkeys(names, "*fp32"), **pointers, **dict.fromkeys(constants, "constexpr")}
+    return assembled(capability, kernel, signature, constants, True, triton_step._NUM_WARPS)
+
+
+def assembled(
+    capability: int,
+    kernel: triton.JITFunction,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    aligned: bool,
+    num_warps: int,
+) -> dict[str, Any]:
     wide = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] in "*i"] if aligned else []
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in wide})
     target = GPUTarget("cuda", capability, 32)
@@ -71,6 +102,10 @@ def main() -> None:
         as_run = (triton_kernels._NUM_WARPS, triton_kernels._BLOCK)
         found = usage(capability, kernel, dict.fromkeys(names, full), aligned, *as_run)
         print(json.dumps({"capability": capability, "kernel": kernel.__name__, "threads": 32 * as_run[0], **found}))
+    for capability, low_bits, has_blocks in itertools.product(CAPABILITIES, (16, 8, 0, -1), (True, False)):
+        found = optimizer_usage(capability, low_bits, has_blocks)
+        threads = 32 * triton_step._NUM_WARPS
+        print(json.dumps({"capability": capability, "kernel": "optimizer", "threads": threads, **found}))
     one_warp = usage(80, triton_kernels._statistics, dict.fromkeys(STATISTICS, True), True, 1, triton_kernels._BLOCK)
     print(json.dumps({"too few": one_warp}))
 

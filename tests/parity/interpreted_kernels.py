@@ -10,6 +10,7 @@ import torch
 from lowpeak.logprobs import torch_kernels, triton_kernels
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_logprobs
 from lowpeak.logprobs.torch_kernels import LossDerivatives
+from lowpeak.optim import kernel_difference, triton_step
 
 SCALES = (HeadScale(), HeadScale(0.3), HeadScale(0.8, 2.5))
 
@@ -64,6 +65,7 @@ def main() -> None:
         for scale, biased, entropy in itertools.product(SCALES, (False, True), (False, True)):
             worst = max(worst, case(*shape, scale, biased, entropy, narrow=biased))
     print(f"worst {worst:.3e}")
+    print(f"optimizer {kernel_difference(triton_step.update, torch.device('cpu')):.3e}")
 
 
 if __name__ == "__main__":

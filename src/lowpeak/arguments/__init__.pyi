@@ -3,6 +3,7 @@ from lowpeak.arguments.base import ModelSettings as ModelSettings
 from lowpeak.arguments.base import RunSettings as RunSettings
 from lowpeak.arguments.base import StorageFormat as StorageFormat
 from lowpeak.arguments.base import check_and_reset_arguments as check_and_reset_arguments
+from lowpeak.arguments.base import resolve_storage as resolve_storage
 from lowpeak.arguments.base import run_facts as run_facts
 from lowpeak.arguments.configs import CommonConfig as CommonConfig
 from lowpeak.arguments.configs import GRPOConfig as GRPOConfig

@@ -294,8 +294,6 @@ def resolve_storage(args: Any) -> StorageFormat | None:
         if args.deepspeed
         else f"the weights are stored by AdamW, and optim is {str(getattr(args.optim, 'value', args.optim))!r}: set adamw_torch"
         if args.optim not in ("adamw_torch", "adamw_torch_fused")
-        else "fp16=True scales gradients, which bf16 weights do not need: remove it"
-        if args.fp16
         else f"model_init_kwargs has dtype {dtype!r}: remove one of the two"
         if args.weight_bits is not None and dtype not in ("None", "auto", "bfloat16")
         else ""

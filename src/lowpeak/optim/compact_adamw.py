@@ -16,101 +16,44 @@ of rows have the same blocks on any number of ranks.
 
 from __future__ import annotations
 
-import hashlib
+import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-WeightBits = Literal[16, 24, 32]
+from lowpeak.errors import first_line
+from lowpeak.optim.formats import (
+    DECODERS,
+    ENCODERS,
+    TensorStep,
+    WeightBits,
+    join_weights,
+    rounding_noise,
+    split_weights,
+)
+
+logger = logging.getLogger(__name__)
+
+# Weight bits, state bits and columns with which a kernel is compared with torch's operations.
+_CHECKED: tuple[tuple[WeightBits | None, Literal[8, 32], int], ...] = (
+    (32, 8, 200),
+    (24, 32, 200),
+    (16, 8, 128),
+    (None, 8, 96),
+)
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _BLOCK = 128
 _SMALLEST_BLOCK = 32  # below it scales would take more than an eighth of the codes' bytes
 _SMALLEST_TENSOR = 4096
+_ALLOWED = 1e-3  # codes of 8 bits may differ by one where a value is halfway between two
 _CHUNK = 1 << 20  # values that are decoded at a time: temporaries of about 30 MB
-
-
-def split_weights(values: Tensor, weight_bits: WeightBits, noise: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Split fp32 values into bf16 weights and the low bits beside them: int16, int8 (24 bits) or None (16 bits).
-
-    top = round(values to bf16); low = bits(values) - bits(top). `noise` (int32, from 0 to 2**dropped - 1) rounds stochastically:
-    E[join_weights(*split_weights(values, ...))] = values.
-    """
-    bits = values.view(torch.int32)
-    dropped = 32 - weight_bits
-    if dropped:
-        assert noise is not None, "fewer than 32 bits are rounded stochastically"
-        bits = (bits + noise) & -(1 << dropped)
-    top = (bits + 0x8000) >> 16
-    weights = top.to(torch.int16).view(torch.bfloat16)
-    if weight_bits == 16:
-        return weights, None
-    low = bits - (top << 16)
-    return weights, low.to(torch.int16) if weight_bits == 32 else (low >> 8).to(torch.int8)
-
-
-def join_weights(weights: Tensor, low: Tensor | None) -> Tensor:
-    """Return the fp32 values of bf16 weights and their low bits; the inverse of `split_weights`."""
-    if low is None:
-        return weights.float()
-    bits = weights.view(torch.int16).to(torch.int32) << 16
-    bits += low.to(torch.int32) << (8 if low.dtype == torch.int8 else 0)
-    return bits.view(torch.float32)
-
-
-def encode_first_moment(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return int8 codes = round(127 * 2y / (1 + |y|)) with y = values / scale; scales are the blocks' largest magnitudes."""
-    blocks = values.view(-1, block)
-    scales = blocks.abs().amax(dim=1)
-    ratios = blocks / _divisor(scales)
-    codes = ratios.mul(254).div_(ratios.abs_().add_(1)).round_()
-    return codes.to(torch.int8).view(-1), scales
-
-
-def decode_first_moment(codes: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Return scale * c / (2 - |c|) with c = codes / 127; the inverse of `encode_first_moment` up to rounding."""
-    ratios = codes.view(-1, block).float().div_(127)
-    return ratios.div_(2 - ratios.abs()).mul_(scales[:, None]).view(-1)
-
-
-def encode_second_moment(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return uint8 codes = round(255 * sqrt(values) / scale); scales are the blocks' largest roots."""
-    roots = values.view(-1, block).sqrt()
-    scales = roots.amax(dim=1)
-    return roots.div_(_divisor(scales)).mul_(255).round_().to(torch.uint8).view(-1), scales
-
-
-def decode_second_moment(codes: Tensor, scales: Tensor, block: int) -> Tensor:
-    """Return (scale * codes / 255) ** 2; the inverse of `encode_second_moment` up to rounding."""
-    return codes.view(-1, block).float().div_(255).mul_(scales[:, None]).square_().view(-1)
-
-
-_ENCODERS = {"exp_avg": encode_first_moment, "exp_avg_sq": encode_second_moment}
-_DECODERS = {"exp_avg": decode_first_moment, "exp_avg_sq": decode_second_moment}
-
-
-def _divisor(scales: Tensor) -> Tensor:
-    return torch.where(scales > 0, scales, 1)[:, None]
-
-
-def rounding_noise(key: str, start: int, stop: int, bits: int, device: torch.device) -> Tensor:
-    """Return random int32 numbers from 0 to 2**bits - 1 for the values [start, stop) of a tensor.
-
-    They depend on the key and on each value's position alone: all ranks and a resumed run draw the same.
-    """
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    numbers = torch.arange(start, stop, device=device).to(torch.int32)
-    for part in (digest[:4], digest[4:]):
-        numbers = _mix(numbers ^ int.from_bytes(part, "little", signed=True))
-    return numbers & ((1 << bits) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    # The 32-bit integer hash "lowbias32" (C. Wellons, 2018); int32 products wrap, and a mask makes a shift logical.
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
-    return x ^ ((x >> 16) & 0xFFFF)
 
 
 class CompactAdamW(torch.optim.AdamW):
@@ -154,25 +97,55 @@ class CompactAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self.update_tensor(parameter, group, step_kernel(_local(parameter)))
         return loss
 
-    def _update(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+    def update_tensor(
+        self, parameter: nn.Parameter, group: Mapping[str, Any], kernel: Callable[[TensorStep], None] | None
+    ) -> None:
+        """Update one parameter by a kernel, or by torch's operations."""
         state = self._state(parameter)
         state["step"] += 1
+        weights, gradients = _flat(parameter), _flat(parameter.grad)
+        if kernel is not None:
+            kernel(self._tensor_step(parameter, weights, gradients, group))
+            return
         step, (beta1, beta2) = state["step"].double(), group["betas"]
         rate, root = group["lr"] / (1 - beta1**step), (1 - beta2**step).sqrt()
-        gradient = _flat(parameter.grad)
         for start, stop in self._chunks(parameter):
-            gradients = gradient[start:stop].float()
+            chunk = gradients[start:stop].float()
             first, second = (self.read(parameter, key, start, stop) for key in MOMENTS)
-            weights = self.read(parameter, "weight", start, stop)
-            weights.mul_(1 - group["lr"] * group["weight_decay"])
-            first.lerp_(gradients, 1 - beta1)
-            second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+            values = self.read(parameter, "weight", start, stop)
+            values.mul_(1 - group["lr"] * group["weight_decay"])
+            first.lerp_(chunk, 1 - beta1)
+            second.mul_(beta2).addcmul_(chunk, chunk, value=1 - beta2)
             divisors = second.sqrt().div_(root).add_(group["eps"])
-            weights.sub_((first / divisors).mul_(rate))
-            self.write(parameter, {"exp_avg": first, "exp_avg_sq": second, "weight": weights}, start)
+            values.sub_((first / divisors).mul_(rate))
+            self.write(parameter, {"exp_avg": first, "exp_avg_sq": second, "weight": values}, start)
+
+    def _tensor_step(
+        self, parameter: nn.Parameter, weights: Tensor, gradients: Tensor, group: Mapping[str, Any]
+    ) -> TensorStep:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        number = int(state["step"])
+        return TensorStep(
+            weights,
+            gradients,
+            state,
+            self._block(parameter),
+            self.weight_bits,
+            self._noise_key(parameter),
+            self.starts.get(parameter, 0),
+            decay=1 - group["lr"] * group["weight_decay"],
+            beta1=beta1,
+            beta2=beta2,
+            rate=group["lr"] / (1 - beta1**number),
+            root=math.sqrt(1 - beta2**number),
+            eps=group["eps"],
+        )
+
+    def _noise_key(self, parameter: nn.Parameter) -> str:
+        return f"{self.seed}/{int(self.state[parameter]['step'])}/{self.names.get(parameter, '')}"
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return a parameter's state, of zeros before its first step."""
@@ -217,7 +190,7 @@ class CompactAdamW(torch.optim.AdamW):
             return state[key][start:stop].clone()
         first, last = start // block, -(-stop // block)
         codes, scales = state[key][first * block : last * block], state[f"{key}_scale"][first:last]
-        return _DECODERS[key](codes, scales, block)[start - first * block : stop - first * block]
+        return DECODERS[key](codes, scales, block)[start - first * block : stop - first * block]
 
     def write(
         self, parameter: nn.Parameter, values: Mapping[str, Tensor], start: int = 0, step: Tensor | None = None
@@ -236,7 +209,7 @@ class CompactAdamW(torch.optim.AdamW):
             elif block is None:
                 state[key][start:stop] = real
             else:
-                codes, scales = _ENCODERS[key](real, block)
+                codes, scales = ENCODERS[key](real, block)
                 state[key][start:stop] = codes
                 state[f"{key}_scale"][start // block : stop // block] = scales
 
@@ -247,9 +220,10 @@ class CompactAdamW(torch.optim.AdamW):
             return
         noise = None
         if self.weight_bits < 32:
-            key = f"{self.seed}/{int(state['step'])}/{self.names.get(parameter, '')}"
             first = self.starts.get(parameter, 0) + start
-            noise = rounding_noise(key, first, first + values.numel(), 32 - self.weight_bits, values.device)
+            noise = rounding_noise(
+                self._noise_key(parameter), first, first + values.numel(), 32 - self.weight_bits, values.device
+            )
         weights[start:stop], low = split_weights(values, self.weight_bits, noise)
         if low is not None:
             state["low_bits"][start:stop] = low
@@ -281,6 +255,54 @@ def _local(tensor: Any) -> Tensor:
 
 def _flat(tensor: Any) -> Tensor:
     return _local(tensor).detach().view(-1)
+
+
+def step_kernel(weights: Tensor) -> Callable[[TensorStep], None] | None:
+    """Return the Triton kernel for weights on CUDA if it agrees with torch's operations there; None otherwise."""
+    if not weights.is_cuda or isinstance(weights, FakeTensor):
+        return None
+    return _cuda_kernel(weights.device)
+
+
+@cache
+def _cuda_kernel(device: torch.device) -> Callable[[TensorStep], None] | None:
+    if find_spec("triton") is None:
+        return None
+    try:
+        from lowpeak.optim.triton_step import update
+
+        difference = kernel_difference(update, device)
+    # A compiler or a driver may raise anything.
+    except Exception as error:
+        logger.warning("The optimizer steps without a Triton kernel: %s: %s.", type(error).__name__, first_line(error))
+        return None
+    if difference <= _ALLOWED:
+        return update
+    logger.warning(
+        "The optimizer steps without a Triton kernel: it differs from torch's operations by %.2g.", difference
+    )
+    return None
+
+
+def kernel_difference(kernel: Callable[[TensorStep], None], device: torch.device) -> float:
+    """Return how far a kernel's updates are from torch's after two steps in each format, over the updates' norm."""
+    worst = 0.0
+    for bits, state_bits, columns in _CHECKED:
+        found = []
+        for by_kernel in (True, False):
+            generator = torch.Generator().manual_seed(0)
+            values, gradient = (torch.randn(70, columns, generator=generator) for _ in range(2))
+            dtype = torch.float32 if bits is None else torch.bfloat16
+            weight = nn.Parameter(values.to(device, dtype))
+            optimizer = CompactAdamW([weight], lr=1e-2, weight_bits=bits, state_bits=state_bits)
+            start = weight.detach().float().view(-1)
+            for _ in range(2):
+                weight.grad = gradient.to(device, dtype)
+                optimizer.update_tensor(weight, optimizer.param_groups[0], kernel if by_kernel else None)
+            read = [optimizer.read(weight, key, 0, weight.numel()) for key in ("weight", *MOMENTS)]
+            found.append([read[0] - start, *read[1:]])
+        worst = max(worst, *(float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True)))
+    return worst
 
 
 def find_compact(optimizer: Any) -> CompactAdamW | None:

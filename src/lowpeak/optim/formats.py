@@ -1,0 +1,123 @@
+"""Formats of weights and optimizer states in few bits, as pure functions of tensors, and the step that kernels compute on them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+WeightBits = Literal[16, 24, 32]
+
+
+def split_weights(values: Tensor, weight_bits: WeightBits, noise: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Split fp32 values into bf16 weights and the low bits beside them: int16, int8 (24 bits) or None (16 bits).
+
+    top = round(values to bf16); low = bits(values) - bits(top). `noise` (int32, from 0 to 2**dropped - 1) rounds stochastically:
+    E[join_weights(*split_weights(values, ...))] = values.
+    """
+    bits = values.view(torch.int32)
+    dropped = 32 - weight_bits
+    if dropped:
+        assert noise is not None, "fewer than 32 bits are rounded stochastically"
+        bits = (bits + noise) & -(1 << dropped)
+    top = (bits + 0x8000) >> 16
+    weights = top.to(torch.int16).view(torch.bfloat16)
+    if weight_bits == 16:
+        return weights, None
+    low = bits - (top << 16)
+    return weights, low.to(torch.int16) if weight_bits == 32 else (low >> 8).to(torch.int8)
+
+
+def join_weights(weights: Tensor, low: Tensor | None) -> Tensor:
+    """Return the fp32 values of bf16 weights and their low bits; the inverse of `split_weights`."""
+    if low is None:
+        return weights.float()
+    bits = weights.view(torch.int16).to(torch.int32) << 16
+    bits += low.to(torch.int32) << (8 if low.dtype == torch.int8 else 0)
+    return bits.view(torch.float32)
+
+
+def encode_first_moment(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return int8 codes = round(127 * 2y / (1 + |y|)) with y = values / scale; scales are the blocks' largest magnitudes."""
+    blocks = values.view(-1, block)
+    scales = blocks.abs().amax(dim=1)
+    ratios = blocks / _divisor(scales)
+    codes = ratios.mul(254).div_(ratios.abs_().add_(1)).round_()
+    return codes.to(torch.int8).view(-1), scales
+
+
+def decode_first_moment(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Return scale * c / (2 - |c|) with c = codes / 127; the inverse of `encode_first_moment` up to rounding."""
+    ratios = codes.view(-1, block).float().div_(127)
+    return ratios.div_(2 - ratios.abs()).mul_(scales[:, None]).view(-1)
+
+
+def encode_second_moment(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return uint8 codes = round(255 * sqrt(values) / scale); scales are the blocks' largest roots."""
+    roots = values.view(-1, block).sqrt()
+    scales = roots.amax(dim=1)
+    return roots.div_(_divisor(scales)).mul_(255).round_().to(torch.uint8).view(-1), scales
+
+
+def decode_second_moment(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Return (scale * codes / 255) ** 2; the inverse of `encode_second_moment` up to rounding."""
+    return codes.view(-1, block).float().div_(255).mul_(scales[:, None]).square_().view(-1)
+
+
+ENCODERS = {"exp_avg": encode_first_moment, "exp_avg_sq": encode_second_moment}
+DECODERS = {"exp_avg": decode_first_moment, "exp_avg_sq": decode_second_moment}
+
+
+def _divisor(scales: Tensor) -> Tensor:
+    return torch.where(scales > 0, scales, 1)[:, None]
+
+
+def rounding_noise(key: str, start: int, stop: int, bits: int, device: torch.device) -> Tensor:
+    """Return random int32 numbers from 0 to 2**bits - 1 for the values [start, stop) of a tensor.
+
+    They depend on the key and on each value's position alone: all ranks and a resumed run draw the same.
+    """
+    numbers = torch.arange(start, stop, device=device).to(torch.int32)
+    for number in noise_keys(key):
+        numbers = _mix(numbers ^ number)
+    return numbers & ((1 << bits) - 1)
+
+
+def noise_keys(key: str) -> tuple[int, int]:
+    """Return two int32 numbers by which a key chooses its noise."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
+
+
+def _mix(x: Tensor) -> Tensor:
+    # The 32-bit integer hash "lowbias32" (C. Wellons, 2018); int32 products wrap, and a mask makes a shift logical.
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+@dataclass(frozen=True)
+class TensorStep:
+    """A step of one tensor, for kernels: its flat weights and gradients, its state, and the step's numbers.
+
+    `block` is that of the states, None for fp32 states; `start` the position of the first weight in the whole tensor.
+    weights = decay * weights - rate * exp_avg / (sqrt(exp_avg_sq) / root + eps)
+    """
+
+    weights: Tensor
+    gradients: Tensor
+    state: Mapping[str, Tensor]
+    block: int | None
+    weight_bits: WeightBits
+    noise_key: str
+    start: int
+    decay: float
+    beta1: float
+    beta2: float
+    rate: float
+    root: float
+    eps: float

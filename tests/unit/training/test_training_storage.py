@@ -1,0 +1,162 @@
+"""Storage formats in runs of every trainer: what is trained in which dtype, checkpoints, and arguments that contradict."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from lowpeak import GRPOConfig
+from lowpeak.arguments import StorageFormat
+from lowpeak.errors import ArgumentError
+from lowpeak.optim import find_compact
+from lowpeak.parallel import trained_parameters
+from small_runs import KINDS, SAVED, make, ones, saved
+from tiny_models import tiny_model
+
+BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
+
+
+def wide_model() -> torch.nn.Module:
+    """A model whose matrices are large enough for 8-bit states."""
+    return tiny_model(hidden=64)
+
+
+def real_weights(trainer) -> dict[str, torch.Tensor]:
+    optimizer = find_compact(trainer.optimizer)
+    assert optimizer is not None
+    return {name: optimizer.read(p, "weight", 0, p.numel()) for name, p in trained_parameters(trainer.model).items()}
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trainer_trains_bf16_weights_with_low_bits(tmp_path, kind):
+    trainer = make(kind, tmp_path, **({} if kind == "Reward" else {"model": wide_model()}), weight_bits=32)
+    trainer.train()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+    optimizer = find_compact(trainer.optimizer)
+    assert {state["low_bits"].dtype for state in optimizer.state.values()} == {torch.int16}
+    assert set(optimizer.names.values()) == set(trained_parameters(trainer.model))
+
+
+def test_dtype_bfloat16_asks_for_them_and_the_log_names_the_format(tmp_path, caplog):
+    model = saved(tmp_path / "model", wide_model())
+    with caplog.at_level(logging.INFO):
+        trainer = make("GRPO", tmp_path / "run", model, **BF16)
+    assert trainer.run.storage == StorageFormat(32, 8)
+    assert "8.06" in caplog.text
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+
+
+def test_without_arguments_everything_stays_fp32(tmp_path):
+    trainer = make("GRPO", tmp_path, tiny_model(dtype=torch.bfloat16))
+    trainer.train()
+    assert trainer.run.storage is None
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert find_compact(trainer.optimizer) is None
+
+
+def test_8_bit_states_go_with_fp32_weights(tmp_path):
+    trainer = make("GRPO", tmp_path, wide_model(), state_bits=8)
+    trainer.train()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    kinds = {state["exp_avg"].dtype for state in find_compact(trainer.optimizer).state.values()}
+    assert kinds == {torch.int8, torch.float32}
+
+
+def test_whole_modules_beside_an_adapter_are_bf16_and_the_adapter_is_fp32(tmp_path):
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = tiny_model(hidden=64, tied=False, dtype=torch.bfloat16)
+    trainer = make("GRPO", tmp_path, model, peft_config=lora, weight_bits=32)
+    trainer.train()
+    dtypes = {"lora_" in name: p.dtype for name, p in trained_parameters(trainer.model).items()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+
+@pytest.mark.parametrize("arguments", [{"weight_bits": 32}, {"weight_bits": 16}, {"state_bits": 8}], ids=str)
+@pytest.mark.parametrize("kind", ["GRPO", "PPO", "SFT"])
+def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(tmp_path, kind, arguments):
+    run = {**SAVED, "max_steps": 3, **arguments}
+    whole = make(kind, tmp_path, wide_model(), **run)
+    whole.train()
+    again = make(kind, tmp_path, wide_model(), **run)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(real_weights(again), real_weights(whole))
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, {"weight_bits": 32}), ({"weight_bits": 32}, {"weight_bits": 24})])
+def test_a_run_goes_on_in_another_format(tmp_path, before, after):
+    first = make("GRPO", tmp_path, wide_model(), **{**SAVED, "max_steps": 3}, **before)
+    first.train()
+    start = {name: p.detach().float().clone() for name, p in first.model.named_parameters()}
+    again = make("GRPO", tmp_path, wide_model(), **{**SAVED, "max_steps": 4}, **after)
+    again.train(resume_from_checkpoint=True)
+    assert all(state["step"] == 4 for state in find_compact(again.optimizer).state.values())
+    moved = max(float((p.detach().float() - start[name]).abs().max()) for name, p in again.model.named_parameters())
+    assert moved < 0.05  # five learning rates: no weight was lost
+
+
+def test_the_best_model_brings_its_low_bits(tmp_path):
+    run = {**SAVED, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    best = {"metric_for_best_model": "loss", "greater_is_better": True, "weight_bits": 32}
+    trainer = make("SFT", tmp_path, wide_model(), eval_dataset=make("SFT", tmp_path / "x").train_dataset, **run, **best)
+    trainer.train()
+    short = {**run, "eval_strategy": "no", "load_best_model_at_end": False, "max_steps": 1, "weight_bits": 32}
+    at_best = make("SFT", tmp_path / "y", wide_model(), **short)
+    at_best.train()
+    assert trainer.state.best_global_step == 1
+    assert_same(real_weights(trainer), real_weights(at_best))
+
+
+def test_a_best_model_without_states_clears_low_bits(tmp_path):
+    run = {**SAVED, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    best = {"metric_for_best_model": "loss", "greater_is_better": True, "weight_bits": 32, "save_only_model": True}
+    trainer = make("SFT", tmp_path, wide_model(), eval_dataset=make("SFT", tmp_path / "x").train_dataset, **run, **best)
+    trainer.train()
+    weights = {name: p.detach().float().view(-1) for name, p in trained_parameters(trainer.model).items()}
+    assert_same(real_weights(trainer), weights)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight_bits": 8}, "weight_bits=8 .*16"),
+        ({"state_bits": 4}, "state_bits=4 .*8"),
+        ({"weight_bits": 32, "optim": "adafactor"}, "weight_bits=32 .*adafactor"),
+        ({"state_bits": 8, "optim": "sgd"}, "state_bits=8 .*sgd"),
+        ({"weight_bits": 32, "model_init_kwargs": {"dtype": "float32"}}, "weight_bits=32 .*float32"),
+    ],
+)
+def test_formats_that_contradict_other_arguments_are_errors(tmp_path, arguments, message):
+    model = saved(tmp_path / "model", tiny_model())
+    with pytest.raises(ArgumentError, match=message):
+        make("GRPO", tmp_path / "run", model, **arguments)
+
+
+def test_deepspeed_has_weights_of_its_own(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, weight_bits=32)
+    args.deepspeed = {"zero_optimization": {"stage": 2}}
+    from lowpeak.arguments import resolve_storage
+
+    with pytest.raises(ArgumentError, match=r"weight_bits=32 .*DeepSpeed"):
+        resolve_storage(args)
+
+
+def test_an_optimizer_that_is_passed_in_keeps_its_own_format(tmp_path):
+    model = wide_model()
+    with pytest.raises(ArgumentError, match="weight_bits=32"):
+        make("GRPO", tmp_path, model, optimizers=(torch.optim.SGD(model.parameters()), None), weight_bits=32)
+
+
+def test_frozen_models_follow_the_dtype_and_a_run_with_a_reference_learns(tmp_path):
+    model = saved(tmp_path / "model", wide_model())
+    trainer = make("GRPO", tmp_path / "run", model, **BF16, beta=0.1, reward_funcs=ones, max_steps=3)
+    trainer.train()
+    assert {p.dtype for p in trainer.run.reference.model.parameters()} == {torch.bfloat16}
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
