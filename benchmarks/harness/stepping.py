@@ -117,10 +117,12 @@ def make_trainer(request: StepRequest, lengths: list[list[int]]) -> Any:
     package, ours = importlib.import_module(request.library), request.library == OURS
     given = iter(request.lengths)
     canned = our_rollouts if request.shape == "w1" else lambda prompts, trainer: our_countdowns(prompts, trainer, given)
+    settings = settings_of(request)
+    by_name = "model_init_kwargs" in settings  # which act on a model by name
     trainer = package.GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(request.start),
+        model=request.start if by_name else AutoModelForCausalLM.from_pretrained(request.start),
         reward_funcs=spread(lengths),
-        args=package.GRPOConfig(**settings_of(request)),
+        args=package.GRPOConfig(**settings),
         train_dataset=make_data(request),
         processing_class=PreTrainedTokenizerFast.from_pretrained(request.start),
         **({"rollout_func": canned} if ours and request.canned else {}),

@@ -225,3 +225,19 @@ def test_clipping_sums_the_norm_in_fp32():
     assert float(norm) == pytest.approx(exact, rel=1e-6)
     for parameter, was in zip(parameters, before, strict=True):
         torch.testing.assert_close(parameter.grad.float(), was.float() / exact, rtol=5e-3, atol=0)
+
+
+def test_a_shard_of_rows_has_the_bits_of_the_whole_tensor():
+    torch.manual_seed(0)
+    values, gradients = torch.randn(64, 128), torch.randn(3, 64, 128).bfloat16()
+    found = []
+    for first in (0, 32):
+        weight = nn.Parameter(values[first:].bfloat16())
+        optimizer = CompactAdamW([weight], lr=1e-2, weight_bits=16)
+        optimizer.name_parameters({"w": weight}, {"w": first * 128})
+        for gradient in gradients:
+            weight.grad = gradient[first:].clone()
+            optimizer.step()
+        found.append(weight.detach())
+    whole, shard = found
+    assert torch.equal(shard, whole[32:])

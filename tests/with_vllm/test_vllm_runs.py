@@ -91,3 +91,14 @@ def test_a_resumed_run_generates_with_the_checkpoints_weights(tmp_path):
     steps = steps_of(resumed)
     assert len(steps) == 4
     assert all(step[DRIFT] < 1e-5 for step in steps)
+
+
+def test_bf16_weights_with_low_bits_are_pushed_as_they_are(tmp_path):
+    more = {"weight_bits": 32, "vllm_engine_kwargs": {"dtype": "bfloat16"}}
+    trainer = grpo_trainer(grpo_arguments(tmp_path, **more))
+    trainer.train()
+    weights = weights_of(trainer)
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    rows = [json.loads(line) for line in (tmp_path / "journal" / "steps.jsonl").read_text().splitlines()]
+    assert [row["push/bytes"] for row in rows] == [2 * sum(weight.numel() for weight in weights.values())] * len(rows)
+    assert all(step[DRIFT] < 0.1 for step in steps_of(trainer))  # both compute in bf16, in another order

@@ -53,7 +53,7 @@ _BLOCK = 128
 _SMALLEST_BLOCK = 32  # below it scales would take more than an eighth of the codes' bytes
 _SMALLEST_TENSOR = 4096
 _ALLOWED = 1e-3  # codes of 8 bits may differ by one where a value is halfway between two
-_CHUNK = 1 << 20  # values that are decoded at a time: temporaries of about 30 MB
+_CHUNK = 1 << 18  # values that are decoded at a time: temporaries of about 8 MB
 
 
 class CompactAdamW(torch.optim.AdamW):
@@ -89,7 +89,7 @@ class CompactAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, in chunks of 2**20 values."""
+        """Update every parameter that has a gradient, in chunks of 2**18 values."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
