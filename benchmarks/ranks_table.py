@@ -10,6 +10,7 @@ is resident memory of the worse rank above the process before it loaded the mode
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -34,6 +35,8 @@ def main() -> None:
     parser.add_argument("--betas", nargs="+", type=float, default=[0.0, 0.04])
     parser.add_argument("--completion", type=int, default=128, help="tokens of each completion")
     parser.add_argument("--steps", type=int, default=2, help="steps of a run; memory is of all, seconds of the last")
+    parser.add_argument("--ours", type=json.loads, default={}, help="more arguments of our trainer")
+    parser.add_argument("--peer", type=json.loads, default={}, help="more arguments of the peer's trainer")
     parser.add_argument("--limit", type=float, default=900, help="seconds of a run")
     parser.add_argument(
         "--canned", action="store_true", help="completions of exponential lengths that nobody generates"
@@ -69,7 +72,8 @@ def main() -> None:
 def compared(plan: argparse.Namespace, strategy: str, beta: float, start: Path, folder: Path) -> list[dict[str, Any]]:
     """Both sides under one strategy, TRL in each of its ways; each is printed when it is there."""
     peers = {"": {}} if plan.canned else PEER_WAYS.get(strategy, {"": {}})
-    ways: list[tuple[str, str, dict[str, Any]]] = [(OURS, "", {}), *((PEER, *way) for way in peers.items())]
+    ways: list[tuple[str, str, dict[str, Any]]] = [(OURS, "", plan.ours)]
+    ways += [(PEER, name, {**options, **plan.peer}) for name, options in peers.items()]
     rows: list[dict[str, Any]] = []
     for library, name, options in ways:
         request = {

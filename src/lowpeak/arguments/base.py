@@ -281,31 +281,34 @@ def resolve_model(args: Any) -> ModelSettings:
 
 
 def resolve_storage(args: Any) -> StorageFormat | None:
-    """Return the format of trained weights and optimizer states; None for fp32, and for optimizers that store their own.
+    """Return the format of trained weights and optimizer states; None for fp32, and for optimizers with formats of their own.
 
-    dtype "bfloat16" asks for it as `weight_bits=32` does, but where AdamW of torch is not the optimizer it acts on frozen weights
-    alone.
+    `model_init_kwargs` with dtype "bfloat16" asks for `weight_bits=32`. If the run cannot have it, only an argument that asks for
+    it by name raises ArgumentError.
     """
     dtype = str((args.model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
-    given = {name: getattr(args, name) for name in ("weight_bits", "state_bits") if getattr(args, name) is not None}
+    given = [
+        f"{name}={getattr(args, name)}" for name in ("weight_bits", "state_bits") if getattr(args, name) is not None
+    ]
     in_bf16 = dtype == "bfloat16" or args.weight_bits is not None
-    obstacle = (
-        "DeepSpeed keeps fp32 weights of its own: set bf16 and zero_optimization in its config"
-        if args.deepspeed
-        else f"the weights are stored by AdamW, and optim is {str(getattr(args.optim, 'value', args.optim))!r}: set adamw_torch"
-        if args.optim not in ("adamw_torch", "adamw_torch_fused")
-        else f"model_init_kwargs has dtype {dtype!r}: remove one of the two"
-        if args.weight_bits is not None and dtype not in ("None", "auto", "bfloat16")
-        else ""
-    )
-    require(
-        not (given and obstacle), f"{' and '.join(f'{n}={v}' for n, v in given.items())} cannot be used: {obstacle}."
-    )
+    obstacle = _storage_obstacle(args, dtype)
+    require(not (given and obstacle), f"{' and '.join(given)} cannot be used: {obstacle}.")
     if obstacle or not (in_bf16 or args.state_bits == 8):
         return None
-    return StorageFormat(
-        weight_bits=(args.weight_bits or 32) if in_bf16 else None, state_bits=args.state_bits or (8 if in_bf16 else 32)
-    )
+    weight_bits: Any = (args.weight_bits or 32) if in_bf16 else None
+    return StorageFormat(weight_bits, args.state_bits or (8 if in_bf16 else 32))
+
+
+def _storage_obstacle(args: Any, dtype: str) -> str:
+    """Return why a run cannot store weights or states in few bits, with the remedy; "" if it can."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    if args.deepspeed:
+        return "DeepSpeed keeps fp32 weights of its own; set bf16 and zero_optimization in its config instead"
+    if optim not in ("adamw_torch", "adamw_torch_fused"):
+        return f"optim={optim!r} stores weights and states itself; set optim='adamw_torch'"
+    if args.weight_bits is not None and dtype not in ("None", "auto", "bfloat16"):
+        return f"model_init_kwargs sets dtype {dtype!r}; remove one of the two"
+    return ""
 
 
 def resolve_passes(args: Any) -> PassSettings:

@@ -134,17 +134,26 @@ def _update(
     if LOW_BITS < 0:
         tl.store(weights + at, w, inside)
     else:
-        bits = w.to(tl.int32, bitcast=True)
-        if LOW_BITS < 16:
-            noise = (at + start).to(tl.uint32)
-            noise = _mix(noise ^ key1.to(tl.uint32, bitcast=True))
-            noise = _mix(noise ^ key2.to(tl.uint32, bitcast=True))
-            dropped: tl.constexpr = 16 - LOW_BITS
-            bits = (bits + (noise & ((1 << dropped) - 1)).to(tl.int32)) & -(1 << dropped)
-        top = (bits + 0x8000) >> 16
-        tl.store(weights + at, top.to(tl.int16), inside)
-        rest = (bits - (top << 16)) >> (16 - LOW_BITS)
-        if LOW_BITS == 16:
-            tl.store(low + at, rest.to(tl.int16), inside)
-        if LOW_BITS == 8:
-            tl.store(low + at, rest.to(tl.int8), inside)
+        _store_split(weights, low, w, at, inside, start, key1, key2, LOW_BITS)
+
+
+@triton.jit(do_not_specialize=["start", "key1", "key2"])
+def _store_split(
+    weights: tl.tensor, low: tl.tensor, w: tl.tensor, at: tl.tensor, inside: tl.tensor,
+    start: tl.tensor, key1: tl.tensor, key2: tl.tensor, LOW_BITS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store bf16 weights and their low bits, rounded stochastically to 16 + LOW_BITS bits."""
+    bits = w.to(tl.int32, bitcast=True)
+    if LOW_BITS < 16:
+        noise = (at + start).to(tl.uint32)
+        noise = _mix(noise ^ key1.to(tl.uint32, bitcast=True))
+        noise = _mix(noise ^ key2.to(tl.uint32, bitcast=True))
+        dropped: tl.constexpr = 16 - LOW_BITS
+        bits = (bits + (noise & ((1 << dropped) - 1)).to(tl.int32)) & -(1 << dropped)
+    top = (bits + 0x8000) >> 16
+    tl.store(weights + at, top.to(tl.int16), inside)
+    rest = (bits - (top << 16)) >> (16 - LOW_BITS)
+    if LOW_BITS == 16:
+        tl.store(low + at, rest.to(tl.int16), inside)
+    if LOW_BITS == 8:
+        tl.store(low + at, rest.to(tl.int8), inside)
