@@ -182,7 +182,26 @@ OFFLOADS: dict[str, Case] = {
     ),
     "activations, sft": Case("sft", args=MANY, device_args=ACTIVATIONS_AWAY, model=wide),
 }
+# On the CPU gradients are summed in fp32 beside the weights, on the second device in host memory.
+FP32_SUMS = {"weight_bits": 32, "gradient_bits": 32, **MANY, "max_grad_norm": 0.01}
+OPTIMIZER_AWAY = {"offload_optimizer": True}
+OFFLOADS |= {
+    "the optimizer, grpo": Case(args={**FP32_SUMS, **KL}, device_args=OPTIMIZER_AWAY, model=wide),
+    "the optimizer, grpo with 24 bits": Case(
+        args={**FP32_SUMS, "weight_bits": 24, "state_bits": 32}, device_args=OPTIMIZER_AWAY, model=wide
+    ),
+    "the optimizer, fp32 weights and bf16 sums": Case(
+        args={"gradient_bits": 16, "state_bits": 8}, device_args=OPTIMIZER_AWAY, model=wide
+    ),
+    "the optimizer, ppo": Case("ppo", args={"critic": "head", **FP32_SUMS}, device_args=OPTIMIZER_AWAY, model=wide),
+    "the optimizer, an adapter": Case(
+        "sft", args={"gradient_bits": 32}, device_args=OPTIMIZER_AWAY, parts=adapter, exports=True
+    ),
+}
 RESUMED: dict[str, Case] = {
+    "the optimizer in host memory": Case(
+        args={**FP32_SUMS, **KL}, device_args=OPTIMIZER_AWAY, model=wide, resumes=True, exports=True
+    ),
     "grpo": Case(args=KL, resumes=True, exports=True),
     "grpo, an adapter": Case(args=KL, resumes=True, parts=adapter),
     "rloo, a moving average": Case(
@@ -291,6 +310,7 @@ def twin() -> torch.device:
     """The second device, added to this process; several sequences share a row on it the CPU's way."""
     support = importlib.import_module("lowpeak.attention.install")
     support._DEVICES = (*support._DEVICES, second_device.NAME)
+    importlib.import_module("lowpeak.optim.host_memory")._PIECE = 4096  # so that tensors have several pieces
     return second_device.register()
 
 

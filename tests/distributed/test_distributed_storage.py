@@ -17,8 +17,15 @@ from lowpeak.training import load_extra_weights
 from tiny_models import char_tokenizer, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "tensor")
-FORMATS = {"32": {"weight_bits": 32}, "24": {"weight_bits": 24, "state_bits": 32}, "16": {"weight_bits": 16}}
-CASES = [(strategy, bits) for strategy in STRATEGIES for bits in FORMATS]
+FORMATS = {
+    "32": {"weight_bits": 32},
+    "24": {"weight_bits": 24, "state_bits": 32},
+    "16": {"weight_bits": 16},
+    "fp32 sums": {"weight_bits": 32, "gradient_bits": 32},
+    "shards": {"weight_bits": 16, "shard_optimizer_states": True},
+    "shards, fp32 sums": {"weight_bits": 24, "state_bits": 32, "gradient_bits": 32, "shard_optimizer_states": True},
+}
+CASES = [(strategy, bits) for strategy in STRATEGIES for bits in FORMATS if "shards" not in bits or strategy == "ddp"]
 
 
 def run(strategy: str, bits: str, folder: Path, resume: Path | None = None, **changes: Any) -> Any:
@@ -33,13 +40,15 @@ def run(strategy: str, bits: str, folder: Path, resume: Path | None = None, **ch
 
 
 def real_weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """The fp32 values of this rank's shards."""
+    """The fp32 values that this rank updates."""
     optimizer = find_compact(trainer.optimizer)
     parameters = trained_parameters(trainer.accelerator.unwrap_model(trainer.model))
-    return {
-        name: optimizer.read(p, "weight", 0, (p.to_local() if hasattr(p, "to_local") else p).numel())
-        for name, p in parameters.items()
-    }
+    return {name: optimizer.tensor(p).read("weight") for name, p in parameters.items()}
+
+
+def held_states(trainer: Any) -> int:
+    """The values of one moment that this rank has."""
+    return sum(state["exp_avg"].numel() for state in find_compact(trainer.optimizer).state.values())
 
 
 def states(trainer: Any) -> set[torch.dtype]:
@@ -49,8 +58,10 @@ def states(trainer: Any) -> set[torch.dtype]:
 def train(strategy: str, bits: str, out: Path) -> None:
     whole = run(strategy, bits, out / "run")
     ranks = whole.run.strategy.ranks
-    everybodys = ranks.gather(real_weights(whole))
-    keep(whole, {**result_of(whole), "real": everybodys, "states": states(whole)}, out / "whole.pt")
+    everybodys, held = ranks.gather(real_weights(whole)), ranks.gather(held_states(whole))
+    wrapped = type(whole.model_wrapped).__name__
+    found = {"real": everybodys, "states": states(whole), "held": held, "wrapped": wrapped}
+    keep(whole, {**result_of(whole), **found}, out / "whole.pt")
     forget()
     again = run(strategy, bits, out / "again", out / "run" / "checkpoint-3")
     keep(again, {**result_of(again), "real": ranks.gather(real_weights(again))}, out / "again.pt")
@@ -91,14 +102,36 @@ def test_the_model_is_bf16_and_states_have_the_bytes_asked_for(runs, strategy, b
     whole = runs(strategy, bits, "whole")
     assert {values.dtype for values in whole["weights"].values()} == {torch.bfloat16}
     small_or_full = {torch.float32}
-    assert whole["states"] == (small_or_full if bits == "24" else {torch.int8, torch.uint8, torch.float32})
+    is_full = FORMATS[bits].get("state_bits") == 32
+    assert whole["states"] == (small_or_full if is_full else {torch.int8, torch.uint8, torch.float32})
     assert whole["parameter"] == ("Parameter" if strategy == "ddp" else "DTensor")
 
 
-@pytest.mark.parametrize("bits", FORMATS)
+@pytest.mark.parametrize("bits", [bits for bits in FORMATS if "shards" not in bits])
 def test_replicas_have_the_same_bits_also_where_rounding_is_random(runs, bits):
     first, second = runs("ddp", bits, "whole")["real"]
     assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("bits", [bits for bits in FORMATS if "shards" in bits])
+def test_replicas_have_the_states_of_their_rows_alone(runs, bits):
+    whole = runs("ddp", bits, "whole")
+    size = sum(weights.numel() for weights in whole["weights"].values())
+    assert sum(whole["held"]) == size
+    assert max(whole["held"]) < 0.6 * size
+
+
+def test_sharded_states_train_the_bits_of_unsharded_ones(runs):
+    unsharded, sharded = (runs("ddp", bits, "whole") for bits in ("16", "shards"))
+    assert_same_bits(sharded["weights"], unsharded["weights"])
+
+
+def test_ddp_is_there_only_if_it_averages_gradients(runs):
+    wrapped = {bits: runs("ddp", bits, "whole")["wrapped"] for bits in FORMATS}
+    assert {bits for bits, name in wrapped.items() if name != "DistributedDataParallel"} == {
+        "fp32 sums",
+        "shards, fp32 sums",
+    }
 
 
 @pytest.mark.parametrize(("strategy", "bits"), CASES)
@@ -112,11 +145,15 @@ def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(runs, strategy, 
 @pytest.mark.parametrize(("strategy", "bits"), [case for case in CASES if case[0] != "tensor"])
 def test_a_checkpoint_has_the_fp32_weights(runs, strategy, bits):
     ranks = runs(strategy, bits, "whole")["real"]
-    real = ranks[0] if strategy == "ddp" else {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
+    real = (
+        ranks[0]
+        if strategy == "ddp" and "shards" not in bits
+        else {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
+    )
     loaded = runs(strategy, bits, "loaded")
     assert_same_bits({name: values.flatten() for name, values in loaded.items()}, real)
     has_low_bits = any(not torch.equal(values, values.bfloat16().float()) for values in loaded.values())
-    assert has_low_bits == (bits != "16")
+    assert has_low_bits == (FORMATS[bits]["weight_bits"] != 16)
 
 
 @pytest.mark.parametrize(("strategy", "bits"), CASES)

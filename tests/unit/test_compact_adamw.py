@@ -8,8 +8,8 @@ from torch import nn
 
 from lowpeak.optim import (
     CompactAdamW,
+    UpdatedShard,
     clear_low_bits,
-    clip_grad_norm,
     decode_first_moment,
     decode_second_moment,
     encode_first_moment,
@@ -18,6 +18,7 @@ from lowpeak.optim import (
     rounding_noise,
     split_weights,
 )
+from lowpeak.parallel import clip_grad_norm
 
 CPU = torch.device("cpu")
 EXTREMES = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.1754944e-38, 1e-8, 1.0, -1e38, 3e38])
@@ -221,7 +222,7 @@ def test_clipping_sums_the_norm_in_fp32():
         parameter.grad = torch.randn(1000).bfloat16()
     exact = float(torch.cat([p.grad.double() for p in parameters]).norm())
     before = [p.grad.clone() for p in parameters]
-    norm = clip_grad_norm([*parameters, nn.Parameter(torch.zeros(2))], 1.0)
+    norm = clip_grad_norm([*parameters, nn.Parameter(torch.zeros(2))], 1.0, CPU)
     assert float(norm) == pytest.approx(exact, rel=1e-6)
     for parameter, was in zip(parameters, before, strict=True):
         torch.testing.assert_close(parameter.grad.float(), was.float() / exact, rtol=5e-3, atol=0)
@@ -234,7 +235,7 @@ def test_a_shard_of_rows_has_the_bits_of_the_whole_tensor():
     for first in (0, 32):
         weight = nn.Parameter(values[first:].bfloat16())
         optimizer = CompactAdamW([weight], lr=1e-2, weight_bits=16)
-        optimizer.name_parameters({"w": weight}, {"w": first * 128})
+        optimizer.place({weight: UpdatedShard("w", first * 128, 0, weight.numel())})
         for gradient in gradients:
             weight.grad = gradient[first:].clone()
             optimizer.step()

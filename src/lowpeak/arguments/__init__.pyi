@@ -1,3 +1,4 @@
+from lowpeak.arguments.base import STORAGE_ARGUMENTS as STORAGE_ARGUMENTS
 from lowpeak.arguments.base import MemorySettings as MemorySettings
 from lowpeak.arguments.base import ModelSettings as ModelSettings
 from lowpeak.arguments.base import RunSettings as RunSettings

@@ -28,6 +28,7 @@ from lowpeak.arguments.declare import (
     training_argument,
 )
 from lowpeak.arguments.inherited import ACT_IF, NEVER_ACT, idle_of_accelerate
+from lowpeak.arguments.text import show
 from lowpeak.arguments.validation import check_values, reset_idle_arguments
 
 _LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
@@ -182,20 +183,54 @@ class CommonArguments:
         "Bits of each of AdamW's two optimizer states, 8 or 32 (None: 8 with bf16 weights, else 32).",
         Check(lambda x: x in (None, 8, 32), "must be 8, 32 or None"),
     )
+    gradient_bits: int | None = memory_argument(
+        None,
+        "Bits of a gradient that is summed over micro-batches, 16 (bf16) or 32 (None: 16 with bf16 weights, but 32 with "
+        "offload_optimizer; else 32).",
+        Check(lambda x: x in (None, 16, 32), "must be 16, 32 or None"),
+    )
+    offload_optimizer: bool = memory_argument(
+        False,
+        "Keep gradient sums, optimizer states and low bits in host memory: gradients leave the device as they are formed, and "
+        "states visit it piece by piece in the optimizer step (GPUs).",
+        acts_if=HAS_DEVICE_MEMORY,
+    )
+    shard_optimizer_states: bool = memory_argument(
+        False,
+        "Under DDP, store on each rank the optimizer states and low bits of its share of the rows alone (ZeRO-1).",
+        acts_if=EffectCondition(
+            lambda args, facts: facts.replicated is not False, "no two ranks have the same parameters; remove it"
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """The bytes in which trained weights and AdamW's states are stored; `weight_bits` None: fp32 weights."""
+    """The bytes in which trained weights, gradients and AdamW's states are stored; `weight_bits` None: fp32 weights.
+
+    `offload`: all but the weights are in host memory. `shard_states`: under DDP each rank has the states of its rows alone.
+    """
 
     weight_bits: Literal[16, 24, 32] | None
     state_bits: Literal[8, 32]
+    gradient_bits: Literal[16, 32] = 16
+    offload: bool = False
+    shard_states: bool = False
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight that the model runs on."""
+        return 4 if self.weight_bits is None else 2
 
     @property
     def state_bytes(self) -> float:
         """Bytes per parameter beside the weight and its gradient: low bits and optimizer states with their scales."""
         low_bits = 0 if self.weight_bits is None else (self.weight_bits - 16) / 8
         return low_bits + (2 + 8 / 128 if self.state_bits == 8 else 8)
+
+    def device_bytes(self, gradient_share: float = 1.0, state_share: float = 1.0) -> float:
+        """Return bytes per parameter on the device beside the weight, if it has these shares of gradients and states."""
+        return 0.0 if self.offload else gradient_share * self.gradient_bits / 8 + state_share * self.state_bytes
 
     def __str__(self) -> str:
         weights = {
@@ -204,11 +239,13 @@ class StorageFormat:
             24: "bf16 with 8 more bits beside them (stochastic rounding to 24 bits)",
             16: "bf16 (stochastic rounding, unbiased)",
         }[self.weight_bits]
-        width = 4 if self.weight_bits is None else 2
-        gradients = "fp32" if self.weight_bits is None else "bf16"
+        gradients = "fp32" if self.gradient_bits == 32 else "bf16"
+        total = self.weight_bytes + self.gradient_bits / 8 + self.state_bytes
+        places = f", {self.weight_bytes} on the device and the others in host memory" if self.offload else ""
+        places += ", low bits and states sharded over DDP's ranks" if self.shard_states else ""
         return (
             f"weights in {weights}, gradients in {gradients}, optimizer states in {self.state_bits} bits: "
-            f"{2 * width + self.state_bytes:.2f} bytes per parameter of large matrices"
+            f"{total:.2f} bytes per parameter of large matrices{places}"
         )
 
 
@@ -280,6 +317,9 @@ def resolve_model(args: Any) -> ModelSettings:
     return make_settings(ModelSettings, args, model_init_kwargs=kwargs, storage=resolve_storage(args))
 
 
+STORAGE_ARGUMENTS = ("weight_bits", "state_bits", "gradient_bits", "offload_optimizer", "shard_optimizer_states")
+
+
 def resolve_storage(args: Any) -> StorageFormat | None:
     """Return the format of trained weights and optimizer states; None for fp32, and for optimizers with formats of their own.
 
@@ -287,16 +327,16 @@ def resolve_storage(args: Any) -> StorageFormat | None:
     it by name raises ArgumentError.
     """
     dtype = str((args.model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
-    given = [
-        f"{name}={getattr(args, name)}" for name in ("weight_bits", "state_bits") if getattr(args, name) is not None
-    ]
+    given = [show(name, value) for name in STORAGE_ARGUMENTS if (value := getattr(args, name)) not in (None, False)]
     in_bf16 = dtype == "bfloat16" or args.weight_bits is not None
     obstacle = _storage_obstacle(args, dtype)
     require(not (given and obstacle), f"{' and '.join(given)} cannot be used: {obstacle}.")
-    if obstacle or not (in_bf16 or args.state_bits == 8):
+    if obstacle or not (in_bf16 or given):
         return None
     weight_bits: Any = (args.weight_bits or 32) if in_bf16 else None
-    return StorageFormat(weight_bits, args.state_bits or (8 if in_bf16 else 32))
+    gradient_bits: Any = args.gradient_bits or (16 if in_bf16 and not args.offload_optimizer else 32)
+    state_bits: Any = args.state_bits or (8 if in_bf16 else 32)
+    return StorageFormat(weight_bits, state_bits, gradient_bits, args.offload_optimizer, args.shard_optimizer_states)
 
 
 def _storage_obstacle(args: Any, dtype: str) -> str:

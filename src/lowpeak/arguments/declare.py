@@ -31,15 +31,17 @@ class RunFacts:
     """Facts of a run that decide which arguments have an effect; None if not known yet, which counts as an effect.
 
     A rollout serves `num_steps` optimizer steps. `has_device_memory`: the device does not use host memory.
-    `sharded`: parameters are sharded over ranks. `frozen`: the run has a model that is never trained. `passed_optimizer`: the
-    user passed an optimizer to the trainer ("instance"), or its class ("class"); `passed_schedule`: a schedule. `idle` maps
-    other arguments without effect, as shown to the user, to the reason.
+    `sharded`: parameters are sharded over ranks. `replicated`: several ranks have the same parameters, as under DDP.
+    `frozen`: the run has a model that is never trained. `passed_optimizer`: the user passed an optimizer to the trainer
+    ("instance"), or its class ("class"); `passed_schedule`: a schedule. `idle` maps other arguments without effect, as shown to
+    the user, to the reason.
     """
 
     num_rewards: int | None = None
     num_steps: int | None = None
     has_device_memory: bool | None = None
     sharded: bool | None = None
+    replicated: bool | None = None
     in_fp32: bool | None = None
     states_on_host: bool | None = None
     frozen: bool | None = None

@@ -1,11 +1,10 @@
 from lowpeak.optim.compact_adamw import MOMENTS as MOMENTS
 from lowpeak.optim.compact_adamw import CompactAdamW as CompactAdamW
+from lowpeak.optim.compact_adamw import UpdatedShard as UpdatedShard
 from lowpeak.optim.compact_adamw import clear_low_bits as clear_low_bits
-from lowpeak.optim.compact_adamw import clip_grad_norm as clip_grad_norm
 from lowpeak.optim.compact_adamw import compact_optimizer as compact_optimizer
 from lowpeak.optim.compact_adamw import find_compact as find_compact
 from lowpeak.optim.compact_adamw import kernel_difference as kernel_difference
-from lowpeak.optim.formats import TensorStep as TensorStep
 from lowpeak.optim.formats import decode_first_moment as decode_first_moment
 from lowpeak.optim.formats import decode_second_moment as decode_second_moment
 from lowpeak.optim.formats import encode_first_moment as encode_first_moment
@@ -13,3 +12,7 @@ from lowpeak.optim.formats import encode_second_moment as encode_second_moment
 from lowpeak.optim.formats import join_weights as join_weights
 from lowpeak.optim.formats import rounding_noise as rounding_noise
 from lowpeak.optim.formats import split_weights as split_weights
+from lowpeak.optim.gradient_sums import GradientSum as GradientSum
+from lowpeak.optim.gradient_sums import find_sum as find_sum
+from lowpeak.optim.gradient_sums import gradient_of as gradient_of
+from lowpeak.optim.gradient_sums import multiply_gradient as multiply_gradient

@@ -12,13 +12,16 @@ number is 1.2e-4 away. So the optimizer keeps the bits that bf16 drops:
 States of 8 bits are an int8 of the first moment, companded by softsign, and a uint8 of the second moment's square root, in blocks
 of one row with an fp32 scale each. Vectors and tensors below 4,096 values keep fp32 states. A block never spans two rows, so shards
 of rows have the same blocks on any number of ranks.
+
+With a HostMemory, low bits, states and gradient sums are in host memory, and visit the device piece by piece in a step.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -28,17 +31,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowpeak.errors import first_line
-from lowpeak.optim.formats import (
-    DECODERS,
-    ENCODERS,
-    TensorStep,
-    WeightBits,
-    join_weights,
-    rounding_noise,
-    split_weights,
-)
+from lowpeak.optim.formats import CompactTensor, TensorStep, WeightBits, update
+from lowpeak.optim.gradient_sums import find_sum, gradient_of
+from lowpeak.optim.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
+
+StepKernel = Callable[[TensorStep], None]
 
 # Weight bits, state bits and columns with which a kernel is compared with torch's operations.
 _CHECKED: tuple[tuple[WeightBits | None, Literal[8, 32], int], ...] = (
@@ -53,15 +52,29 @@ _BLOCK = 128
 _SMALLEST_BLOCK = 32  # below it scales would take more than an eighth of the codes' bytes
 _SMALLEST_TENSOR = 4096
 _ALLOWED = 1e-3  # codes of 8 bits may differ by one where a value is halfway between two
-_CHUNK = 1 << 18  # values that are decoded at a time: temporaries of about 8 MB
+
+
+@dataclass(frozen=True)
+class UpdatedShard:
+    """The values of a parameter that this rank updates: [first, last) of those that it has, from `start` on in all of them.
+
+    `publish` copies them to other ranks that have the parameter.
+    """
+
+    name: str
+    start: int
+    first: int
+    last: int
+    publish: Callable[[], None] = lambda: None
 
 
 class CompactAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) on bf16 weights with low bits and 8-bit states.
 
     With `weight_bits=32` and `state_bits=32` a step is that of torch.optim.AdamW on the fp32 weights. fp32 parameters, such as
-    LoRA's, have no low bits. `names` of the parameters, set by `name_parameters`, and `seed` decide the noise of 24 and 16 bits.
-    States: step, low_bits, and exp_avg and exp_avg_sq in fp32 or as codes with `_scale`, all flat and of this rank's shard.
+    LoRA's, have no low bits. States: step, low_bits, and exp_avg and exp_avg_sq in fp32 or as codes with `_scale`, all flat and of
+    this rank's shard; in host memory with `offload`. `place` tells which values of the parameters a rank updates. Names, positions
+    and `seed` decide the noise of 24 and 16 bits.
     """
 
     def __init__(
@@ -74,68 +87,57 @@ class CompactAdamW(torch.optim.AdamW):
         *,
         weight_bits: WeightBits | None = 32,
         state_bits: Literal[8, 32] = 8,
+        offload: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.weight_bits: WeightBits = weight_bits or 32
         self.state_bits, self.seed = state_bits, seed
-        self.names: dict[nn.Parameter, str] = {}
-        self.starts: dict[nn.Parameter, int] = {}
+        self.offload = offload
+        self._hosts: dict[torch.device, HostMemory] = {}
+        self._shards: dict[nn.Parameter, UpdatedShard] = {}
 
-    def name_parameters(self, named: Mapping[str, nn.Parameter], starts: Mapping[str, int]) -> None:
-        """Set the parameters' names, and the positions of this rank's first values in them: noise is derived from both."""
-        self.names = {parameter: name for name, parameter in named.items()}
-        self.starts = {parameter: starts[name] for name, parameter in named.items()}
+    def place(self, shards: Mapping[nn.Parameter, UpdatedShard]) -> None:
+        """Set the parameters' names, and which values of each this rank updates."""
+        self._shards = dict(shards)
+
+    def host(self, parameter: nn.Parameter) -> HostMemory | None:
+        """Return the host memory of a parameter's states and gradients; None if they are beside the weights."""
+        device = _local(parameter).device
+        if self.offload and device not in self._hosts:
+            self._hosts[device] = HostMemory(device)
+        return self._hosts.get(device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, in chunks of 2**18 values."""
+        """Update every parameter that has a gradient, in `.grad` or in a GradientSum, which is emptied."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.update_tensor(parameter, group, step_kernel(_local(parameter)))
+                gradients, shard = gradient_of(parameter), self.shard(parameter)
+                if gradients is not None:
+                    gradients = gradients[shard.first : shard.last]
+                    self.update_tensor(parameter, gradients, group, step_kernel(_local(parameter)) or update)
+                    shard.publish()
+                    _clear_sum(parameter)
         return loss
 
-    def update_tensor(
-        self, parameter: nn.Parameter, group: Mapping[str, Any], kernel: Callable[[TensorStep], None] | None
-    ) -> None:
-        """Update one parameter by a kernel, or by torch's operations."""
-        state = self._state(parameter)
-        state["step"] += 1
-        weights, gradients = _flat(parameter), _flat(parameter.grad)
-        if kernel is not None:
-            kernel(self._tensor_step(parameter, weights, gradients, group))
-            return
-        step, (beta1, beta2) = state["step"].double(), group["betas"]
-        rate, root = group["lr"] / (1 - beta1**step), (1 - beta2**step).sqrt()
-        for start, stop in self._chunks(parameter):
-            chunk = gradients[start:stop].float()
-            first, second = (self.read(parameter, key, start, stop) for key in MOMENTS)
-            values = self.read(parameter, "weight", start, stop)
-            values.mul_(1 - group["lr"] * group["weight_decay"])
-            first.lerp_(chunk, 1 - beta1)
-            second.mul_(beta2).addcmul_(chunk, chunk, value=1 - beta2)
-            divisors = second.sqrt().div_(root).add_(group["eps"])
-            values.sub_((first / divisors).mul_(rate))
-            self.write(parameter, {"exp_avg": first, "exp_avg_sq": second, "weight": values}, start)
+    def shard(self, parameter: nn.Parameter) -> UpdatedShard:
+        """Return which values of a parameter this rank updates: by default all that it has."""
+        return self._shards.get(parameter) or UpdatedShard("", 0, 0, _local(parameter).numel())
 
-    def _tensor_step(
-        self, parameter: nn.Parameter, weights: Tensor, gradients: Tensor, group: Mapping[str, Any]
-    ) -> TensorStep:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        number = int(state["step"])
-        return TensorStep(
-            weights,
+    def update_tensor(
+        self, parameter: nn.Parameter, gradients: Tensor, group: Mapping[str, Any], kernel: StepKernel
+    ) -> None:
+        """Update one parameter by flat gradients; states in host memory visit the device piece by piece."""
+        self._state(parameter)["step"] += 1
+        number, (beta1, beta2) = self.state[parameter]["step"], group["betas"]
+        step = TensorStep(
+            self.tensor(parameter),
             gradients,
-            state,
-            self._block(parameter),
-            self.weight_bits,
-            self._noise_key(parameter),
-            self.starts.get(parameter, 0),
             decay=1 - group["lr"] * group["weight_decay"],
             beta1=beta1,
             beta2=beta2,
@@ -143,24 +145,36 @@ class CompactAdamW(torch.optim.AdamW):
             root=math.sqrt(1 - beta2**number),
             eps=group["eps"],
         )
+        host, found = self.host(parameter), find_sum(parameter)
+        if host is None:
+            kernel(step)
+        else:
+            host.visit(step, kernel, None if found is None else found.factor)
 
-    def _noise_key(self, parameter: nn.Parameter) -> str:
-        return f"{self.seed}/{int(self.state[parameter]['step'])}/{self.names.get(parameter, '')}"
+    def tensor(self, parameter: nn.Parameter) -> CompactTensor:
+        """Return this rank's values of a parameter: its weights and states, flat."""
+        state = self._state(parameter)
+        shard = self.shard(parameter)
+        noise_key = f"{self.seed}/{state['step']}/{shard.name}"
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        weights = _flat(parameter)[shard.first : shard.last]
+        return CompactTensor(weights, tensors, self._block(parameter), self.weight_bits, noise_key, shard.start)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return a parameter's state, of zeros before its first step."""
         state = self.state[parameter]
         if state:
             return state
-        weights = _flat(parameter)
-        size, block = weights.numel(), self._block(parameter)
-        state["step"] = torch.tensor(0.0)
+        weights, shard, block = _flat(parameter), self.shard(parameter), self._block(parameter)
+        size, host = shard.last - shard.first, self.host(parameter)
+        zeros = weights.new_zeros if host is None else host.zeros
+        state["step"] = 0
         if weights.dtype == torch.bfloat16 and self.weight_bits > 16:
-            state["low_bits"] = weights.new_zeros(size, dtype=torch.int16 if self.weight_bits == 32 else torch.int8)
+            state["low_bits"] = zeros(size, dtype=torch.int16 if self.weight_bits == 32 else torch.int8)
         for key, dtype in zip(MOMENTS, (torch.int8, torch.uint8), strict=True):
-            state[key] = weights.new_zeros(size, dtype=dtype if block else torch.float32)
+            state[key] = zeros(size, dtype=dtype if block else torch.float32)
             if block:
-                state[f"{key}_scale"] = weights.new_zeros(size // block, dtype=torch.float32)
+                state[f"{key}_scale"] = zeros(size // block, dtype=torch.float32)
         return state
 
     def _block(self, parameter: nn.Parameter) -> int | None:
@@ -170,63 +184,22 @@ class CompactAdamW(torch.optim.AdamW):
         row = _local(parameter).shape[1:].numel()
         return next((size for size in range(_BLOCK, _SMALLEST_BLOCK - 1, -1) if row % size == 0), None)
 
-    def _chunks(self, parameter: nn.Parameter) -> Iterator[tuple[int, int]]:
-        size, block = _local(parameter).numel(), self._block(parameter) or 1
-        chunk = _CHUNK // block * block
-        return ((start, min(start + chunk, size)) for start in range(0, size, chunk))
-
     def read(self, parameter: nn.Parameter, key: str, start: int, stop: int) -> Tensor:
         """Return a copy of values [start, stop) of this rank's shard in fp32; `key` is "weight" or one of MOMENTS."""
-        state = self._state(parameter)
-        if key == "weight":
-            weights, low = _flat(parameter)[start:stop], state.get("low_bits")
-            return (
-                weights.clone()
-                if weights.dtype == torch.float32
-                else join_weights(weights, None if low is None else low[start:stop])
-            )
-        block = self._block(parameter)
-        if block is None:
-            return state[key][start:stop].clone()
-        first, last = start // block, -(-stop // block)
-        codes, scales = state[key][first * block : last * block], state[f"{key}_scale"][first:last]
-        return DECODERS[key](codes, scales, block)[start - first * block : stop - first * block]
+        host = self.host(parameter)
+        if host is not None:
+            host.synchronize()
+        return self.tensor(parameter).read(key, start, stop)
 
-    def write(
-        self, parameter: nn.Parameter, values: Mapping[str, Tensor], start: int = 0, step: Tensor | None = None
-    ) -> None:
-        """Store fp32 values of this rank's shard from `start` on, under the keys of `read`; blocks must be whole.
-
-        `step` sets the number of the parameter's steps.
-        """
-        state, block = self._state(parameter), self._block(parameter)
+    def write(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: int | None = None) -> None:
+        """Store fp32 values of this rank's whole shard, under the keys of `read`; `step` sets the number of its steps."""
         if step is not None:
-            state["step"].copy_(step)
+            self._state(parameter)["step"] = step
+        tensor, host = self.tensor(parameter), self.host(parameter)
+        if host is not None:
+            host.synchronize()
         for key, real in values.items():
-            stop = start + real.numel()
-            if key == "weight":
-                self._write_weights(parameter, real, start)
-            elif block is None:
-                state[key][start:stop] = real
-            else:
-                codes, scales = ENCODERS[key](real, block)
-                state[key][start:stop] = codes
-                state[f"{key}_scale"][start // block : stop // block] = scales
-
-    def _write_weights(self, parameter: nn.Parameter, values: Tensor, start: int) -> None:
-        state, weights, stop = self.state[parameter], _flat(parameter), start + values.numel()
-        if weights.dtype == torch.float32:
-            weights[start:stop] = values
-            return
-        noise = None
-        if self.weight_bits < 32:
-            first = self.starts.get(parameter, 0) + start
-            noise = rounding_noise(
-                self._noise_key(parameter), first, first + values.numel(), 32 - self.weight_bits, values.device
-            )
-        weights[start:stop], low = split_weights(values, self.weight_bits, noise)
-        if low is not None:
-            state["low_bits"][start:stop] = low
+            tensor.write(key, real)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the states of a CompactAdamW with the same formats, or the fp32 states of an AdamW."""
@@ -236,17 +209,17 @@ class CompactAdamW(torch.optim.AdamW):
         for index, saved in state_dict["state"].items():
             parameter, state = parameters[index], self._state(parameters[index])
             if all(saved[key].dtype == torch.float32 for key in MOMENTS) and "low_bits" not in saved:
-                moments = {key: _flat(saved[key]).to(parameter.device) for key in MOMENTS}
-                self.write(parameter, moments, step=torch.as_tensor(saved["step"]))
-            else:
-                if _formats(saved) != _formats(state):
-                    raise ValueError(f"the states of parameter {index} have another format or size")
-                for key, value in saved.items():
-                    state[key].copy_(value)
+                self.write(parameter, {key: _flat(saved[key]) for key in MOMENTS}, step=int(saved["step"]))
+                continue
+            if _formats(saved) != _formats(state):
+                raise ValueError(f"the states of parameter {index} have another format or size")
+            state["step"] = int(saved["step"])
+            for key in _formats(state):
+                state[key].copy_(saved[key])
 
 
-def _formats(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {key: (value.dtype, value.shape) for key, value in state.items()}
+def _formats(state: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {key: (value.dtype, value.shape) for key, value in state.items() if key != "step"}
 
 
 def _local(tensor: Any) -> Tensor:
@@ -257,7 +230,13 @@ def _flat(tensor: Any) -> Tensor:
     return _local(tensor).detach().view(-1)
 
 
-def step_kernel(weights: Tensor) -> Callable[[TensorStep], None] | None:
+def _clear_sum(parameter: nn.Parameter) -> None:
+    found = find_sum(parameter)
+    if found is not None:
+        found.clear()
+
+
+def step_kernel(weights: Tensor) -> StepKernel | None:
     """Return the Triton kernel for weights on CUDA if it agrees with torch's operations there; None otherwise."""
     if not weights.is_cuda or isinstance(weights, FakeTensor):
         return None
@@ -265,40 +244,40 @@ def step_kernel(weights: Tensor) -> Callable[[TensorStep], None] | None:
 
 
 @cache
-def _cuda_kernel(device: torch.device) -> Callable[[TensorStep], None] | None:
+def _cuda_kernel(device: torch.device) -> StepKernel | None:
     if find_spec("triton") is None:
         return None
     try:
-        from lowpeak.optim.triton_step import update
+        from lowpeak.optim.triton_step import update as update_by_kernel
 
-        difference = kernel_difference(update, device)
+        difference = kernel_difference(update_by_kernel, device)
     # A compiler or a driver may raise anything.
     except Exception as error:
         logger.warning("The optimizer steps without a Triton kernel: %s: %s.", type(error).__name__, first_line(error))
         return None
     if difference <= _ALLOWED:
-        return update
+        return update_by_kernel
     logger.warning(
         "The optimizer steps without a Triton kernel: it differs from torch's operations by %.2g.", difference
     )
     return None
 
 
-def kernel_difference(kernel: Callable[[TensorStep], None], device: torch.device) -> float:
+def kernel_difference(kernel: StepKernel, device: torch.device) -> float:
     """Return how far a kernel's updates are from torch's after two steps in each format, over the updates' norm."""
     worst = 0.0
     for bits, state_bits, columns in _CHECKED:
         found = []
-        for by_kernel in (True, False):
+        for by in (kernel, update):
             generator = torch.Generator().manual_seed(0)
             values, gradient = (torch.randn(70, columns, generator=generator) for _ in range(2))
             dtype = torch.float32 if bits is None else torch.bfloat16
             weight = nn.Parameter(values.to(device, dtype))
             optimizer = CompactAdamW([weight], lr=1e-2, weight_bits=bits, state_bits=state_bits)
             start = weight.detach().float().view(-1)
-            for _ in range(2):
-                weight.grad = gradient.to(device, dtype)
-                optimizer.update_tensor(weight, optimizer.param_groups[0], kernel if by_kernel else None)
+            with torch.no_grad():
+                for _ in range(2):
+                    optimizer.update_tensor(weight, gradient.to(device, dtype).view(-1), optimizer.param_groups[0], by)
             read = [optimizer.read(weight, key, 0, weight.numel()) for key in ("weight", *MOMENTS)]
             found.append([read[0] - start, *read[1:]])
         worst = max(worst, *(float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True)))
@@ -327,23 +306,6 @@ def compact_optimizer(args: Any, storage: Any) -> tuple[type[CompactAdamW], dict
         "eps": args.adam_epsilon,
         "weight_bits": storage.weight_bits,
         "state_bits": storage.state_bits,
+        "offload": storage.offload,
         "seed": args.seed,
     }
-
-
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients to a global norm of at most `max_norm`; return the norm before, summed in fp32 also for bf16 gradients."""
-    gradients: list[Any] = [each.grad for each in parameters if each.grad is not None]
-    norms: dict[Any, list[Any]] = {}  # by mesh: parameters of one model may be sharded over several
-    for gradient in gradients:
-        norms.setdefault(getattr(gradient, "device_mesh", None), []).append(
-            torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        )
-    of_meshes: list[Any] = [torch.linalg.vector_norm(torch.stack(each)) for each in norms.values()]
-    norm = torch.linalg.vector_norm(
-        torch.stack([each.full_tensor() if hasattr(each, "full_tensor") else each for each in of_meshes])
-    )
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1)
-    for gradient in gradients:
-        _local(gradient).mul_(scale)
-    return norm

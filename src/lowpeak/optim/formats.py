@@ -1,16 +1,19 @@
-"""Formats of weights and optimizer states in few bits, as pure functions of tensors, and the step that kernels compute on them."""
+"""Formats of weights and optimizer states in few bits, and AdamW's step on them by torch's operations."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 WeightBits = Literal[16, 24, 32]
+
+_SCALE = "_scale"  # after a moment's key: the scales of its codes
+_CHUNK = 1 << 18  # values that are decoded at a time: temporaries of about 8 MB
 
 
 def split_weights(values: Tensor, weight_bits: WeightBits, noise: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -68,10 +71,6 @@ def decode_second_moment(codes: Tensor, scales: Tensor, block: int) -> Tensor:
     return codes.view(-1, block).float().div_(255).mul_(scales[:, None]).square_().view(-1)
 
 
-ENCODERS = {"exp_avg": encode_first_moment, "exp_avg_sq": encode_second_moment}
-DECODERS = {"exp_avg": decode_first_moment, "exp_avg_sq": decode_second_moment}
-
-
 def _divisor(scales: Tensor) -> Tensor:
     return torch.where(scales > 0, scales, 1)[:, None]
 
@@ -100,24 +99,115 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-@dataclass(frozen=True)
-class TensorStep:
-    """A step of one tensor, for kernels: its flat weights and gradients, its state, and the step's numbers.
+_ENCODERS = {"exp_avg": encode_first_moment, "exp_avg_sq": encode_second_moment}
+_DECODERS = {"exp_avg": decode_first_moment, "exp_avg_sq": decode_second_moment}
 
-    `block` is that of the states, None for fp32 states; `start` the position of the first weight in the whole tensor.
-    weights = decay * weights - rate * exp_avg / (sqrt(exp_avg_sq) / root + eps)
+
+@dataclass(frozen=True)
+class CompactTensor:
+    """A flat tensor of weights with its low bits and optimizer states, read and written as fp32 values.
+
+    `state` has low_bits, and exp_avg and exp_avg_sq in fp32 or as codes with `_scale`; it may be on another device than the
+    weights. `block` is the number of values of one scale, None for fp32 states. `start` is the position of the first value in
+    the unsharded tensor; `noise_key` and positions decide the noise of stochastic rounding.
     """
 
     weights: Tensor
-    gradients: Tensor
     state: Mapping[str, Tensor]
     block: int | None
     weight_bits: WeightBits
     noise_key: str
-    start: int
+    start: int = 0
+
+    def slice(self, first: int, last: int) -> CompactTensor:
+        """Return values [first, last) as views; both are multiples of the block, or the end."""
+        block = self.block or 1
+        state = {
+            key: value[first // block : -(-last // block)] if key.endswith(_SCALE) else value[first:last]
+            for key, value in self.state.items()
+        }
+        return replace(self, weights=self.weights[first:last], state=state, start=self.start + first)
+
+    def chunks(self, size: int) -> Iterator[tuple[int, int]]:
+        """Return ranges of at most `size` values, of whole blocks, that cover the tensor."""
+        total, step = self.weights.numel(), size // (self.block or 1) * (self.block or 1)
+        return ((first, min(first + step, total)) for first in range(0, total, step))
+
+    def read(self, key: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Return a copy of values [first, last) in fp32, on the state's device; `key` is "weight" or a moment's."""
+        last = self.weights.numel() if last is None else last
+        if key == "weight":
+            return self._read_weights(first, last)
+        if self.block is None:
+            return self.state[key][first:last].clone()
+        begin = first // self.block * self.block
+        whole = self.slice(begin, min(-(-last // self.block) * self.block, self.weights.numel()))
+        return _DECODERS[key](whole.state[key], whole.state[key + _SCALE], self.block)[first - begin : last - begin]
+
+    def _read_weights(self, first: int, last: int) -> Tensor:
+        weights, low = self.weights[first:last], self.state.get("low_bits")
+        if low is not None:
+            return join_weights(weights.to(low.device), low[first:last])
+        return weights.clone() if weights.dtype == torch.float32 else weights.float()
+
+    def write(self, key: str, values: Tensor) -> None:
+        """Store fp32 values of the whole tensor; `key` as for `read`."""
+        if key == "weight":
+            self._write_weights(values)
+        elif self.block is None:
+            self.state[key].copy_(values)
+        else:
+            codes, scales = _ENCODERS[key](values, self.block)
+            self.state[key].copy_(codes)
+            self.state[key + _SCALE].copy_(scales)
+
+    def _write_weights(self, values: Tensor) -> None:
+        if self.weights.dtype == torch.float32:
+            self.weights.copy_(values)
+            return
+        noise = None
+        if self.weight_bits < 32:
+            stop = self.start + values.numel()
+            noise = rounding_noise(self.noise_key, self.start, stop, 32 - self.weight_bits, values.device)
+        weights, low = split_weights(values, self.weight_bits, noise)
+        self.weights.copy_(weights)
+        if low is not None:
+            self.state["low_bits"].copy_(low)
+
+
+@dataclass(frozen=True)
+class TensorStep:
+    """A step of one tensor: its values, its gradients, and the step's numbers.
+
+    weights = decay * weights - rate * exp_avg / (sqrt(exp_avg_sq) / root + eps)
+    """
+
+    tensor: CompactTensor
+    gradients: Tensor
     decay: float
     beta1: float
     beta2: float
     rate: float
     root: float
     eps: float
+
+    def slice(self, first: int, last: int) -> TensorStep:
+        """Return the step of values [first, last) as views; see CompactTensor.slice."""
+        return replace(self, tensor=self.tensor.slice(first, last), gradients=self.gradients[first:last])
+
+
+def update(step: TensorStep) -> None:
+    """Update weights, low bits and states of a tensor in place, by torch's operations: the definition of the kernel."""
+    for first, last in step.tensor.chunks(_CHUNK):
+        _update_chunk(step.slice(first, last))
+
+
+def _update_chunk(step: TensorStep) -> None:
+    tensor, gradient = step.tensor, step.gradients.float()
+    first, second, values = (tensor.read(key) for key in ("exp_avg", "exp_avg_sq", "weight"))
+    first.lerp_(gradient, 1 - step.beta1)
+    second.mul_(step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
+    divisors = second.sqrt().div_(step.root).add_(step.eps)
+    values.mul_(step.decay).sub_((first / divisors).mul_(step.rate))
+    for key, new in (("exp_avg", first), ("exp_avg_sq", second), ("weight", values)):
+        tensor.write(key, new)

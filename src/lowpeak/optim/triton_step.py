@@ -21,15 +21,15 @@ _FP32_WEIGHTS = -1  # in the place of the number of low bits
 
 def update(step: TensorStep) -> None:
     """Update weights, low bits and states of a tensor in place."""
-    size, block = step.weights.numel(), step.block or _TILE
+    tensor, state = step.tensor, step.tensor.state
+    size, block = tensor.weights.numel(), tensor.block or _TILE
     if not size:
         return
-    state = step.state
     width = triton.next_power_of_2(block)
     rows = max(1, _TILE // width)
-    key1, key2 = noise_keys(step.noise_key)
-    weights = _bits(step.weights)
-    low_bits = _FP32_WEIGHTS if step.weights.dtype == torch.float32 else step.weight_bits - 16
+    key1, key2 = noise_keys(tensor.noise_key)
+    weights = _bits(tensor.weights)
+    low_bits = _FP32_WEIGHTS if tensor.weights.dtype == torch.float32 else tensor.weight_bits - 16
     with torch.cuda.device_of(weights):
         _update[(triton.cdiv(triton.cdiv(size, block), rows),)](
             weights,
@@ -41,7 +41,7 @@ def update(step: TensorStep) -> None:
             _bits(step.gradients),
             size,
             block,
-            step.start,
+            tensor.start,
             key1,
             key2,
             step.decay,
@@ -53,7 +53,7 @@ def update(step: TensorStep) -> None:
             step.eps,
             LOW_BITS=low_bits,
             BF16_GRADIENTS=step.gradients.dtype == torch.bfloat16,
-            BLOCKS=step.block is not None,
+            BLOCKS=tensor.block is not None,
             ROWS=rows,
             WIDTH=width,
             num_warps=_NUM_WARPS,

@@ -7,7 +7,6 @@ from lowpeak.parallel.checkpoint_shards import read_saved_state as read_saved_st
 from lowpeak.parallel.checkpoint_shards import save_shards as save_shards
 from lowpeak.parallel.checkpoint_state import WEIGHT as WEIGHT
 from lowpeak.parallel.checkpoint_state import TrainingState as TrainingState
-from lowpeak.parallel.checkpoint_state import first_position as first_position
 from lowpeak.parallel.checkpoint_state import torch_training_state as torch_training_state
 from lowpeak.parallel.checkpoint_state import trained_parameters as trained_parameters
 from lowpeak.parallel.detect import DeviceFractions as DeviceFractions
@@ -15,6 +14,7 @@ from lowpeak.parallel.detect import check_devices as check_devices
 from lowpeak.parallel.detect import check_is_sharded as check_is_sharded
 from lowpeak.parallel.detect import detect_strategy as detect_strategy
 from lowpeak.parallel.detect import device_fractions as device_fractions
+from lowpeak.parallel.detect import is_replicated as is_replicated
 from lowpeak.parallel.detect import is_sharded as is_sharded
 from lowpeak.parallel.detect import states_on_host as states_on_host
 from lowpeak.parallel.fake_ranks import FakeStrategy as FakeStrategy
@@ -23,6 +23,7 @@ from lowpeak.parallel.fake_ranks import make_mesh as make_mesh
 from lowpeak.parallel.fake_ranks import prepare_like_accelerate as prepare_like_accelerate
 from lowpeak.parallel.fake_ranks import wrap_shape_propagation as wrap_shape_propagation
 from lowpeak.parallel.fsdp2 import Fsdp2 as Fsdp2
+from lowpeak.parallel.gradients import clip_grad_norm as clip_grad_norm
 from lowpeak.parallel.parameters import active_adapters as active_adapters
 from lowpeak.parallel.parameters import adapter_file_key as adapter_file_key
 from lowpeak.parallel.parameters import adapter_parameters as adapter_parameters

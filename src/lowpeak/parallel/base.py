@@ -8,7 +8,7 @@ the whole model, would gather the whole model in each forward."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lowpeak.arguments import StorageFormat
 from lowpeak.models import materialize_meta_params
 from lowpeak.parallel.checkpoint_shards import load_torch_state, save_shards
 from lowpeak.parallel.checkpoint_state import optimizer_tensors, torch_training_state, trained_parameters
+from lowpeak.parallel.gradients import average_sums, place_optimizer
 from lowpeak.parallel.parameters import (
     FlatShard,
     ShardOf,
@@ -64,6 +66,11 @@ class AccelerateStrategy(Strategy):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self._accelerator.backward(loss)
+
+    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> nn.Module:
+        if storage is not None:
+            place_optimizer(optimizer, trained_parameters(self._unwrapped(model)), storage)
+        return model
 
     @contextmanager
     def gather_for_inference(
@@ -158,17 +165,33 @@ class Replicated(AccelerateStrategy):
         if accelerator.ddp_handler is not None:
             # Gradients are views of DDP's buckets: otherwise each rank stores them twice.
             accelerator.ddp_handler.gradient_as_bucket_view = True
+        self._averages_sums = False  # in the place of DDP
 
     @property
     def inplace_grad_scale(self) -> float | None:
-        is_single = self._accelerator.distributed_type == DistributedType.NO
-        if not is_single or self.ranks.world_size != 1 or self._accelerator.scaler is not None:
+        is_single = self._accelerator.distributed_type == DistributedType.NO and self.ranks.world_size == 1
+        if not (is_single or self._averages_sums) or self._accelerator.scaler is not None:
             return None
-        return 1.0 / self._accelerator.gradient_accumulation_steps
+        return self.ranks.world_size / self._accelerator.gradient_accumulation_steps
 
-    def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_batch_context(self, model: nn.Module, last: bool) -> Iterator[None]:
         self._accelerator.gradient_state._set_sync_gradients(last)
-        return nullcontext() if last else self._accelerator.no_sync(model)
+        with nullcontext() if last else self._accelerator.no_sync(model):
+            yield
+        if last and self._averages_sums:
+            average_sums(model, self.ranks, self._device)
+
+    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> nn.Module:
+        inner = self._unwrapped(model)
+        summed = storage and place_optimizer(optimizer, trained_parameters(inner), storage, self.ranks)
+        self._averages_sums = bool(summed) and self.ranks.world_size > 1
+        if not self._averages_sums:
+            return model
+        # DDP's buckets are as large as all gradients. Without references to it they are freed.
+        models = self._accelerator._models
+        models[:] = [inner if each is model else each for each in models]
+        return inner
 
 
 _PIECE_BYTES = 8 << 20

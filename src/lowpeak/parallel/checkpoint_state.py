@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowpeak.errors import CheckpointError
-from lowpeak.optim import MOMENTS, CompactAdamW, find_compact
+from lowpeak.optim import MOMENTS, CompactAdamW, UpdatedShard, find_compact
 from lowpeak.parallel.parameters import clean_parameter_name
 
 WEIGHT = "weight"  # the key of weights, next to the optimizer's keys of states (exp_avg, ...)
@@ -174,17 +174,22 @@ def torch_training_state(named: Mapping[str, nn.Parameter], optimizer: Any | Non
 
 def _add_real_values(state: TrainingState, name: str, parameter: nn.Parameter, optimizer: CompactAdamW) -> None:
     """Add the fp32 values of a parameter and its moments, decoded piece by piece as they are written."""
-    by_rows = row_sharded(parameter) is parameter
+    by_rows, shard = row_sharded(parameter) is parameter, optimizer.shard(parameter)
     for key in (WEIGHT, *MOMENTS) if optimizer.state.get(parameter) else (WEIGHT,):
         decode = partial(optimizer.read, parameter, key)
         if by_rows:
-            stored = local_fragment(parameter)
-            fragment = replace(stored, values=DecodedValues(decode, 0, stored.values.numel()))
+            fragment = _updated_fragment(parameter, shard, DecodedValues(decode, 0, shard.last - shard.first))
         else:
             fragment = state.fragment_of_parameter(_filled_like(parameter, decode))
         state.add_fragment(f"{key}/{name}", fragment)
     if optimizer.state.get(parameter):
-        state.scalars[name] = {"step": optimizer.state[parameter]["step"]}
+        state.scalars[name] = {"step": torch.tensor(float(optimizer.state[parameter]["step"]))}
+
+
+def _updated_fragment(parameter: nn.Parameter, shard: UpdatedShard, values: Tensor | DecodedValues) -> Fragment:
+    """Return the range of a parameter that this rank updates, with these values."""
+    stored = local_fragment(parameter)
+    return replace(stored, start=stored.start + shard.first, values=values)
 
 
 def _filled_like(parameter: Any, decode: Callable[[int, int], Tensor] | None = None) -> Any:
@@ -204,14 +209,22 @@ def load_real_values(
     load: Callable[[TrainingState], None],
 ) -> None:
     """Load the fp32 values of one parameter and its moments, and store them in the optimizer's format."""
-    state, values = TrainingState(), {}
+    state, values, shard = TrainingState(), dict[str, Any](), optimizer.shard(parameter)
+    by_rows = row_sharded(parameter) is parameter
     for key in (WEIGHT, *(each for each in MOMENTS if each in saved.states.get(name, {}))):
-        values[key] = _filled_like(parameter)
-        state.add_fragment(f"{key}/{name}", state.fragment_of_parameter(values[key]))
+        if by_rows:
+            values[key] = torch.zeros(shard.last - shard.first)
+            fragment = _updated_fragment(parameter, shard, values[key])
+        else:
+            values[key] = _filled_like(parameter)
+            fragment = state.fragment_of_parameter(values[key])
+        state.add_fragment(f"{key}/{name}", fragment)
     load(state)
     state.copy_back()
     local = {key: (each.to_local() if isinstance(each, DTensor) else each).view(-1) for key, each in values.items()}
-    optimizer.write(parameter, local, step=saved.others.get(name, {}).get("step"))
+    step = saved.others.get(name, {}).get("step")
+    optimizer.write(parameter, local, step=None if step is None else int(step))
+    shard.publish()
 
 
 def allocate_torch_state(named: Mapping[str, nn.Parameter], optimizer: Any, saved: SavedState) -> None:

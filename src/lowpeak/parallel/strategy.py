@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lowpeak.arguments import StorageFormat
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightLayout, Weights, WeightSlice
 
@@ -54,6 +55,13 @@ class TrainingStrategy(Protocol):
     def deepspeed_step(self) -> None:
         """Clip, update and clear the gradients if the strategy's engine does that itself; else do nothing."""
         return
+
+    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> nn.Module:
+        """Tell a CompactAdamW which values this rank updates, and where gradients are summed; return the model to train.
+
+        That is the model without DDP if `micro_batch_context` averages the gradients. Without a storage format it does nothing.
+        """
+        return model
 
 
 class InferenceStrategy(Protocol):

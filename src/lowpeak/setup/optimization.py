@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import Trainer, get_scheduler
 
-from lowpeak.arguments import ACT_IF, RunFacts, check_values
+from lowpeak.arguments import ACT_IF, STORAGE_ARGUMENTS, RunFacts, check_values
 from lowpeak.errors import ArgumentError, first_line
 
 _NUM_STEPS = 1000  # of the schedule that is tried
@@ -25,8 +25,8 @@ def check_optimizer(args: Any, passed: tuple[Any, Any]) -> None:
     `passed` are the optimizer and the schedule that the user passed, or None for each that the arguments describe.
     """
     check_values(args)
-    for name in ("weight_bits", "state_bits"):
-        if passed[0] is not None and getattr(args, name) is not None:
+    for name in STORAGE_ARGUMENTS:
+        if passed[0] is not None and getattr(args, name) not in (None, False):
             raise ArgumentError(
                 f"{name}={getattr(args, name)} has no effect on an optimizer that is passed in: remove one of the two."
             )

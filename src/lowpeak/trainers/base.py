@@ -31,8 +31,8 @@ from lowpeak.checkpoint import (
 )
 from lowpeak.errors import DataError, EngineError, StoppedError
 from lowpeak.memory import Phase
-from lowpeak.optim import clear_low_bits, clip_grad_norm
-from lowpeak.parallel import has_shards
+from lowpeak.optim import clear_low_bits
+from lowpeak.parallel import clip_grad_norm, has_shards
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_best_metric,
@@ -62,11 +62,11 @@ from lowpeak.training import (
     gather_usage,
     load_training,
     only_policy_adapters,
-    phase_metrics,
     require_finite_step,
     require_finite_weights,
     run_step,
     save_checkpoint,
+    usage_metrics,
     warn_of_overridden_arguments,
 )
 from lowpeak.watchdog import detect_failures
@@ -86,6 +86,7 @@ class StepTrainer(ModelCardMixin, Trainer):
 
     run: Run
     control: Any
+    model_wrapped: Any
     scratch: StepScratch
     algorithm_state: Mapping[str, float]
     unlogged_metrics: Mapping[str, Metric]
@@ -122,8 +123,6 @@ class StepTrainer(ModelCardMixin, Trainer):
         self.run, self.scratch = run, StepScratch()
         self.algorithm_state, self.unlogged_metrics = dict(run.algorithm.state), {}
         self.add_callback(StepCallback(lambda: self.run, self.finish_step))
-
-    # the loop
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or resume from a checkpoint (True: the last complete one of output_dir); Ctrl-C saves and stops."""
@@ -229,13 +228,16 @@ class StepTrainer(ModelCardMixin, Trainer):
         return self.run.algorithm.coefficients(self.algorithm_state, self.state.global_step, self.state.epoch or 0.0)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        exact = self.run.storage is not None
-        return clip_grad_norm(model.parameters(), self.args.max_grad_norm) if exact else super()._clip_grad_norm(model)
+        if self.run.storage is None:
+            return super()._clip_grad_norm(model)
+        return clip_grad_norm(model.parameters(), self.args.max_grad_norm or math.inf, self.args.device)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the gradient norm, after the step's only read of the device; raise NonFiniteError for a NaN."""
         strategy, step = self.run.strategy, self.state.global_step + 1
         engine_norm = strategy.deepspeed_grad_norm()
+        if grad_norm is None and self.run.storage is not None:  # max_grad_norm=0: not clipped
+            grad_norm = self._clip_grad_norm(model)
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm) if engine_norm is None else engine_norm
         assert self.scratch.measured is not None
         self.scratch.measured = gather_metrics(self.scratch.measured, grad_norm, strategy.ranks)
@@ -254,10 +256,8 @@ class StepTrainer(ModelCardMixin, Trainer):
         scratch, self.scratch = self.scratch, StepScratch()
         measured = scratch.measured
         assert measured is not None
-        usage = self._agree_to_stop(scratch.seconds)
-        metrics = merge_metrics(merge_metrics(scratch.metrics, measured.metrics), phase_metrics(usage.phases))
-        metrics["step_time"] = Metric(usage.seconds)
-        metrics["tokens_per_second"] = Metric(float(scratch.num_new), usage.seconds)
+        used = usage_metrics(self._agree_to_stop(scratch.seconds), scratch.num_new)
+        metrics = merge_metrics(merge_metrics(scratch.metrics, measured.metrics), used)
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
         self.algorithm_state = self.run.algorithm.next_state(self.algorithm_state, values)
@@ -288,8 +288,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         """Log; logs of training, and the last one of a run, contain the metrics of all steps since the previous log."""
         if "loss" in logs or "train_runtime" in logs:
             metrics, self.unlogged_metrics = self.unlogged_metrics, {}
-            values = {name: metric.value() for name, metric in metrics.items()}
-            logs = {**logs, **{name: value for name, value in values.items() if math.isfinite(value)}}
+            logs = {**logs, **{name: x for name, metric in metrics.items() if math.isfinite(x := metric.value())}}
         super().log(logs, start_time)
 
     def evaluate(
@@ -308,8 +307,6 @@ class StepTrainer(ModelCardMixin, Trainer):
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         check_best_metric(self, metric_key_prefix, metrics)
         return metrics
-
-    # checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or the adapter alone, with tokenizer and config for `from_pretrained`, slice by slice."""
@@ -333,15 +330,17 @@ class StepTrainer(ModelCardMixin, Trainer):
         The folder is cleared when all ranks have loaded: a resume that fails leaves it as it was.
         """
         ranks, resumed = self.run.strategy.ranks, self.resumed
-        if resume_from_checkpoint is None or not has_shards(Path(resume_from_checkpoint)):
+        if resume_from_checkpoint is not None and not has_shards(Path(resume_from_checkpoint)):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         else:
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-            with ranks.propagate_errors(), warn_of_overridden_arguments(self, resume_from_checkpoint):
-                self.load_states(Path(resume_from_checkpoint))
+            self.model_wrapped = self.run.strategy.place_optimizer(self.model_wrapped, self.optimizer, self.run.storage)
+            if resume_from_checkpoint is not None:
+                with ranks.propagate_errors(), warn_of_overridden_arguments(self, resume_from_checkpoint):
+                    self.load_states(Path(resume_from_checkpoint))
         step = None if resumed is None else resumed.policy_version
         ranks.call_on_first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
-        return prepared
+        return self.model_wrapped, prepared[1]
 
     def load_states(self, checkpoint: Path) -> None:
         with explain_load_errors(os.fspath(checkpoint), "states", "model, optim and trained parameters"):
@@ -377,6 +376,7 @@ class StepTrainer(ModelCardMixin, Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        self.model_wrapped = self.run.strategy.place_optimizer(self.model_wrapped, self.optimizer, self.run.storage)
         explained = explain_load_errors(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
         with self.run.strategy.ranks.propagate_errors(), explained, warn_of_overridden_arguments(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)

@@ -63,7 +63,7 @@ from lowpeak.training.step_metrics import StepMetrics as StepMetrics
 from lowpeak.training.step_metrics import StepUsage as StepUsage
 from lowpeak.training.step_metrics import gather_metrics as gather_metrics
 from lowpeak.training.step_metrics import gather_usage as gather_usage
-from lowpeak.training.step_metrics import phase_metrics as phase_metrics
 from lowpeak.training.step_metrics import require_finite_step as require_finite_step
 from lowpeak.training.step_metrics import require_finite_weights as require_finite_weights
+from lowpeak.training.step_metrics import usage_metrics as usage_metrics
 from lowpeak.training.weight_sync import MAX_RECONNECTS as MAX_RECONNECTS

@@ -45,7 +45,15 @@ from lowpeak.models import (
     transformers_model,
 )
 from lowpeak.optim import compact_optimizer
-from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, device_fractions, is_sharded, states_on_host
+from lowpeak.parallel import (
+    FrozenModel,
+    Strategy,
+    detect_strategy,
+    device_fractions,
+    is_replicated,
+    is_sharded,
+    states_on_host,
+)
 from lowpeak.records import Prompt
 from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
 from lowpeak.training.collector import RolloutCollector
@@ -302,6 +310,7 @@ def _report_idle_arguments(context: RunContext, parts: OnlineParts, strategy: St
         replace(
             facts,
             sharded=strategy.shards_parameters,
+            replicated=is_replicated(context.accelerator),
             in_fp32=computes_in_fp32(parts.args, parts.policy, parts.reference_model),
             states_on_host=states_on_host(context.accelerator.state),
             frozen=_has_frozen_models(parts),

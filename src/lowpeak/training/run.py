@@ -19,8 +19,7 @@ from lowpeak.errors import MemoryExhaustedError, first_line
 from lowpeak.journal import Journal
 from lowpeak.memory import MemoryTracker, Phase, is_out_of_memory
 from lowpeak.models import Reference
-from lowpeak.optim import find_compact
-from lowpeak.parallel import Strategy, first_position, trained_parameters
+from lowpeak.parallel import Strategy
 from lowpeak.records import Metric
 from lowpeak.training.run_sizes import Sizes
 from lowpeak.training.signals import Interrupts
@@ -162,14 +161,6 @@ class StepCallback(TrainerCallback):
     def __init__(self, current_run: Callable[[], Run], finish_step: Callable[[], object]) -> None:
         self._current_run, self._finish_step = current_run, finish_step
         self._open = ExitStack()
-
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
-    ) -> None:
-        compact = find_compact(optimizer)
-        if compact is not None:
-            named = trained_parameters(model)
-            compact.name_parameters(named, {name: first_position(parameter) for name, parameter in named.items()})
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._current_run()

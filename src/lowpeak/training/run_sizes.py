@@ -202,8 +202,12 @@ def training_bytes(
         if parameter.device.type != device.type:
             total += share.weights * size
         if parameter.requires_grad:
-            states = 2.0 if storage is None else storage.state_bytes / parameter.element_size()
-            total += (share.gradients + share.states * states) * size
+            count = size / parameter.element_size()
+            total += (
+                (share.gradients + 2 * share.states) * size
+                if storage is None
+                else count * storage.device_bytes(share.gradients, share.states)
+            )
     return int(total)
 
 

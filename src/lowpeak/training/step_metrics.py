@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowpeak.checkpoint import last_checkpoint
 from lowpeak.errors import NonFiniteError, shorten_names
 from lowpeak.memory import Phase, PhaseUse
+from lowpeak.optim import gradient_of
 from lowpeak.parallel import Strategy, trained_parameters
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, merge_metrics
@@ -83,7 +84,8 @@ def require_finite_step(
     problem = _not_finite(numbers)
     if problem is None:
         return
-    gradients = {name: _local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: gradient_of(p) for name, p in model.named_parameters()}
+    gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
     names = strategy.ranks.gather(
         (_not_finite_names(strategy.shards(model)), _not_finite_names(gradients), [*gradients])
     )
@@ -116,11 +118,6 @@ def require_finite_weights(model: nn.Module, strategy: Strategy, step: int, outp
         )
 
 
-def _local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor that FSDP2 shards."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _not_finite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
 
@@ -135,10 +132,10 @@ def _remedy(output_dir: Path) -> str:
     return f"{checkpoint}. Lower the learning rate, check the rewards' scale, or train in fp32 (bf16=False)."
 
 
-def phase_metrics(uses: Mapping[str, PhaseUse]) -> dict[str, Metric]:
-    """Return `time/<phase>` in seconds a step and `peak_memory/<phase>` in bytes."""
-    metrics: dict[str, Metric] = {}
-    for phase, use in uses.items():
+def usage_metrics(usage: StepUsage, num_new: int) -> dict[str, Metric]:
+    """Return `time/<phase>` in seconds a step, `peak_memory/<phase>` in bytes, the step's time and its new tokens per second."""
+    metrics = {"step_time": Metric(usage.seconds), "tokens_per_second": Metric(float(num_new), usage.seconds)}
+    for phase, use in usage.phases.items():
         metrics[f"time/{phase}"] = Metric(use.seconds, 1.0)
         metrics[f"peak_memory/{phase}"] = Metric(float(use.peak_bytes), 1.0, "max")
     return metrics

@@ -1,0 +1,114 @@
+"""Gradients of a step on ranks: where they are summed, their average over replicas, their norm, and which rank updates what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from lowpeak.arguments import StorageFormat
+from lowpeak.optim import GradientSum, UpdatedShard, find_compact, find_sum, gradient_of, multiply_gradient
+from lowpeak.parallel.checkpoint_state import first_position
+from lowpeak.ranks import Ranks
+
+_PIECE = 1 << 24  # values that are reduced at a time
+
+
+def place_optimizer(
+    optimizer: Any, named: Mapping[str, nn.Parameter], storage: StorageFormat, replicas: Ranks | None = None
+) -> bool:
+    """Tell a CompactAdamW which values this rank updates; return whether it takes gradients from sums outside of `.grad`.
+
+    `replicas` are ranks with the same parameters: with `shard_states` each updates its rows alone. If they sum the gradients of
+    one parameter, they sum those of all, because DDP averages all or none.
+    """
+    compact = find_compact(optimizer)
+    assert compact is not None, "a storage format is that of a CompactAdamW"
+    dtypes = {name: _sum_dtype(name, parameter, storage) for name, parameter in named.items()}
+    summed = {name for name, parameter in named.items() if storage.offload or dtypes[name] != parameter.dtype}
+    for name, parameter in named.items():
+        found = find_sum(parameter)
+        if found is not None:
+            found.remove()
+        if name in summed or (summed and replicas is not None and replicas.world_size > 1):
+            GradientSum(parameter, dtypes[name], compact.host(parameter))
+    rows_of = replicas if storage.shard_states else None
+    compact.place({parameter: _updated_shard(name, parameter, rows_of) for name, parameter in named.items()})
+    return bool(summed)
+
+
+def _sum_dtype(name: str, parameter: nn.Parameter, storage: StorageFormat) -> torch.dtype:
+    """Return the dtype of a gradient sum; LoRA's weights are fp32 in every format."""
+    if "lora_" in name:
+        return parameter.dtype
+    return torch.bfloat16 if storage.gradient_bits == 16 else torch.float32
+
+
+def _updated_shard(name: str, parameter: nn.Parameter, replicas: Ranks | None) -> UpdatedShard:
+    if replicas is None or replicas.world_size == 1:
+        local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return UpdatedShard(name, first_position(parameter), 0, local.numel())
+    rows = parameter.shape[0] if parameter.dim() else 1
+    step, numel = -(-rows // replicas.world_size) * (parameter.numel() // max(1, rows)), parameter.numel()
+    bounds = [min(rank * step, numel) for rank in range(replicas.world_size + 1)]
+    first, last = bounds[replicas.rank], bounds[replicas.rank + 1]
+    return UpdatedShard(name, first, first, last, partial(_publish, parameter, bounds))
+
+
+def _publish(parameter: nn.Parameter, bounds: list[int]) -> None:
+    """Copy the values that each rank has updated to all ranks."""
+    flat = parameter.detach().view(-1)
+    ranges = pairwise(bounds)
+    sent = [dist.broadcast(flat[a:b], rank, async_op=True) for rank, (a, b) in enumerate(ranges) if a < b]
+    for each in sent:
+        each.wait()
+
+
+def average_sums(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    """Average the gradient sums of replicas over ranks, piece by piece; a rank without a gradient adds zeros."""
+    found = [each for parameter in model.parameters() if (each := find_sum(parameter)) is not None]
+    totals = [each.total() for each in found]
+    anywhere = ranks.max([float(total is not None) for total in totals])
+    for each, total, has_gradient in zip(found, totals, anywhere, strict=True):
+        if not has_gradient:
+            continue
+        for piece in (each.zero() if total is None else total).split(_PIECE):
+            here = piece.to(device)
+            dist.all_reduce(here)
+            here.div_(ranks.world_size)
+            if here is not piece:
+                piece.copy_(here)
+
+
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.device) -> Tensor:
+    """Scale gradients to a global norm of at most `max_norm`; return the norm before, summed in fp32 also for bf16 gradients."""
+    gradients = [(parameter, gradient) for parameter in parameters if (gradient := gradient_of(parameter)) is not None]
+    norms: dict[Any, list[Tensor]] = {}  # by mesh and placements: a model's parameters may be sharded in several ways
+    for parameter, gradient in gradients:
+        sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        norms.setdefault(sharding, []).append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+    # Gradients are on one device or in host memory: the sum of each group crosses once.
+    squares = [
+        _sum_of_shards(torch.stack(each).square().sum().to(device), sharding) for sharding, each in norms.items()
+    ]
+    norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device=device)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+    for parameter, _ in gradients:
+        multiply_gradient(parameter, factor)
+    return norm
+
+
+def _sum_of_shards(squares: Tensor, sharding: Any) -> Tensor:
+    """Return the sum of squares of all shards, given this rank's, over the axes of a mesh that shard the parameter."""
+    if sharding is None:
+        return squares
+    mesh, placements = sharding
+    partials = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
+    total: Any = DTensor.from_local(squares, mesh, partials, run_check=False)
+    return total.full_tensor()
