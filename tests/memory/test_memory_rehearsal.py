@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config
 
+from lowpeak.arguments import StorageFormat
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import StorageMeter, rehearse
 from lowpeak.parallel import fake_process_group, make_mesh, wrap_shape_propagation
@@ -25,6 +26,11 @@ SMALL = Qwen2Config(
 LARGE = Qwen2Config(
     vocab_size=152_064, hidden_size=3_584, num_hidden_layers=12, num_attention_heads=28, num_key_value_heads=4,
     intermediate_size=18_944, tie_word_embeddings=False, max_position_embeddings=8_192,
+)  # fmt: skip
+# Its states have blocks of 128 values: 64M parameters, of which few are below 4,096 in a tensor.
+WIDE = Qwen2Config(
+    vocab_size=8_192, hidden_size=1_024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+    intermediate_size=4_096, tie_word_embeddings=True,
 )  # fmt: skip
 BATCHES = micro_batches(8, 8, 4, 40)
 
@@ -58,6 +64,46 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_both_states():
     many = rehearse(lambda: make_model(SMALL), micro_batches(8, 64, 4, 1000), ALGORITHM, CORE)
     assert many.forward > one.forward
     assert many.optimizer == one.optimizer
+
+
+def bytes_per_parameter(found, config: Qwen2Config, world_size: int = 1) -> dict[str, float]:
+    with torch.device("meta"):
+        num_parameters = sum(p.numel() for p in make_model(config).parameters())
+    return {name: value * world_size / num_parameters for name, value in vars(found).items()}
+
+
+@pytest.mark.parametrize(("bits", "low_bytes"), [(32, 2), (24, 1), (16, 0)])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_storage_format_takes_its_bytes(bits, low_bytes, world_size):
+    storage = StorageFormat(bits, 8)
+    found = bytes_per_parameter(
+        rehearse(lambda: make_model(WIDE), BATCHES, ALGORITHM, CORE, world_size=world_size, storage=storage),
+        WIDE,
+        world_size,
+    )
+    assert found["loaded"] == pytest.approx(2, rel=0.01)
+    floor = 2 + 2 + low_bytes + 2.0625
+    # Above it small tensors' fp32 states, and a piece of 2**18 values that torch's operations decode.
+    assert floor < found["optimizer"] < floor + 0.1 + world_size * 12e6 / 67e6
+    assert found["host"] == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_an_offloaded_optimizer_leaves_the_weights_on_the_device(world_size):
+    found, beside = (
+        bytes_per_parameter(
+            rehearse(lambda: make_model(WIDE), BATCHES, ALGORITHM, CORE, world_size=world_size, storage=storage),
+            WIDE,
+            world_size,
+        )
+        for storage in (StorageFormat(32, 8, 32, offload=True), StorageFormat(32, 8))
+    )
+    assert found["loaded"] == pytest.approx(2, rel=0.01)
+    assert beside["score"] - found["score"] == pytest.approx(2 + 2.0625, rel=0.02)
+    assert beside["backward"] - found["backward"] > 4
+    assert found["host"] == pytest.approx(4 + 2 + 2.0625, rel=0.02)
+    assert found["to_device"] == pytest.approx(found["host"], rel=0.01)
+    assert found["to_host"] == pytest.approx(2 * len(BATCHES) + 2 + 2.0625, rel=0.03)
 
 
 def test_a_phase_that_reads_a_value_is_refused():

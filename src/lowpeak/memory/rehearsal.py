@@ -15,17 +15,23 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowpeak.algorithms import Algorithm
+from lowpeak.arguments import StorageFormat
+from lowpeak.models import convert_trainable
+from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copied_to_device
 from lowpeak.parallel import (
     FakeStrategy,
     Strategy,
+    clip_grad_norm,
     fake_process_group,
     make_mesh,
+    place_optimizer,
     prepare_like_accelerate,
+    trained_parameters,
     wrap_shape_propagation,
 )
 from lowpeak.records import MicroBatch
@@ -37,13 +43,19 @@ _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
 
 @dataclass(frozen=True)
 class PhasePeaks:
-    """Peak bytes of tensors on one rank, in each phase. All include the model, `loaded` before any phase."""
+    """Peak bytes of tensors on one rank, in each phase. All include the model, `loaded` before any phase.
+
+    `host` are bytes in host memory; a step copies `to_host` and `to_device` bytes there and back.
+    """
 
     loaded: int
     score: int
     forward: int
     backward: int
     optimizer: int
+    host: int = 0
+    to_host: int = 0
+    to_device: int = 0
 
     @property
     def train(self) -> int:
@@ -59,13 +71,15 @@ def rehearse(
     world_size: int = 1,
     compute: torch.dtype | None = None,
     make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _FUSED_ADAMW,
+    storage: StorageFormat | None = None,
     max_grad_norm: float = 1.0,
 ) -> PhasePeaks:
     """Return the peak of each phase of a step on rank 0 of `world_size` (FSDP2 if above 1).
 
     `make_model` must return the model with its head installed; it is called under FakeTensorMode, where a model takes no
-    memory. `micro_batches` are rank 0's, packed outside. `compute` is torch.bfloat16 for a run with `bf16=True`. A first step,
-    which creates the optimizer's states, does not count.
+    memory. `micro_batches` are rank 0's, packed outside. `compute` is torch.bfloat16 for a run with `bf16=True`. With a `storage`
+    format the model is converted to it, and its CompactAdamW is the optimizer. A first step, which creates the optimizer's
+    states, does not count.
 
     Counted is every storage that an operation returns, in blocks of 512 bytes: weights, shards, gathered layers, activations,
     gradients, optimizer states. Not counted are temporaries inside an operation, fragmentation, the process with its libraries
@@ -79,8 +93,13 @@ def rehearse(
     with fake_process_group(world_size):
         mesh = make_mesh()
         with FakeTensorMode(allow_non_fake_inputs=True), StorageMeter() as meter, wrap_shape_propagation(meter.paused):
-            model = prepare_like_accelerate(make_model().train(), mesh, compute)
-            optimizer = make_optimizer(model.parameters())
+            model, host = make_model().train(), RehearsedHost(meter)
+            if storage is not None:
+                convert_trainable(model, storage)
+            model = prepare_like_accelerate(model, mesh, compute)
+            optimizer = (
+                make_optimizer(model.parameters()) if storage is None else _compact_optimizer(model, storage, host)
+            )
             loaded = meter.live_bytes
             strategy = cast(Strategy, FakeStrategy(meter.begin))
 
@@ -88,7 +107,10 @@ def rehearse(
                 model.train()
                 run_step(model, micro_batches, algorithm, core, strategy, algorithm.coefficients())
                 meter.begin("optimizer")
-                nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+                if storage is None:
+                    nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+                else:
+                    clip_grad_norm(model.parameters(), max_grad_norm, core.device)
                 optimizer.step()
                 optimizer.zero_grad()
                 meter.begin(None)
@@ -97,8 +119,61 @@ def rehearse(
             meter.peaks.clear()
             meter.begin("score")
             score(model.eval(), micro_batches, core)
+            host.to_host = host.to_device = 0
             step()
-    return PhasePeaks(loaded, **meter.peaks)
+    return PhasePeaks(loaded, **meter.peaks, host=host.bytes, to_host=host.to_host, to_device=host.to_device)
+
+
+class RehearsedHost(HostMemory):
+    """Host memory of a device whose tensors are fake: a device's memory that a meter counts, and the host's that it does not."""
+
+    def __init__(self, meter: StorageMeter) -> None:
+        super().__init__(torch.device("cpu"))
+        self._meter = meter
+        self.bytes = self.to_host = self.to_device = 0
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        with self._meter.paused():
+            buffer = torch.empty(size, dtype=dtype)
+        self._meter.ignore(buffer.untyped_storage())
+        self.bytes += buffer.nbytes
+        return buffer
+
+    def add(self, total: Tensor, values: Tensor, replace: bool = False) -> None:
+        self.to_host += values.nbytes
+
+    def add_rows(self, total_VD: Tensor, ids_N: Tensor, values_ND: Tensor) -> None:
+        self.to_host += values_ND.nbytes
+
+    def multiply(self, total: Tensor, factor: Tensor) -> Tensor | None:
+        return factor
+
+    def visit(self, step: TensorStep, update: Callable[[TensorStep], None], factor: Tensor | None) -> None:
+        states = sum(values.nbytes for values in step.tensor.state.values())
+        self.to_device += states + step.gradients.nbytes
+        self.to_host += states
+        first, *_ = step.tensor.chunks(self.piece)
+        # As many pieces as are under way at a time.
+        under_way = [copied_to_device(step.slice(*first), step.gradients.device) for _ in range(self.num_pieces)]
+        update(under_way[0])
+
+
+class RehearsedAdamW(CompactAdamW):
+    """A CompactAdamW whose host memory is rehearsed."""
+
+    rehearsed_host: RehearsedHost
+
+    def host(self, parameter: nn.Parameter) -> HostMemory | None:
+        return self.rehearsed_host if self.offload else None
+
+
+def _compact_optimizer(model: nn.Module, storage: StorageFormat, host: RehearsedHost) -> CompactAdamW:
+    bits: dict[str, Any] = {"weight_bits": storage.weight_bits, "state_bits": storage.state_bits}
+    optimizer = RehearsedAdamW(model.parameters(), offload=storage.offload, **bits)
+    optimizer.rehearsed_host = host
+    with unset_fake_temporarily():  # DTensor computes positions of shards with tensors, and reads them
+        place_optimizer(optimizer, trained_parameters(model), storage)
+    return optimizer
 
 
 class StorageMeter(TorchDispatchMode):
@@ -117,6 +192,7 @@ class StorageMeter(TorchDispatchMode):
         self._paused = False
         self._phase: str | None = None
         self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._ignored: dict[int, weakref.ref[Any]] = {}
 
     def begin(self, phase: str | None) -> None:
         """Begin `phase` and end the current one; None begins no phase."""
@@ -163,9 +239,16 @@ class StorageMeter(TorchDispatchMode):
         self._is_replacing = False
         self._peak = max(self._peak, self.live_bytes)
 
+    def ignore(self, storage: torch.UntypedStorage) -> None:
+        """Never count a storage: it is in other memory."""
+        key = storage._cdata
+        self._ignored[key] = weakref.ref(storage, lambda _: self._ignored.pop(key))
+
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count a storage at its current size, until it is freed."""
         key, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
+        if key in self._ignored:
+            return
         known = self._sizes.get(key)
         if known is None:
             watch = weakref.ref(storage, lambda _: self._forget(key))

@@ -5,6 +5,7 @@ from lowpeak.optim.compact_adamw import clear_low_bits as clear_low_bits
 from lowpeak.optim.compact_adamw import compact_optimizer as compact_optimizer
 from lowpeak.optim.compact_adamw import find_compact as find_compact
 from lowpeak.optim.compact_adamw import kernel_difference as kernel_difference
+from lowpeak.optim.formats import TensorStep as TensorStep
 from lowpeak.optim.formats import decode_first_moment as decode_first_moment
 from lowpeak.optim.formats import decode_second_moment as decode_second_moment
 from lowpeak.optim.formats import encode_first_moment as encode_first_moment
@@ -16,3 +17,5 @@ from lowpeak.optim.gradient_sums import GradientSum as GradientSum
 from lowpeak.optim.gradient_sums import find_sum as find_sum
 from lowpeak.optim.gradient_sums import gradient_of as gradient_of
 from lowpeak.optim.gradient_sums import multiply_gradient as multiply_gradient
+from lowpeak.optim.host_memory import HostMemory as HostMemory
+from lowpeak.optim.host_memory import copied_to_device as copied_to_device

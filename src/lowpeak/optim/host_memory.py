@@ -28,11 +28,15 @@ _NUM_SLOTS = 2  # copies under way: while one piece is computed or added, the ne
 
 
 class HostMemory:
-    """Buffers in host memory that gradients of one device are added to, and whose contents visit the device."""
+    """Buffers in host memory that gradients of one device are added to, and whose contents visit the device.
+
+    `num_pieces` of `piece` values are under way at a time.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._piece = device, _PIECE
-        self._slots = [_Slot(device, self._piece) for _ in range(_NUM_SLOTS)] if device.type != "cpu" else []
+        self.piece, self.num_pieces = _PIECE, _NUM_SLOTS
+        self._device = device
+        self._slots = [_Slot(device, self.piece) for _ in range(_NUM_SLOTS)] if device.type != "cpu" else []
         self._next = cycle(self._slots)
 
     @cached_property
@@ -55,8 +59,8 @@ class HostMemory:
         if not self._slots:
             _add(total, values, replace)
             return
-        for first in range(0, values.numel(), self._piece):
-            piece, slot = slice(first, first + self._piece), next(self._next)
+        for first in range(0, values.numel(), self.piece):
+            piece, slot = slice(first, first + self.piece), next(self._next)
             arriving = slot.receive(values[piece])
             slot.added = self._adder.submit(slot.add, total[piece], arriving, replace)
 
@@ -65,7 +69,7 @@ class HostMemory:
         if not self._slots:
             _add_rows(total_VD, ids_N, values_ND)
             return
-        num_rows = max(1, self._piece // values_ND.shape[1])
+        num_rows = max(1, self.piece // values_ND.shape[1])
         for first in range(0, len(ids_N), num_rows):
             rows, slot = slice(first, first + num_rows), next(self._next)
             arriving = slot.receive(values_ND[rows].reshape(-1)).view(-1, values_ND.shape[1])
@@ -89,11 +93,11 @@ class HostMemory:
         if not self._slots:
             update(step)
             return
-        pieces = step.tensor.chunks(self._piece)
+        pieces = step.tensor.chunks(self.piece)
         for (first, last), slot in zip(pieces, cycle(self._slots), strict=False):
             here = step.slice(first, last)
             with slot.begin():
-                there = _copied(here, self._device)
+                there = copied_to_device(here, self._device)
                 if factor is not None:
                     there.gradients.mul_(factor)
                 update(there)
@@ -156,7 +160,7 @@ class _Slot:
             self.added.result()
 
 
-def _copied(step: TensorStep, device: torch.device) -> TensorStep:
+def copied_to_device(step: TensorStep, device: torch.device) -> TensorStep:
     """Return a step whose states and gradients are copies on the device; its weights are there already."""
 
     def copy(values: Tensor) -> Tensor:
