@@ -13,3 +13,5 @@ from lowpeak.optim.formats import encode_second_moment as encode_second_moment
 from lowpeak.optim.formats import join_weights as join_weights
 from lowpeak.optim.formats import rounding_noise as rounding_noise
 from lowpeak.optim.formats import split_weights as split_weights
+from lowpeak.optim.rounding_loss import lost_share as lost_share
+from lowpeak.optim.rounding_loss import warn_of_lost_updates as warn_of_lost_updates

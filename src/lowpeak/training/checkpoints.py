@@ -187,7 +187,9 @@ def check_loaded_names(model: nn.Module, loaded: Any) -> None:
 
 def check_optimizer_groups(optimizer: Any) -> None:
     """Raise ValueError for parameter groups of another optimizer: torch loads them, and fails at its first step."""
-    missing = [key for group in optimizer.param_groups for key in optimizer.defaults if key not in group]
+    # Loading makes torch add "differentiable" to the defaults, also of optimizers without it, such as Adafactor.
+    names = optimizer.defaults.keys() - {"differentiable"}
+    missing = sorted(key for group in optimizer.param_groups for key in names if key not in group)
     if missing:
         raise ValueError(f"they have no {missing[0]}")
 

@@ -19,7 +19,7 @@ from lowpeak.errors import MemoryExhaustedError, first_line
 from lowpeak.journal import Journal
 from lowpeak.memory import MemoryTracker, Phase, is_out_of_memory
 from lowpeak.models import Reference
-from lowpeak.optim import find_compact
+from lowpeak.optim import find_compact, warn_of_lost_updates
 from lowpeak.parallel import Strategy, first_position, trained_parameters
 from lowpeak.records import Metric
 from lowpeak.training.run_sizes import Sizes
@@ -170,6 +170,8 @@ class StepCallback(TrainerCallback):
         if compact is not None:
             named = trained_parameters(model)
             compact.name_parameters(named, {name: first_position(parameter) for name, parameter in named.items()})
+        elif state.is_world_process_zero:
+            warn_of_lost_updates(optimizer)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._current_run()
