@@ -13,5 +13,6 @@ from lowpeak.optim.formats import encode_second_moment as encode_second_moment
 from lowpeak.optim.formats import join_weights as join_weights
 from lowpeak.optim.formats import rounding_noise as rounding_noise
 from lowpeak.optim.formats import split_weights as split_weights
-from lowpeak.optim.rounding_loss import lost_share as lost_share
-from lowpeak.optim.rounding_loss import warn_of_lost_updates as warn_of_lost_updates
+from lowpeak.optim.users_optimizer import loading_states as loading_states
+from lowpeak.optim.users_optimizer import lost_share as lost_share
+from lowpeak.optim.users_optimizer import warn_of_lost_updates as warn_of_lost_updates

@@ -68,8 +68,9 @@ def test_deepspeed_keeps_its_master_weights(tmp_path):
     assert not SFTTrainer.resolve(args).model.trains_bf16
 
 
-def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(tmp_path, caplog, model):
-    run = {**SAVED, **BF16, "max_steps": 3, "optim": "adafactor"}
+@pytest.mark.parametrize("optim", ["adafactor", "adamw_bnb_8bit", "sgd"])
+def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(tmp_path, caplog, model, optim):
+    run = {**SAVED, **BF16, "max_steps": 3, "optim": optim}
     with caplog.at_level(logging.WARNING):
         whole = trained("GRPO", tmp_path / "run", model, **run)
         again = trained("GRPO", tmp_path / "run", model, **run, resume=tmp_path / "run" / "checkpoint-2")

@@ -1,10 +1,11 @@
-"""The share of updates that an optimizer loses by rounding bf16 weights to nearest, and the warning that states it."""
+"""Optimizers that the user chose, on bf16 weights: the share of updates that they round away, and states in their dtypes."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +59,42 @@ def warn_of_lost_updates(optimizer: Any) -> None:
         100 * share,
         rates,
     )
+
+
+@contextmanager
+def loading_states(optimizer: Any) -> Iterator[None]:
+    """Keep the dtypes of the states that the block loads; ValueError for parameter groups of another optimizer.
+
+    torch would convert fp32 states to the dtype of bf16 weights, and fail at its first step with other groups.
+    """
+    inner, saved = getattr(optimizer, "optimizer", optimizer), dict[Any, Mapping[str, Any]]()
+
+    def remember(_: Any, state_dict: dict[str, Any]) -> None:
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        saved.update({p: state_dict["state"].get(number, {}) for p, number in zip(parameters, numbers, strict=False)})
+
+    def restore(_: Any) -> None:
+        for parameter, states in saved.items():
+            for key, value in states.items():
+                loaded = inner.state[parameter].get(key)
+                if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                    inner.state[parameter][key] = value.to(loaded.device)
+
+    # DeepSpeed's optimizers have no hooks, and convert nothing.
+    is_torchs = isinstance(inner, torch.optim.Optimizer)
+    before = inner.register_load_state_dict_pre_hook(remember) if is_torchs else None
+    after = inner.register_load_state_dict_post_hook(restore) if is_torchs else None
+    try:
+        yield
+    finally:
+        for handle in filter(None, (before, after)):
+            handle.remove()
+    # Loading makes torch add "differentiable" to the defaults, also of optimizers without it, such as Adafactor.
+    names = [name for name in optimizer.defaults if name != "differentiable"]
+    missing = [name for group in optimizer.param_groups for name in names if name not in group]
+    if missing:
+        raise ValueError(f"they have no {missing[0]}")
 
 
 def _sums_exactly(group: dict[str, Any]) -> bool:
