@@ -238,6 +238,12 @@ class ModelSettings:
         return replace(self, storage=None, keeps_bf16=self.trains_bf16)
 
     @property
+    def storage_name(self) -> str:
+        """The format of trained weights and optimizer states, in words; a resumed run is told of a change."""
+        own = f"weights in {'bf16' if self.keeps_bf16 else 'fp32'}, optimizer states as optim stores them"
+        return own if self.storage is None else str(self.storage)
+
+    @property
     def load_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `from_pretrained`; the dtype is the checkpoint's unless the user sets another."""
         dtype = "bfloat16" if self.trains_bf16 else "auto"

@@ -278,7 +278,7 @@ class OfflineTrainer(StepTrainer):
         )
 
     def identity(self) -> dict[str, Any]:
-        arguments = learning_arguments(self.acting_args)
+        arguments = learning_arguments(self.acting_args, self.settings.model.storage_name)
         return {**super().identity(), "rows of a step": self.rows_per_step, ARGUMENTS: arguments}
 
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
