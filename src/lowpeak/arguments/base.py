@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from lowpeak.arguments.declare import (
@@ -254,7 +254,8 @@ class ModelSettings:
     """Settings of loading models, and of changes in a loaded model.
 
     `model_init_kwargs` and `trust_remote_code` act on models that are given by name or path. `storage` is the format of trained
-    weights and optimizer states; None: fp32, or that of an optimizer that the user chose.
+    weights and optimizer states; None: an optimizer that the user chose stores them, on fp32 weights or, if the user asked for
+    them, on bf16 weights (`keeps_bf16`).
     """
 
     model_init_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may have an access token
@@ -262,12 +263,27 @@ class ModelSettings:
     disable_dropout: bool = False
     cast_lm_head_to_fp32: bool = False
     storage: StorageFormat | None = None
+    keeps_bf16: bool = False
+
+    @property
+    def trains_bf16(self) -> bool:
+        """Whether the model is trained on bf16 weights."""
+        return self.keeps_bf16 or (self.storage is not None and self.storage.weight_bits is not None)
+
+    def with_users_optimizer(self) -> ModelSettings:
+        """Return the settings for an optimizer that the user chose, which stores states and rounds weights itself."""
+        return replace(self, storage=None, keeps_bf16=self.trains_bf16)
+
+    @property
+    def storage_name(self) -> str:
+        """The format of trained weights and optimizer states, in words; a resumed run is told of a change."""
+        own = f"weights in {'bf16' if self.keeps_bf16 else 'fp32'}, optimizer states as optim stores them"
+        return own if self.storage is None else str(self.storage)
 
     @property
     def load_kwargs(self) -> dict[str, Any]:
         """The keyword arguments of `from_pretrained`; the dtype is the checkpoint's unless the user sets another."""
-        in_bf16 = self.storage is not None and self.storage.weight_bits is not None
-        dtype = "bfloat16" if in_bf16 else "auto"
+        dtype = "bfloat16" if self.trains_bf16 else "auto"
         return {"trust_remote_code": self.trust_remote_code, "dtype": dtype, **self.model_init_kwargs}
 
 
@@ -313,8 +329,9 @@ class RunSettings:
 
 def resolve_model(args: Any) -> ModelSettings:
     """Return the settings of loading models."""
-    kwargs = args.model_init_kwargs or {}
-    return make_settings(ModelSettings, args, model_init_kwargs=kwargs, storage=resolve_storage(args))
+    kwargs, storage = args.model_init_kwargs or {}, resolve_storage(args)
+    keeps_bf16 = storage is None and _dtype(args) == "bfloat16" and not args.deepspeed
+    return make_settings(ModelSettings, args, model_init_kwargs=kwargs, storage=storage, keeps_bf16=keeps_bf16)
 
 
 STORAGE_ARGUMENTS = ("weight_bits", "state_bits", "gradient_bits", "offload_optimizer", "shard_optimizer_states")
@@ -326,7 +343,7 @@ def resolve_storage(args: Any) -> StorageFormat | None:
     `model_init_kwargs` with dtype "bfloat16" asks for `weight_bits=32`. If the run cannot have it, only an argument that asks for
     it by name raises ArgumentError.
     """
-    dtype = str((args.model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
+    dtype = _dtype(args)
     given = [show(name, value) for name in STORAGE_ARGUMENTS if (value := getattr(args, name)) not in (None, False)]
     in_bf16 = dtype == "bfloat16" or args.weight_bits is not None
     obstacle = _storage_obstacle(args, dtype)
@@ -337,6 +354,10 @@ def resolve_storage(args: Any) -> StorageFormat | None:
     gradient_bits: Any = args.gradient_bits or (16 if in_bf16 and not args.offload_optimizer else 32)
     state_bits: Any = args.state_bits or (8 if in_bf16 else 32)
     return StorageFormat(weight_bits, state_bits, gradient_bits, args.offload_optimizer, args.shard_optimizer_states)
+
+
+def _dtype(args: Any) -> str:
+    return str((args.model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
 
 
 def _storage_obstacle(args: Any, dtype: str) -> str:

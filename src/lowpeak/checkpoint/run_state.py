@@ -89,9 +89,12 @@ class RunState:
         return self.rollout is not None and bool(self.rollout.records)
 
 
-def learning_arguments(args: Any) -> dict[str, Any]:
-    """Return the arguments that change the learned weights, as JSON; those that JSON cannot store are left out."""
-    arguments: dict[str, Any] = {}
+def learning_arguments(args: Any, storage: str) -> dict[str, Any]:
+    """Return the arguments that change the learned weights, as JSON; those that JSON cannot store are left out.
+
+    `storage` is the format of weights and optimizer states that they resolved to, in words.
+    """
+    arguments: dict[str, Any] = {"storage": storage}
     for each in fields(args):
         name, declared = each.name, declaration(each)
         is_learning = declared.group in _LEARNING_GROUPS and not declared.alias_of

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import StorageFormat
+from lowpeak.arguments import ModelSettings, StorageFormat
 from lowpeak.models import convert_trainable
 from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copied_to_device
 from lowpeak.parallel import (
@@ -95,7 +95,7 @@ def rehearse(
         with FakeTensorMode(allow_non_fake_inputs=True), StorageMeter() as meter, wrap_shape_propagation(meter.paused):
             model, host = make_model().train(), RehearsedHost(meter)
             if storage is not None:
-                convert_trainable(model, storage)
+                convert_trainable(model, ModelSettings(storage=storage))
             model = prepare_like_accelerate(model, mesh, compute)
             optimizer = (
                 make_optimizer(model.parameters()) if storage is None else _compact_optimizer(model, storage, host)

@@ -1,7 +1,8 @@
 """Loading of the policy, its tokenizer and the reference, and the precision of their weights.
 
-Trainable weights are fp32 from loading on (logged once), with bf16 computation if the user sets it; with a storage format they are
-bf16. Frozen weights, and the base under LoRA, keep the checkpoint's dtype; adapters are fp32.
+Trainable weights are fp32 from loading on (logged once), with bf16 computation if the user sets it. They are bf16 if the user asks
+for that dtype or for a storage format with it. Frozen weights, and the base under LoRA, keep the checkpoint's dtype; adapters are
+fp32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings, StorageFormat
+from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings
 from lowpeak.data import check_tokenizer
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import install_head, install_score_head, verify_head, verify_score_head
@@ -61,7 +62,7 @@ def _load_or_take(
 ) -> nn.Module:
     if isinstance(model, str):
         alone = model_parallel == NOT_PARALLEL
-        sharded = {} if _in_bf16(settings.storage) else {"dtype": torch.float32}
+        sharded = {} if settings.trains_bf16 else {"dtype": torch.float32}
         changes = device_map_for_loading(device, settings.model_init_kwargs) if alone else sharded
         return _load_causal(model, settings, model_parallel, **changes)
     _check_instance(model, bool(settings.model_init_kwargs) or settings.trust_remote_code)
@@ -201,26 +202,20 @@ def _keep_training_format(policy: nn.Module) -> None:
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
 
 
-def _in_bf16(storage: StorageFormat | None) -> bool:
-    return storage is not None and storage.weight_bits is not None
-
-
-def convert_trainable(policy: nn.Module, storage: StorageFormat | None) -> None:
-    """Convert trainable weights to the dtype in which they are trained, and log it: fp32, or bf16 by the storage format.
+def convert_trainable(policy: nn.Module, settings: ModelSettings = _AS_SAVED) -> None:
+    """Convert trainable weights to the dtype in which they are trained, and log it: fp32, or bf16 if the user asked for it.
 
     LoRA's weights are always fp32. Call it after a reference in the checkpoint's dtype was copied.
     """
     trained = {name: p for name, p in policy.named_parameters() if p.requires_grad and p.is_floating_point()}
-    compact = {name for name in trained if _in_bf16(storage) and "lora_" not in name}
+    halved = {name for name in trained if settings.trains_bf16 and "lora_" not in name}
     converted = 0
     for name, parameter in trained.items():
-        dtype = torch.bfloat16 if name in compact else torch.float32
+        dtype = torch.bfloat16 if name in halved else torch.float32
         if parameter.dtype != dtype:
             converted += parameter.numel()
             parameter.data = parameter.data.to(dtype)
-    if storage is not None:
-        logger.info("Storage of training: %s.", storage)
-    if converted and not compact:
+    if converted and not halved:
         logger.warning(
             "%s trainable weights were loaded in half precision and converted to fp32; computation follows bf16. "
             "weight_bits=32 trains them as bf16, in half the memory.",

@@ -91,8 +91,7 @@ class CompactAdamW(torch.optim.AdamW):
         seed: int = 0,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self.weight_bits: WeightBits = weight_bits or 32
-        self.state_bits, self.seed = state_bits, seed
+        self.weight_bits, self.state_bits, self.seed = weight_bits, state_bits, seed
         self.offload = offload
         self._hosts: dict[torch.device, HostMemory] = {}
         self._shards: dict[nn.Parameter, UpdatedShard] = {}
@@ -158,7 +157,7 @@ class CompactAdamW(torch.optim.AdamW):
         noise_key = f"{self.seed}/{state['step']}/{shard.name}"
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         weights = _flat(parameter)[shard.first : shard.last]
-        return CompactTensor(weights, tensors, self._block(parameter), self.weight_bits, noise_key, shard.start)
+        return CompactTensor(weights, tensors, self._block(parameter), self.weight_bits or 32, noise_key, shard.start)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return a parameter's state, of zeros before its first step."""
@@ -169,7 +168,7 @@ class CompactAdamW(torch.optim.AdamW):
         size, host = shard.last - shard.first, self.host(parameter)
         zeros = weights.new_zeros if host is None else host.zeros
         state["step"] = 0
-        if weights.dtype == torch.bfloat16 and self.weight_bits > 16:
+        if weights.dtype == torch.bfloat16 and self.weight_bits in (24, 32):
             state["low_bits"] = zeros(size, dtype=torch.int16 if self.weight_bits == 32 else torch.int8)
         for key, dtype in zip(MOMENTS, (torch.int8, torch.uint8), strict=True):
             state[key] = zeros(size, dtype=dtype if block else torch.float32)
@@ -178,8 +177,12 @@ class CompactAdamW(torch.optim.AdamW):
         return state
 
     def _block(self, parameter: nn.Parameter) -> int | None:
-        """Return the values of a block, the largest divisor of a row up to 128; None for fp32 states."""
-        if self.state_bits == 32 or parameter.dim() < 2 or parameter.numel() < _SMALLEST_TENSOR:
+        """Return the values of a block, the largest divisor of a row up to 128; None for fp32 states.
+
+        Beside bf16 weights, the fp32 ones of an adapter keep fp32 states.
+        """
+        beside_bf16 = parameter.dtype == torch.float32 and self.weight_bits is not None
+        if self.state_bits == 32 or beside_bf16 or parameter.dim() < 2 or parameter.numel() < _SMALLEST_TENSOR:
             return None
         row = _local(parameter).shape[1:].numel()
         return next((size for size in range(_BLOCK, _SMALLEST_BLOCK - 1, -1) if row % size == 0), None)

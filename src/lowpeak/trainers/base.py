@@ -31,7 +31,7 @@ from lowpeak.checkpoint import (
 )
 from lowpeak.errors import DataError, EngineError, StoppedError
 from lowpeak.memory import Phase
-from lowpeak.optim import clear_low_bits
+from lowpeak.optim import clear_low_bits, loading_states
 from lowpeak.parallel import clip_grad_norm, has_shards
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
@@ -54,7 +54,6 @@ from lowpeak.training import (
     StepUsage,
     agree_on_flags,
     check_loaded_names,
-    check_optimizer_groups,
     check_training_state,
     explain_load_errors,
     export_model,
@@ -378,9 +377,9 @@ class StepTrainer(ModelCardMixin, Trainer):
             return
         self.model_wrapped = self.run.strategy.place_optimizer(self.model_wrapped, self.optimizer, self.run.storage)
         explained = explain_load_errors(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
-        with self.run.strategy.ranks.propagate_errors(), explained, warn_of_overridden_arguments(self, checkpoint):
+        warned, loading = warn_of_overridden_arguments(self, checkpoint), loading_states(self.optimizer)
+        with self.run.strategy.ranks.propagate_errors(), explained, warned, loading:
             super()._load_optimizer_and_scheduler(checkpoint)
-            check_optimizer_groups(self.optimizer)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.write_checkpoint(trial, self.run_state())

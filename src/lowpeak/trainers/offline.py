@@ -191,7 +191,7 @@ class OfflineTrainer(StepTrainer):
         settings = self.resolve(args)
         if optimizer_cls_and_kwargs is None:
             return settings
-        return replace(settings, model=replace(settings.model, storage=None))
+        return replace(settings, model=settings.model.with_users_optimizer())
 
     def _facts(self, args: Any, policy: nn.Module) -> RunFacts:
         passed = "class" if self.optimizer_cls_and_kwargs else "instance" if self.optimizer is not None else None
@@ -210,7 +210,7 @@ class OfflineTrainer(StepTrainer):
         tokenizer = load_tokenizer(processing_class, model, settings.model.trust_remote_code)
         tokenizer = change_tokenizer(tokenizer, transformers_model(policy), settings.tokenizer)
         check_special_tokens(tokenizer, num_embeddings(policy))
-        convert_trainable(policy, settings.model.storage)
+        convert_trainable(policy, settings.model)
         if settings.model.disable_dropout:
             disable_dropout(policy)
         return policy, tokenizer
@@ -279,7 +279,7 @@ class OfflineTrainer(StepTrainer):
         )
 
     def identity(self) -> dict[str, Any]:
-        arguments = learning_arguments(self.acting_args)
+        arguments = learning_arguments(self.acting_args, self.settings.model.storage_name)
         return {**super().identity(), "rows of a step": self.rows_per_step, ARGUMENTS: arguments}
 
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:

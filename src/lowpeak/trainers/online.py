@@ -280,7 +280,7 @@ class OnlineTrainer(StepTrainer):
             "completions of a rollout": rollout.num_sequences,
             "rows of a step": rollout.rows_per_step,
             "num_iterations": rollout.num_iterations,
-            ARGUMENTS: learning_arguments(self.acting_args),
+            ARGUMENTS: learning_arguments(self.acting_args, self.parts.settings.model.storage_name),
         }
 
     def save_extra(self, folder: Path) -> None:

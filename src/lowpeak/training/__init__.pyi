@@ -6,7 +6,6 @@ from lowpeak.training.build_run import make_run as make_run
 from lowpeak.training.checkpoints import CRITIC_FOLDER as CRITIC_FOLDER
 from lowpeak.training.checkpoints import REFERENCE_FOLDER as REFERENCE_FOLDER
 from lowpeak.training.checkpoints import check_loaded_names as check_loaded_names
-from lowpeak.training.checkpoints import check_optimizer_groups as check_optimizer_groups
 from lowpeak.training.checkpoints import check_training_state as check_training_state
 from lowpeak.training.checkpoints import explain_load_errors as explain_load_errors
 from lowpeak.training.checkpoints import export_model as export_model

@@ -5,6 +5,7 @@ Of `args`, only arguments that transformers declares are read: bf16, seeds, outp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -22,6 +23,7 @@ from lowpeak.arguments import (
     OnlineSettings,
     PromptSettings,
     RunSettings,
+    StorageFormat,
     report_idle_arguments,
     warn_or_raise,
 )
@@ -64,6 +66,8 @@ from lowpeak.training.run import ProgressTracker, Run, RunContext
 from lowpeak.training.run_sizes import LayoutChoice, Sizes, prepare_layout, training_bytes
 from lowpeak.training.step import LogprobSettings
 from lowpeak.training.weight_sync import WeightSync
+
+logger = logging.getLogger(__name__)
 
 
 def connect_online(
@@ -145,7 +149,7 @@ def make_run(
         algorithm = algorithm.without_skipping()
     choice = _check_models(context, strategy, policy, reference, memory, head, load_balance)
     checkpointing = args.checkpoints_activations
-    shares, storage = device_fractions(context.accelerator), settings.model.storage
+    shares, storage = device_fractions(context.accelerator), _acting_storage(args, settings.model.storage, policy)
     sizes = Sizes.of(
         memory,
         policy,
@@ -159,6 +163,7 @@ def make_run(
     )
     materialize_meta_params(policy)
     if storage is not None:
+        logger.info("Storage of training: %s.", storage)
         context.optimizer_cls_and_kwargs = compact_optimizer(args, storage)
     offloads = memory.activation_offloading
     saving = ActivationOffload(policy, AsyncHostMover(device)).saving if offloads else nullcontext
@@ -176,6 +181,20 @@ def make_run(
         storage=storage,
         reference=reference,
     )
+
+
+def _acting_storage(args: Any, storage: StorageFormat | None, policy: nn.Module) -> StorageFormat | None:
+    """Return the storage format that acts on the trained weights: LoRA's are fp32, whatever `weight_bits`."""
+    dtypes = {parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}
+    if storage is None or storage.weight_bits is None or torch.bfloat16 in dtypes:
+        return storage
+    if args.weight_bits is not None:
+        warn_or_raise(
+            args, f"weight_bits={args.weight_bits} has no effect: all trained weights are LoRA's, which are fp32"
+        )
+    if not (args.state_bits or args.gradient_bits or storage.offload or storage.shard_states):
+        return None
+    return replace(storage, weight_bits=None, state_bits=args.state_bits or 32, gradient_bits=args.gradient_bits or 32)
 
 
 def _check_models(

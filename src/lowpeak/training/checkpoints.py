@@ -185,13 +185,6 @@ def check_loaded_names(model: nn.Module, loaded: Any) -> None:
             raise ValueError(f"{problem} {shorten_names(names)}")
 
 
-def check_optimizer_groups(optimizer: Any) -> None:
-    """Raise ValueError for parameter groups of another optimizer: torch loads them, and fails at its first step."""
-    missing = [key for group in optimizer.param_groups for key in optimizer.defaults if key not in group]
-    if missing:
-        raise ValueError(f"they have no {missing[0]}")
-
-
 @contextmanager
 def explain_load_errors(checkpoint: str, content: str, remedy: str) -> Iterator[None]:
     """Raise CheckpointError if loading fails because files are damaged or their tensors belong to another run."""

@@ -119,7 +119,7 @@ def prepare_online(
         remedy = "pass a reference with the same tokenizer"
         check_embedded_tokens("ref_model", reference, policy, tokenizer, remedy)
     attach_extra_modules(policy, inputs.model, args)
-    convert_trainable(policy, settings.model.storage)
+    convert_trainable(policy, settings.model)
     if settings.model.disable_dropout:
         for model in filter(None, (policy, reference)):
             disable_dropout(model)

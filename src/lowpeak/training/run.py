@@ -19,6 +19,7 @@ from lowpeak.errors import MemoryExhaustedError, first_line
 from lowpeak.journal import Journal
 from lowpeak.memory import MemoryTracker, Phase, is_out_of_memory
 from lowpeak.models import Reference
+from lowpeak.optim import find_compact, warn_of_lost_updates
 from lowpeak.parallel import Strategy
 from lowpeak.records import Metric
 from lowpeak.training.run_sizes import Sizes
@@ -161,6 +162,10 @@ class StepCallback(TrainerCallback):
     def __init__(self, current_run: Callable[[], Run], finish_step: Callable[[], object]) -> None:
         self._current_run, self._finish_step = current_run, finish_step
         self._open = ExitStack()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and find_compact(optimizer) is None:
+            warn_of_lost_updates(optimizer)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._current_run()
