@@ -1,10 +1,7 @@
-from lowpeak.arguments.base import STORAGE_ARGUMENTS as STORAGE_ARGUMENTS
 from lowpeak.arguments.base import MemorySettings as MemorySettings
 from lowpeak.arguments.base import ModelSettings as ModelSettings
 from lowpeak.arguments.base import RunSettings as RunSettings
-from lowpeak.arguments.base import StorageFormat as StorageFormat
 from lowpeak.arguments.base import check_and_reset_arguments as check_and_reset_arguments
-from lowpeak.arguments.base import resolve_storage as resolve_storage
 from lowpeak.arguments.base import run_facts as run_facts
 from lowpeak.arguments.configs import CommonConfig as CommonConfig
 from lowpeak.arguments.configs import GRPOConfig as GRPOConfig
@@ -74,6 +71,9 @@ from lowpeak.arguments.rollout import GATHER_ALL as GATHER_ALL
 from lowpeak.arguments.rollout import RolloutSettings as RolloutSettings
 from lowpeak.arguments.rollout import Sampling as Sampling
 from lowpeak.arguments.rollout import resolve_gather_budget as resolve_gather_budget
+from lowpeak.arguments.storage import STORAGE_ARGUMENTS as STORAGE_ARGUMENTS
+from lowpeak.arguments.storage import StorageFormat as StorageFormat
+from lowpeak.arguments.storage import resolve_storage as resolve_storage
 from lowpeak.arguments.text import HIDDEN as HIDDEN
 from lowpeak.arguments.text import hide_secrets as hide_secrets
 from lowpeak.arguments.text import is_secret as is_secret
