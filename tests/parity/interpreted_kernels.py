@@ -37,7 +37,7 @@ def case(num_rows: int, num_ids: int, scale: HeadScale, biased: bool, entropy: b
         statistics = kernels.softmax_statistics(raw, bias, settings)
         assert torch.equal(statistics.is_top1(chosen), targets == greatest)
         assert torch.equal(raw, logits), "the statistics are a read"
-        derivatives = LossDerivatives(by_logprobs, by_entropy, statistics.entropy())
+        derivatives = LossDerivatives(by_logprobs, by_entropy)
         half = torch.zeros(num_rows, num_ids, dtype=torch.bfloat16) if narrow else None
         kernels.logits_gradient_(raw, bias, settings, targets, statistics, derivatives, half)
         if half is not None:
