@@ -23,8 +23,9 @@ _embeddings_inplace: ContextVar[bool] = ContextVar("embeddings_inplace", default
 class GradientSink(Protocol):
     """A sum of a parameter's gradient outside its `.grad`, to which gradients are added as they are formed.
 
-    It is the parameter's attribute `gradient_sink`. One post-accumulate hook of the parameter delivers each gradient that
-    autograd accumulates; in-place gradients come by these methods, rows of the head in fp32 at least.
+    It is the parameter's attribute `gradient_sink`. In-place gradients come by these methods, the head's in fp32 at least.
+    One post-accumulate hook of the parameter delivers what autograd accumulates. Autograd calls that hook after an
+    in-place gradient too, with no `.grad`.
     """
 
     def add_rows(self, start: int, values_SD: Tensor) -> None:
