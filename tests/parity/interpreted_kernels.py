@@ -37,12 +37,17 @@ def case(num_rows: int, num_ids: int, scale: HeadScale, biased: bool, entropy: b
         statistics = kernels.softmax_statistics(raw, bias, settings)
         assert torch.equal(statistics.is_top1(chosen), targets == greatest)
         assert torch.equal(raw, logits), "the statistics are a read"
-        derivatives = LossDerivatives(by_logprobs, by_entropy, statistics.entropy())
+        derivatives = LossDerivatives(by_logprobs, by_entropy)
         half = torch.zeros(num_rows, num_ids, dtype=torch.bfloat16) if narrow else None
         kernels.logits_gradient_(raw, bias, settings, targets, statistics, derivatives, half)
         if half is not None:
             torch.testing.assert_close(half.float(), raw, rtol=2**-7, atol=1e-30)  # the interpreter may cut, not round
-        values = [statistics.logprobs(chosen), raw]
+        parts = []
+        for rows in (slice(0, num_ids // 3), slice(num_ids // 3, num_ids)):
+            part, bias_part = logits[:, rows].contiguous(), None if bias is None else bias[rows]
+            kernels.logits_gradient_(part, bias_part, settings, targets - rows.start, statistics, derivatives)
+            parts.append(part)
+        values = [statistics.logprobs(chosen), raw, torch.cat(parts, 1)]
         found.append(values + ([statistics.entropy()] if entropy else []))
     leaf = logits.double().requires_grad_()
     identity = torch.eye(num_ids, dtype=torch.float64)
@@ -51,7 +56,7 @@ def case(num_rows: int, num_ids: int, scale: HeadScale, biased: bool, entropy: b
     loss = (logprobs * by_logprobs).sum()
     loss = loss if by_entropy is None else loss + (entropies * by_entropy).sum()
     (truth,) = torch.autograd.grad(loss, leaf)
-    exact = [logprobs.detach(), truth, entropies.detach()]
+    exact = [logprobs.detach(), truth, truth, entropies.detach()]
     ours, theirs = found
     pairs = [*zip(ours, theirs, strict=True), *zip(ours, exact, strict=False)]
     return max(difference(one, other) for one, other in pairs)

@@ -2,7 +2,9 @@ from lowpeak.logprobs.chunked import chunked_logprobs as chunked_logprobs
 from lowpeak.logprobs.chunked import fused_loss as fused_loss
 from lowpeak.logprobs.chunked import module_logprobs as module_logprobs
 from lowpeak.logprobs.chunked import module_loss as module_loss
+from lowpeak.logprobs.inplace_grad import GradientSink as GradientSink
 from lowpeak.logprobs.inplace_grad import allows_inplace_grad as allows_inplace_grad
+from lowpeak.logprobs.inplace_grad import gradient_sink as gradient_sink
 from lowpeak.logprobs.kernels import triton_mismatch as triton_mismatch
 from lowpeak.logprobs.lm_head import HeadRequest as HeadRequest
 from lowpeak.logprobs.lm_head import backbone_of as backbone_of

@@ -1,9 +1,10 @@
 """Log-probs and entropies of targets from hidden states, chunk by chunk, without logits of shape [T, V].
 
 `reference.naive_logprobs` is the naive equivalent. For a plain linear head, `chunked_logprobs` recomputes the logits in
-backward (four head products) and `fused_loss` forms a per-token loss and all gradients along with them (three). For any
-other head `module_logprobs` and `module_loss` recompute by activation checkpointing. All keep one chunk's logits alive.
-Sums over the vocabulary and over tokens are fp32; sizes are Python numbers, so nothing waits for the device.
+backward (four head products) and `fused_loss` forms a per-token loss and all gradients along with them (three). If the
+head's gradient goes into a gradient sink, which takes complete rows, both recompute the logits by stripes of the vocabulary
+(four). For any other head `module_logprobs` and `module_loss` recompute by activation checkpointing. All keep one chunk's
+logits alive. Sums over the vocabulary and over tokens are fp32; sizes are Python numbers, so nothing waits for the device.
 
 With z = scale(hidden @ weight.T + bias) / temperature, p = softmax(z), H = -sum(p log p) and targets t:
 
@@ -12,7 +13,7 @@ With z = scale(hidden @ weight.T + bias) / temperature, p = softmax(z), H = -sum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +32,14 @@ from lowpeak.logprobs.matmul import (
     wide_dtype,
 )
 from lowpeak.logprobs.reference import ChunkSettings, is_top1, logprobs_and_entropy
-from lowpeak.logprobs.torch_kernels import LossDerivatives
+from lowpeak.logprobs.torch_kernels import LossDerivatives, SoftmaxStatistics
 
 # (logprobs_C, entropy_C or None, start, stop) -> the scalar sum of the losses of tokens [start, stop)
 TokenLoss = Callable[[Tensor, Tensor | None, int, int], Tensor]
 Head = Callable[[Tensor], Tensor]  # hidden_CD -> logits_CV
 LogprobsAndEntropy = tuple[Tensor, Tensor | None]
+
+_ROWS = 256  # a stripe has a multiple of this many weight rows
 
 
 def chunked_logprobs(
@@ -45,13 +48,15 @@ def chunked_logprobs(
     """Return log-probs [T] and, if asked, entropies [T], differentiable (the entropies with `entropy_grad` only).
 
     Computed in hidden's dtype (autocast's inside autocast, as in a linear layer), returned in fp32. With a
-    `inplace_grad_scale` backward adds the head's gradient to its `.grad`.
+    `inplace_grad_scale` backward adds the head's gradient to its sink if it has one, else to its `.grad`.
     """
     hidden_TD = cast_for_autocast(hidden_TD)
     with no_autocast(hidden_TD.device):
-        if not _needs_gradient(hidden_TD, weight_VD, bias_V):
-            return _without_gradient(hidden_TD, weight_VD, bias_V, targets_T, settings)
-        return _Recomputed.apply(hidden_TD, weight_VD, bias_V, targets_T, settings)
+        inputs = (hidden_TD, weight_VD, bias_V, targets_T, settings)
+        if _needs_gradient(hidden_TD, weight_VD, bias_V):
+            return _Recomputed.apply(*inputs)
+        with torch.no_grad():
+            return _ChunkedHead(*inputs, for_gradients=False).forward_all()
 
 
 def fused_loss(
@@ -67,20 +72,23 @@ def fused_loss(
     Gradients of hidden, weight and bias are formed in forward, and backward, which can run once, only scales them.
     `loss` must be a sum over its tokens, differentiable in nothing but its arguments.
 
-    With a `inplace_grad_scale` forward adds the head's gradient, times that scale, to its `.grad`. Backward fails if the
-    loss's gradient is not that scale: RuntimeError on a CPU; on CUDA a device assertion, which ends the process. After an
-    error between forward and backward the `.grad` stays changed: zero the gradients, as after any step that was aborted
-    between two micro-batches.
+    With a `inplace_grad_scale` forward adds the head's gradient, times that scale, to its sink if it has one, else to its
+    `.grad`. Backward fails if the loss's gradient is not that scale: RuntimeError on a CPU; on CUDA a device assertion,
+    which ends the process. After an error between forward and backward the sum stays changed: zero the gradients, as
+    after any step that was aborted between two micro-batches.
     """
     hidden_TD = cast_for_autocast(hidden_TD)
     with no_autocast(hidden_TD.device):
+        inputs = (hidden_TD, weight_VD, bias_V, targets_T)
         if _needs_gradient(hidden_TD, weight_VD, bias_V):
-            return _FusedLoss.apply(hidden_TD, weight_VD, bias_V, targets_T, loss, settings)
-        logprobs_T, entropy_T = _without_gradient(hidden_TD, weight_VD, bias_V, targets_T, settings)
-        total = logprobs_T.new_zeros(())
+            return _FusedLoss.apply(*inputs, loss, settings)
+        with torch.no_grad():
+            results = _ChunkedHead(*inputs, settings, for_gradients=False).forward_all()
+        total = results[0].new_zeros(())
         for start, stop in settings.spans(len(targets_T)):
-            total = total + loss(logprobs_T[start:stop], _slice(entropy_T, start, stop), start, stop)
-        return total, logprobs_T, entropy_T
+            logprobs_C, entropy_C = _select(results, slice(start, stop))
+            total = total + loss(logprobs_C, entropy_C, start, stop)
+        return total, *results
 
 
 class _Recomputed(torch.autograd.Function):
@@ -95,12 +103,13 @@ class _Recomputed(torch.autograd.Function):
         targets_T: Tensor,
         settings: ChunkSettings,
     ) -> LogprobsAndEntropy:
+        head = _ChunkedHead(hidden_TD, weight_VD, bias_V, targets_T, settings, for_gradients=False)
+        logprobs_T, entropy_T = head.forward_all()
         # Not a saved tensor, which saved-tensor hooks may replace: backward may add to this parameter's `.grad`.
         ctx.weight_VD = weight_VD
-        ctx.save_for_backward(hidden_TD, bias_V, targets_T)
+        ctx.save_for_backward(hidden_TD, bias_V, targets_T, *head.statistics())
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        logprobs_T, entropy_T = _without_gradient(hidden_TD, weight_VD, bias_V, targets_T, settings)
         if entropy_T is not None and not settings.entropy_grad:
             ctx.mark_non_differentiable(entropy_T)
         return logprobs_T, entropy_T
@@ -108,7 +117,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        (hidden_TD, bias_V, targets_T), weight_VD = ctx.saved_tensors, ctx.weight_VD
+        (hidden_TD, bias_V, targets_T, *statistics), weight_VD = ctx.saved_tensors, ctx.weight_VD
         if grad_logprobs_T is None:
             if grad_entropy_T is None:
                 return None, None, None, None, None
@@ -117,11 +126,9 @@ class _Recomputed(torch.autograd.Function):
         inplace = settings.inplace_grad_scale is not None and allows_inplace_grad(weight_VD)
         with no_autocast(hidden_TD.device):
             gradients = HeadGradients(hidden_TD, weight_VD, wanted, inplace)
-            head = _ChunkedHead(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
-            for start, stop in settings.spans(len(targets_T)):
-                head.forward(hidden_TD[start:stop], targets_T[start:stop])
-                derivatives = grad_logprobs_T[start:stop], _slice(grad_entropy_T, start, stop)
-                head.backward(*derivatives, gradients, slice(start, stop))
+            head = _ChunkedHead(hidden_TD, weight_VD, bias_V, targets_T, settings, for_gradients=True)
+            derivatives = LossDerivatives(grad_logprobs_T, grad_entropy_T)
+            head.backward_all(SoftmaxStatistics(*statistics), derivatives, gradients)
         return *gradients.finish(None, _dtypes(hidden_TD, weight_VD, bias_V)), None, None
 
 
@@ -140,21 +147,24 @@ class _FusedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         scale = settings.inplace_grad_scale if allows_inplace_grad(weight_VD) else None
         gradients = HeadGradients(hidden_TD, weight_VD, ctx.needs_input_grad[:3], inplace=scale is not None)
-        head = _ChunkedHead(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
-        logprobs_T, entropy_T = _empty_results(hidden_TD, settings)
-        total = logprobs_T.new_zeros(())
-        for start, stop in settings.spans(len(targets_T)):
-            results = head.forward(hidden_TD[start:stop], targets_T[start:stop])
-            loss_C, derivatives = _loss_derivatives(loss, results, (start, stop), settings, scale)
-            head.backward(*derivatives, gradients, slice(start, stop))
+        head = _ChunkedHead(hidden_TD, weight_VD, bias_V, targets_T, settings, for_gradients=True)
+        total = hidden_TD.new_zeros((), dtype=wide_dtype(hidden_TD.dtype))
+        results, derivatives = [], []
+        for span in settings.spans(len(targets_T)):
+            results.append(head.forward(slice(*span)))
+            loss_C, derivatives_C = _loss_derivatives(loss, results[-1], span, settings, scale)
             total += loss_C
-            _store(logprobs_T, entropy_T, *results, start, stop)
-            if settings.is_top1_T is not None:
-                settings.is_top1_T[start:stop] = head.is_top1()
+            if gradients.by_stripes:
+                derivatives.append(derivatives_C)
+            else:
+                head.backward(slice(*span), derivatives_C, gradients)
+        if gradients.by_stripes:
+            head.backward_all(head.statistics(), LossDerivatives(*_concatenate(derivatives)), gradients)
+        logprobs_T, entropy_T = _concatenate(results)
         # Not saved tensors: backward uses these next, so nothing should offload them or check their versions.
         ctx.gradients, ctx.dtypes, ctx.scale = gradients, _dtypes(hidden_TD, weight_VD, bias_V), scale
         if scale is not None:
-            gradients.store_weight()
+            gradients.store_inplace()
         ctx.mark_non_differentiable(*(x for x in (logprobs_T, entropy_T) if x is not None))
         return total, logprobs_T, entropy_T
 
@@ -172,47 +182,111 @@ class _FusedLoss(torch.autograd.Function):
 
 
 class _ChunkedHead:
-    """A linear head run on one chunk after another: `forward`, then optionally `backward`, which consumes its logits.
+    """A linear head run on one chunk of tokens after another, with a gradient by the logits of each.
 
-    All chunks share one [C, V] buffer (and a second, in bf16, for gradients in the tensor cores).
+    All chunks share one buffer of [C, V] numbers (and a second, in bf16, for gradients in the tensor cores).
     """
 
     def __init__(
-        self, weight_VD: Tensor, bias_V: Tensor | None, settings: ChunkSettings, hidden_TD: Tensor, for_gradients: bool
+        self,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        settings: ChunkSettings,
+        for_gradients: bool,
     ) -> None:
         # For tensor cores the head is cast once per pass; elsewhere the products cast it a stripe at a time.
         casts = has_wide_product(hidden_TD)
         self._weight_VD = weight_VD.to(hidden_TD.dtype) if casts else weight_VD
-        self._bias_V, self._settings = bias_V, settings
-        shape = (min(settings.chunk_size, len(hidden_TD)), weight_VD.shape[0])
-        self._logits = hidden_TD.new_empty(shape, dtype=wide_dtype(hidden_TD.dtype))
-        self._narrow = hidden_TD.new_empty(shape) if casts and for_gradients else None
+        self._hidden_TD, self._bias_V, self._targets_T, self._settings = hidden_TD, bias_V, targets_T, settings
+        size = min(settings.chunk_size, len(hidden_TD)) * len(weight_VD)
+        self._logits = hidden_TD.new_empty(size, dtype=wide_dtype(hidden_TD.dtype))
+        self._narrow = hidden_TD.new_empty(size) if casts and for_gradients else None
         self._kernels = kernels_for(self._logits)
+        self._all_rows = slice(0, len(weight_VD))
+        self._statistics: list[SoftmaxStatistics] = []
 
-    def forward(self, hidden_CD: Tensor, targets_C: Tensor) -> LogprobsAndEntropy:
+    def forward(self, chunk: slice) -> LogprobsAndEntropy:
         """Return the chunk's log-probs and, if asked, entropies: [C] and [C]."""
-        self._hidden_CD, self._targets_C = hidden_CD, targets_C
-        logits_CV = self._logits[: len(hidden_CD)]
-        project(logits_CV, hidden_CD, self._weight_VD)
-        self._chosen_C = self._kernels.target_logits(logits_CV, self._bias_V, targets_C, self._settings)
-        self._statistics = self._kernels.softmax_statistics(logits_CV, self._bias_V, self._settings)
-        self._entropy_C = self._statistics.entropy()
-        return self._statistics.logprobs(self._chosen_C), self._entropy_C
+        logits_CV, targets_C = self._raw_logits(chunk, self._all_rows), self._targets_T[chunk]
+        chosen_C = self._kernels.target_logits(logits_CV, self._bias_V, targets_C, self._settings)
+        statistics = self._kernels.softmax_statistics(logits_CV, self._bias_V, self._settings)
+        self._statistics.append(statistics)
+        if self._settings.is_top1_T is not None:
+            self._settings.is_top1_T[chunk] = statistics.is_top1(chosen_C)
+        return statistics.logprobs(chosen_C), statistics.entropy()
 
-    def is_top1(self) -> Tensor:
-        """Return whether the chunk's targets have the greatest logits: bool [C]."""
-        return self._statistics.is_top1(self._chosen_C)
+    def forward_all(self) -> LogprobsAndEntropy:
+        """Return all tokens' log-probs and, if asked, entropies: [T] and [T]."""
+        spans = self._settings.spans(len(self._targets_T))
+        logprobs_T, entropy_T = _concatenate([self.forward(slice(*span)) for span in spans])
+        return logprobs_T, entropy_T
 
-    def backward(
-        self, by_logprobs_C: Tensor, by_entropy_C: Tensor | None, gradients: HeadGradients, chunk: slice
+    def statistics(self) -> SoftmaxStatistics:
+        """Return the statistics of all tokens that ran forward."""
+        return SoftmaxStatistics(*_concatenate(self._statistics))
+
+    def backward(self, chunk: slice, derivatives_C: LossDerivatives, gradients: HeadGradients) -> None:
+        """Add the part of the chunk that ran forward last, whose logits this consumes, to `gradients`."""
+        logits_CV = _view(self._logits, chunk, self._all_rows)
+        self._add_part(logits_CV, chunk, self._all_rows, self._statistics[-1], derivatives_C, gradients)
+
+    def backward_all(
+        self, statistics_T: SoftmaxStatistics, derivatives_T: LossDerivatives, gradients: HeadGradients
     ) -> None:
-        """Add the chunk's part to `gradients`, given the loss's derivatives by its log-probs and entropies."""
-        logits_CV = self._logits[: len(self._hidden_CD)]
-        derivatives = LossDerivatives(by_logprobs_C, by_entropy_C, self._entropy_C)
-        narrow_CV = None if self._narrow is None else self._narrow[: len(logits_CV)]
-        inputs = (self._bias_V, self._settings, self._targets_C, self._statistics, derivatives)
-        grad_CV = self._kernels.logits_gradient_(logits_CV, *inputs, narrow_CV)
-        gradients.add(chunk, grad_CV, narrow_CV, self._hidden_CD, self._weight_VD)
+        """Compute all logits again, whole chunks or a stripe of each, and add their parts to `gradients`."""
+        num_tokens = len(self._targets_T)
+        num_rows = self._stripe_rows() if gradients.by_stripes else len(self._weight_VD)
+        for rows in _ranges(len(self._weight_VD), num_rows):
+            for chunk in _ranges(num_tokens, self._logits.numel() // num_rows):
+                logits_CS = self._raw_logits(chunk, rows)
+                parts = (
+                    SoftmaxStatistics(*_select(statistics_T, chunk)),
+                    LossDerivatives(*_select(derivatives_T, chunk)),
+                )
+                self._add_part(logits_CS, chunk, rows, *parts, gradients)
+            gradients.finish_stripe(rows)
+
+    def _stripe_rows(self) -> int:
+        """Return as many weight rows as leave their logits of all tokens, and their gradient, within the buffer's size.
+
+        At least a few hundred: below that, products are slow.
+        """
+        fitting = self._logits.numel() // max(1, *self._hidden_TD.shape)
+        return min(len(self._weight_VD), max(1, fitting // _ROWS) * _ROWS)
+
+    def _raw_logits(self, chunk: slice, rows: slice) -> Tensor:
+        """Write logits into the buffer, without bias, scale and cap, and return them."""
+        logits_CS = _view(self._logits, chunk, rows)
+        project(logits_CS, self._hidden_TD[chunk], self._weight_VD[rows])
+        return logits_CS
+
+    def _add_part(
+        self,
+        logits_CS: Tensor,
+        chunk: slice,
+        rows: slice,
+        statistics_C: SoftmaxStatistics,
+        derivatives_C: LossDerivatives,
+        gradients: HeadGradients,
+    ) -> None:
+        narrow_CS = None if self._narrow is None else _view(self._narrow, chunk, rows)
+        bias_S = None if self._bias_V is None else self._bias_V[rows]
+        inputs = (bias_S, self._settings, self._targets_T[chunk] - rows.start, statistics_C, derivatives_C)
+        grad_CS = self._kernels.logits_gradient_(logits_CS, *inputs, narrow_CS)
+        gradients.add(chunk, rows, grad_CS, narrow_CS, self._hidden_TD[chunk], self._weight_VD[rows])
+
+
+def _ranges(stop: int, step: int) -> list[slice]:
+    """Return [0, stop) in slices of `step`; one empty slice if there is nothing."""
+    return [slice(start, min(start + step, stop)) for start in range(0, max(stop, 1), max(step, 1))]
+
+
+def _view(buffer: Tensor, chunk: slice, rows: slice) -> Tensor:
+    """Return the first numbers of a buffer as a matrix [C, S]."""
+    shape = (chunk.stop - chunk.start, rows.stop - rows.start)
+    return buffer[: shape[0] * shape[1]].view(shape)
 
 
 def _loss_derivatives(
@@ -221,7 +295,7 @@ def _loss_derivatives(
     span: tuple[int, int],
     settings: ChunkSettings,
     scale: float | None,
-) -> tuple[Tensor, LogprobsAndEntropy]:
+) -> tuple[Tensor, LossDerivatives]:
     """Return the chunk's loss, and its derivatives times `scale` by log-probs and, with `entropy_grad`, entropies."""
     with torch.enable_grad():
         logprobs_C, entropy_C = results[0].detach().requires_grad_(), results[1]
@@ -231,45 +305,24 @@ def _loss_derivatives(
         leaves = [logprobs_C] + ([entropy_C] if settings.entropy_grad and entropy_C is not None else [])
         # A constant loss: every token of the chunk is masked or clipped away.
         if not value.requires_grad:
-            return value, (torch.zeros_like(logprobs_C), None)
-        grads = torch.autograd.grad(value if scale is None else value * scale, leaves, allow_unused=True)
-    by_logprobs_C = grads[0] if grads[0] is not None else torch.zeros_like(logprobs_C)
-    return value.detach(), (by_logprobs_C, grads[1] if len(grads) == 2 else None)
+            return value, LossDerivatives(*(torch.zeros_like(leaf) for leaf in leaves))
+        scaled = value if scale is None else value * scale
+        derivatives = torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True)
+    return value.detach(), LossDerivatives(*derivatives)
 
 
-@torch.no_grad()
-def _without_gradient(
-    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, settings: ChunkSettings
-) -> LogprobsAndEntropy:
-    head = _ChunkedHead(weight_VD, bias_V, settings, hidden_TD, for_gradients=False)
-    logprobs_T, entropy_T = _empty_results(hidden_TD, settings)
-    for start, stop in settings.spans(len(targets_T)):
-        results = head.forward(hidden_TD[start:stop], targets_T[start:stop])
-        _store(logprobs_T, entropy_T, *results, start, stop)
-        if settings.is_top1_T is not None:
-            settings.is_top1_T[start:stop] = head.is_top1()
-    return logprobs_T, entropy_T
+def _concatenate(chunks: Sequence[tuple[Tensor | None, ...]]) -> list[Any]:
+    """Return each member of the chunks' tuples for all tokens, or None if the chunks have none."""
+    return [None if members[0] is None else torch.cat(members) for members in zip(*chunks, strict=True)]
 
 
-def _empty_results(hidden_TD: Tensor, settings: ChunkSettings) -> LogprobsAndEntropy:
-    logprobs_T = hidden_TD.new_empty(len(hidden_TD), dtype=wide_dtype(hidden_TD.dtype))
-    return logprobs_T, torch.empty_like(logprobs_T) if settings.entropy else None
-
-
-def _store(
-    logprobs_T: Tensor, entropy_T: Tensor | None, logprobs_C: Tensor, entropy_C: Tensor | None, start: int, stop: int
-) -> None:
-    logprobs_T[start:stop] = logprobs_C
-    if entropy_T is not None and entropy_C is not None:
-        entropy_T[start:stop] = entropy_C
+def _select(members: tuple[Tensor | None, ...], chunk: slice) -> list[Any]:
+    """Return each member for the tokens of a chunk."""
+    return [None if x is None else x[chunk] for x in members]
 
 
 def _dtypes(*inputs: Tensor | None) -> list[torch.dtype | None]:
     return [None if x is None else x.dtype for x in inputs]
-
-
-def _slice(values_T: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if values_T is None else values_T[start:stop]
 
 
 def _needs_gradient(*inputs: Tensor | None) -> bool:
@@ -283,7 +336,8 @@ def module_logprobs(head: Head, hidden_TD: Tensor, targets_T: Tensor, settings: 
     and trained parameters, dropout and hooks inside the module act as in an ordinary forward.
     """
     chunks = [_module_chunk(head, hidden_TD, targets_T, settings, *span) for span in settings.spans(len(targets_T))]
-    return _concatenate(chunks)
+    logprobs_T, entropy_T = _concatenate(chunks)
+    return logprobs_T, entropy_T
 
 
 def module_loss(
@@ -295,11 +349,6 @@ def module_loss(
     losses = [loss(*chunk, *span) for chunk, span in zip(chunks, spans, strict=True)]
     logprobs_T, entropy_T = _concatenate([(x.detach(), None if h is None else h.detach()) for x, h in chunks])
     return torch.stack(losses).sum(), logprobs_T, entropy_T
-
-
-def _concatenate(chunks: list[LogprobsAndEntropy]) -> LogprobsAndEntropy:
-    entropies = [entropy_C for _, entropy_C in chunks if entropy_C is not None]
-    return torch.cat([logprobs_C for logprobs_C, _ in chunks]), torch.cat(entropies) if entropies else None
 
 
 def _module_chunk(

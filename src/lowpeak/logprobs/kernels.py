@@ -105,7 +105,7 @@ def _results(kernels: LogitsKernels, settings: ChunkSettings, device: torch.devi
     chosen = kernels.target_logits(raw, bias, targets, settings)
     statistics = kernels.softmax_statistics(raw, bias, settings)
     entropy = statistics.entropy()
-    derivatives = LossDerivatives(by_logprobs, by_entropy if settings.entropy_grad else None, entropy)
+    derivatives = LossDerivatives(by_logprobs, by_entropy if settings.entropy_grad else None)
     narrow = torch.empty_like(raw, dtype=torch.bfloat16)
     gradient = kernels.logits_gradient_(raw, bias, settings, targets, statistics, derivatives, narrow)
     # A bf16 gradient that is within rounding counts as exact.

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowpeak.logprobs.inplace_grad import GradientSink, gradient_sink
+
 _STRIPE = 1 << 22  # numbers
 _ONEDNN_BATCH = range(3, 65)  # hidden states for which oneDNN is faster than MKL
 _ONEDNN_BYTES = 1 << 26  # size of a head that caches do not hold
@@ -104,23 +106,33 @@ def project(out_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor) -> None:
 class HeadGradients:
     """Running gradients of a head's hidden states, weight and bias; None for each that needs none.
 
-    The weight's and the bias's are wide sums over chunks. With `inplace` the weight's goes into its `.grad`.
+    The weight's and the bias's are wide sums over tokens. With `inplace` the weight's goes into its `.grad`, or if the
+    weight has a gradient sink into that. A sink takes complete rows: parts are then added `by_stripes`.
     """
 
     def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, wanted: tuple[bool, bool, bool], inplace: bool) -> None:
         wide = wide_dtype(hidden_TD.dtype)
-        # A hidden state's gradient is written once, so bf16 rounds it as any product would. fp16 stays wide: it may be
-        # scaled later.
-        hidden_dtype = torch.bfloat16 if hidden_TD.dtype == torch.bfloat16 else wide
-        self.hidden_TD = torch.empty_like(hidden_TD, dtype=hidden_dtype) if wanted[0] else None
-        self.weight = WeightGradient(weight_VD, wide, inplace) if wanted[1] else None
+        sink = gradient_sink(weight_VD) if inplace else None
+        self.by_stripes = sink is not None
+        self.weight: WeightGradient | StripedWeightGradient | None = None
+        if wanted[1]:
+            self.weight = (
+                WeightGradient(weight_VD, wide, inplace) if sink is None else StripedWeightGradient(sink, wide)
+            )
         self.bias_V = weight_VD.new_zeros(weight_VD.shape[0], dtype=wide) if wanted[2] else None
+        # bf16 rounds a hidden state's gradient once, when it is complete, as any product would. fp16 stays wide: it may
+        # be scaled later.
+        self._hidden_dtype = torch.bfloat16 if hidden_TD.dtype == torch.bfloat16 else wide
+        sum_dtype = wide if self.by_stripes else self._hidden_dtype
+        self.hidden_TD = torch.zeros_like(hidden_TD, dtype=sum_dtype) if wanted[0] else None
 
-    def store_weight(self) -> None:
-        """Put the weight's in-place gradient into its `.grad` now, so that no such buffer lives until backward."""
+    def store_inplace(self) -> None:
+        """Store the weight's in-place gradient and round the hidden states', so that no wide sum lives until backward."""
         if self.weight is not None:
             self.weight.finish(None)
             self.weight = None
+        if self.hidden_TD is not None:
+            self.hidden_TD = self.hidden_TD.to(self._hidden_dtype)
 
     def finish(self, factor: Tensor | None, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
         """Return the gradients times `factor` in the inputs' dtypes; consumes the sums."""
@@ -131,16 +143,29 @@ class HeadGradients:
         return [by_hidden, None if self.weight is None else self.weight.finish(factor), by_bias]
 
     def add(
-        self, chunk: slice, grad_CV: Tensor, narrow_CV: Tensor | None, hidden_CD: Tensor, weight_VD: Tensor
+        self, chunk: slice, rows: slice, grad_CS: Tensor, narrow_CS: Tensor | None, hidden_CD: Tensor, weight_SD: Tensor
     ) -> None:
-        """Add a chunk's part, given the loss's gradient by its logits: wide, and in bf16 for tensor cores (`narrow`)."""
+        """Add the part of a chunk and of a stripe of weight rows (all, unless `by_stripes`).
+
+        `grad` is the loss's gradient by their logits: wide, and in bf16 for tensor cores (`narrow`).
+        """
         if self.bias_V is not None:
-            self.bias_V.add_(grad_CV.sum(0))
-        factor_CV = grad_CV if narrow_CV is None else narrow_CV
+            self.bias_V[rows] += grad_CS.sum(0)
+        factor_CS = grad_CS if narrow_CS is None else narrow_CS
         if self.hidden_TD is not None:
-            self.hidden_TD[chunk] = _hidden_gradient(factor_CV, weight_VD, hidden_CD.dtype, grad_CV.dtype)
+            target_CD = self.hidden_TD[chunk]
+            is_sum = target_CD.dtype == grad_CS.dtype
+            sum_CD = target_CD if is_sum else torch.zeros_like(target_CD, dtype=grad_CS.dtype)
+            _add_hidden_part(sum_CD, factor_CS, weight_SD, hidden_CD.dtype)
+            if not is_sum:
+                target_CD.copy_(sum_CD)
         if self.weight is not None:
-            self.weight.add(factor_CV, hidden_CD)
+            self.weight.add(factor_CS, hidden_CD)
+
+    def finish_stripe(self, rows: slice) -> None:
+        """Send the weight's gradient by these rows, to which all tokens were added, to its sink, if any."""
+        if isinstance(self.weight, StripedWeightGradient):
+            self.weight.send(rows.start)
 
 
 class WeightGradient:
@@ -163,19 +188,11 @@ class WeightGradient:
 
     def add(self, grad_CV: Tensor, hidden_CD: Tensor) -> None:
         """Add `grad.T @ hidden`."""
-        wide_CD = hidden_CD.to(grad_CV.dtype)
-        beta, self._fresh = 0 if self._fresh else 1, False
         start = 0
         for sum_SD in self._sums:
-            grad_SC = grad_CV[:, start : start + len(sum_SD)].T
+            _add_weight_part(sum_SD, grad_CV[:, start : start + len(sum_SD)], hidden_CD, self._fresh)
             start += len(sum_SD)
-            if grad_CV.dtype == sum_SD.dtype:
-                sum_SD.addmm_(grad_SC, wide_CD, beta=beta)
-                continue
-            # Not every torch adds bf16 products to a wide sum in one call (addmm); all have mm with a wide result.
-            for rows in _stripes(sum_SD):
-                product_SD = torch.mm(grad_SC[rows], hidden_CD, out_dtype=sum_SD.dtype)
-                sum_SD[rows] = product_SD if beta == 0 else product_SD.add_(sum_SD[rows])
+        self._fresh = False
 
     def finish(self, factor: Tensor | None) -> Tensor | None:
         """Return the gradient times `factor` in the weight's dtype, or None once it is in `.grad`; consumes it."""
@@ -203,16 +220,52 @@ class WeightGradient:
         return total_VD
 
 
-def _hidden_gradient(grad_CV: Tensor, weight_VD: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-    """Return `grad @ weight`: [C, D]."""
-    if weight_VD.dtype == dtype == wide:
-        return torch.mm(grad_CV, weight_VD)
-    if has_wide_product(weight_VD) and grad_CV.dtype == weight_VD.dtype:
-        return torch.mm(grad_CV, weight_VD, out_dtype=wide)
-    sum_CD = grad_CV.new_zeros(grad_CV.shape[0], weight_VD.shape[1])
-    for rows, wide_SD in _widened(weight_VD, dtype, wide):
-        sum_CD.addmm_(grad_CV[:, rows], wide_SD)
-    return sum_CD
+class StripedWeightGradient:
+    """The running gradient of a head's weight by one stripe of rows after another, sent to the weight's sink."""
+
+    def __init__(self, sink: GradientSink, wide: torch.dtype) -> None:
+        self._sink, self._wide = sink, wide
+        self._sum_SD: Tensor | None = None
+
+    def add(self, grad_CS: Tensor, hidden_CD: Tensor) -> None:
+        """Add `grad.T @ hidden` to the current stripe."""
+        fresh = self._sum_SD is None
+        if self._sum_SD is None:
+            self._sum_SD = hidden_CD.new_empty(grad_CS.shape[1], hidden_CD.shape[1], dtype=self._wide)
+        _add_weight_part(self._sum_SD, grad_CS, hidden_CD, fresh)
+
+    def send(self, start: int) -> None:
+        """Add the stripe, whose first row is `start`, to the sink and begin the next."""
+        assert self._sum_SD is not None
+        self._sink.add_rows(start, self._sum_SD)
+        self._sum_SD = None
+
+    def finish(self, factor: Tensor | None) -> None:
+        """Return no gradient: all is in the sink."""
+        assert factor is None
+
+
+def _add_weight_part(sum_SD: Tensor, grad_CS: Tensor, hidden_CD: Tensor, fresh: bool) -> None:
+    """Add `grad.T @ hidden` to a wide sum, or write it there if that is `fresh`."""
+    grad_SC = grad_CS.T
+    if grad_CS.dtype == sum_SD.dtype:
+        sum_SD.addmm_(grad_SC, hidden_CD.to(grad_CS.dtype), beta=0 if fresh else 1)
+        return
+    # Not every torch adds bf16 products to a wide sum in one call (addmm); all have mm with a wide result.
+    for rows in _stripes(sum_SD):
+        product_SD = torch.mm(grad_SC[rows], hidden_CD, out_dtype=sum_SD.dtype)
+        sum_SD[rows] = product_SD if fresh else product_SD.add_(sum_SD[rows])
+
+
+def _add_hidden_part(sum_CD: Tensor, grad_CS: Tensor, weight_SD: Tensor, dtype: torch.dtype) -> None:
+    """Add `grad @ weight`, with the weight rounded to `dtype`, to a wide sum."""
+    if weight_SD.dtype == dtype == sum_CD.dtype:
+        sum_CD.addmm_(grad_CS, weight_SD)
+    elif has_wide_product(weight_SD) and grad_CS.dtype == weight_SD.dtype:
+        sum_CD += torch.mm(grad_CS, weight_SD, out_dtype=sum_CD.dtype)
+    else:
+        for rows, wide_SD in _widened(weight_SD, dtype, sum_CD.dtype):
+            sum_CD.addmm_(grad_CS[:, rows], wide_SD)
 
 
 def has_wide_product(matrix: Tensor) -> bool:

@@ -12,7 +12,7 @@ read once for the statistics, and read and written once for the gradient. `trito
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ _NUMBERS_IN_CACHE = 1 << 18  # of each scratch buffer, per thread: 1 MB in fp32
 _NUMBERS_ON_DEVICE = 1 << 24  # elsewhere kernel launches dominate
 
 
-@dataclass(frozen=True)
-class SoftmaxStatistics:
+class SoftmaxStatistics(NamedTuple):
     """Sums over the vocabulary for each of C tokens, relative to the maximum; `dot_C` if the entropy is wanted."""
 
     max_C: Tensor
@@ -45,13 +44,11 @@ class SoftmaxStatistics:
         return None if self.dot_C is None else self.sum_C.log() - self.dot_C / self.sum_C
 
 
-@dataclass(frozen=True)
-class LossDerivatives:
+class LossDerivatives(NamedTuple):
     """The loss's derivatives by each token's log-prob and, if wanted, by its entropy."""
 
     by_logprobs_C: Tensor
     by_entropy_C: Tensor | None = None
-    entropy_C: Tensor | None = None
 
     def coefficients(self, statistics: SoftmaxStatistics, gain: float) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (a, b, k), each [C], of the gradient by x_v without a cap: `a [v = t] + e_v (b + k (z_v - max))`.
@@ -62,9 +59,9 @@ class LossDerivatives:
         b_C = -a_C / statistics.sum_C
         if self.by_entropy_C is None:
             return a_C, b_C, None
-        assert self.entropy_C is not None
+        assert statistics.dot_C is not None
         k_C = -gain * self.by_entropy_C / statistics.sum_C
-        return a_C, b_C + k_C * (self.entropy_C - statistics.sum_C.log()), k_C
+        return a_C, b_C - k_C * statistics.dot_C / statistics.sum_C, k_C
 
 
 def target_logits(raw_CV: Tensor, bias_V: Tensor | None, targets_C: Tensor, settings: ChunkSettings) -> Tensor:
@@ -103,9 +100,15 @@ def logits_gradient_(
     derivatives: LossDerivatives,
     narrow_CV: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite raw logits with the loss's gradient by them and return it; copy it into `narrow` if given."""
+    """Overwrite raw logits with the loss's gradient by them and return it; copy it into `narrow` if given.
+
+    The logits may be a range of the vocabulary's: targets and bias are then relative to its start, and a target outside
+    it adds nothing.
+    """
     softcap = settings.scale.softcap
     a_C, b_C, k_C = derivatives.coefficients(statistics, settings.gain)
+    is_outside_C = (targets_C < 0) | (targets_C >= raw_CV.shape[1])
+    a_C, targets_C = a_C.masked_fill(is_outside_C, 0), targets_C.masked_fill(is_outside_C, 0)
     num_scratch = (softcap is not None) + (k_C is not None)
     for block, slope_RV, exp_RV in _blocks(raw_CV, num_scratch):
         grad_RV = _finish_(raw_CV[block], bias_V, settings)

@@ -68,7 +68,10 @@ def logits_gradient_(
     derivatives: LossDerivatives,
     narrow_CV: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite raw logits with the loss's gradient by them and return it; copy it into `narrow` if given."""
+    """Overwrite raw logits with the loss's gradient by them and return it; copy it into `narrow` if given.
+
+    The logits may be a range of the vocabulary's, as in `torch_kernels`.
+    """
     num_tokens, num_ids = raw_CV.shape
     a_C, b_C, k_C = derivatives.coefficients(statistics, settings.gain)
     if num_tokens:
