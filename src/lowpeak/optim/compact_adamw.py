@@ -31,6 +31,7 @@ from lowpeak.errors import first_line
 from lowpeak.optim.formats import (
     DECODERS,
     ENCODERS,
+    LARGEST_GRADIENT,
     TensorStep,
     WeightBits,
     join_weights,
@@ -60,7 +61,7 @@ class CompactAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) on bf16 weights with low bits and 8-bit states.
 
     With `weight_bits=32` and `state_bits=32` a step is that of torch.optim.AdamW on the fp32 weights. fp32 parameters, such as
-    LoRA's, have no low bits. `names` of the parameters, set by `name_parameters`, and `seed` decide the noise of 24 and 16 bits.
+    LoRA's, have no low bits. Gradients beyond 1.8e19, whose squares fp32 does not have, act as 1.8e19. `names` of the parameters, set by `name_parameters`, and `seed` decide the noise of 24 and 16 bits.
     States: step, low_bits, and exp_avg and exp_avg_sq in fp32 or as codes with `_scale`, all flat and of this rank's shard.
     """
 
@@ -113,7 +114,7 @@ class CompactAdamW(torch.optim.AdamW):
         step, (beta1, beta2) = state["step"].double(), group["betas"]
         rate, root = group["lr"] / (1 - beta1**step), (1 - beta2**step).sqrt()
         for start, stop in self._chunks(parameter):
-            chunk = gradients[start:stop].float()
+            chunk = gradients[start:stop].to(torch.float32, copy=True).clamp_(-LARGEST_GRADIENT, LARGEST_GRADIENT)
             first, second = (self.read(parameter, key, start, stop) for key in MOMENTS)
             values = self.read(parameter, "weight", start, stop)
             values.mul_(1 - group["lr"] * group["weight_decay"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -12,14 +14,23 @@ from torch import Tensor
 
 WeightBits = Literal[16, 24, 32]
 
+# The largest weight: the largest bf16 number with the largest low bits. Above it, nearest bf16 numbers are infinite.
+_LARGEST_BITS = 0x7F7F7FFF
+# The largest gradient: its square is finite in fp32.
+LARGEST_GRADIENT = 1.8e19
+
 
 def split_weights(values: Tensor, weight_bits: WeightBits, noise: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Split fp32 values into bf16 weights and the low bits beside them: int16, int8 (24 bits) or None (16 bits).
 
     top = round(values to bf16); low = bits(values) - bits(top). `noise` (int32, from 0 to 2**dropped - 1) rounds stochastically:
-    E[join_weights(*split_weights(values, ...))] = values.
+    E[join_weights(*split_weights(values, ...))] = values. Finite values stay finite: those beyond `largest_weight` are set to
+    it. Infinities become NaN.
     """
-    bits = values.view(torch.int32)
+    largest = largest_weight(weight_bits)
+    # Adding to the bits of a NaN could carry into the sign, and give zero; those of this constant have room.
+    finite = values.nan_to_num(nan=math.nan, posinf=math.nan, neginf=math.nan).clamp_(-largest, largest)
+    bits = finite.view(torch.int32)
     dropped = 32 - weight_bits
     if dropped:
         assert noise is not None, "fewer than 32 bits are rounded stochastically"
@@ -30,6 +41,12 @@ def split_weights(values: Tensor, weight_bits: WeightBits, noise: Tensor | None 
         return weights, None
     low = bits - (top << 16)
     return weights, low.to(torch.int16) if weight_bits == 32 else (low >> 8).to(torch.int8)
+
+
+def largest_weight(weight_bits: WeightBits) -> float:
+    """Return the largest weight of a format: 3.396e38 (0x7F7F7FFF in fp32) without the bits that the format drops."""
+    largest: float = struct.unpack("<f", struct.pack("<I", _LARGEST_BITS & -(1 << (32 - weight_bits))))[0]
+    return largest
 
 
 def join_weights(weights: Tensor, low: Tensor | None) -> Tensor:
