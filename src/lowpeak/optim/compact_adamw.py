@@ -61,7 +61,8 @@ class CompactAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) on bf16 weights with low bits and 8-bit states.
 
     With `weight_bits=32` and `state_bits=32` a step is that of torch.optim.AdamW on the fp32 weights. fp32 parameters, such as
-    LoRA's, have no low bits. Gradients beyond 1.8e19, whose squares fp32 does not have, act as 1.8e19. `names` of the parameters, set by `name_parameters`, and `seed` decide the noise of 24 and 16 bits.
+    LoRA's, have no low bits. Gradients beyond 1.8e19, whose squares fp32 does not have, act as 1.8e19. `names` of the parameters,
+    set by `name_parameters`, and `seed` decide the noise of 24 and 16 bits.
     States: step, low_bits, and exp_avg and exp_avg_sq in fp32 or as codes with `_scale`, all flat and of this rank's shard.
     """
 

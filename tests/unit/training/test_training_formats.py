@@ -88,4 +88,6 @@ def test_a_checkpoint_of_32_bits_gives_the_weights_that_bf16_and_low_bits_are_to
         assert torch.equal(weight, expected[name])
     if after.get("state_bits") != 8:
         for key in MOMENTS:
-            assert all(torch.equal(values, real_values(before, key)[name]) for name, values in real_values(run, key).items())
+            assert all(
+                torch.equal(values, real_values(before, key)[name]) for name, values in real_values(run, key).items()
+            )
