@@ -287,8 +287,9 @@ class OnlineTrainer(StepTrainer):
         }
 
     def save_extra(self, folder: Path) -> None:
+        with_states = self.run.writes_shards and not self.args.save_only_model
         with self.run.strategy.ranks.propagate_errors():
-            for name, parameters in self.extra_weights(self.run.writes_shards).items():
+            for name, parameters in self.extra_weights(with_states).items():
                 save_extra_weights(folder, name, parameters, self.run.strategy.ranks)
 
     def extra_weights(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:
