@@ -49,7 +49,7 @@ def fail_by_a_gradient(case: Case, place: Path, number: float, words: str) -> No
         if trainer.state.global_step != 5:
             return None
         seen["weights"] = digest(trainer.model)
-        seen["moments"] = weights_of_optimizer(trainer)
+        seen["states"] = states_of_optimizer(trainer)
         return torch.full_like(gradient, number)
 
     trainer.model.get_parameter(BROKEN).register_hook(spoil)
@@ -57,19 +57,25 @@ def fail_by_a_gradient(case: Case, place: Path, number: float, words: str) -> No
         trainer.train()
     assert re.match(f"step 6: .*{words}", str(caught.value))
     assert digest(trainer.model) == seen["weights"]
-    assert weights_of_optimizer(trainer) == seen["moments"]
+    after = states_of_optimizer(trainer)
+    assert after.keys() == seen["states"].keys()
+    assert all(torch.equal(after[key], state) for key, state in seen["states"].items())
+    assert any("low_bits" in key for key in after) == (case.args.get("weight_bits") == 32)
     assert trainer.state.global_step == 5
 
 
-def weights_of_optimizer(trainer: Any) -> list[float]:
-    return [float(state["exp_avg"].sum()) for state in trainer.optimizer.state.values()]
+def states_of_optimizer(trainer: Any) -> dict[tuple[int, str], torch.Tensor]:
+    """A copy of every state: moments, numbers of steps, low bits of bf16 weights."""
+    states = enumerate(trainer.optimizer.state.values())
+    return {(number, key): value.clone() for number, state in states for key, value in state.items()}
 
 
+@pytest.mark.parametrize("storage", [{}, {"weight_bits": 32}, {"weight_bits": 16}], ids=str)
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_bad_gradient_moves_neither_weights_nor_the_optimizer(tmp_path, number, max_grad_norm):
+def test_a_bad_gradient_moves_neither_weights_nor_the_optimizer(tmp_path, number, max_grad_norm, storage):
     words = f"inf.*{BROKEN}" if number == float("inf") and max_grad_norm else str(number)
-    case = Case(args={**STANDARD.args, "max_grad_norm": max_grad_norm}, dropout=0.1)
+    case = Case(args={**STANDARD.args, "max_grad_norm": max_grad_norm, **storage}, dropout=0.1)
     succeed(fail_by_a_gradient, case, tmp_path, number, words)
     assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert checkpoints(tmp_path / "run") == ["checkpoint-3"]

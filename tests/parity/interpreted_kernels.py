@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from extreme_steps import FORMATS, GRADIENTS, read, steps
 from lowpeak.logprobs import torch_kernels, triton_kernels
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_logprobs
 from lowpeak.logprobs.torch_kernels import LossDerivatives
@@ -62,6 +63,20 @@ def case(num_rows: int, num_ids: int, scale: HeadScale, biased: bool, entropy: b
     return max(difference(one, other) for one, other in pairs)
 
 
+def extreme_differences() -> tuple[float, float]:
+    """The largest differences of the optimizer's kernel from torch on extremes: of a weight, and of a moment beside the largest."""
+    worst = {"weight": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
+    for (weight_bits, state_bits), gradients in itertools.product(FORMATS, GRADIENTS):
+        ours, theirs = (read(*steps(gradients, weight_bits, state_bits, each)) for each in (triton_step.update, None))
+        for key, exact in theirs.items():
+            assert torch.equal(ours[key].isfinite(), exact.isfinite())
+            sizes = exact.double().abs().clamp(min=1e-3 if key == "weight" else float(exact.abs().max()) + 1e-44)
+            worst[key] = max(worst[key], float(((ours[key].double() - exact.double()).abs() / sizes).max()))
+    for weight_bits, _ in FORMATS:
+        assert read(*steps(float("nan"), weight_bits, 32, triton_step.update))["weight"][1].isnan().all()
+    return worst.pop("weight"), max(worst.values())
+
+
 def main() -> None:
     """Every combination at shapes below, at and beyond the kernels' block."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "kernels run without a GPU only in Triton's interpreter"
@@ -70,6 +85,8 @@ def main() -> None:
         for scale, biased, entropy in itertools.product(SCALES, (False, True), (False, True)):
             worst = max(worst, case(*shape, scale, biased, entropy, narrow=biased))
     print(f"worst {worst:.3e}")
+    of_weights, of_moments = extreme_differences()
+    print(f"extremes {of_weights:.3e} {of_moments:.3e}")
     print(f"optimizer {kernel_difference(triton_step.update, torch.device('cpu')):.3e}")
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not HAS_WHEELS, reason="Triton is published for 
 
 
 def run(script, cache, **environment):
-    settings = {**os.environ, "TRITON_CACHE_DIR": str(cache), **environment}
+    settings = {**os.environ, "PYTHONPATH": str(HERE.parent), "TRITON_CACHE_DIR": str(cache), **environment}
     found = subprocess.run([sys.executable, HERE / script], env=settings, capture_output=True, text=True, timeout=240)
     assert found.returncode == 0, found.stderr
     return found.stdout
@@ -31,10 +31,14 @@ def run(script, cache, **environment):
 def test_the_kernels_compute_what_the_torch_passes_and_the_definition_do(tmp_path):
     found = run("interpreted_kernels.py", tmp_path, TRITON_INTERPRET="1")
     worst, of_optimizer = re.search(r"worst (\S+)", found), re.search(r"optimizer (\S+)", found)
+    extremes = re.search(r"extremes (\S+) (\S+)", found)
     assert worst is not None
     assert of_optimizer is not None
     assert float(worst[1]) < 1e-5
     assert float(of_optimizer[1]) < 1e-3  # codes of 8 bits may differ by one
+    assert extremes is not None
+    assert float(extremes[1]) < 2**-15  # another neighbour of 24 bits
+    assert float(extremes[2]) < 2 / 255  # another code
 
 
 # Shared bytes that a block may have on GPUs of each compute capability (CUDA C++ Programming Guide, "Compute Capabilities").

@@ -72,9 +72,10 @@ class CompactAdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) on bf16 weights with low bits and 8-bit states.
 
     With `weight_bits=32` and `state_bits=32` a step is that of torch.optim.AdamW on the fp32 weights. fp32 parameters, such as
-    LoRA's, have no low bits. States: step, low_bits, and exp_avg and exp_avg_sq in fp32 or as codes with `_scale`, all flat and of
-    this rank's shard; in host memory with `offload`. `place` tells which values of the parameters a rank updates. Names, positions
-    and `seed` decide the noise of 24 and 16 bits.
+    LoRA's, have no low bits. Gradients beyond 1.8e19, whose squares fp32 does not have, act as 1.8e19. States: step, low_bits,
+    and exp_avg and exp_avg_sq in fp32 or as codes with `_scale`, all flat and of this rank's shard; in host memory with
+    `offload`. `place` tells which values of the parameters a rank updates. Names, positions and `seed` decide the noise of 24
+    and 16 bits.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class CompactAdamW(torch.optim.AdamW):
                 gradients, shard = gradient_of(parameter), self.shard(parameter)
                 if gradients is not None:
                     gradients = gradients[shard.first : shard.last]
-                    self.update_tensor(parameter, gradients, group, step_kernel(_local(parameter)) or update)
+                    self.update_tensor(parameter, gradients, group, step_kernel(_local(parameter)))
                     shard.publish()
                     _clear_sum(parameter)
         return loss
@@ -129,9 +130,12 @@ class CompactAdamW(torch.optim.AdamW):
         return self._shards.get(parameter) or UpdatedShard("", 0, 0, _local(parameter).numel())
 
     def update_tensor(
-        self, parameter: nn.Parameter, gradients: Tensor, group: Mapping[str, Any], kernel: StepKernel
+        self, parameter: nn.Parameter, gradients: Tensor, group: Mapping[str, Any], kernel: StepKernel | None
     ) -> None:
-        """Update one parameter by flat gradients; states in host memory visit the device piece by piece."""
+        """Update one parameter by flat gradients: by a kernel, or by torch's operations.
+
+        States in host memory visit the device piece by piece.
+        """
         self._state(parameter)["step"] += 1
         number, (beta1, beta2) = self.state[parameter]["step"], group["betas"]
         step = TensorStep(
@@ -146,9 +150,9 @@ class CompactAdamW(torch.optim.AdamW):
         )
         host, found = self.host(parameter), find_sum(parameter)
         if host is None:
-            kernel(step)
+            (kernel or update)(step)
         else:
-            host.visit(step, kernel, None if found is None else found.factor)
+            host.visit(step, kernel or update, None if found is None else found.factor)
 
     def tensor(self, parameter: nn.Parameter) -> CompactTensor:
         """Return this rank's values of a parameter: its weights and states, flat."""
@@ -271,7 +275,7 @@ def kernel_difference(kernel: StepKernel, device: torch.device) -> float:
     worst = 0.0
     for bits, state_bits, columns in _CHECKED:
         found = []
-        for by in (kernel, update):
+        for by in (kernel, None):
             generator = torch.Generator().manual_seed(0)
             values, gradient = (torch.randn(70, columns, generator=generator) for _ in range(2))
             dtype = torch.float32 if bits is None else torch.bfloat16

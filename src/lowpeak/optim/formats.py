@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,15 +17,23 @@ WeightBits = Literal[16, 24, 32]
 
 _SCALE = "_scale"  # after a moment's key: the scales of its codes
 _CHUNK = 1 << 18  # values that are decoded at a time: temporaries of about 8 MB
+# The largest weight: the largest bf16 number with the largest low bits. Above it, nearest bf16 numbers are infinite.
+_LARGEST_BITS = 0x7F7F7FFF
+# The largest gradient: its square is finite in fp32.
+LARGEST_GRADIENT = 1.8e19
 
 
 def split_weights(values: Tensor, weight_bits: WeightBits, noise: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Split fp32 values into bf16 weights and the low bits beside them: int16, int8 (24 bits) or None (16 bits).
 
     top = round(values to bf16); low = bits(values) - bits(top). `noise` (int32, from 0 to 2**dropped - 1) rounds stochastically:
-    E[join_weights(*split_weights(values, ...))] = values.
+    E[join_weights(*split_weights(values, ...))] = values. Finite values stay finite: those beyond `largest_weight` are set to
+    it. Infinities become NaN.
     """
-    bits = values.view(torch.int32)
+    largest = largest_weight(weight_bits)
+    # Adding to the bits of a NaN could carry into the sign, and give zero; those of this constant have room.
+    finite = values.nan_to_num(nan=math.nan, posinf=math.nan, neginf=math.nan).clamp_(-largest, largest)
+    bits = finite.view(torch.int32)
     dropped = 32 - weight_bits
     if dropped:
         assert noise is not None, "fewer than 32 bits are rounded stochastically"
@@ -34,6 +44,12 @@ def split_weights(values: Tensor, weight_bits: WeightBits, noise: Tensor | None 
         return weights, None
     low = bits - (top << 16)
     return weights, low.to(torch.int16) if weight_bits == 32 else (low >> 8).to(torch.int8)
+
+
+def largest_weight(weight_bits: WeightBits) -> float:
+    """Return the largest weight of a format: 3.396e38 (0x7F7F7FFF in fp32) without the bits that the format drops."""
+    largest: float = struct.unpack("<f", struct.pack("<I", _LARGEST_BITS & -(1 << (32 - weight_bits))))[0]
+    return largest
 
 
 def join_weights(weights: Tensor, low: Tensor | None) -> Tensor:
@@ -206,7 +222,8 @@ def update(step: TensorStep) -> None:
 
 
 def _update_chunk(step: TensorStep) -> None:
-    tensor, gradient = step.tensor, step.gradients.float()
+    tensor = step.tensor
+    gradient = step.gradients.to(torch.float32, copy=True).clamp_(-LARGEST_GRADIENT, LARGEST_GRADIENT)
     first, second, values = (tensor.read(key) for key in ("exp_avg", "exp_avg_sq", "weight"))
     first.lerp_(gradient, 1 - step.beta1)
     second.mul_(step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowpeak.optim.formats import TensorStep, noise_keys
+from lowpeak.optim.formats import LARGEST_GRADIENT, TensorStep, largest_weight, noise_keys
 
 _TILE = 1024  # values of a program
 _NUM_WARPS = 4
@@ -51,6 +51,8 @@ def update(step: TensorStep) -> None:
             step.rate,
             step.root,
             step.eps,
+            LARGEST_GRADIENT,
+            largest_weight(tensor.weight_bits),
             LOW_BITS=low_bits,
             BF16_GRADIENTS=step.gradients.dtype == torch.bfloat16,
             BLOCKS=tensor.block is not None,
@@ -78,6 +80,12 @@ def _round(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _clamp(x: tl.tensor, largest: tl.tensor) -> tl.tensor:
+    # Comparisons with a NaN are false, so that it stays; maximum and minimum may drop it.
+    return tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
+
+
+@triton.jit
 def _as_fp32(bits: tl.tensor) -> tl.tensor:
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
@@ -88,6 +96,7 @@ def _update(
     second_scale: tl.tensor, gradients: tl.tensor,
     size: tl.tensor, block: tl.tensor, start: tl.tensor, key1: tl.tensor, key2: tl.tensor,
     decay: tl.tensor, rest1: tl.tensor, beta2: tl.tensor, rest2: tl.tensor, rate: tl.tensor, root: tl.tensor, eps: tl.tensor,
+    largest_gradient: tl.tensor, largest: tl.tensor,
     LOW_BITS: tl.constexpr, BF16_GRADIENTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -99,6 +108,7 @@ def _update(
     g = tl.load(gradients + at, inside, 0)
     if BF16_GRADIENTS:
         g = _as_fp32(g)
+    g = _clamp(g, largest_gradient)
     m = tl.load(first + at, inside, 0).to(tl.float32)
     v = tl.load(second + at, inside, 0).to(tl.float32)
     if BLOCKS:
@@ -134,15 +144,16 @@ def _update(
     if LOW_BITS < 0:
         tl.store(weights + at, w, inside)
     else:
-        _store_split(weights, low, w, at, inside, start, key1, key2, LOW_BITS)
+        _store_split(weights, low, w, at, inside, start, key1, key2, largest, LOW_BITS)
 
 
 @triton.jit(do_not_specialize=["start", "key1", "key2"])
 def _store_split(
     weights: tl.tensor, low: tl.tensor, w: tl.tensor, at: tl.tensor, inside: tl.tensor,
-    start: tl.tensor, key1: tl.tensor, key2: tl.tensor, LOW_BITS: tl.constexpr,
+    start: tl.tensor, key1: tl.tensor, key2: tl.tensor, largest: tl.tensor, LOW_BITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store bf16 weights and their low bits, rounded stochastically to 16 + LOW_BITS bits."""
+    """Store bf16 weights and their low bits, rounded stochastically to 16 + LOW_BITS bits; see `split_weights`."""
+    w = tl.where(tl.abs(w) < float("inf"), _clamp(w, largest), float("nan"))
     bits = w.to(tl.int32, bitcast=True)
     if LOW_BITS < 16:
         noise = (at + start).to(tl.uint32)

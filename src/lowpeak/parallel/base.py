@@ -21,8 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from lowpeak.arguments import StorageFormat
 from lowpeak.models import materialize_meta_params
+from lowpeak.optim import rounding_noise, split_weights
 from lowpeak.parallel.checkpoint_shards import load_torch_state, save_shards
-from lowpeak.parallel.checkpoint_state import optimizer_tensors, torch_training_state, trained_parameters
+from lowpeak.parallel.checkpoint_state import (
+    first_position,
+    optimizer_tensors,
+    torch_training_state,
+    trained_parameters,
+)
 from lowpeak.parallel.gradients import average_sums, place_optimizer
 from lowpeak.parallel.parameters import (
     FlatShard,
@@ -119,8 +125,9 @@ class AccelerateStrategy(Strategy):
                 model.to(self._device)
         return self._frozen(model)
 
-    def average(self, reference: nn.Module, policy: nn.Module, share: float) -> None:
-        average(self._shards(reference), self._shards(policy), share)
+    def average(self, reference: nn.Module, policy: nn.Module, share: float, noise_key: str) -> None:
+        starts = {name: first_position(parameter) for name, parameter in named_parameters(self._unwrapped(reference))}
+        average(self._shards(reference), self._shards(policy), share, starts, noise_key)
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
         """Return the model without wrappers, with its parameters sharded as they are stored."""
@@ -246,21 +253,49 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters with their names without wrappers."""
+    return ((clean_parameter_name(name), parameter) for name, parameter in model.named_parameters())
+
+
 def shards_of(model: nn.Module, shard_of: ShardOf) -> dict[str, FlatShard]:
     """Return this rank's shard of every parameter, by name; a replicated parameter is one shard."""
-    return {clean_parameter_name(name): shard_of(p) or local_shard(p.detach()) for name, p in model.named_parameters()}
+    return {name: shard_of(p) or local_shard(p.detach()) for name, p in named_parameters(model)}
 
 
-def average(reference: Mapping[str, FlatShard], policy: Mapping[str, FlatShard], share: float) -> None:
+def average(
+    reference: Mapping[str, FlatShard],
+    policy: Mapping[str, FlatShard],
+    share: float,
+    starts: Mapping[str, int],
+    noise_key: str,
+) -> None:
     """Update reference = share * policy + (1 - share) * reference in place, on this rank's shards.
 
-    The policy's shard of a parameter must be the same range as the reference's, or the whole parameter.
+    The policy's shard of a parameter must be the same range as the reference's, or the whole parameter. A bf16 reference is
+    rounded stochastically, since nearest rounding would lose a small share: E[reference] is the fp32 average. The noise depends
+    on `noise_key`, the name, and positions in the unsharded parameter, counted from this rank's first, `starts`.
     """
     with torch.no_grad():
         for name, target in reference.items():
+            # Of a policy with low bits these are its bf16 weights: half a bf16 step away at most, which the average forgets.
             source = policy[name]
             values: Tensor = source.local
             if source.chunk != target.chunk:
                 start = target.rank * target.chunk
                 values = values[start : start + target.local.numel()]
-            target.local.lerp_(values.to(target.local), share)
+            if target.local.dtype == torch.bfloat16:
+                _average_bf16(target.local, values, share, starts[name], f"{noise_key}/{name}")
+            else:
+                target.local.lerp_(values.to(target.local), share)
+
+
+def _average_bf16(target: Tensor, values: Tensor, share: float, start: int, noise_key: str) -> None:
+    """Average in fp32, piece by piece, and round stochastically to bf16."""
+    count = _PIECE_BYTES // 4
+    for first in range(0, target.numel(), count):
+        piece = target[first : first + count]
+        mixed = piece.float().lerp_(values[first : first + count].to(piece.device, torch.float32), share)
+        at = start + first
+        noise = rounding_noise(noise_key, at, at + piece.numel(), 16, piece.device)
+        piece.copy_(split_weights(mixed, 16, noise)[0])

@@ -135,6 +135,8 @@ def local_fragment(tensor: Any) -> Fragment:
 
 def first_position(parameter: Any) -> int:
     """Return the position in the unsharded parameter of this rank's first value."""
+    if hasattr(parameter, "ds_tensor"):
+        return local_fragment(parameter).start
     if not isinstance(parameter, DTensor):
         return 0
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

@@ -90,8 +90,11 @@ class InferenceStrategy(Protocol):
         """
         ...
 
-    def average(self, reference: nn.Module, policy: nn.Module, share: float) -> None:
-        """Update reference = share * policy + (1 - share) * reference, on this rank's shards."""
+    def average(self, reference: nn.Module, policy: nn.Module, share: float, noise_key: str) -> None:
+        """Update reference = share * policy + (1 - share) * reference, on this rank's shards.
+
+        A bf16 reference is rounded stochastically; the `noise_key` and the parameter decide the noise, the same on all ranks.
+        """
         ...
 
 

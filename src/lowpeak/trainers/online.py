@@ -203,8 +203,11 @@ class OnlineTrainer(StepTrainer):
         if self.run.algorithm.stop_early(values):
             self.steps_used = self.collector.settings.rollout.num_steps
         sync = self.collector.settings.reference_sync
-        if sync is not None and self.state.global_step % sync.every == 0:
-            self.run.strategy.average(self._reference_model(), self.model, sync.share)
+        step = self.state.global_step
+        if sync is not None and step % sync.every == 0:
+            # The step is in checkpoints: a resumed run rounds the average as the run that was not interrupted.
+            key = f"{self.args.seed}/reference/{step}"
+            self.run.strategy.average(self._reference_model(), self.model, sync.share, key)
         return values
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -284,8 +287,9 @@ class OnlineTrainer(StepTrainer):
         }
 
     def save_extra(self, folder: Path) -> None:
+        with_states = self.run.writes_shards and not self.args.save_only_model
         with self.run.strategy.ranks.propagate_errors():
-            for name, parameters in self.extra_weights(self.run.writes_shards).items():
+            for name, parameters in self.extra_weights(with_states).items():
                 save_extra_weights(folder, name, parameters, self.run.strategy.ranks)
 
     def extra_weights(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:

@@ -65,10 +65,11 @@ class Watching:
         return said(request)
 
 
-def test_every_rollout_is_written_by_the_policys_own_weights(tmp_path):
+@pytest.mark.parametrize(("changes", "dtype"), [({}, "float32"), ({"weight_bits": 32}, "bfloat16")])
+def test_every_rollout_is_written_by_the_policys_own_weights(tmp_path, changes, dtype):
     watching = Watching()
-    watching.vllm = scripted(watching)
-    watching.run = run_over(tmp_path, watching.vllm)
+    watching.vllm = scripted(watching, dtype=dtype)
+    watching.run = run_over(tmp_path, watching.vllm, **changes)
     watching.run.train()
     assert watching.versions == [0] * 8 + [1] * 8 + [2] * 8
 
