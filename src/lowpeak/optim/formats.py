@@ -37,13 +37,13 @@ def split_weights(values: Tensor, weight_bits: WeightBits, noise: Tensor | None 
     dropped = 32 - weight_bits
     if dropped:
         assert noise is not None, "fewer than 32 bits are rounded stochastically"
-        bits = (bits + noise) & -(1 << dropped)
-    top = (bits + 0x8000) >> 16
+        bits = (bits + noise).bitwise_and_(-(1 << dropped))
+    top = (bits + 0x8000).bitwise_right_shift_(16)
     weights = top.to(torch.int16).view(torch.bfloat16)
     if weight_bits == 16:
         return weights, None
-    low = bits - (top << 16)
-    return weights, low.to(torch.int16) if weight_bits == 32 else (low >> 8).to(torch.int8)
+    # A conversion to a narrower integer keeps the lowest bits, and top << 16 has none of them.
+    return weights, bits.to(torch.int16) if weight_bits == 32 else (bits >> 8).to(torch.int8)
 
 
 def largest_weight(weight_bits: WeightBits) -> float:
@@ -54,11 +54,11 @@ def largest_weight(weight_bits: WeightBits) -> float:
 
 def join_weights(weights: Tensor, low: Tensor | None) -> Tensor:
     """Return the fp32 values of bf16 weights and their low bits; the inverse of `split_weights`."""
-    if low is None:
-        return weights.float()
-    bits = weights.view(torch.int16).to(torch.int32) << 16
-    bits += low.to(torch.int32) << (8 if low.dtype == torch.int8 else 0)
-    return bits.view(torch.float32)
+    values = weights.float()
+    if low is not None:
+        # The bits of bf16 are the first half of fp32's, and integer sums wrap as the difference did.
+        values.view(torch.int32).add_(low.to(torch.int32), alpha=256 if low.dtype == torch.int8 else 1)
+    return values
 
 
 def encode_first_moment(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def encode_first_moment(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def decode_first_moment(codes: Tensor, scales: Tensor, block: int) -> Tensor:
     """Return scale * c / (2 - |c|) with c = codes / 127; the inverse of `encode_first_moment` up to rounding."""
     ratios = codes.view(-1, block).float().div_(127)
-    return ratios.div_(2 - ratios.abs()).mul_(scales[:, None]).view(-1)
+    return ratios.div_(ratios.abs().neg_().add_(2)).mul_(scales[:, None]).view(-1)
 
 
 def encode_second_moment(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -99,8 +99,8 @@ def rounding_noise(key: str, start: int, stop: int, bits: int, device: torch.dev
     """
     numbers = torch.arange(start, stop, device=device).to(torch.int32)
     for number in noise_keys(key):
-        numbers = _mix(numbers ^ number)
-    return numbers & ((1 << bits) - 1)
+        _mix(numbers.bitwise_xor_(number))
+    return numbers.bitwise_and_((1 << bits) - 1)
 
 
 def noise_keys(key: str) -> tuple[int, int]:
@@ -109,11 +109,11 @@ def noise_keys(key: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
 
 
-def _mix(x: Tensor) -> Tensor:
-    # The 32-bit integer hash "lowbias32" (C. Wellons, 2018); int32 products wrap, and a mask makes a shift logical.
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
-    return x ^ ((x >> 16) & 0xFFFF)
+def _mix(x: Tensor) -> None:
+    """Apply the 32-bit integer hash "lowbias32" (C. Wellons, 2018) in place."""
+    # int32 products wrap, and a mask makes a shift logical.
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)), (16, 1)):
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(factor)
 
 
 _ENCODERS = {"exp_avg": encode_first_moment, "exp_avg_sq": encode_second_moment}

@@ -126,10 +126,10 @@ def multiply_gradient(parameter: nn.Parameter, factor: Tensor) -> None:
 
 def _take_gradient(parameter: nn.Parameter) -> None:
     gradient, found = parameter.grad, find_sum(parameter)
-    assert gradient is not None, "the hook runs after a gradient was accumulated"
-    assert found is not None, "the hook is removed with the sum"
-    parameter.grad = None
-    found.add(0, _flat(gradient))
+    # Autograd also calls the hook of a head or embedding that has added its gradient in stripes, and so returned none.
+    if gradient is not None and found is not None:
+        parameter.grad = None
+        found.add(0, _flat(gradient))
 
 
 def _flat(tensor: Any) -> Tensor:
