@@ -31,8 +31,11 @@ from lowpeak.errors import first_line
 from lowpeak.optim.formats import (
     DECODERS,
     ENCODERS,
+    NO_SPARES,
+    Spares,
     TensorStep,
     WeightBits,
+    buffer,
     join_weights,
     rounding_noise,
     split_weights,
@@ -112,16 +115,20 @@ class CompactAdamW(torch.optim.AdamW):
             return
         step, (beta1, beta2) = state["step"].double(), group["betas"]
         rate, root = group["lr"] / (1 - beta1**step), (1 - beta2**step).sqrt()
-        for start, stop in self._chunks(parameter):
-            chunk = gradients[start:stop].float()
-            first, second = (self.read(parameter, key, start, stop) for key in MOMENTS)
-            values = self.read(parameter, "weight", start, stop)
-            values.mul_(1 - group["lr"] * group["weight_decay"])
+        chunks = list(self._chunks(parameter))
+        buffers = weights.new_empty(5, chunks[0][1] if chunks else 0, dtype=torch.float32)
+        for start, stop in chunks:
+            first, second, values, chunk, spare = buffers[:, : stop - start].unbind()
+            self.read(parameter, "exp_avg", start, stop, first, spare)
+            self.read(parameter, "exp_avg_sq", start, stop, second, spare)
+            self.read(parameter, "weight", start, stop, values, spare).mul_(1 - group["lr"] * group["weight_decay"])
+            chunk.copy_(gradients[start:stop])
             first.lerp_(chunk, 1 - beta1)
             second.mul_(beta2).addcmul_(chunk, chunk, value=1 - beta2)
-            divisors = second.sqrt().div_(root).add_(group["eps"])
-            values.sub_((first / divisors).mul_(rate))
-            self.write(parameter, {"exp_avg": first, "exp_avg_sq": second, "weight": values}, start)
+            divisors = torch.sqrt(second, out=spare).div_(root).add_(group["eps"])
+            values.sub_(torch.div(first, divisors, out=chunk).mul_(rate))
+            written = {"exp_avg": first, "exp_avg_sq": second, "weight": values}
+            self.write(parameter, written, start, spares=(chunk, spare))
 
     def _tensor_step(
         self, parameter: nn.Parameter, weights: Tensor, gradients: Tensor, group: Mapping[str, Any]
@@ -175,29 +182,41 @@ class CompactAdamW(torch.optim.AdamW):
         chunk = _CHUNK // block * block
         return ((start, min(start + chunk, size)) for start in range(0, size, chunk))
 
-    def read(self, parameter: nn.Parameter, key: str, start: int, stop: int) -> Tensor:
-        """Return a copy of values [start, stop) of this rank's shard in fp32; `key` is "weight" or one of MOMENTS."""
+    def read(
+        self,
+        parameter: nn.Parameter,
+        key: str,
+        start: int,
+        stop: int,
+        out: Tensor | None = None,
+        spare: Tensor | None = None,
+    ) -> Tensor:
+        """Return a copy of values [start, stop) of this rank's shard in fp32; `key` is "weight" or one of MOMENTS.
+
+        `out` is a buffer for whole blocks, and `spare` one that is overwritten; if None, new ones are used.
+        """
         state = self._state(parameter)
         if key == "weight":
             weights, low = _flat(parameter)[start:stop], state.get("low_bits")
-            return (
-                weights.clone()
-                if weights.dtype == torch.float32
-                else join_weights(weights, None if low is None else low[start:stop])
-            )
+            return join_weights(weights, None if low is None else low[start:stop], out, spare)
         block = self._block(parameter)
         if block is None:
-            return state[key][start:stop].clone()
+            return buffer(state[key][start:stop], out).copy_(state[key][start:stop])
         first, last = start // block, -(-stop // block)
         codes, scales = state[key][first * block : last * block], state[f"{key}_scale"][first:last]
-        return DECODERS[key](codes, scales, block)[start - first * block : stop - first * block]
+        return DECODERS[key](codes, scales, block, out, spare)[start - first * block : stop - first * block]
 
     def write(
-        self, parameter: nn.Parameter, values: Mapping[str, Tensor], start: int = 0, step: Tensor | None = None
+        self,
+        parameter: nn.Parameter,
+        values: Mapping[str, Tensor],
+        start: int = 0,
+        step: Tensor | None = None,
+        spares: Spares = NO_SPARES,
     ) -> None:
         """Store fp32 values of this rank's shard from `start` on, under the keys of `read`; blocks must be whole.
 
-        `step` sets the number of the parameter's steps.
+        `step` sets the number of the parameter's steps. `spares` are buffers that are overwritten.
         """
         state, block = self._state(parameter), self._block(parameter)
         if step is not None:
@@ -205,15 +224,15 @@ class CompactAdamW(torch.optim.AdamW):
         for key, real in values.items():
             stop = start + real.numel()
             if key == "weight":
-                self._write_weights(parameter, real, start)
+                self._write_weights(parameter, real, start, spares)
             elif block is None:
                 state[key][start:stop] = real
             else:
-                codes, scales = ENCODERS[key](real, block)
+                codes, scales = ENCODERS[key](real, block, spares)
                 state[key][start:stop] = codes
                 state[f"{key}_scale"][start // block : stop // block] = scales
 
-    def _write_weights(self, parameter: nn.Parameter, values: Tensor, start: int) -> None:
+    def _write_weights(self, parameter: nn.Parameter, values: Tensor, start: int, spares: Spares) -> None:
         state, weights, stop = self.state[parameter], _flat(parameter), start + values.numel()
         if weights.dtype == torch.float32:
             weights[start:stop] = values
@@ -221,10 +240,9 @@ class CompactAdamW(torch.optim.AdamW):
         noise = None
         if self.weight_bits < 32:
             first = self.starts.get(parameter, 0) + start
-            noise = rounding_noise(
-                self._noise_key(parameter), first, first + values.numel(), 32 - self.weight_bits, values.device
-            )
-        weights[start:stop], low = split_weights(values, self.weight_bits, noise)
+            key, dropped = self._noise_key(parameter), 32 - self.weight_bits
+            noise = rounding_noise(key, first, first + values.numel(), dropped, values.device, spares)
+        weights[start:stop], low = split_weights(values, self.weight_bits, noise, spares[1])
         if low is not None:
             state["low_bits"][start:stop] = low
 
