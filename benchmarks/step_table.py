@@ -29,6 +29,11 @@ from benchmarks.harness.shapes import NUM_GENERATIONS, draw_lengths
 
 PHASES = ("rollout", "score", "train", "rest")  # rest: rewards, advantages, optimizer, logs, the loop
 W1_PROMPTS, W1_PROMPT_LENGTH = 32, 7
+PEAKS = {
+    "peak_mb_above_start": "peak above the loaded model, MB",
+    "peak_mb_above_empty": "peak above the process before it loaded the model, MB",
+    "peak_mb": "peak, MB",
+}
 Runs = dict[str, list[dict[str, Any]]]  # by side, one for each round
 
 
@@ -154,6 +159,7 @@ def summary(plan: Plan, runs: Sequence[Mapping[str, Any]], peak: float) -> dict[
     return {
         "seconds": seconds,
         "peak_mb_above_start": max(run["peak_rss_mb"] - run["start_rss_mb"] for run in runs),
+        "peak_mb_above_empty": max(run["peak_rss_mb"] - run["empty_rss_mb"] for run in runs),
         "peak_mb": max(run["peak_rss_mb"] for run in runs),
         "start_mb": statistics.median(run["start_rss_mb"] for run in runs),
         "peak_mb_above_start_by_phase": {
@@ -205,7 +211,7 @@ def parts_of_peak(run: Mapping[str, Any]) -> dict[str, Any]:
 def compare(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float | None]:
     """Ours over the peer's: seconds of each phase, and peaks."""
     found = {name: ratio(ours["seconds"][name], peer["seconds"][name]) for name in ours["seconds"]}
-    return found | {name: ratio(ours[name], peer[name]) for name in ("peak_mb_above_start", "peak_mb")}
+    return found | {name: ratio(ours[name], peer[name]) for name in PEAKS}
 
 
 def show(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> None:
@@ -217,7 +223,7 @@ def show(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> None:
         shares = [side[key].get(name, "") for key in ("useful_share", "share_of_peak") for side in (ours, peer)]
         both = " | ".join(f"{a} / {b}" if a != "" else "" for a, b in (shares[:2], shares[2:]))
         print(f"| {name}, s | {ours['seconds'][name]:.3f} | {peer['seconds'][name]:.3f} | {ratios[name]} | {both} |")
-    for name, words in (("peak_mb_above_start", "peak above the loaded model, MB"), ("peak_mb", "peak, MB")):
+    for name, words in PEAKS.items():
         print(f"| {words} | {ours[name]:.0f} | {peer[name]:.0f} | {ratios[name]} | | |")
     print(f"| micro-batches | {ours['micro_batches']:g} | {peer['micro_batches']:g} | | | |")
 

@@ -1,9 +1,11 @@
-"""One side's GRPO steps on ranks, watched by phase; `benchmarks.harness.ranks` calls `main` on every rank."""
+"""One side's GRPO steps, watched by phase: `benchmarks.harness.ranks` calls `main` on every rank; run apart, it is one process."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,10 +53,13 @@ class Stamps(TrainerCallback):
     def __init__(self, clock: PhaseClock) -> None:
         self.clock = clock
         self.seen = [{"total": time.perf_counter()}]
+        self.between = self.tensors = 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Note the seconds so far."""
+        """Note the seconds so far, and what is resident and which tensors live between steps."""
         self.seen.append({**self.clock.seconds, "total": time.perf_counter()})
+        self.between = resident_bytes() or 0
+        self.tensors = tensor_bytes(more["model"], more["optimizer"])
 
 
 def save_model(folder: Path) -> None:
@@ -111,7 +116,7 @@ def make_trainer(request: RankedRequest) -> Any:
 
 def canned_lengths(request: RankedRequest) -> Iterator[list[int]]:
     """Lengths of a rank's eight completions, step by step, the same on both sides."""
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", "0"))
     for step in range(request.steps):
         yield shapes.draw_lengths(shapes.NUM_GENERATIONS, 2 * step + rank, request.completion)
 
@@ -131,6 +136,9 @@ def run_steps(request: RankedRequest) -> dict[str, Any]:
     last = {name: stamps.seen[-1][name] - stamps.seen[-2].get(name, 0.0) for name in stamps.seen[-1]}
     return {
         "parameter": type(next(trainer.model.parameters())).__name__,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "tensor_bytes": stamps.tensors,
+        "between_mb": in_mb(stamps.between - before),
         "loaded_mb": in_mb(loaded - before),
         "peak_mb": in_mb((watch.peak_bytes or 0) - before),
         "peak_mb_above_loaded": in_mb((watch.peak_bytes or 0) - loaded),
@@ -140,12 +148,26 @@ def run_steps(request: RankedRequest) -> dict[str, Any]:
     }
 
 
+def tensor_bytes(model: Any, optimizer: Any) -> int:
+    """The bytes of this rank's weights, gradients and optimizer states, each storage once."""
+    parameters = list(model.parameters())
+    tensors = [*parameters, *(parameter.grad for parameter in parameters)]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    local = [
+        each.to_local() if hasattr(each, "to_local") else each for each in tensors if isinstance(each, torch.Tensor)
+    ]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in local}.values())
+
+
 def main(request: dict[str, Any]) -> None:
     """One rank; rank 0 tells what all found."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     found = run_steps(RankedRequest(**request))
+    if not dist.is_initialized():
+        print_result({"ranks": [found]})
+        return
     everybodys: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybodys, found)
     if dist.get_rank() == 0:
@@ -172,3 +194,7 @@ def _zero_config(stage: int) -> dict[str, Any]:
         "zero_optimization": {"stage": stage, **own},
         "zero_allow_untested_optimizer": True,
     }
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

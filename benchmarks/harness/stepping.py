@@ -166,9 +166,12 @@ def force_lengths(trainer: Any, given: Any) -> None:
 def run_steps(request: StepRequest) -> dict[str, Any]:
     """Train, and tell what each step took, what was resident before, and what was computed."""
     lengths: list[list[int]] = []
+    importlib.import_module(request.library).GRPOTrainer  # noqa: B018, loads what is loaded lazily
+    before = resident_bytes()
     trainer, clock = make_trainer(request, lengths), PhaseClock()
     watch_step(trainer, request.library, clock)
-    return trained(trainer, clock, request.library, request.folder, lengths)
+    found = trained(trainer, clock, request.library, request.folder, lengths)
+    return {**found, "empty_rss_mb": None if before is None else in_mb(before)}
 
 
 def trained(trainer: Any, clock: PhaseClock, library: str, folder: str, lengths: list[list[int]]) -> dict[str, Any]:

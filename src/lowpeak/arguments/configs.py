@@ -41,6 +41,7 @@ from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG
 from lowpeak.arguments.text import hide_secrets, parse_bytes, read_object, show
 from lowpeak.arguments.validation import check_finite, check_range, check_type, check_types
 from lowpeak.errors import ArgumentError, LowpeakError
+from lowpeak.memory import limit_onednn_caches
 from lowpeak.setup import limit_collectives_on_cpu, renew_master_port
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,8 @@ class CommonConfig(CommonArguments, TrainingArguments):
         if self.fsdp_plugin_args is not None:
             refuse_fsdp1(self.fsdp_plugin_args["fsdp_version"], "fsdp_config")
         use_one_device(self)
+        if self.device.type == "cpu":
+            limit_onednn_caches()
         if self.deepspeed_plugin is not None:
             sync_deepspeed_config(self.deepspeed_plugin.hf_ds_config.config, self)
 

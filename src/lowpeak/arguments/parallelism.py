@@ -121,6 +121,9 @@ def refuse_unsupported_parallelism(environ: Mapping[str, str], loading: Mapping[
         )
 
 
+_SIZES_BY_WIDTH = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+
 def require_deepspeed(what: str) -> None:
     """Raise MissingPackageError unless DeepSpeed, which `what` needs, is installed."""
     require_package("deepspeed", what, "deepspeed", ", or use fsdp2, which needs no other package")
@@ -129,13 +132,17 @@ def require_deepspeed(what: str) -> None:
 def sync_deepspeed_config(config: MutableMapping[str, Any], args: Any) -> None:
     """Write the run's clipping and batch sizes into accelerate's copy of the DeepSpeed config, in place.
 
-    ArgumentError if the config has other values, and for stage 0, which shards nothing.
+    Absent sizes of ZeRO's buckets become `auto`, which accelerate derives from the model's width. ArgumentError if the config has
+    other values, and for stage 0, which shards nothing.
     """
     stage = (config.get("zero_optimization") or {}).get("stage", 0)
     require(
         str(stage) in ("1", "2", "3"),
         f"the DeepSpeed config has ZeRO stage {stage}: lowpeak supports 1, 2 and 3; to shard nothing use ddp.",
     )
+    # DeepSpeed's own sizes, 1 to 2 GB for buckets, are the peak of small models.
+    for name in _SIZES_BY_WIDTH if str(stage) == "3" else _SIZES_BY_WIDTH[:1]:
+        config["zero_optimization"].setdefault(name, "auto")
     clipping, max_norm = config.get("gradient_clipping", "auto"), float(args.max_grad_norm or 0.0)
     require(
         clipping == "auto" or float(clipping) == max_norm,

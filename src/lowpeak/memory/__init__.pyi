@@ -4,6 +4,7 @@ from lowpeak.memory.device_memory import cgroup_headrooms as cgroup_headrooms
 from lowpeak.memory.device_memory import free_bytes as free_bytes
 from lowpeak.memory.device_memory import has_device_memory as has_device_memory
 from lowpeak.memory.device_memory import is_out_of_memory as is_out_of_memory
+from lowpeak.memory.device_memory import limit_onednn_caches as limit_onednn_caches
 from lowpeak.memory.phases import Phase as Phase
 from lowpeak.memory.rehearsal import StorageMeter as StorageMeter
 from lowpeak.memory.rehearsal import rehearse as rehearse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,17 @@ _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_
 def has_device_memory(device: torch.device) -> bool:
     """Return whether the device has separate memory. The CPU has none, and Apple's is shared with the host."""
     return device.type not in ("cpu", "mps")
+
+
+def limit_onednn_caches() -> None:
+    """Bound the memory of compiled matrix products on CPUs, unless the user's environment sets it.
+
+    Call it before the process's first bf16 product, when both caches read their capacity.
+    """
+    # oneDNN compiles a bf16 product for each shape, 0.6 MB and 0.3 ms. It keeps the last 1,024 of them, as does torch in a cache of
+    # its own, and generation and packed micro-batches have a new shape in almost every forward.
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")
 
 
 def with_index(device: torch.device) -> torch.device:

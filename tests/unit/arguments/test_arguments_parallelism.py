@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
+from transformers import Qwen2Config
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from lowpeak.arguments import (
     NOT_PARALLEL,
@@ -15,6 +18,7 @@ from lowpeak.arguments import (
     resolve_model_parallel,
     sync_deepspeed_config,
 )
+from lowpeak.cli import PRESET_FOLDER
 from lowpeak.errors import ArgumentError
 
 ON = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
@@ -99,7 +103,27 @@ def test_deepspeeds_config_may_say_what_the_run_does(own):
     settled = {"zero_optimization": {"stage": 2}, **own}
     sync_deepspeed_config(settled, RUN)
     batches = dict.fromkeys(own.keys() & SAME.keys(), "auto")
-    assert settled == {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.25, **batches}
+    sharding = {"stage": 2, "reduce_bucket_size": "auto"}
+    assert settled == {"zero_optimization": sharding, "gradient_clipping": 0.25, **batches}
+
+
+ABSENT: dict[str, object] = {"zero_optimization": {"stage": 3}}
+PRESETS = {path.stem: json.loads(path.read_text()) for path in PRESET_FOLDER.glob("*.json")}
+
+
+@pytest.mark.parametrize("preset", [*PRESETS.values(), ABSENT], ids=[*PRESETS, "absent"])
+def test_buckets_of_every_deepspeed_preset_follow_the_models_width(preset):
+    pytest.importorskip("deepspeed")
+    config = HfTrainerDeepSpeedConfig(preset)
+    sync_deepspeed_config(config.config, RUN)
+    model = SimpleNamespace(config=Qwen2Config(hidden_size=96))
+    config.trainer_config_finalize(SimpleNamespace(get_warmup_steps=lambda steps: 0), model, 1)
+    sizes = config.config["zero_optimization"]
+    assert sizes["reduce_bucket_size"] == 96 * 96
+    if sizes["stage"] == 3:
+        # The presets prefetch nothing.
+        assert sizes["stage3_prefetch_bucket_size"] == (int(0.9 * 96 * 96) if preset is ABSENT else 0)
+        assert sizes["stage3_param_persistence_threshold"] == (10 * 96 if preset is ABSENT else 10_000)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
@@ -57,3 +62,33 @@ def test_every_cgroup_above_the_process_bounds_its_memory(tmp_path, cgroup, file
 
 def test_free_memory_is_positive_and_below_the_total():
     assert 0 < free_bytes("cpu") < psutil.virtual_memory().total
+
+
+_MANY_SHAPES = """
+import sys, torch
+from lowpeak.memory import limit_onednn_caches
+def resident_mb():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) / 1024
+if sys.argv[1] == "limited":
+    limit_onednn_caches()
+weight = torch.randn(256, 256).bfloat16()
+for num_tokens in range(1, 421):
+    torch.randn(num_tokens, 256).bfloat16() @ weight
+    before = resident_mb() if num_tokens == 20 else before if num_tokens > 20 else 0
+print(resident_mb() - before)
+"""
+
+
+def test_bf16_products_of_many_shapes_leave_little_behind():
+    if not Path("/proc/self/status").exists():
+        pytest.skip("resident memory is read from /proc")
+    unset = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+    grown = {
+        way: float(
+            subprocess.run(
+                [sys.executable, "-c", _MANY_SHAPES, way], env=unset, check=True, capture_output=True, text=True
+            ).stdout
+        )
+        for way in ("limited", "unlimited")
+    }
+    assert grown["limited"] < max(100, 0.5 * grown["unlimited"])
