@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowpeak.logprobs import GradientSink
 
-class SummedGradient:
+
+class SummedGradient(GradientSink):
     """A parameter's gradient in fp64, outside its `.grad`, with the hook for what autograd accumulates.
 
     `rows` are the ranges that came in stripes, `selected` the ids that came one by one, and `accumulated` counts whole
@@ -42,7 +44,7 @@ class SummedGradient:
         return sorted(number for stripe in self.rows for number in stripe) == sorted([*range(len(self.total))] * times)
 
 
-class CountedRows:
+class CountedRows(GradientSink):
     """A sink without memory: it counts the rows that it is given."""
 
     def __init__(self, parameter: Tensor) -> None:
