@@ -30,8 +30,11 @@ SAVED |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
 
 def prepare(strategy: str) -> dict[str, Any]:
     """The environment that makes accelerate take `strategy`; the arguments that a config needs for it."""
-    if strategy == "fsdp2":
+    if strategy in ("fsdp2", "hsdp"):
         os.environ.update(FSDP2)
+    if strategy == "hsdp":  # two replicas on four ranks
+        sizes = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+        os.environ.update(sizes, ACCELERATE_USE_PARALLELISM_CONFIG="true")
     return {"use_cpu": True, **({"deepspeed": zero_config(int(strategy[-1]))} if "zero" in strategy else {})}
 
 

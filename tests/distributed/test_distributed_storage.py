@@ -80,6 +80,13 @@ def go_on_alone(strategy: str, bits: str, out: Path) -> None:
         forget()
 
 
+def train_replicas_of_shards(place: Path, out: Path) -> None:
+    for bits in ("24", "fp32 sums"):
+        folder = out / f"hsdp-{bits}"
+        folder.mkdir(exist_ok=True)
+        train("hsdp", bits, folder)
+
+
 def each_case(place: Path, out: Path, phase: Callable[[str, str, Path], None]) -> None:
     for strategy, bits in CASES:
         folder = out / f"{strategy}-{bits}"
@@ -94,6 +101,7 @@ def runs(tmp_path_factory):
     char_tokenizer("0123456789=+-*").save_pretrained(out / "model")
     succeed_on_ranks(each_case, out / "two", out, train)
     succeed_on_ranks(each_case, out / "one", out, go_on_alone, world_size=1)
+    succeed_on_ranks(train_replicas_of_shards, out / "four", out, world_size=4)
     return lambda strategy, bits, name: torch.load(out / f"{strategy}-{bits}" / f"{name}.pt")
 
 
@@ -111,6 +119,17 @@ def test_the_model_is_bf16_and_states_have_the_bytes_asked_for(runs, strategy, b
 def test_replicas_have_the_same_bits_also_where_rounding_is_random(runs, bits):
     first, second = runs("ddp", bits, "whole")["real"]
     assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("bits", ["24", "fp32 sums"])
+def test_replicas_of_shards_have_the_same_bits_and_resume_to_them(runs, bits):
+    whole, again = (runs("hsdp", bits, name)["real"] for name in ("whole", "again"))
+    for one, other in ((0, 2), (1, 3)):
+        assert_same_bits(whole[one], whole[other])
+    for ours, theirs in zip(again, whole, strict=True):
+        assert_same_bits(ours, theirs)
+    size = sum(weights.numel() for weights in runs("ddp", bits, "whole")["weights"].values())
+    assert sum(runs("hsdp", bits, "whole")["held"]) == 2 * size
 
 
 @pytest.mark.parametrize("bits", [bits for bits in FORMATS if "shards" in bits])
