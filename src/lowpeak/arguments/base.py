@@ -309,7 +309,8 @@ def run_facts(args: Any, **known: Any) -> RunFacts:
         f"accelerator_config has gradient_accumulation_kwargs={kwargs!r}, which has no effect: set gradient_accumulation_steps "
         "instead.",
     )
-    return RunFacts(has_device_memory=args.device.type not in ("cpu", "mps"), idle=idle, **known)
+    on_device = args.device.type not in ("cpu", "mps")
+    return RunFacts(has_device_memory=on_device, replicated=args.has_replicas, idle=idle, **known)
 
 
 def resolve_memory(args: Any, **computed: Any) -> MemorySettings:

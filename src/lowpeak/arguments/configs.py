@@ -182,6 +182,13 @@ class CommonConfig(CommonArguments, TrainingArguments):
         return resolve_model_parallel(os.environ, self.parallelism_config)
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks have the same parameters, as under DDP."""
+        sharding = any(is_switched_on(os.environ, f"ACCELERATE_USE_{name}") for name in ("FSDP", "DEEPSPEED"))
+        one_model = self.fsdp or self.deepspeed or sharding or self.model_parallel.tensor > 1
+        return self.world_size > 1 and not one_model
+
+    @property
     def checkpoints_activations(self) -> bool:
         """Whether activations are recomputed, under either name of the argument in transformers."""
         return bool(getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing)

@@ -14,7 +14,6 @@ from lowpeak.parallel.detect import check_devices as check_devices
 from lowpeak.parallel.detect import check_is_sharded as check_is_sharded
 from lowpeak.parallel.detect import detect_strategy as detect_strategy
 from lowpeak.parallel.detect import device_fractions as device_fractions
-from lowpeak.parallel.detect import is_replicated as is_replicated
 from lowpeak.parallel.detect import is_sharded as is_sharded
 from lowpeak.parallel.detect import states_on_host as states_on_host
 from lowpeak.parallel.fake_ranks import FakeStrategy as FakeStrategy

@@ -58,12 +58,6 @@ def detect_strategy(accelerator: Accelerator) -> Strategy:
     )
 
 
-def is_replicated(accelerator: Accelerator) -> bool:
-    """Return whether several ranks have the same parameters: DDP."""
-    several = accelerator.num_processes > 1 and tensor_parallel_size(accelerator) == 1
-    return several and accelerator.distributed_type in _REPLICATED
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Return whether ranks store only shards of the parameters, so that a forward needs all ranks."""
     return any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in model.parameters())

@@ -43,7 +43,7 @@ from lowpeak.models import (
     num_embeddings,
     transformers_model,
 )
-from lowpeak.parallel import check_devices, check_is_sharded, detect_strategy, is_replicated
+from lowpeak.parallel import check_devices, check_is_sharded, detect_strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.setup import check_adapter, check_data, check_optimizer, check_outputs, silence_nonzero_ranks
@@ -197,7 +197,6 @@ class OfflineTrainer(StepTrainer):
         passed = "class" if self.optimizer_cls_and_kwargs else "instance" if self.optimizer is not None else None
         return replace(
             run_facts(args),
-            replicated=is_replicated(self.accelerator),
             in_fp32=computes_in_fp32(args, policy),
             passed_optimizer=passed,
             passed_schedule=self.lr_scheduler is not None,

@@ -52,7 +52,6 @@ from lowpeak.parallel import (
     Strategy,
     detect_strategy,
     device_fractions,
-    is_replicated,
     is_sharded,
     states_on_host,
 )
@@ -329,7 +328,6 @@ def _report_idle_arguments(context: RunContext, parts: OnlineParts, strategy: St
         replace(
             facts,
             sharded=strategy.shards_parameters,
-            replicated=is_replicated(context.accelerator),
             in_fp32=computes_in_fp32(parts.args, parts.policy, parts.reference_model),
             states_on_host=states_on_host(context.accelerator.state),
             frozen=_has_frozen_models(parts),

@@ -97,7 +97,9 @@ def resolved(folder, config=GRPOConfig, **said):
         (GRPOConfig, {}, {"multi_objective_aggregation": "normalize_then_sum"}, "reward"),
         (GRPOConfig, {}, {"num_completions_to_print": 3}, "log_completions"),
         *((config, {}, {"remove_unused_columns": True}, "columns") for config in (GRPOConfig, SFTConfig, RewardConfig)),
-        *((GRPOConfig, {}, {name: True}, "memory") for name in ("activation_offloading", "offload_during_rollout")),
+        *((GRPOConfig, {}, {name: True}, "memory") for name in (
+            "activation_offloading", "offload_during_rollout", "offload_optimizer")),
+        *((config, {"weight_bits": 32}, {"shard_optimizer_states": True}, "same parameters") for config in (GRPOConfig, SFTConfig)),
         (GRPOConfig, {"beta": 0.1}, {"offload_frozen_models": True}, "memory"),
         *((GRPOConfig, {}, {name: value}, reason) for name, value, reason in (
             ("dataloader_num_workers", 4, "cursor"), ("torch_compile", True, "recompile"), ("save_on_each_node", True, "folder"),

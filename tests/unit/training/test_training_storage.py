@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 
 from lowpeak import GRPOConfig
-from lowpeak.arguments import StorageFormat
+from lowpeak.arguments import StorageFormat, resolve_storage
 from lowpeak.errors import ArgumentError
 from lowpeak.optim import find_compact
 from lowpeak.parallel import trained_parameters
@@ -140,13 +140,49 @@ def test_formats_that_contradict_other_arguments_are_errors(tmp_path, arguments,
         make("GRPO", tmp_path / "run", model, **arguments)
 
 
-def test_deepspeed_has_weights_of_its_own(tmp_path):
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, weight_bits=32)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"weight_bits": 32},
+        {"state_bits": 8},
+        {"gradient_bits": 16},
+        {"offload_optimizer": True},
+        {"shard_optimizer_states": True},
+    ],
+    ids=str,
+)
+def test_deepspeed_has_weights_of_its_own(tmp_path, arguments):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **arguments)
     args.deepspeed = {"zero_optimization": {"stage": 2}}
-    from lowpeak.arguments import resolve_storage
-
-    with pytest.raises(ArgumentError, match=r"weight_bits=32 .*DeepSpeed"):
+    with pytest.raises(ArgumentError, match=f"{next(iter(arguments))}=.*DeepSpeed.*zero_optimization"):
         resolve_storage(args)
+
+
+def test_an_adapter_trains_in_fp32_whatever_the_dtype_of_its_base(tmp_path, caplog):
+    model, lora = saved(tmp_path / "model", wide_model()), LoraConfig(r=64, target_modules=["q_proj"])
+    plain = make("GRPO", tmp_path / "plain", model, **BF16, peft_config=lora)
+    assert plain.run.storage is None
+    asked = make("GRPO", tmp_path / "asked", model, weight_bits=32, state_bits=8, peft_config=lora)
+    assert "weight_bits=32 has no effect" in caplog.text
+    assert asked.run.storage == StorageFormat(None, 8, 32)
+    with pytest.raises(ArgumentError, match="weight_bits=32"):
+        make("GRPO", tmp_path / "strict", model, weight_bits=32, peft_config=lora, strict_arguments=True)
+    asked.train()
+    assert {state["exp_avg"].dtype for state in find_compact(asked.optimizer).state.values()} == {torch.int8}
+
+
+def test_fp32_sums_train_as_gradients_beside_the_weights_do(tmp_path):
+    """With one micro-batch a sum is its one gradient, but for the head's, which is no longer rounded to bf16."""
+    beside, summed = (
+        make("GRPO", tmp_path / str(bits), wide_model(), weight_bits=32, gradient_bits=bits, max_steps=1)
+        for bits in (16, 32)
+    )
+    for trainer in (beside, summed):
+        trainer.train()
+    assert beside.state.log_history[0]["grad_norm"] == pytest.approx(summed.state.log_history[0]["grad_norm"], rel=1e-3)
+    ours, theirs = real_weights(summed), real_weights(beside)
+    moved = max(float(values.abs().max()) for values in ours.values())
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 0.05 * moved
 
 
 def test_an_optimizer_that_is_passed_in_keeps_its_own_format(tmp_path):
