@@ -28,7 +28,7 @@ from lowpeak.arguments.declare import (
     training_argument,
 )
 from lowpeak.arguments.inherited import ACT_IF, NEVER_ACT, idle_of_accelerate
-from lowpeak.arguments.storage import StorageFormat, dtype_argument, resolve_storage
+from lowpeak.arguments.storage import StorageFormat, dtype_argument, resolve_adapter_storage, resolve_storage
 from lowpeak.arguments.validation import check_values, reset_idle_arguments
 
 _LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
@@ -209,7 +209,8 @@ class ModelSettings:
     """Settings of loading models, and of changes in a loaded model.
 
     `model_init_kwargs` and `trust_remote_code` act on models that are given by name or path. `storage` is the format of trained
-    weights and optimizer states; None: an optimizer that the user chose stores them, on fp32 weights or, if the user asked for
+    weights and optimizer states, `adapter_storage` the one if all trained weights are an adapter's, which are fp32 whatever
+    `weight_bits`; None: an optimizer that the user chose stores them, on fp32 weights or, if the user asked for
     them, on bf16 weights (`keeps_bf16`).
     """
 
@@ -218,6 +219,8 @@ class ModelSettings:
     disable_dropout: bool = False
     cast_lm_head_to_fp32: bool = False
     storage: StorageFormat | None = None
+    adapter_storage: StorageFormat | None = None
+    weight_bits: int | None = None
     keeps_bf16: bool = False
 
     @property
@@ -227,7 +230,7 @@ class ModelSettings:
 
     def with_users_optimizer(self) -> ModelSettings:
         """Return the settings for an optimizer that the user chose, which stores states and rounds weights itself."""
-        return replace(self, storage=None, keeps_bf16=self.trains_bf16)
+        return replace(self, storage=None, adapter_storage=None, keeps_bf16=self.trains_bf16)
 
     @property
     def storage_name(self) -> str:
@@ -286,7 +289,14 @@ def resolve_model(args: Any) -> ModelSettings:
     """Return the settings of loading models."""
     kwargs, storage = args.model_init_kwargs or {}, resolve_storage(args)
     keeps_bf16 = storage is None and dtype_argument(args) == "bfloat16" and not args.deepspeed
-    return make_settings(ModelSettings, args, model_init_kwargs=kwargs, storage=storage, keeps_bf16=keeps_bf16)
+    return make_settings(
+        ModelSettings,
+        args,
+        model_init_kwargs=kwargs,
+        storage=storage,
+        adapter_storage=storage and resolve_adapter_storage(args),
+        keeps_bf16=keeps_bf16,
+    )
 
 
 def resolve_passes(args: Any) -> PassSettings:

@@ -23,6 +23,7 @@ from lowpeak.arguments import (
     OnlineSettings,
     PromptSettings,
     RunSettings,
+    ModelSettings,
     StorageFormat,
     report_idle_arguments,
     warn_or_raise,
@@ -148,7 +149,7 @@ def make_run(
         algorithm = algorithm.without_skipping()
     choice = _check_models(context, strategy, policy, reference, memory, head, load_balance)
     checkpointing = args.checkpoints_activations
-    shares, storage = device_fractions(context.accelerator), _acting_storage(args, settings.model.storage, policy)
+    shares, storage = device_fractions(context.accelerator), _acting_storage(args, settings.model, policy)
     sizes = Sizes.of(
         memory,
         policy,
@@ -182,18 +183,15 @@ def make_run(
     )
 
 
-def _acting_storage(args: Any, storage: StorageFormat | None, policy: nn.Module) -> StorageFormat | None:
-    """Return the storage format that acts on the trained weights: LoRA's are fp32, whatever `weight_bits`."""
+def _acting_storage(args: Any, settings: ModelSettings, policy: nn.Module) -> StorageFormat | None:
+    """Return the storage format that acts on the trained weights."""
     dtypes = {parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}
-    if storage is None or storage.weight_bits is None or torch.bfloat16 in dtypes:
-        return storage
-    if args.weight_bits is not None:
-        warn_or_raise(
-            args, f"weight_bits={args.weight_bits} has no effect: all trained weights are LoRA's, which are fp32"
-        )
-    if not (args.state_bits or args.gradient_bits or storage.offload or storage.shard_states):
-        return None
-    return replace(storage, weight_bits=None, state_bits=args.state_bits or 32, gradient_bits=args.gradient_bits or 32)
+    if settings.storage is None or settings.storage.weight_bits is None or torch.bfloat16 in dtypes:
+        return settings.storage
+    if settings.weight_bits is not None:
+        reason = "all trained weights are LoRA's, which are fp32"
+        warn_or_raise(args, f"weight_bits={settings.weight_bits} has no effect: {reason}")
+    return settings.adapter_storage
 
 
 def _check_models(
