@@ -56,6 +56,7 @@ _BLOCK = 128
 _SMALLEST_BLOCK = 32  # below it scales would take more than an eighth of the codes' bytes
 _SMALLEST_TENSOR = 4096
 _ALLOWED = 1e-3  # codes of 8 bits may differ by one where a value is halfway between two
+_NORM_PIECE = 1 << 22
 _CHUNK = 1 << 18  # values that are decoded at a time: temporaries of about 8 MB
 
 
@@ -354,9 +355,10 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     gradients: list[Any] = [each.grad for each in parameters if each.grad is not None]
     norms: dict[Any, list[Any]] = {}  # by mesh: parameters of one model may be sharded over several
     for gradient in gradients:
-        norms.setdefault(getattr(gradient, "device_mesh", None), []).append(
-            torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        )
+        mesh = getattr(gradient, "device_mesh", None)
+        # On a CPU the norm of a bf16 tensor takes an fp32 copy of it: of one piece at a time here.
+        pieces = gradient.flatten().split(_NORM_PIECE) if mesh is None else (gradient,)
+        norms.setdefault(mesh, []).extend(torch.linalg.vector_norm(each, dtype=torch.float32) for each in pieces)
     of_meshes: list[Any] = [torch.linalg.vector_norm(torch.stack(each)) for each in norms.values()]
     norm = torch.linalg.vector_norm(
         torch.stack([each.full_tensor() if hasattr(each, "full_tensor") else each for each in of_meshes])
