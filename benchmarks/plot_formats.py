@@ -1,7 +1,7 @@
 """Draws what storage formats learn: `python -m benchmarks.plot_formats [--quick] [--data FILE] [--picture FILE]`.
 
-The data are what `storage_formats --save FILE` wrote. Held-out accuracy (sampled) over steps, a panel for each algorithm and learning
-rate: the mean of the seeds by format, and the range of fp32's seeds.
+The data are what `storage_formats --save FILE` wrote. Held-out accuracy (sampled) over steps, a panel for each algorithm
+and learning rate: the mean of the seeds by format, and the range of fp32's seeds.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from lowpeak.optim import GradientSum, UpdatedShard, find_compact, find_sum, gra
 from lowpeak.parallel.checkpoint_state import first_position
 from lowpeak.ranks import Ranks
 
-_PIECE = 1 << 24  # values that are reduced at a time
+_PIECE = 1 << 22  # values that are reduced, or widened for a norm, at a time
 
 
 def place_optimizer(
@@ -92,7 +92,9 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, device: 
     norms: dict[Any, list[Tensor]] = {}  # by mesh and placements: a model's parameters may be sharded in several ways
     for parameter, gradient in gradients:
         sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        norms.setdefault(sharding, []).append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        # On a CPU the norm of a bf16 tensor takes an fp32 copy of it.
+        pieces = gradient.split(_PIECE)
+        norms.setdefault(sharding, []).extend(torch.linalg.vector_norm(each, dtype=torch.float32) for each in pieces)
     # Gradients are on one device or in host memory: the sum of each group crosses once.
     squares = [
         _sum_of_shards(torch.stack(each).square().sum().to(device), sharding) for sharding, each in norms.items()

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import (
     MemorySettings,
+    ModelSettings,
     OnlineSettings,
     PromptSettings,
     RunSettings,
-    ModelSettings,
     StorageFormat,
     report_idle_arguments,
     warn_or_raise,
