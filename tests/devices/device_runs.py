@@ -190,9 +190,6 @@ OFFLOADS |= {
     "the optimizer, grpo with 24 bits": Case(
         args={**FP32_SUMS, "weight_bits": 24, "state_bits": 32}, device_args=OPTIMIZER_AWAY, model=wide
     ),
-    "the optimizer, fp32 weights and bf16 sums": Case(
-        args={"gradient_bits": 16, "state_bits": 8, "max_grad_norm": 0.0}, device_args=OPTIMIZER_AWAY, model=wide
-    ),
     "the optimizer, ppo": Case("ppo", args={"critic": "head", **FP32_SUMS}, device_args=OPTIMIZER_AWAY, model=wide),
     "the optimizer, an adapter": Case(
         "sft", args={"gradient_bits": 32}, device_args=OPTIMIZER_AWAY, parts=adapter, exports=True

@@ -67,7 +67,7 @@ def fail_by_a_gradient(case: Case, place: Path, number: float, words: str) -> No
 def states_of_optimizer(trainer: Any) -> dict[tuple[int, str], torch.Tensor]:
     """A copy of every state: moments, numbers of steps, low bits of bf16 weights."""
     states = enumerate(trainer.optimizer.state.values())
-    return {(number, key): value.clone() for number, state in states for key, value in state.items()}
+    return {(number, key): torch.as_tensor(value).clone() for number, state in states for key, value in state.items()}
 
 
 @pytest.mark.parametrize("storage", [{}, {"weight_bits": 32}, {"weight_bits": 16}], ids=str)

@@ -103,7 +103,9 @@ def test_an_offloaded_optimizer_leaves_the_weights_on_the_device(world_size):
     assert beside["backward"] - found["backward"] > 4
     assert found["host"] == pytest.approx(4 + 2 + 2.0625, rel=0.02)
     assert found["to_device"] == pytest.approx(found["host"], rel=0.01)
-    assert found["to_host"] == pytest.approx(2 * len(BATCHES) + 2 + 2.0625, rel=0.03)
+    # On one device the head's stripes are fp32.
+    of_head = 2 * WIDE.vocab_size * WIDE.hidden_size / 67e6 if world_size == 1 else 0
+    assert found["to_host"] == pytest.approx((2 + of_head) * len(BATCHES) + 2 + 2.0625, rel=0.03)
 
 
 def test_a_phase_that_reads_a_value_is_refused():

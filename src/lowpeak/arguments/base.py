@@ -221,6 +221,7 @@ class ModelSettings:
     storage: StorageFormat | None = None
     adapter_storage: StorageFormat | None = None
     weight_bits: int | None = None
+    gradient_bits: int | None = None
     keeps_bf16: bool = False
 
     @property

@@ -77,11 +77,10 @@ def resolve_storage(args: Any) -> StorageFormat | None:
 
 def resolve_adapter_storage(args: Any) -> StorageFormat | None:
     """Return the format of a run that trains an adapter alone; None if no argument but those of its base's weights asks for one."""
-    if not (args.state_bits or args.gradient_bits or args.offload_optimizer or args.shard_optimizer_states):
+    if not (args.state_bits or args.offload_optimizer or args.shard_optimizer_states):
         return None
     state_bits: Any = args.state_bits or 32
-    gradient_bits: Any = args.gradient_bits or 32
-    return StorageFormat(None, state_bits, gradient_bits, args.offload_optimizer, args.shard_optimizer_states)
+    return StorageFormat(None, state_bits, 32, args.offload_optimizer, args.shard_optimizer_states)
 
 
 def dtype_argument(args: Any) -> str:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import ModelSettings, StorageFormat
 from lowpeak.models import convert_trainable
-from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copied_to_device
+from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device
 from lowpeak.parallel import (
     FakeStrategy,
     Strategy,
@@ -125,7 +125,7 @@ def rehearse(
 
 
 class RehearsedHost(HostMemory):
-    """Host memory of a device whose tensors are fake: a device's memory that a meter counts, and the host's that it does not."""
+    """Fake host memory: the meter counts the tensors of the device alone."""
 
     def __init__(self, meter: StorageMeter) -> None:
         super().__init__(torch.device("cpu"))
@@ -139,7 +139,7 @@ class RehearsedHost(HostMemory):
         self.bytes += buffer.nbytes
         return buffer
 
-    def add(self, total: Tensor, values: Tensor, replace: bool = False) -> None:
+    def add(self, total: Tensor, values: Tensor, overwrite: bool = False) -> None:
         self.to_host += values.nbytes
 
     def add_rows(self, total_VD: Tensor, ids_N: Tensor, values_ND: Tensor) -> None:
@@ -154,7 +154,7 @@ class RehearsedHost(HostMemory):
         self.to_host += states
         first, *_ = step.tensor.chunks(self.piece)
         # As many pieces as are under way at a time.
-        under_way = [copied_to_device(step.slice(*first), step.gradients.device) for _ in range(self.num_pieces)]
+        under_way = [copy_to_device(step.slice(*first), step.gradients.device) for _ in range(self.num_pieces)]
         update(under_way[0])
 
 

@@ -125,6 +125,22 @@ class CompactAdamW(torch.optim.AdamW):
                     _clear_sum(parameter)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those in sums too."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                _clear_sum(parameter)
+
+    def synchronize(self) -> None:
+        """Wait until states in host memory are those of the last step."""
+        for host in self._hosts.values():
+            host.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.synchronize()
+        return super().state_dict()
+
     def shard(self, parameter: nn.Parameter) -> UpdatedShard:
         """Return which values of a parameter this rank updates: by default all that it has."""
         return self._shards.get(parameter) or UpdatedShard("", 0, 0, _local(parameter).numel())
@@ -193,30 +209,30 @@ class CompactAdamW(torch.optim.AdamW):
 
     def read(self, parameter: nn.Parameter, key: str, start: int, stop: int) -> Tensor:
         """Return a copy of values [start, stop) of this rank's shard in fp32; `key` is "weight" or one of MOMENTS."""
-        host = self.host(parameter)
-        if host is not None:
-            host.synchronize()
+        self.synchronize()
         return self.tensor(parameter).read(key, start, stop)
 
     def write(self, parameter: nn.Parameter, values: Mapping[str, Tensor], step: int | None = None) -> None:
         """Store fp32 values of this rank's whole shard, under the keys of `read`; `step` sets the number of its steps."""
         if step is not None:
             self._state(parameter)["step"] = step
-        tensor, host = self.tensor(parameter), self.host(parameter)
-        if host is not None:
-            host.synchronize()
+        self.synchronize()
+        tensor = self.tensor(parameter)
         for key, real in values.items():
             tensor.write(key, real)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the states of a CompactAdamW with the same formats, or the fp32 states of an AdamW."""
+        self.synchronize()
         # torch would convert codes to the parameters' dtype.
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, saved in state_dict["state"].items():
             parameter, state = parameters[index], self._state(parameters[index])
             if all(saved[key].dtype == torch.float32 for key in MOMENTS) and "low_bits" not in saved:
-                self.write(parameter, {key: _flat(saved[key]) for key in MOMENTS}, step=int(saved["step"]))
+                shard = self.shard(parameter)
+                moments = {key: _flat(saved[key])[shard.first : shard.last] for key in MOMENTS}
+                self.write(parameter, moments, step=int(saved["step"]))
                 continue
             if _formats(saved) != _formats(state):
                 raise ValueError(f"the states of parameter {index} have another format or size")
@@ -300,6 +316,8 @@ def find_compact(optimizer: Any) -> CompactAdamW | None:
 def clear_low_bits(optimizer: Any) -> None:
     """Set the low bits of an optimizer that has some to 0, after something else has written the weights."""
     compact = find_compact(optimizer)
+    if compact is not None:
+        compact.synchronize()
     for state in () if compact is None else compact.state.values():
         if "low_bits" in state:
             state["low_bits"].zero_()

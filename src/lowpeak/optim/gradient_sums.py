@@ -18,8 +18,8 @@ from lowpeak.optim.host_memory import HostMemory
 class GradientSum:
     """The sum of a parameter's gradients over a step's micro-batches: of this rank's shard, flat.
 
-    It is in `host` memory, or (None) beside the weights, where it takes no memory before a step's first gradient. `factor` is what
-    remains to be multiplied into it.
+    It is in `host` memory, or (None) beside the weights, where it takes no memory before a step's first gradient. `factor` is a
+    pending scale, which is applied when the sum is copied to the device.
     """
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, host: HostMemory | None = None) -> None:
@@ -35,14 +35,14 @@ class GradientSum:
         if self._is_empty:
             return None
         if self._host is not None:
-            self._host.synchronize()
+            self._host.wait_for_sums()
         return self._buffer
 
     def add(self, start: int, values: Tensor) -> None:
         """Add flat values to positions [start, start + len(values)) of this rank's shard."""
         total = self._begin(values.numel())[start : start + values.numel()]
         if self._host is not None:
-            self._host.add(total, values, replace=self._is_empty)
+            self._host.add(total, values, overwrite=self._is_empty)
         elif self._is_empty:
             total.copy_(values)
         else:
@@ -74,7 +74,7 @@ class GradientSum:
         if total is not None and self._host is not None:
             self.factor = self._host.multiply(total, factor)
         elif total is not None:
-            total.mul_(factor)
+            total.mul_(factor.to(total.device))
 
     def clear(self) -> None:
         """Forget the sum; a buffer beside the weights is freed, host memory is kept for the next step."""
@@ -90,8 +90,7 @@ class GradientSum:
     def _begin(self, covered: int) -> Tensor:
         """Return the buffer; zeros, if the step's first gradient covers only a part of it."""
         if self._buffer is None:
-            local: Any = self._parameter.detach()
-            local = local.to_local() if hasattr(local, "to_local") else local
+            local = _local(self._parameter)
             empty = local.new_empty if self._host is None else self._host.empty
             self._buffer = empty(local.numel(), dtype=self._dtype)
         if self._is_empty and covered < self._buffer.numel():
@@ -121,7 +120,8 @@ def multiply_gradient(parameter: nn.Parameter, factor: Tensor) -> None:
     if found is not None:
         found.multiply(factor)
     elif gradient is not None:
-        _flat(gradient).mul_(factor)
+        local = _local(gradient)
+        local.mul_(factor.to(local.device))
 
 
 def _take_gradient(parameter: nn.Parameter) -> None:
@@ -133,5 +133,9 @@ def _take_gradient(parameter: nn.Parameter) -> None:
 
 
 def _flat(tensor: Any) -> Tensor:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach().reshape(-1)
+    return _local(tensor).reshape(-1)
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()

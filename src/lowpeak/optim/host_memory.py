@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import cycle
@@ -24,6 +24,7 @@ from lowpeak.optim.formats import TensorStep
 logger = logging.getLogger(__name__)
 
 _PIECE = 1 << 24  # values that are copied at a time
+_PAGE = 4096  # bytes
 _NUM_SLOTS = 2  # copies under way: while one piece is computed or added, the next one is copied
 
 
@@ -35,7 +36,7 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.piece, self.num_pieces = _PIECE, _NUM_SLOTS
-        self._device = device
+        self._device, self._warned = device, False
         self._slots = [_Slot(device, self.piece) for _ in range(_NUM_SLOTS)] if device.type != "cpu" else []
         self._next = cycle(self._slots)
 
@@ -49,20 +50,30 @@ class HostMemory:
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         """Return a page-locked buffer: copies to and from it run beside the computation."""
-        buffer = torch.empty(size, dtype=dtype)
-        if self._device.type == "cuda" and size:
-            _lock_pages(buffer)
+        if self._device.type != "cuda":
+            return torch.empty(size, dtype=dtype)
+        # Whole pages: neighbouring buffers must not share one.
+        num_bytes = -(-size * dtype.itemsize // _PAGE) * _PAGE
+        raw = torch.empty(num_bytes + _PAGE, dtype=torch.uint8)
+        pages = raw[-raw.data_ptr() % _PAGE :][:num_bytes]
+        buffer = pages.view(dtype)[:size]
+        if num_bytes and not _lock_pages(pages, buffer) and not self._warned:
+            self._warned = True
+            # The failed call left an error behind, which the next kernel would raise.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+            logger.warning("offload_optimizer: host memory cannot be page-locked, so copies are slower.")
         return buffer
 
-    def add(self, total: Tensor, values: Tensor, replace: bool = False) -> None:
-        """Begin to add flat values of the device to a sum in host memory, or to `replace` the sum by them."""
+    def add(self, total: Tensor, values: Tensor, overwrite: bool = False) -> None:
+        """Begin to add flat values of the device to a sum in host memory, or to `overwrite` the sum with them."""
         if not self._slots:
-            _add(total, values, replace)
+            _add(total, values, overwrite)
             return
         for first in range(0, values.numel(), self.piece):
             piece, slot = slice(first, first + self.piece), next(self._next)
             arriving = slot.receive(values[piece])
-            slot.added = self._adder.submit(slot.add, total[piece], arriving, replace)
+            slot.added = self._adder.submit(slot.add, total[piece], arriving, overwrite)
 
     def add_rows(self, total_VD: Tensor, ids_N: Tensor, values_ND: Tensor) -> None:
         """Begin to add each row of `values` to the row of its id in a sum in host memory."""
@@ -76,8 +87,13 @@ class HostMemory:
             arriving_ids = slot.copy(ids_N[rows], torch.empty(len(arriving), dtype=ids_N.dtype, pin_memory=True))
             slot.added = self._adder.submit(slot.add_rows, total_VD, arriving_ids, arriving)
 
+    def wait_for_sums(self) -> None:
+        """Wait until all gradients are added; raise an error of an addition."""
+        for slot in self._slots:
+            slot.wait_for_addition()
+
     def synchronize(self) -> None:
-        """Wait until all gradients are added and all visits are over; raise an error of an addition."""
+        """Wait until all gradients are added and all visits are over."""
         for slot in self._slots:
             slot.synchronize()
 
@@ -85,7 +101,7 @@ class HostMemory:
         """Multiply a sum by a factor; if it will visit the device, return the factor for `visit`, which is cheaper."""
         if self._slots:
             return factor
-        total.mul_(factor)
+        total.mul_(factor.to(total.device))
         return None
 
     def visit(self, step: TensorStep, update: Callable[[TensorStep], None], factor: Tensor | None) -> None:
@@ -97,7 +113,7 @@ class HostMemory:
         for (first, last), slot in zip(pieces, cycle(self._slots), strict=False):
             here = step.slice(first, last)
             with slot.begin():
-                there = copied_to_device(here, self._device)
+                there = copy_to_device(here, self._device)
                 if factor is not None:
                     there.gradients.mul_(factor)
                 update(there)
@@ -131,8 +147,7 @@ class _Slot:
 
     def receive(self, values: Tensor) -> Tensor:
         """Begin to copy flat values of the device into the buffer, and return them there; the caller may free them."""
-        if self.added is not None:
-            self.added.result()
+        self.wait_for_addition()
         return self.copy(values, self._buffer[: values.numel() * values.element_size()].view(values.dtype))
 
     def copy(self, values: Tensor, host: Tensor) -> Tensor:
@@ -143,24 +158,29 @@ class _Slot:
         values.record_stream(self._stream)
         return host
 
-    def add(self, total: Tensor, arriving: Tensor, replace: bool) -> None:
+    def add(self, total: Tensor, arriving: Tensor, overwrite: bool) -> None:
         """Add values to a sum when they have arrived."""
         self._stream.synchronize()
-        _add(total, arriving, replace)
+        _add(total, arriving, overwrite)
 
     def add_rows(self, total_VD: Tensor, ids_N: Tensor, arriving_ND: Tensor) -> None:
         """Add rows to a sum when they have arrived."""
         self._stream.synchronize()
         _add_rows(total_VD, ids_N, arriving_ND)
 
+    def wait_for_addition(self) -> None:
+        """Wait until the buffer is free; raise an error of its addition once."""
+        added, self.added = self.added, None
+        if added is not None:
+            added.result()
+
     def synchronize(self) -> None:
         """Wait for the stream and the addition."""
         self._stream.synchronize()
-        if self.added is not None:
-            self.added.result()
+        self.wait_for_addition()
 
 
-def copied_to_device(step: TensorStep, device: torch.device) -> TensorStep:
+def copy_to_device(step: TensorStep, device: torch.device) -> TensorStep:
     """Return a step whose states and gradients are copies on the device; its weights are there already."""
 
     def copy(values: Tensor) -> Tensor:
@@ -170,8 +190,8 @@ def copied_to_device(step: TensorStep, device: torch.device) -> TensorStep:
     return replace(step, tensor=replace(step.tensor, state=state), gradients=copy(step.gradients))
 
 
-def _add(total: Tensor, values: Tensor, replace: bool) -> None:
-    if replace:
+def _add(total: Tensor, values: Tensor, overwrite: bool) -> None:
+    if overwrite:
         total.copy_(values)
     else:
         total.add_(values)
@@ -181,11 +201,10 @@ def _add_rows(total_VD: Tensor, ids_N: Tensor, values_ND: Tensor) -> None:
     total_VD.index_add_(0, ids_N, values_ND.to(total_VD.dtype))
 
 
-def _lock_pages(buffer: Tensor) -> None:
-    """Lock a buffer's pages for CUDA; torch's allocator of pinned memory would round its size up to a power of two."""
+def _lock_pages(pages: Tensor, owner: Tensor) -> bool:
+    """Lock memory for CUDA until its owner is freed; torch's pinned memory would round its size up to a power of two."""
     cudart = torch.cuda.cudart()
-    address, size = buffer.data_ptr(), buffer.nbytes
-    if int(cudart.cudaHostRegister(address, size, 0)) == 0:
-        weakref.finalize(buffer, cudart.cudaHostUnregister, address)
-    else:
-        logger.warning("offload_optimizer: %s bytes of host memory cannot be page-locked: copies are slower.", size)
+    if int(cudart.cudaHostRegister(pages.data_ptr(), pages.nbytes, 0)) != 0:
+        return False
+    weakref.finalize(owner, cudart.cudaHostUnregister, pages.data_ptr())
+    return True

@@ -24,6 +24,7 @@ from lowpeak.parallel.fake_ranks import wrap_shape_propagation as wrap_shape_pro
 from lowpeak.parallel.fsdp2 import Fsdp2 as Fsdp2
 from lowpeak.parallel.gradients import clip_grad_norm as clip_grad_norm
 from lowpeak.parallel.gradients import place_optimizer as place_optimizer
+from lowpeak.parallel.gradients import remove_sums as remove_sums
 from lowpeak.parallel.parameters import active_adapters as active_adapters
 from lowpeak.parallel.parameters import adapter_file_key as adapter_file_key
 from lowpeak.parallel.parameters import adapter_parameters as adapter_parameters

@@ -29,7 +29,7 @@ from lowpeak.parallel.checkpoint_state import (
     torch_training_state,
     trained_parameters,
 )
-from lowpeak.parallel.gradients import average_sums, place_optimizer
+from lowpeak.parallel.gradients import average_sums, place_optimizer, remove_sums
 from lowpeak.parallel.parameters import (
     FlatShard,
     ShardOf,
@@ -74,7 +74,9 @@ class AccelerateStrategy(Strategy):
         self._accelerator.backward(loss)
 
     def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> nn.Module:
-        if storage is not None:
+        if storage is None:
+            remove_sums(model.parameters())
+        else:
             place_optimizer(optimizer, trained_parameters(self._unwrapped(model)), storage)
         return model
 
@@ -191,8 +193,9 @@ class Replicated(AccelerateStrategy):
 
     def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> nn.Module:
         inner = self._unwrapped(model)
-        summed = storage and place_optimizer(optimizer, trained_parameters(inner), storage, self.ranks)
-        self._averages_sums = bool(summed) and self.ranks.world_size > 1
+        remove_sums(inner.parameters())
+        summed = storage is not None and place_optimizer(optimizer, trained_parameters(inner), storage, self.ranks)
+        self._averages_sums = summed and self.ranks.world_size > 1
         if not self._averages_sums:
             return model
         # DDP's buckets are as large as all gradients. Without references to it they are freed.

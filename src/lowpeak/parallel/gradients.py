@@ -32,15 +32,21 @@ def place_optimizer(
     assert compact is not None, "a storage format is that of a CompactAdamW"
     dtypes = {name: _sum_dtype(name, parameter, storage) for name, parameter in named.items()}
     summed = {name for name, parameter in named.items() if storage.offload or dtypes[name] != parameter.dtype}
+    remove_sums(named.values())
     for name, parameter in named.items():
-        found = find_sum(parameter)
-        if found is not None:
-            found.remove()
         if name in summed or (summed and replicas is not None and replicas.world_size > 1):
             GradientSum(parameter, dtypes[name], compact.host(parameter))
     rows_of = replicas if storage.shard_states else None
     compact.place({parameter: _updated_shard(name, parameter, rows_of) for name, parameter in named.items()})
     return bool(summed)
+
+
+def remove_sums(parameters: Iterable[nn.Parameter]) -> None:
+    """Leave gradients to `.grad` again, after training or for another optimizer."""
+    for parameter in parameters:
+        found = find_sum(parameter)
+        if found is not None:
+            found.remove()
 
 
 def _sum_dtype(name: str, parameter: nn.Parameter, storage: StorageFormat) -> torch.dtype:
@@ -78,12 +84,29 @@ def average_sums(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     for each, total, has_gradient in zip(found, totals, anywhere, strict=True):
         if not has_gradient:
             continue
-        for piece in (each.zero() if total is None else total).split(_PIECE):
-            here = piece.to(device)
-            dist.all_reduce(here)
-            here.div_(ranks.world_size)
-            if here is not piece:
-                piece.copy_(here)
+        _all_reduce(each.zero() if total is None else total, device, ranks.world_size)
+
+
+def sum_replicated_gradient(parameter: nn.Parameter, device: torch.device, group: Any) -> None:
+    """Add up a parameter's gradients over a tensor parallel group, each of whose processes has a part of their sum."""
+    found, gradient = find_sum(parameter), parameter.grad
+    if found is not None:
+        total = found.total()
+        if total is not None:
+            _all_reduce(total, device, 1, group)
+    elif gradient is not None:
+        dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
+
+
+def _all_reduce(total: Tensor, device: torch.device, divisor: int, group: Any = None) -> None:
+    """Sum flat values over a group, and divide them; those in host memory pass through the device."""
+    for piece in total.split(_PIECE):
+        here = piece.to(device)
+        dist.all_reduce(here, group=group)
+        if divisor > 1:
+            here.div_(divisor)
+        if here is not piece:
+            piece.copy_(here)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.device) -> Tensor:
@@ -100,7 +123,8 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, device: 
         _sum_of_shards(torch.stack(each).square().sum().to(device), sharding) for sharding, each in norms.items()
     ]
     norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), device=device)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+    # Gradients that are not finite stay as they are: the caller names them.
+    factor = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1), 1.0)
     for parameter, _ in gradients:
         multiply_gradient(parameter, factor)
     return norm

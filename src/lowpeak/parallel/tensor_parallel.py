@@ -23,9 +23,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lowpeak.errors import ArgumentError
 from lowpeak.models import COLLECTIVE_STYLES, GRAD_ALLREDUCE_STYLE, modules_with_style
-from lowpeak.optim import gradient_of
 from lowpeak.parallel.base import AccelerateStrategy, freeze
 from lowpeak.parallel.fsdp2 import Fsdp2
+from lowpeak.parallel.gradients import sum_replicated_gradient
 from lowpeak.parallel.lockstep import TPCollectives
 from lowpeak.parallel.parameters import FlatShard, LoraDelta, fsdp_shard
 from lowpeak.parallel.partial_gather import Gatherer
@@ -73,9 +73,7 @@ class TensorParallel(Fsdp2):
             group = self._accelerator.torch_device_mesh[_TP_AXIS].get_group()
             for module in modules_with_style(self._accelerator.unwrap_model(model), GRAD_ALLREDUCE_STYLE):
                 for parameter in module.parameters(recurse=False):
-                    gradient = gradient_of(parameter)
-                    if gradient is not None:
-                        dist.all_reduce(gradient, group=group)
+                    sum_replicated_gradient(parameter, self._device, group)
 
     def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> FrozenModel:
         if on_host:

@@ -49,6 +49,7 @@ from lowpeak.models import (
 )
 from lowpeak.optim import compact_optimizer
 from lowpeak.parallel import (
+    DeviceFractions,
     FrozenModel,
     Strategy,
     detect_strategy,
@@ -149,7 +150,9 @@ def make_run(
         algorithm = algorithm.without_skipping()
     choice = _check_models(context, strategy, policy, reference, memory, head, load_balance)
     checkpointing = args.checkpoints_activations
-    shares, storage = device_fractions(context.accelerator), _acting_storage(args, settings.model, policy)
+    storage = _acting_storage(settings.model, policy)
+    _warn_of_idle_bits(args, settings.model, policy)
+    shares = _device_fractions(context, storage)
     sizes = Sizes.of(
         memory,
         policy,
@@ -183,15 +186,27 @@ def make_run(
     )
 
 
-def _acting_storage(args: Any, settings: ModelSettings, policy: nn.Module) -> StorageFormat | None:
+def _acting_storage(settings: ModelSettings, policy: nn.Module) -> StorageFormat | None:
     """Return the storage format that acts on the trained weights."""
-    dtypes = {parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}
-    if settings.storage is None or settings.storage.weight_bits is None or torch.bfloat16 in dtypes:
-        return settings.storage
-    if settings.weight_bits is not None:
-        reason = "all trained weights are LoRA's, which are fp32"
-        warn_or_raise(args, f"weight_bits={settings.weight_bits} has no effect: {reason}")
-    return settings.adapter_storage
+    return settings.adapter_storage if _trains_adapter_alone(policy) else settings.storage
+
+
+def _trains_adapter_alone(policy: nn.Module) -> bool:
+    return all("lora_" in name for name, parameter in policy.named_parameters() if parameter.requires_grad)
+
+
+def _warn_of_idle_bits(args: Any, settings: ModelSettings, policy: nn.Module) -> None:
+    """Name the bits of weights and gradients that were asked for, if all trained weights are LoRA's."""
+    bits = {"weight_bits": settings.weight_bits, "gradient_bits": settings.gradient_bits}
+    asked = [f"{name}={value}" for name, value in bits.items() if value is not None]
+    if asked and settings.storage is not None and _trains_adapter_alone(policy):
+        warn_or_raise(args, f"{' and '.join(asked)}: no effect, because all trained weights are LoRA's, which are fp32")
+
+
+def _device_fractions(context: RunContext, storage: StorageFormat | None) -> DeviceFractions:
+    shares = device_fractions(context.accelerator)
+    is_sharded = storage is not None and storage.shard_states
+    return replace(shares, states=shares.states / context.accelerator.num_processes) if is_sharded else shares
 
 
 def _check_models(
@@ -292,9 +307,8 @@ def _freezer(
     The model stays unsharded if it fits into half of what training leaves free on every rank.
     """
     device = context.accelerator.device
-    free = free_bytes(device) - training_bytes(
-        parts.policy, device, device_fractions(context.accelerator), parts.settings.model.storage
-    )
+    storage = _acting_storage(parts.settings.model, parts.policy)
+    free = free_bytes(device) - training_bytes(parts.policy, device, _device_fractions(context, storage), storage)
     room = int(strategy.ranks.min([max(0, free)])[0]) // 2
     on_host = parts.settings.memory.offload_frozen_models
     return lambda model: add_to_offloader(offloader, strategy, strategy.prepare_frozen(model, room, on_host))

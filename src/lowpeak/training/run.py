@@ -20,7 +20,7 @@ from lowpeak.journal import Journal
 from lowpeak.memory import MemoryTracker, Phase, is_out_of_memory
 from lowpeak.models import Reference
 from lowpeak.optim import find_compact, warn_of_lost_updates
-from lowpeak.parallel import Strategy
+from lowpeak.parallel import Strategy, remove_sums
 from lowpeak.records import Metric
 from lowpeak.training.run_sizes import Sizes
 from lowpeak.training.signals import Interrupts
@@ -166,6 +166,9 @@ class StepCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and find_compact(optimizer) is None:
             warn_of_lost_updates(optimizer)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        remove_sums(model.parameters())
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._current_run()
