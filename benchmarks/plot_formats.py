@@ -1,7 +1,7 @@
 """Draws what storage formats learn: `python -m benchmarks.plot_formats [--quick] [--data FILE] [--picture FILE]`.
 
-The data are what `storage_formats --save FILE` wrote. Held-out accuracy (sampled) over steps, a panel for each algorithm
-and learning rate: the mean of the seeds by format, and the range of fp32's seeds.
+The data are what `storage_formats --save FILE` wrote. Held-out accuracy (sampled) after the last step, a panel for each
+algorithm and learning rate: a dot for each seed by format, and the range of fp32's seeds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.process import ROOT
-from benchmarks.harness.report import mean, print_result, require
+from benchmarks.harness.report import print_result, require
 from benchmarks.plot_curve import GRID, INK, save
 
-STYLES = {
-    "fp32": ("#333333", "-"),
-    "32 bits, 8-bit states": ("#9d1b32", "-"),
-    "24 bits, 8-bit states": ("#dd4b39", "--"),
-    "16 bits, 8-bit states": ("#f29e4c", "-."),
-    "TRL, bf16": ("#30638e", ":"),
+COLORS = {
+    "fp32": "#333333",
+    "32 bits, 8-bit states": "#9d1b32",
+    "24 bits, 8-bit states": "#dd4b39",
+    "16 bits, 8-bit states": "#f29e4c",
+    "TRL, bf16": "#30638e",
 }
 
 
@@ -47,35 +47,28 @@ def draw(runs: Sequence[Mapping[str, Any]], picture: Path) -> None:
 
     algorithms = list(dict.fromkeys(run["algorithm"] for run in runs))
     rates = list(dict.fromkeys(run["rate"] for run in runs))
-    figure = Figure(figsize=(3.2 * len(algorithms), 2.6 * len(rates)), layout="constrained")
-    panels = figure.subplots(len(rates), len(algorithms), squeeze=False, sharex=True)
+    figure = Figure(figsize=(2.6 * len(algorithms), 2.4 * len(rates)), dpi=150, layout="constrained")
+    panels = figure.subplots(len(rates), len(algorithms), squeeze=False, sharey="row")
     for row, rate in zip(panels, rates, strict=True):
         for panel, algorithm in zip(row, algorithms, strict=True):
             _draw_panel(panel, [run for run in runs if (run["algorithm"], run["rate"]) == (algorithm, rate)])
             panel.set_title(f"{algorithm.upper()}, learning rate {rate:g}", fontsize=9, color=INK)
+        row[0].set_ylabel("accuracy", fontsize=8, color=INK)
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     save(figure, picture)
 
 
 def _draw_panel(panel: Any, runs: Sequence[Mapping[str, Any]]) -> None:
-    for name, (color, line) in STYLES.items():
-        curves = [_curve(run) for run in runs if run["format"] == name]
-        if not curves:
-            continue
-        steps = [step for step, _ in curves[0]]
-        by_step = [[curve[i][1] for curve in curves] for i in range(len(steps))]
-        panel.plot(steps, [mean(values) for values in by_step], line, color=color, label=name, linewidth=1.5)
+    for place, (name, color) in enumerate(COLORS.items()):
+        values = [run["accuracy"][max(run["accuracy"], key=int)]["sampled"] for run in runs if run["format"] == name]
         if name == "fp32":
-            panel.fill_between(
-                steps, [min(values) for values in by_step], [max(values) for values in by_step], color=GRID
-            )
+            panel.axhspan(min(values), max(values), color=GRID, zorder=0)
+        panel.scatter([place] * len(values), values, s=22, color=color, label=name)
+    panel.set_xticks([])
+    panel.set_ylim(bottom=0)
     panel.tick_params(labelsize=8, colors=INK)
     panel.spines[["top", "right"]].set_visible(False)
-
-
-def _curve(run: Mapping[str, Any]) -> list[tuple[int, float]]:
-    return sorted((int(step), accuracy["sampled"]) for step, accuracy in run["accuracy"].items())
 
 
 if __name__ == "__main__":

@@ -60,11 +60,13 @@ def main() -> None:
             if library == OURS or algorithm in PEERS_ALGORITHMS
             for seed in plan.seeds
         ]
-        runs = list(pool.map(lambda case: train(plan, case, starts[case[3]], Path(folder)), cases))
-    show(runs)
-    result = {"benchmark": "storage_formats", "steps": plan.steps, "runs": runs, "versions": versions()}
-    if plan.save is not None:
-        plan.save.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        result: dict[str, Any] = {"benchmark": "storage_formats", "steps": plan.steps, "versions": versions()}
+        result["runs"] = []
+        for run in pool.map(lambda case: train(plan, case, starts[case[3]], Path(folder)), cases):
+            result["runs"].append(run)
+            if plan.save is not None:  # after each run: all of them take an hour
+                plan.save.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    show(result["runs"])
     print_result(result)
 
 

@@ -192,7 +192,7 @@ OFFLOADS |= {
     ),
     "the optimizer, ppo": Case("ppo", args={"critic": "head", **FP32_SUMS}, device_args=OPTIMIZER_AWAY, model=wide),
     "the optimizer, an adapter": Case(
-        "sft", args={"gradient_bits": 32}, device_args=OPTIMIZER_AWAY, parts=adapter, exports=True
+        "sft", args={"state_bits": 32}, device_args=OPTIMIZER_AWAY, parts=adapter, exports=True
     ),
 }
 RESUMED: dict[str, Case] = {
