@@ -43,6 +43,9 @@ CASES = {
     "a rollout function": Case(args={"num_iterations": 4}, rollout_func=True),
     "an adapter": Case(args={"num_iterations": 2, "beta": 0.04}, adapter="fresh", dropout=0.1),
     "an adapter that came in trained": Case(args={"num_iterations": 2, "beta": 0.04}, adapter="trained"),
+    "bf16 weights of 32 bits, a reference that moves": Case(args={**MOVING, "weight_bits": 32}, dropout=0.1),
+    "bf16 weights of 24 bits, fp32 sums": Case(args={"num_iterations": 2, "weight_bits": 24, "gradient_bits": 32}),
+    "bf16 weights of 16 bits": Case(args={"num_iterations": 2, "weight_bits": 16}, dropout=0.1),
     "supervised": Case(
         "sft", {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "steps", "eval_steps": 2}, dropout=0.1
     ),
