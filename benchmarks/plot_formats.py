@@ -54,6 +54,7 @@ def draw(runs: Sequence[Mapping[str, Any]], picture: Path) -> None:
             _draw_panel(panel, [run for run in runs if (run["algorithm"], run["rate"]) == (algorithm, rate)])
             panel.set_title(f"{algorithm.upper()}, learning rate {rate:g}", fontsize=9, color=INK)
         row[0].set_ylabel("accuracy", fontsize=8, color=INK)
+        row[0].set_ylim(0, 1.1 * row[0].get_ylim()[1])
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     save(figure, picture)
@@ -65,8 +66,8 @@ def _draw_panel(panel: Any, runs: Sequence[Mapping[str, Any]]) -> None:
         if name == "fp32":
             panel.axhspan(min(values), max(values), color=GRID, zorder=0)
         panel.scatter([place] * len(values), values, s=22, color=color, label=name)
+    panel.set_xlim(-0.5, len(COLORS) - 0.5)
     panel.set_xticks([])
-    panel.set_ylim(bottom=0)
     panel.tick_params(labelsize=8, colors=INK)
     panel.spines[["top", "right"]].set_visible(False)
 
