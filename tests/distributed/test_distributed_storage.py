@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from setups import SAVED, assert_same_bits, build, forget, keep, prepare, result_of, tensor_parallel
+from torch.nn.parallel import DistributedDataParallel
 
 from child_processes import succeed_on_ranks
 from lowpeak.optim import MOMENTS, find_compact
@@ -51,16 +53,33 @@ def held_states(trainer: Any) -> int:
     return sum(state["exp_avg"].numel() for state in find_compact(trainer.optimizer).state.values())
 
 
+@contextmanager
+def built_ddps() -> Iterator[list[Any]]:
+    """Record the DDP wrappers that are built inside."""
+    built: list[Any] = []
+    build_ddp = DistributedDataParallel.__init__
+
+    def record(self: Any, *arguments: Any, **options: Any) -> None:
+        built.append(self)
+        build_ddp(self, *arguments, **options)
+
+    DistributedDataParallel.__init__ = record
+    try:
+        yield built
+    finally:
+        DistributedDataParallel.__init__ = build_ddp
+
+
 def states(trainer: Any) -> set[torch.dtype]:
     return {state[key].dtype for state in find_compact(trainer.optimizer).state.values() for key in MOMENTS}
 
 
 def train(strategy: str, bits: str, out: Path) -> None:
-    whole = run(strategy, bits, out / "run")
+    with built_ddps() as built:
+        whole = run(strategy, bits, out / "run")
     ranks = whole.run.strategy.ranks
     everybodys, held = ranks.gather(real_weights(whole)), ranks.gather(held_states(whole))
-    wrapped = type(whole.model_wrapped).__name__
-    found = {"real": everybodys, "states": states(whole), "held": held, "wrapped": wrapped}
+    found = {"real": everybodys, "states": states(whole), "held": held, "ddps": len(built)}
     keep(whole, {**result_of(whole), **found}, out / "whole.pt")
     forget()
     again = run(strategy, bits, out / "again", out / "run" / "checkpoint-3")
@@ -145,12 +164,9 @@ def test_sharded_states_train_the_bits_of_unsharded_ones(runs):
     assert_same_bits(sharded["weights"], unsharded["weights"])
 
 
-def test_ddp_is_there_only_if_it_averages_gradients(runs):
-    wrapped = {bits: runs("ddp", bits, "whole")["wrapped"] for bits in FORMATS}
-    assert {bits for bits, name in wrapped.items() if name != "DistributedDataParallel"} == {
-        "fp32 sums",
-        "shards, fp32 sums",
-    }
+def test_ddp_and_its_buckets_are_built_only_if_it_averages_gradients(runs):
+    built = {bits: runs("ddp", bits, "whole")["ddps"] for bits in FORMATS}
+    assert {bits for bits, number in built.items() if not number} == {"fp32 sums", "shards, fp32 sums"}
 
 
 @pytest.mark.parametrize(("strategy", "bits"), CASES)

@@ -1,5 +1,6 @@
 from lowpeak.parallel.base import Replicated as Replicated
 from lowpeak.parallel.base import freeze as freeze
+from lowpeak.parallel.base import prepare_without_ddp as prepare_without_ddp
 from lowpeak.parallel.checkpoint_shards import has_shards as has_shards
 from lowpeak.parallel.checkpoint_shards import load_shards as load_shards
 from lowpeak.parallel.checkpoint_shards import load_torch_state as load_torch_state
@@ -7,6 +8,7 @@ from lowpeak.parallel.checkpoint_shards import read_saved_state as read_saved_st
 from lowpeak.parallel.checkpoint_shards import save_shards as save_shards
 from lowpeak.parallel.checkpoint_state import WEIGHT as WEIGHT
 from lowpeak.parallel.checkpoint_state import TrainingState as TrainingState
+from lowpeak.parallel.checkpoint_state import position_of_block as position_of_block
 from lowpeak.parallel.checkpoint_state import torch_training_state as torch_training_state
 from lowpeak.parallel.checkpoint_state import trained_parameters as trained_parameters
 from lowpeak.parallel.detect import DeviceFractions as DeviceFractions

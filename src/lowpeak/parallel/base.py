@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lowpeak.parallel.checkpoint_state import (
     torch_training_state,
     trained_parameters,
 )
-from lowpeak.parallel.gradients import average_sums, place_optimizer, remove_sums
+from lowpeak.parallel.gradients import average_sums, place_optimizer, remove_sums, sums_gradients
 from lowpeak.parallel.parameters import (
     FlatShard,
     ShardOf,
@@ -73,12 +74,11 @@ class AccelerateStrategy(Strategy):
     def backward(self, loss: Tensor, last: bool) -> None:
         self._accelerator.backward(loss)
 
-    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> nn.Module:
+    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> None:
         if storage is None:
             remove_sums(model.parameters())
         else:
             place_optimizer(optimizer, trained_parameters(self._unwrapped(model)), storage)
-        return model
 
     @contextmanager
     def gather_for_inference(
@@ -191,17 +191,32 @@ class Replicated(AccelerateStrategy):
         if last and self._averages_sums:
             average_sums(model, self.ranks, self._device)
 
-    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> nn.Module:
-        inner = self._unwrapped(model)
-        remove_sums(inner.parameters())
-        summed = storage is not None and place_optimizer(optimizer, trained_parameters(inner), storage, self.ranks)
-        self._averages_sums = summed and self.ranks.world_size > 1
-        if not self._averages_sums:
-            return model
-        # DDP's buckets are as large as all gradients. Without references to it they are freed.
-        models = self._accelerator._models
-        models[:] = [inner if each is model else each for each in models]
-        return inner
+    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> None:
+        named = trained_parameters(self._unwrapped(model))
+        remove_sums(named.values())
+        if storage is not None:
+            place_optimizer(optimizer, named, storage, self.ranks)
+        self._averages_sums = storage is not None and sums_gradients(named, storage) and self.ranks.world_size > 1
+
+
+@contextmanager
+def prepare_without_ddp(
+    accelerator: Accelerator, strategy: Strategy, model: nn.Module, storage: StorageFormat | None
+) -> Iterator[None]:
+    """Let `accelerator.prepare` build no DDP if `Replicated` sums gradients outside of `.grad` and averages the sums.
+
+    DDP's buckets are as large as all gradients. Rank 0's weights are broadcast, as by DDP.
+    """
+    replicated = isinstance(strategy, Replicated) and strategy.ranks.world_size > 1
+    if storage is None or not replicated or not sums_gradients(trained_parameters(model), storage):
+        yield
+        return
+    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+    try:
+        yield
+    finally:
+        del accelerator.prepare_model
+    _broadcast_weights(model, accelerator.device)
 
 
 _PIECE_BYTES = 8 << 20

@@ -6,7 +6,8 @@ ranks, can read it (`checkpoint_shards.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -139,8 +140,21 @@ def first_position(parameter: Any) -> int:
         return local_fragment(parameter).start
     if not isinstance(parameter, DTensor):
         return 0
-    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return sum(offset * stride for offset, stride in zip(offsets, parameter.stride(), strict=True))
+    return position_of_block(
+        parameter.shape,
+        *compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements),
+    )
+
+
+def position_of_block(shape: Sequence[int], block: Sequence[int], offsets: Sequence[int]) -> int:
+    """Return the first position of a rank's block, such that the blocks of all ranks are disjoint ranges.
+
+    Blocks of rows are in the parameter's order. Of blocks of columns, all rows of one come before the next.
+    """
+    if not shape:
+        return 0
+    columns = sum(offset * (math.prod(shape) // size) for offset, size in zip(offsets[1:], shape[1:], strict=True))
+    return columns + offsets[0] * math.prod(block[1:])
 
 
 def row_sharded(tensor: Any) -> Any:

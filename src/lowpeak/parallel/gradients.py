@@ -22,23 +22,30 @@ _PIECE = 1 << 22  # values that are reduced, or widened for a norm, at a time
 
 def place_optimizer(
     optimizer: Any, named: Mapping[str, nn.Parameter], storage: StorageFormat, replicas: Ranks | None = None
-) -> bool:
-    """Tell a CompactAdamW which values this rank updates; return whether it takes gradients from sums outside of `.grad`.
+) -> None:
+    """Tell a CompactAdamW which values this rank updates, and sum gradients outside of `.grad` where the format needs it.
 
     `replicas` are ranks with the same parameters: with `shard_states` each updates its rows alone. If they sum the gradients of
     one parameter, they sum those of all, because DDP averages all or none.
     """
     compact = find_compact(optimizer)
     assert compact is not None, "a storage format is that of a CompactAdamW"
-    dtypes = {name: _sum_dtype(name, parameter, storage) for name, parameter in named.items()}
-    summed = {name for name, parameter in named.items() if storage.offload or dtypes[name] != parameter.dtype}
     remove_sums(named.values())
+    all_or_none = replicas is not None and replicas.world_size > 1 and sums_gradients(named, storage)
     for name, parameter in named.items():
-        if name in summed or (summed and replicas is not None and replicas.world_size > 1):
-            GradientSum(parameter, dtypes[name], compact.host(parameter))
+        if all_or_none or _needs_sum(name, parameter, storage):
+            GradientSum(parameter, _sum_dtype(name, parameter, storage), compact.host(parameter))
     rows_of = replicas if storage.shard_states else None
     compact.place({parameter: _updated_shard(name, parameter, rows_of) for name, parameter in named.items()})
-    return bool(summed)
+
+
+def sums_gradients(named: Mapping[str, nn.Parameter], storage: StorageFormat) -> bool:
+    """Return whether the format sums the gradients of any of these parameters outside of `.grad`."""
+    return any(_needs_sum(name, parameter, storage) for name, parameter in named.items())
+
+
+def _needs_sum(name: str, parameter: nn.Parameter, storage: StorageFormat) -> bool:
+    return storage.offload or _sum_dtype(name, parameter, storage) != parameter.dtype
 
 
 def remove_sums(parameters: Iterable[nn.Parameter]) -> None:

@@ -56,12 +56,9 @@ class TrainingStrategy(Protocol):
         """Clip, update and clear the gradients if the strategy's engine does that itself; else do nothing."""
         return
 
-    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> nn.Module:
-        """Tell a CompactAdamW which values this rank updates, and where gradients are summed; return the model to train.
-
-        That is the model without DDP if `micro_batch_context` averages the gradients. Without a storage format it does nothing.
-        """
-        return model
+    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> None:
+        """Tell a CompactAdamW which values this rank updates, and where gradients are summed."""
+        return
 
 
 class InferenceStrategy(Protocol):

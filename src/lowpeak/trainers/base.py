@@ -32,7 +32,7 @@ from lowpeak.checkpoint import (
 from lowpeak.errors import DataError, EngineError, StoppedError
 from lowpeak.memory import Phase
 from lowpeak.optim import clear_low_bits, loading_states
-from lowpeak.parallel import clip_grad_norm, has_shards
+from lowpeak.parallel import clip_grad_norm, has_shards, prepare_without_ddp
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_best_metric,
@@ -329,17 +329,18 @@ class StepTrainer(ModelCardMixin, Trainer):
         The folder is cleared when all ranks have loaded: a resume that fails leaves it as it was.
         """
         ranks, resumed = self.run.strategy.ranks, self.resumed
-        if resume_from_checkpoint is not None and not has_shards(Path(resume_from_checkpoint)):
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        else:
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-            self.model_wrapped = self.run.strategy.place_optimizer(self.model_wrapped, self.optimizer, self.run.storage)
-            if resume_from_checkpoint is not None:
-                with ranks.propagate_errors(), warn_of_overridden_arguments(self, resume_from_checkpoint):
-                    self.load_states(Path(resume_from_checkpoint))
+        sharded = resume_from_checkpoint is None or has_shards(Path(resume_from_checkpoint))
+        with prepare_without_ddp(self.accelerator, self.run.strategy, self.model, self.run.storage):
+            states = None if sharded else resume_from_checkpoint
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, states)
+        if sharded:
+            self.run.strategy.place_optimizer(self.model, self.optimizer, self.run.storage)
+        if sharded and resume_from_checkpoint is not None:
+            with ranks.propagate_errors(), warn_of_overridden_arguments(self, resume_from_checkpoint):
+                self.load_states(Path(resume_from_checkpoint))
         step = None if resumed is None else resumed.policy_version
         ranks.call_on_first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
-        return self.model_wrapped, prepared[1]
+        return prepared
 
     def load_states(self, checkpoint: Path) -> None:
         with explain_load_errors(os.fspath(checkpoint), "states", "model, optim and trained parameters"):
@@ -375,7 +376,7 @@ class StepTrainer(ModelCardMixin, Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self.model_wrapped = self.run.strategy.place_optimizer(self.model_wrapped, self.optimizer, self.run.storage)
+        self.run.strategy.place_optimizer(self.model, self.optimizer, self.run.storage)
         explained = explain_load_errors(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
         warned, loading = warn_of_overridden_arguments(self, checkpoint), loading_states(self.optimizer)
         with self.run.strategy.ranks.propagate_errors(), explained, warned, loading:
