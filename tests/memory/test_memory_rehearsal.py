@@ -13,7 +13,7 @@ from transformers import Qwen2Config
 
 from lowpeak.arguments import StorageFormat
 from lowpeak.errors import ArgumentError
-from lowpeak.memory import StorageMeter, rehearse
+from lowpeak.memory import Kind, Placement, Rehearsal, StorageMeter, rehearse
 from lowpeak.parallel import fake_process_group, make_mesh, wrap_shape_propagation
 from rehearsal_cases import ALGORITHM, CORE, make_model, micro_batches
 
@@ -33,6 +33,7 @@ WIDE = Qwen2Config(
     intermediate_size=4_096, tie_word_embeddings=True,
 )  # fmt: skip
 BATCHES = micro_batches(8, 8, 4, 40)
+SCORING = replace(ALGORITHM, needs=frozenset(("old",)))
 
 
 def checkpointed():
@@ -43,33 +44,38 @@ def checkpointed():
 
 def test_64_ranks_of_a_model_of_15_gb_answer_at_once():
     batches, core = micro_batches(512, 1536, 1, 2048), replace(CORE, chunk_size=256)
-    found = rehearse(checkpointed, batches, ALGORITHM, core, world_size=64, compute=torch.bfloat16)
+    found = rehearse(checkpointed, batches, SCORING, core, placement=Placement(64), compute=torch.bfloat16)
     with torch.device("meta"):
         num_bytes = sum(p.nbytes for p in make_model(LARGE).parameters())
     assert num_bytes > 15 * GB
-    assert found.loaded == pytest.approx(num_bytes / 64, rel=0.01)
-    assert found.optimizer == pytest.approx(4 * num_bytes / 64, rel=0.01)  # weights, gradients, AdamW's two
+    assert found.peak("load") == pytest.approx(num_bytes / 64, rel=0.01)
+    assert found.peak("optimizer") == pytest.approx(4 * num_bytes / 64, rel=0.01)  # weights, gradients, AdamW's two
     head = 152_064 * 3_584 * 2
-    assert found.score > 3 * num_bytes / 64 + head  # weights, AdamW's states, the head gathered in bf16
-    assert 3 * num_bytes / 64 + 2 * head < found.train < 8 * GB  # and its gradient, far from all weights
+    assert found.peak("score") > 3 * num_bytes / 64 + head  # weights, AdamW's states, the head gathered in bf16
+    # and its gradient, far from all weights
+    assert 3 * num_bytes / 64 + 2 * head < found.peak("forward", "backward") < 8 * GB
 
 
 def test_a_rank_holds_its_share_of_weights_gradients_and_both_states():
-    one, four = (rehearse(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, world_size=w) for w in (1, 4))
-    assert one.optimizer == pytest.approx(4 * one.loaded, rel=0.05)
-    assert one.train == max(one.forward, one.backward) > one.score > 3 * one.loaded
-    assert four.loaded == pytest.approx(one.loaded / 4, rel=0.1)
-    assert four.optimizer < 0.5 * one.optimizer
+    one, four = (
+        rehearse(lambda: make_model(SMALL), BATCHES, SCORING, CORE, placement=Placement(shards)) for shards in (1, 4)
+    )
+    assert one.peak("optimizer") == pytest.approx(4 * one.peak("load"), rel=0.05)
+    assert one.peak("forward", "backward") > one.peak("score") > 3 * one.peak("load")
+    assert four.peak("load") == pytest.approx(one.peak("load") / 4, rel=0.1)
+    assert four.peak("optimizer") < 0.5 * one.peak("optimizer")
     assert not dist.is_initialized()
-    many = rehearse(lambda: make_model(SMALL), micro_batches(8, 64, 4, 1000), ALGORITHM, CORE)
-    assert many.forward > one.forward
-    assert many.optimizer == one.optimizer
+    many = rehearse(lambda: make_model(SMALL), micro_batches(8, 64, 4, 1000), SCORING, CORE)
+    assert many.peak("forward") > one.peak("forward")
+    assert many.peak("optimizer") == one.peak("optimizer")
 
 
-def bytes_per_parameter(found, config: Qwen2Config, world_size: int = 1) -> dict[str, float]:
+def bytes_per_parameter(found: Rehearsal, config: Qwen2Config, world_size: int = 1) -> dict[str, float]:
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in make_model(config).parameters())
-    return {name: value * world_size / num_parameters for name, value in vars(found).items()}
+    numbers = {name: phase.peak for name, phase in found.phases.items()}
+    numbers |= {"host": found.phases["load"].host_peak, "to_host": found.to_host, "to_device": found.to_device}
+    return {name: value * world_size / num_parameters for name, value in numbers.items()}
 
 
 @pytest.mark.parametrize(("bits", "low_bytes"), [(32, 2), (24, 1), (16, 0)])
@@ -77,11 +83,11 @@ def bytes_per_parameter(found, config: Qwen2Config, world_size: int = 1) -> dict
 def test_a_storage_format_takes_its_bytes(bits, low_bytes, world_size):
     storage = StorageFormat(bits, 8)
     found = bytes_per_parameter(
-        rehearse(lambda: make_model(WIDE), BATCHES, ALGORITHM, CORE, world_size=world_size, storage=storage),
+        rehearse(lambda: make_model(WIDE), BATCHES, SCORING, CORE, placement=Placement(world_size), storage=storage),
         WIDE,
         world_size,
     )
-    assert found["loaded"] == pytest.approx(2, rel=0.01)
+    assert found["load"] == pytest.approx(2, rel=0.01)
     floor = 2 + 2 + low_bytes + 2.0625
     # Above it small tensors' fp32 states, and a piece of 2**18 values that torch's operations decode.
     assert floor < found["optimizer"] < floor + 0.1 + world_size * 12e6 / 67e6
@@ -92,13 +98,15 @@ def test_a_storage_format_takes_its_bytes(bits, low_bytes, world_size):
 def test_an_offloaded_optimizer_leaves_the_weights_on_the_device(world_size):
     found, beside = (
         bytes_per_parameter(
-            rehearse(lambda: make_model(WIDE), BATCHES, ALGORITHM, CORE, world_size=world_size, storage=storage),
+            rehearse(
+                lambda: make_model(WIDE), BATCHES, SCORING, CORE, placement=Placement(world_size), storage=storage
+            ),
             WIDE,
             world_size,
         )
         for storage in (StorageFormat(32, 8, 32, offload=True), StorageFormat(32, 8))
     )
-    assert found["loaded"] == pytest.approx(2, rel=0.01)
+    assert found["load"] == pytest.approx(2, rel=0.01)
     assert beside["score"] - found["score"] == pytest.approx(2 + 2.0625, rel=0.02)
     assert beside["backward"] - found["backward"] > 4
     assert found["host"] == pytest.approx(4 + 2 + 2.0625, rel=0.02)
@@ -123,7 +131,7 @@ def test_connected_ranks_cannot_rehearse():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(ArgumentError):
-            rehearse(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, world_size=2)
+            rehearse(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, placement=Placement(2))
     finally:
         dist.destroy_process_group()
 
@@ -141,7 +149,22 @@ def test_a_storage_counts_once_in_blocks_at_its_size_while_it_lives():
         meter.begin(None)
         del view
     assert meter.live_bytes == 0
-    assert meter.peaks == {"freed": 1536, "grown": 8192}
+    assert {phase: peak.total() for phase, peak in meter.peaks.items()} == {"freed": 1536, "grown": 8192}
+
+
+def test_each_byte_has_the_kind_that_was_current_or_that_it_was_given():
+    with StorageMeter(1) as meter:
+        meter.begin("one", Kind.WEIGHTS)
+        weights = torch.zeros(100)
+        with meter.counting_as(Kind.LOGITS):
+            logits = torch.zeros(50)
+        meter.retag(logits, Kind.GRADIENTS)
+        meter.begin("two")
+        more = torch.zeros(25)
+        meter.begin(None)
+    assert meter.peaks["one"] == {Kind.WEIGHTS: 400, Kind.LOGITS: 200}
+    assert +meter.peaks["two"] == {Kind.WEIGHTS: 400, Kind.GRADIENTS: 200, Kind.ACTIVATIONS: 100}
+    assert meter.live.total() == meter.live_bytes == weights.nbytes + logits.nbytes + more.nbytes
     assert torch.UntypedStorage.resize_ is RESIZE
 
 
@@ -152,17 +175,17 @@ def test_gradients_that_meet_are_added_in_place():
         meter.begin("backward")
         loss.backward()
         meter.begin(None)
-    assert meter.peaks["backward"] < 2.5 * weight.nbytes
+    assert meter.peaks["backward"].total() < 2.5 * weight.nbytes
 
 
 def test_a_fake_of_a_whole_tensor_from_which_dtensor_learns_a_layout_is_nobodys():
     size = 1 << 20  # bytes of each of four ranks' rows
     with fake_process_group(4):
-        mesh = make_mesh()
+        mesh = make_mesh(4)
         with FakeTensorMode(), StorageMeter() as meter, wrap_shape_propagation(meter.paused):
             cut = DTensor.from_local(torch.empty(256, 1024), mesh, (Shard(0),))
             meter.begin("exp")
             out = cut.exp()
             meter.begin(None)
     assert out.shape == (1024, 1024)
-    assert meter.peaks["exp"] == 2 * size
+    assert meter.peaks["exp"].total() == 2 * size

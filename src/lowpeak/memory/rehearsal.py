@@ -1,4 +1,4 @@
-"""Rehearsal of a step on fake tensors, to learn the peak memory of each phase.
+"""Rehearsal of a run's phases on fake tensors, to learn the peak memory of each.
 
 The phases run with the real code. Fake tensors have shapes and dtypes and no memory, and a fake process group stands
 for the other ranks, so a step of any model on any number of ranks can be rehearsed on one CPU.
@@ -6,23 +6,23 @@ for the other ranks, so a step of any model on any number of ranks can be rehear
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import ModelSettings, StorageFormat
-from lowpeak.models import convert_trainable
-from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device
+from lowpeak.arguments import ModelSettings, Sampling, StorageFormat
+from lowpeak.logprobs import causal_lm, eval_mode
+from lowpeak.memory.storage_meter import CUDA_BLOCK, StorageMeter
+from lowpeak.memory.usage import Kind, PhaseMemory
+from lowpeak.models import convert_trainable, is_peft
+from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device, find_sum
 from lowpeak.parallel import (
     FakeStrategy,
     Strategy,
@@ -31,35 +31,67 @@ from lowpeak.parallel import (
     make_mesh,
     place_optimizer,
     prepare_like_accelerate,
+    reshard,
+    shard_layers,
+    tag_fsdp_memory,
     trained_parameters,
     wrap_shape_propagation,
 )
-from lowpeak.records import MicroBatch
+from lowpeak.ranks import Ranks
+from lowpeak.records import MicroBatch, Prompt
+from lowpeak.rollout.native import rehearse_decoding
 from lowpeak.training import LogprobSettings, run_step, score
 
-_BLOCK = 512  # bytes; CUDA's caching allocator rounds sizes up to it
+_NO_PASSES = LogprobSettings(1.0, 1, torch.device("cpu"))
 _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
 
 
 @dataclass(frozen=True)
-class PhasePeaks:
-    """Peak bytes of tensors on one rank, in each phase. All include the model, `loaded` before any phase.
+class RehearsedRollout:
+    """The prompts that one rank's native engine generates for, and the bytes of its KV cache."""
 
-    `host` are bytes in host memory; a step copies `to_host` and `to_device` bytes there and back.
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    kv_cache_bytes: int
+
+
+@dataclass(frozen=True)
+class RewardPass:
+    """A frozen reward model, and the tokens [B, L] of its largest batch."""
+
+    make_model: Callable[[], nn.Module]
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How the policy is placed on fake ranks: sharded over `shards` of them by FSDP2, in `replicas` copies.
+
+    With one shard, several replicas are DDP's.
     """
 
-    loaded: int
-    score: int
-    forward: int
-    backward: int
-    optimizer: int
-    host: int = 0
+    shards: int = 1
+    replicas: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.shards * self.replicas
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Peak memory of one rank by phase: load, rollout, reward, score, forward, backward, optimizer.
+
+    A phase that the run does not have is left out. A step copies `to_host` and `to_device` bytes to host memory and back.
+    """
+
+    phases: Mapping[str, PhaseMemory] = field(default_factory=dict)
     to_host: int = 0
     to_device: int = 0
 
-    @property
-    def train(self) -> int:
-        return max(self.forward, self.backward)
+    def peak(self, *names: str) -> int:
+        """Return the highest peak of these phases on the device; 0 for phases that the run does not have."""
+        return max(self.phases[name].peak if name in self.phases else 0 for name in names)
 
 
 def rehearse(
@@ -68,60 +100,211 @@ def rehearse(
     algorithm: Algorithm,
     core: LogprobSettings,
     *,
-    world_size: int = 1,
+    placement: Placement = Placement(),
     compute: torch.dtype | None = None,
     make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _FUSED_ADAMW,
     storage: StorageFormat | None = None,
     max_grad_norm: float = 1.0,
-) -> PhasePeaks:
-    """Return the peak of each phase of a step on rank 0 of `world_size` (FSDP2 if above 1).
+    scored: Sequence[MicroBatch] | None = None,
+    make_reference: Callable[[], nn.Module] | None = None,
+    rewards: Sequence[RewardPass] = (),
+    rollout: RehearsedRollout | None = None,
+    block: int = CUDA_BLOCK,
+) -> Rehearsal:
+    """Return the peak of each phase of a step on rank 0 of a placement's ranks.
 
     `make_model` must return the model with its head installed; it is called under FakeTensorMode, where a model takes no
-    memory. `micro_batches` are rank 0's, packed outside. `compute` is torch.bfloat16 for a run with `bf16=True`. With a `storage`
-    format the model is converted to it, and its CompactAdamW is the optimizer. A first step, which creates the optimizer's
-    states, does not count.
+    memory. `micro_batches` are rank 0's of a step, `scored` those of the scoring passes (None: the same), packed outside.
+    `compute` is torch.bfloat16 for a run with `bf16=True`. With a `storage` format the model is converted to it, and its
+    CompactAdamW is the optimizer. Scoring passes are those of `algorithm.needs`; without a separate reference they run the
+    policy, without its adapter if it has one. A first step, which creates the optimizer's states, does not count.
 
-    Counted is every storage that an operation returns, in blocks of 512 bytes: weights, shards, gathered layers, activations,
-    gradients, optimizer states. Not counted are temporaries inside an operation, fragmentation, the process with its libraries
-    and communicators (a constant of a run), and a reference model. Kernels are those of CPU devices. Padded rows get an
-    attention mask that transformers drops in a real forward, after it has read that nothing is packed: that adds some MB to a
-    micro-batch. Differences between phases agree with two real ranks (tests/distributed).
+    Counted is every storage that an operation returns, in blocks of `block` bytes: weights, shards, gathered layers, activations,
+    gradients, optimizer states. Not counted are temporaries inside an operation, fragmentation, and the process with its libraries
+    and communicators (a constant of a run). Kernels are those of CPU devices. Padded rows get an attention mask that
+    transformers drops in a real forward, after it has read that nothing is packed: that adds some MB to a micro-batch.
 
     Raises ArgumentError in a process that is connected to other ranks, and torch's DataDependentOutputException if a phase
     reads a tensor's value.
     """
-    with fake_process_group(world_size):
-        mesh = make_mesh()
-        with FakeTensorMode(allow_non_fake_inputs=True), StorageMeter() as meter, wrap_shape_propagation(meter.paused):
-            model, host = make_model().train(), RehearsedHost(meter)
-            if storage is not None:
-                convert_trainable(model, ModelSettings(storage=storage))
-            model = prepare_like_accelerate(model, mesh, compute)
-            optimizer = (
-                make_optimizer(model.parameters()) if storage is None else _compact_optimizer(model, storage, host)
-            )
-            loaded = meter.live_bytes
-            strategy = cast(Strategy, FakeStrategy(meter.begin))
+    with fake_process_group(placement.world_size), ExitStack() as stack:
+        mesh = make_mesh(placement.shards, placement.replicas) if placement.shards > 1 else None
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        meter = stack.enter_context(StorageMeter(block))
+        stack.enter_context(wrap_shape_propagation(meter.paused))
+        stack.enter_context(tag_fsdp_memory(meter.counting_as))
+        meter.begin("load", Kind.WEIGHTS)
+        stage = _Stage(meter, core, make_model, mesh, compute, storage)
+        stage.load_frozen(make_reference, rewards)
+        optimizer = stage.make_optimizer(make_optimizer, placement)
+        inplace = placement.world_size == 1 or stage.sums_gradients
+        strategy = cast(Strategy, FakeStrategy(meter.begin, inplace))
 
-            def step() -> None:
-                model.train()
-                run_step(model, micro_batches, algorithm, core, strategy, algorithm.coefficients())
-                meter.begin("optimizer")
-                if storage is None:
-                    nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-                else:
-                    clip_grad_norm(model.parameters(), max_grad_norm, core.device)
-                optimizer.step()
-                optimizer.zero_grad()
-                meter.begin(None)
+        def step() -> None:
+            stage.model.train()
+            run_step(stage.model, micro_batches, algorithm, core, strategy, algorithm.coefficients())
+            meter.begin("optimizer", Kind.OPTIMIZER)
+            if storage is None:
+                nn.utils.clip_grad_norm_(stage.model.parameters(), max_grad_norm)
+            else:
+                clip_grad_norm(stage.model.parameters(), max_grad_norm, core.device)
+            optimizer.step()
+            optimizer.zero_grad()
+            meter.begin(None)
 
-            step()  # creates the optimizer's states
-            meter.peaks.clear()
+        meter.begin(None)
+        load = meter.live.copy()
+        step()  # creates the optimizer's states
+        meter.peaks.clear()
+        meter.peaks["load"] = load
+        if rollout is not None:
+            stage.generate(rollout)
+        for reward in stage.rewards:
+            meter.begin("reward")
+            reward()
+        if algorithm.needs:
             meter.begin("score")
-            score(model.eval(), micro_batches, core)
-            host.to_host = host.to_device = 0
-            step()
-    return PhasePeaks(loaded, **meter.peaks, host=host.bytes, to_host=host.to_host, to_device=host.to_device)
+            stage.score(algorithm, micro_batches if scored is None else scored)
+            meter.begin(None)
+        host = stage.host
+        host.to_host = host.to_device = 0
+        step()
+    host_kinds = {Kind.GRADIENTS: host.gradients, Kind.OPTIMIZER: host.states}
+    phases = {name: PhaseMemory(dict(kinds), host_kinds) for name, kinds in meter.peaks.items()}
+    return Rehearsal({name: phases[name] for name in _ORDER if name in phases}, host.to_host, host.to_device)
+
+
+def rehearse_rollout(
+    make_model: Callable[[], nn.Module], rollout: RehearsedRollout, compute: torch.dtype | None = None
+) -> dict[Kind, int]:
+    """Return what decoding takes beside the weights, at its peak, by kind."""
+    with FakeTensorMode(allow_non_fake_inputs=True), StorageMeter() as meter:
+        meter.begin("load", Kind.WEIGHTS)
+        stage = _Stage(meter, _NO_PASSES, make_model, None, compute, None)
+        stage.generate(rollout)
+    return {kind: value for kind, value in meter.peaks["rollout"].items() if kind != Kind.WEIGHTS}
+
+
+_ORDER = ("load", "rollout", "reward", "score", "forward", "backward", "optimizer")
+
+
+class _Stage:
+    """The models of a rehearsal, on the meter."""
+
+    def __init__(
+        self,
+        meter: StorageMeter,
+        core: LogprobSettings,
+        make_model: Callable[[], nn.Module],
+        mesh: Any,
+        compute: torch.dtype | None,
+        storage: StorageFormat | None,
+    ) -> None:
+        self._meter, self._core, self._mesh, self._compute, self._storage = meter, core, mesh, compute, storage
+        self.host = RehearsedHost(meter)
+        self._reference: nn.Module | None = None
+        self.rewards: list[Callable[[], object]] = []
+        model = make_model().train()
+        if storage is not None:
+            convert_trainable(model, ModelSettings(storage=storage))
+        self._unprepared = model
+        self.model = prepare_like_accelerate(model, mesh, compute)
+        self.sums_gradients = False
+        head = causal_lm(model).get_output_embeddings()
+        if head is not None:
+            self._tag_head(head)
+
+    def load_frozen(self, make_reference: Callable[[], nn.Module] | None, rewards: Sequence[RewardPass]) -> None:
+        with self._meter.counting_as(Kind.FROZEN):
+            if make_reference is not None:
+                self._reference = self._frozen(make_reference())
+            for reward in rewards:
+                model = self._frozen(reward.make_model())
+                ids_BL = torch.zeros(reward.shape, dtype=torch.int64)
+                self.rewards.append(partial(self._compute_rewards, model, ids_BL))
+
+    def _frozen(self, model: nn.Module) -> nn.Module:
+        model = model.requires_grad_(False).eval()
+        return model if self._mesh is None else shard_layers(model, self._mesh, False)
+
+    @torch.no_grad()
+    def _compute_rewards(self, model: nn.Module, ids_BL: Tensor) -> None:
+        model(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL), use_cache=False)
+
+    def make_optimizer(self, make: Callable[[Iterable[Tensor]], torch.optim.Optimizer], placement: Placement) -> Any:
+        named = trained_parameters(self.model)
+        if self._storage is None:
+            optimizer: Any = make(named.values())
+        else:
+            optimizer = _compact_optimizer(named, self._storage, self.host, placement)
+        self._trained = list(named.values())
+        self._meter.before_snapshot = self._tag_gradients
+        self.sums_gradients = any(map(find_sum, named.values()))
+        if placement.shards == 1 and placement.replicas > 1 and not self.sums_gradients:
+            self._add_ddp_buckets(list(named.values()))
+        return optimizer
+
+    def _tag_gradients(self) -> None:
+        # Hooks of the parameters would tell in time, but then the head could not add its gradient in place.
+        for parameter in self._trained:
+            found = find_sum(parameter)
+            gradient: Any = parameter.grad if found is None else found.total()
+            if gradient is not None:
+                self._meter.retag(getattr(gradient, "_local_tensor", gradient), Kind.GRADIENTS)
+
+    def _add_ddp_buckets(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Replace each gradient by a view of a bucket, as DDP does with `gradient_as_bucket_view`."""
+        with self._meter.counting_as(Kind.GRADIENTS):
+            buckets = {parameter: torch.empty_like(parameter) for parameter in parameters}
+
+        def take(parameter: nn.Parameter) -> None:
+            if parameter.grad is not None:
+                buckets[parameter].copy_(parameter.grad)
+                parameter.grad = buckets[parameter].view_as(parameter)
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(take)
+
+    def _tag_head(self, head: nn.Module) -> None:
+        inside = ExitStack()
+
+        def enter(*_: Any) -> None:
+            inside.enter_context(self._meter.counting_as(Kind.LOGITS))
+
+        head.register_forward_pre_hook(enter)
+        head.register_forward_hook(lambda *_: inside.close(), always_call=True)
+
+    def generate(self, rollout: RehearsedRollout) -> None:
+        """Decode with the policy, if it is not sharded: what a sharded one gathers is computed outside."""
+        if self._mesh is not None:
+            return
+        self._meter.begin("rollout")
+        with torch.no_grad(), eval_mode(self.model):
+            rehearse_decoding(
+                self.model,
+                rollout.prompts,
+                rollout.sampling,
+                rollout.kv_cache_bytes,
+                lambda: self._meter.counting_as(Kind.KV_CACHE),
+            )
+        self._meter.begin(None)
+
+    def score(self, algorithm: Algorithm, batches: Sequence[MicroBatch]) -> None:
+        needs, model = algorithm.needs, self.model.eval()
+        if needs & {"old", "entropy", "values"}:
+            requested = {"entropy": "entropy" in needs, "values": "values" in needs}
+            score(model, batches, self._core, **requested, logprobs=bool(needs & {"old", "entropy"}))
+        if "reference" not in needs:
+            return
+        if self._reference is not None:
+            with torch.autocast("cpu", self._compute, cache_enabled=False, enabled=self._compute is not None):
+                score(self._reference, batches, self._core)
+            reshard(self._reference)
+        elif is_peft(self._unprepared):
+            with cast(Any, self._unprepared).disable_adapter():
+                score(model, batches, self._core)
+        else:
+            score(model, batches, self._core)
 
 
 class RehearsedHost(HostMemory):
@@ -130,13 +313,22 @@ class RehearsedHost(HostMemory):
     def __init__(self, meter: StorageMeter) -> None:
         super().__init__(torch.device("cpu"))
         self._meter = meter
-        self.bytes = self.to_host = self.to_device = 0
+        self.gradients = self.states = self.to_host = self.to_device = 0
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        buffer = self._uncounted(size, dtype)
+        self.gradients += buffer.nbytes
+        return buffer
+
+    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
+        buffer = self._uncounted(size, dtype)
+        self.states += buffer.nbytes
+        return buffer
+
+    def _uncounted(self, size: int, dtype: torch.dtype) -> Tensor:
         with self._meter.paused():
             buffer = torch.empty(size, dtype=dtype)
         self._meter.ignore(buffer.untyped_storage())
-        self.bytes += buffer.nbytes
         return buffer
 
     def add(self, total: Tensor, values: Tensor, overwrite: bool = False) -> None:
@@ -167,115 +359,13 @@ class RehearsedAdamW(CompactAdamW):
         return self.rehearsed_host if self.offload else None
 
 
-def _compact_optimizer(model: nn.Module, storage: StorageFormat, host: RehearsedHost) -> CompactAdamW:
+def _compact_optimizer(
+    named: Mapping[str, nn.Parameter], storage: StorageFormat, host: RehearsedHost, placement: Placement
+) -> CompactAdamW:
     bits: dict[str, Any] = {"weight_bits": storage.weight_bits, "state_bits": storage.state_bits}
-    optimizer = RehearsedAdamW(model.parameters(), offload=storage.offload, **bits)
+    optimizer = RehearsedAdamW(named.values(), offload=storage.offload, **bits)
     optimizer.rehearsed_host = host
+    replicas = Ranks() if placement.shards == 1 and placement.replicas > 1 else None
     with unset_fake_temporarily():  # DTensor computes positions of shards with tensors, and reads them
-        place_optimizer(optimizer, trained_parameters(model), storage)
+        place_optimizer(optimizer, named, storage, replicas)
     return optimizer
-
-
-class StorageMeter(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of living tensors, and the peak of each phase. Enter it inside FakeTensorMode.
-
-    It counts the storages that operations return, each once however many views it has, in blocks of 512 bytes. Memory that an
-    operation allocates and frees internally is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = 0
-        self.peaks: dict[str, int] = {}
-        self._peak = 0
-        self._is_replacing = False  # the current operation's result takes the place of one of its inputs
-        self._paused = False
-        self._phase: str | None = None
-        self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._ignored: dict[int, weakref.ref[Any]] = {}
-
-    def begin(self, phase: str | None) -> None:
-        """Begin `phase` and end the current one; None begins no phase."""
-        self._update_peak()
-        if self._phase is not None:
-            self.peaks[self._phase] = max(self._peak, self.peaks.get(self._phase, 0))
-        self._phase, self._peak = phase, self.live_bytes
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count the tensors that the block creates."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    def __enter__(self) -> StorageMeter:
-        # FSDP frees and reallocates its buffers by resizing their storages, which dispatches no operation.
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = _metered_resize(self._resize, self)  # type: ignore[method-assign]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # An operation on a tensor subclass made of other tensors is dispatched again for these.
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented
-        if self._paused:
-            return func(*args, **(kwargs or {}))
-        self._update_peak()
-        # Autograd accumulates real gradients in place, and fake ones out of place: count that sum as in place.
-        self._is_replacing = func is torch.ops.aten.add.Tensor and _accumulates_gradients()
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.see(leaf.untyped_storage())
-        return out
-
-    def _update_peak(self) -> None:
-        self._is_replacing = False
-        self._peak = max(self._peak, self.live_bytes)
-
-    def ignore(self, storage: torch.UntypedStorage) -> None:
-        """Never count a storage: it is in other memory."""
-        key = storage._cdata
-        self._ignored[key] = weakref.ref(storage, lambda _: self._ignored.pop(key))
-
-    def see(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage at its current size, until it is freed."""
-        key, size = storage._cdata, -(-storage.nbytes() // _BLOCK) * _BLOCK
-        if key in self._ignored:
-            return
-        known = self._sizes.get(key)
-        if known is None:
-            watch = weakref.ref(storage, lambda _: self._forget(key))
-            self._sizes[key] = (watch, size)
-            self._add(size)
-        elif known[1] != size:
-            self._sizes[key] = (known[0], size)
-            self._add(size - known[1])
-
-    def _forget(self, key: int) -> None:
-        self._add(-self._sizes.pop(key)[1])
-
-    def _add(self, num_bytes: int) -> None:
-        self.live_bytes += num_bytes
-        if not self._is_replacing:
-            self._peak = max(self._peak, self.live_bytes)
-
-
-def _accumulates_gradients() -> bool:
-    """Return whether a backward runs: with gradients enabled it is a forward that checkpointing repeats inside it."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-
-
-def _metered_resize(resize: Callable[..., Any], meter: StorageMeter) -> Callable[..., Any]:
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        meter.see(storage)
-        return result
-
-    return resize_

@@ -17,6 +17,7 @@ from lowpeak.models.load import longrope_switch_length as longrope_switch_length
 from lowpeak.models.lora import Reference as Reference
 from lowpeak.models.lora import adapter_reference as adapter_reference
 from lowpeak.models.lora import add_adapter as add_adapter
+from lowpeak.models.lora import add_training_adapter as add_training_adapter
 from lowpeak.models.pretrained import check_load_options as check_load_options
 from lowpeak.models.pretrained import check_shapes as check_shapes
 from lowpeak.models.pretrained import from_pretrained as from_pretrained

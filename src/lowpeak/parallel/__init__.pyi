@@ -1,6 +1,7 @@
 from lowpeak.parallel.base import Replicated as Replicated
 from lowpeak.parallel.base import freeze as freeze
 from lowpeak.parallel.base import prepare_without_ddp as prepare_without_ddp
+from lowpeak.parallel.base import shard_layers as shard_layers
 from lowpeak.parallel.checkpoint_shards import has_shards as has_shards
 from lowpeak.parallel.checkpoint_shards import load_shards as load_shards
 from lowpeak.parallel.checkpoint_shards import load_torch_state as load_torch_state
@@ -22,8 +23,10 @@ from lowpeak.parallel.fake_ranks import FakeStrategy as FakeStrategy
 from lowpeak.parallel.fake_ranks import fake_process_group as fake_process_group
 from lowpeak.parallel.fake_ranks import make_mesh as make_mesh
 from lowpeak.parallel.fake_ranks import prepare_like_accelerate as prepare_like_accelerate
+from lowpeak.parallel.fake_ranks import tag_fsdp_memory as tag_fsdp_memory
 from lowpeak.parallel.fake_ranks import wrap_shape_propagation as wrap_shape_propagation
 from lowpeak.parallel.fsdp2 import Fsdp2 as Fsdp2
+from lowpeak.parallel.fsdp2 import reshard as reshard
 from lowpeak.parallel.gradients import clip_grad_norm as clip_grad_norm
 from lowpeak.parallel.gradients import place_optimizer as place_optimizer
 from lowpeak.parallel.gradients import remove_sums as remove_sums

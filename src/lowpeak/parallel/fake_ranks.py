@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lowpeak.errors import ArgumentError
+from lowpeak.memory import Kind
 from lowpeak.parallel.strategy import TrainingStrategy
 from lowpeak.ranks import Ranks
 
@@ -24,16 +25,16 @@ from lowpeak.ranks import Ranks
 class FakeStrategy(TrainingStrategy):
     """A training strategy for rank 0 of a fake process group; as under FSDP2, each micro-batch reduces gradients.
 
-    `begin` is called with "forward" and "backward" when these begin.
+    `begin` is called with "forward" and "backward" when these begin. `inplace`: the head may add its gradient in place.
     """
 
-    def __init__(self, begin: Callable[[str], object] = lambda phase: None) -> None:
-        self._begin = begin
+    def __init__(self, begin: Callable[[str], object] = lambda phase: None, inplace: bool = True) -> None:
+        self._begin, self._inplace = begin, inplace
         self.ranks = Ranks()
 
     @property
     def inplace_grad_scale(self) -> float | None:
-        return 1.0 if self.ranks.world_size == 1 else None
+        return 1.0 if self._inplace else None
 
     def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         self._begin("forward")
@@ -81,9 +82,35 @@ def wrap_shape_propagation(make_context: Callable[[], AbstractContextManager[Non
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
 
 
-def make_mesh() -> Any:
-    """Return the mesh of all ranks, None for one rank; call before fake tensor mode starts."""
-    return init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
+def make_mesh(shards: int, replicas: int = 1) -> Any:
+    """Return the mesh on which FSDP2 shards, with an axis of replicas if there are several; call before fake tensor mode starts."""
+    if replicas == 1:
+        return init_device_mesh("cpu", (shards,), mesh_dim_names=("shards",))
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicas", "shards"))
+
+
+@contextmanager
+def tag_fsdp_memory(counting_as: Callable[[Kind], AbstractContextManager[None]]) -> Iterator[None]:
+    """Run FSDP2's gathers and reductions inside `counting_as` the kind of their memory."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    kinds = {"unshard": Kind.GATHERED, "wait_for_unshard": Kind.GATHERED, "post_backward": Kind.BUCKETS}
+    methods = {name: getattr(FSDPParamGroup, name) for name in kinds}
+
+    def tagged(name: str) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with counting_as(kinds[name]):
+                return methods[name](self, *args, **kwargs)
+
+        return run
+
+    for name in kinds:
+        setattr(FSDPParamGroup, name, tagged(name))
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(FSDPParamGroup, name, method)
 
 
 def prepare_like_accelerate(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> nn.Module:
@@ -113,7 +140,7 @@ def _shard(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> None:
     # The attributes that accelerate's function reads; a real Accelerator would connect to real ranks.
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh={("ranks",): mesh},
+        torch_device_mesh={("ranks",): mesh},  # of its axes accelerate passes those that FSDP2 takes
         parallelism_config=SimpleNamespace(fsdp_dim_names=("ranks",)),
         mixed_precision="no" if compute is None else str(compute).removeprefix("torch."),
         is_main_process=False,

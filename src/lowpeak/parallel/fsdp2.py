@@ -39,16 +39,20 @@ class Fsdp2(AccelerateStrategy):
         return self._frozen(shard_layers(freeze(model), fsdp_mesh(self._accelerator), on_host, device))
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
-        # Reshard first: a forward without gradients leaves the root's parameters gathered until a backward.
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
         return super()._unwrapped(model)
 
     def _shard(self, parameter: nn.Parameter) -> FlatShard | None:
         policy = self._accelerator.state.fsdp_plugin.mixed_precision_policy
         compute = getattr(policy, "param_dtype", None) if parameter.is_floating_point() else None
         return fsdp_shard(parameter, compute, self._device)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 left gathered: after a forward without gradients, the root's parameters until a backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def step_memory(bench: Bench) -> str:
     core = LogprobSettings(1.0, bench.pick(256, 8), bench.device, log_entropy=False)
     planned = rehearse(partial(_policy, bench), batches, make_supervised(), replace(core, device=torch.device("cpu")))
     # Without the weights and AdamW's states, which are not part of the measured peak.
-    expected = planned.train - 3 * planned.loaded
+    expected = planned.peak("forward", "backward") - 3 * planned.peak("load")
     model = _policy(bench).to(bench.device)
     run = partial(run_step, model, batches, make_supervised(), core, cast(Strategy, FakeStrategy()), {})
     run()

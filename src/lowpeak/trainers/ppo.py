@@ -130,7 +130,9 @@ def attach_critic(policy: nn.Module, origin: Any, value_model: Any, settings: Cr
         )
     device = causal.get_input_embeddings().weight.device
     if device.type != "meta":
-        shard_like(critic.to(device), causal)
+        if next(critic.parameters()).device != device:
+            critic.to(device)
+        shard_like(critic, causal)
     add_critic(causal, critic)
 
 

@@ -254,6 +254,13 @@ class Sizes:
             policy.config, itemsize, max(itemsize, policy.get_input_embeddings().weight.element_size())
         )
         free = int(ranks.min([max(0, free_bytes(device) - training_bytes(policy, device, shares, storage))])[0])
+        return cls.resolve(memory, shape, free, layout_choice, checkpointing)
+
+    @classmethod
+    def resolve(
+        cls, memory: MemorySettings, shape: ModelShape, free: int, layout_choice: LayoutChoice, checkpointing: bool
+    ) -> Sizes:
+        """Return explicit sizes as they are, and `auto` ones fitted to `free` bytes."""
         return cls(
             memory.micro_batch_tokens or auto_micro_batch_tokens(shape, free, checkpointing),
             memory.logprob_chunk_size or auto_chunk_tokens(shape, free),

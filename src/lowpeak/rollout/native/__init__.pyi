@@ -13,6 +13,7 @@ from lowpeak.rollout.native.engine import unsupported_reason as unsupported_reas
 from lowpeak.rollout.native.output import OutputBuffer as OutputBuffer
 from lowpeak.rollout.native.output import StopStrings as StopStrings
 from lowpeak.rollout.native.output import end_token_ids as end_token_ids
+from lowpeak.rollout.native.rehearsal import rehearse_decoding as rehearse_decoding
 from lowpeak.rollout.native.scheduler import PromptQueue as PromptQueue
 from lowpeak.rollout.native.scheduler import SequenceId as SequenceId
 from lowpeak.rollout.native.scheduler import form_waves as form_waves

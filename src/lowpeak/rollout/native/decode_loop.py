@@ -76,6 +76,19 @@ class DecodeLoop:
         while self._admit():
             self._step()
 
+    def rehearse_wave(self, room: int) -> None:
+        """Admit sequences, run the first step, those of the cache's last growth, and the last; then end all sequences.
+
+        `room` is the number of columns by which the cache grows.
+        """
+        last = self.sampling.max_new_tokens - 2
+        if self._admit():
+            start = self._num_steps
+            for step in sorted({0, max(0, last - room), max(0, last)}):
+                self._num_steps = start + step
+                self._step()
+        self._ended = [True] * len(self._running)
+
     def _admit(self) -> bool:
         """Remove ended sequences and start waiting ones; return whether any sequence runs."""
         changed = any(self._ended)

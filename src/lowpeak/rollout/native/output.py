@@ -94,14 +94,7 @@ class OutputBuffer:
 
         This is the only device read of a step. Raise EngineError for a NaN or infinite log-prob.
         """
-        positions_N = self._written_R[rows_N]
-        self._ids_RC[rows_N, positions_N] = tokens_N.to(torch.int32)
-        self._logprobs_RC[rows_N, positions_N] = logprobs_N
-        self._written_R[rows_N] = positions_N + 1
-        ended_N = (tokens_N[:, None] == self._end_ids_E).any(dim=-1)
-        self._stopped_R[rows_N] = ended_N
-        finished_N = ended_N | (positions_N + 1 >= self._ids_RC.shape[1])
-        states = torch.where(logprobs_N.isfinite(), finished_N.to(torch.int8), _NON_FINITE).tolist()
+        states = self.write(rows_N, tokens_N, logprobs_N).tolist()
         if _NON_FINITE in states:
             raise EngineError(
                 "The model's logits are NaN or infinite while generating: the policy's weights are broken "
@@ -111,6 +104,17 @@ class OutputBuffer:
             self._on_tokens(len(states), num_computed)
         stopped = self._stopped(rows_N, tokens_N)
         return [bool(state) or i in stopped for i, state in enumerate(states)]
+
+    def write(self, rows_N: Tensor, tokens_N: Tensor, logprobs_N: Tensor) -> Tensor:
+        """Add the next tokens; return each sequence's state, int8 [N]: running, finished or non-finite."""
+        positions_N = self._written_R[rows_N]
+        self._ids_RC[rows_N, positions_N] = tokens_N.to(torch.int32)
+        self._logprobs_RC[rows_N, positions_N] = logprobs_N
+        self._written_R[rows_N] = positions_N + 1
+        ended_N = (tokens_N[:, None] == self._end_ids_E).any(dim=-1)
+        self._stopped_R[rows_N] = ended_N
+        finished_N = ended_N | (positions_N + 1 >= self._ids_RC.shape[1])
+        return torch.where(logprobs_N.isfinite(), finished_N.to(torch.int8), _NON_FINITE)
 
     def _stopped(self, rows_N: Tensor, tokens_N: Tensor) -> set[int]:
         """Return the sequences that have just completed a stop string, and mark them as ended."""

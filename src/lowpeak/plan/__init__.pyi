@@ -1,0 +1,9 @@
+from lowpeak.plan.hardware import CARDS as CARDS
+from lowpeak.plan.hardware import GB as GB
+from lowpeak.plan.hardware import GIB as GIB
+from lowpeak.plan.hardware import Card as Card
+from lowpeak.plan.hardware import Machine as Machine
+from lowpeak.plan.hardware import find_card as find_card
+from lowpeak.plan.inputs import PlanRequest as PlanRequest
+from lowpeak.plan.plan import Plan as Plan
+from lowpeak.plan.plan import make_plan as make_plan

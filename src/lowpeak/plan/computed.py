@@ -1,0 +1,135 @@
+"""The parts of a plan that are arithmetic: DeepSpeed, vLLM, host memory, buffers of communication, and the margin.
+
+Each function says where its numbers come from. A phase with such parts is labelled "computed" if they replace tensors of the
+rehearsal, and stays "rehearsed" if they only add a margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowpeak.arguments import ColocateSettings
+from lowpeak.memory import Kind, PhaseMemory
+from lowpeak.plan.hardware import GB, Machine
+from lowpeak.plan.inputs import RunInputs
+from lowpeak.records import SLICE_BYTES
+
+# Of one process on a GPU: the CUDA context with torch's kernels and cuBLAS's workspaces.
+CONTEXT_BYTES = int(0.8 * GB)
+# NCCL's channels and buffers of the communicators of a run.
+NCCL_BYTES = int(0.7 * GB)
+# Of the peak: what the caching allocator reserves and cannot use.
+FRAGMENTATION = 0.04
+# Of one process in host memory: Python, torch, CUDA's libraries, the tokenizer and the dataset's index.
+PROCESS_BYTES = 3 * GB
+# vLLM beside weights and KV cache: its context, CUDA graphs and the activations of a profiling forward.
+VLLM_BYTES = int(2.5 * GB)
+VLLM_ASLEEP_BYTES = int(1.2 * GB)
+_ADAM_BYTES = 12  # of DeepSpeed's fp32 weights and both moments
+_HALF = 2
+
+
+def margin(machine: Machine, tensors: int) -> int:
+    """Return the bytes of a device beside tensors; none on a CPU, where resident memory is not planned."""
+    if machine.device == "cpu":
+        return 0
+    network = NCCL_BYTES if machine.num_devices > 1 else 0
+    return CONTEXT_BYTES + network + int(FRAGMENTATION * tensors)
+
+
+def zero_kinds(inputs: RunInputs, num_parameters: int, largest_layer: int, head: int) -> dict[str, Mapping[Kind, int]]:
+    """Return weights, gradients and states under DeepSpeed ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+
+    Mixed precision stores 2 bytes of weight and 2 of gradient per parameter, and 12 of fp32 weight and moments. Stage 1 shards
+    the 12, stage 2 the gradients too, stage 3 the weights too. Stage 3 gathers a layer, the next one and the head; gradients
+    are reduced in two buckets of hidden x hidden values.
+    """
+    request, world = inputs.request, inputs.request.world_size
+    stage, offloads = int(request.base_strategy[-1]), request.strategy.endswith("-offload")
+    hidden = inputs.config.get_text_config().hidden_size
+    bucket = 2 * _HALF * hidden * hidden
+    sharded = num_parameters // world
+    weights = _HALF * (sharded if stage == 3 else num_parameters)
+    gradients = _HALF * (sharded if stage >= 2 else num_parameters)
+    states = _ADAM_BYTES * sharded
+    gathered = _HALF * (2 * largest_layer + head) if stage == 3 else 0
+    on_device = {
+        Kind.WEIGHTS: 0 if offloads and stage == 3 else weights,
+        Kind.OPTIMIZER: 0 if offloads else states,
+    }
+    passes = {**on_device, Kind.GATHERED: gathered}
+    trains = {**passes, Kind.GRADIENTS: 0 if offloads else gradients, Kind.BUCKETS: bucket}
+    return {
+        "load": on_device,
+        "rollout": passes,
+        "reward": on_device,
+        "score": passes,
+        "forward": trains,
+        "backward": trains,
+        "optimizer": {**on_device, Kind.GRADIENTS: 0 if offloads else gradients},
+    }
+
+
+def zero_host(inputs: RunInputs, num_parameters: int) -> dict[Kind, int]:
+    """Return what a rank of a ZeRO preset with offload keeps in host memory: states, gradients, and stage 3's weights."""
+    if not inputs.request.strategy.endswith("-offload"):
+        return {}
+    sharded = num_parameters // inputs.request.world_size
+    return {
+        Kind.OPTIMIZER: _ADAM_BYTES * sharded,
+        Kind.GRADIENTS: _HALF * sharded,
+        Kind.WEIGHTS: _HALF * sharded,
+    }
+
+
+def engine_bytes(inputs: RunInputs, num_parameters: int) -> tuple[int, int]:
+    """Return the bytes of a colocated vLLM on the device, awake and otherwise; 0 without one.
+
+    Awake it takes `vllm_gpu_memory_utilization` of the device, as vLLM documents. Asleep it keeps its context and graphs.
+    """
+    vllm = inputs.settings.vllm if inputs.is_online else None
+    if vllm is None or not isinstance(vllm.where, ColocateSettings):
+        return 0, 0
+    where = vllm.where
+    awake = int(where.gpu_memory_utilization * inputs.request.machine.memory)
+    if where.kv_cache_bytes is not None:
+        awake = _HALF * num_parameters // where.tensor_parallel_size + where.kv_cache_bytes + VLLM_BYTES
+    return awake, VLLM_ASLEEP_BYTES if where.sleeps else awake
+
+
+def sync_bytes(inputs: RunInputs) -> int:
+    """Return the bytes of buckets that are sent to vLLM: one is filled while another is sent. The native engine needs none."""
+    vllm = inputs.settings.vllm if inputs.is_online else None
+    return 0 if vllm is None else 2 * int(vllm.bucket_bytes)
+
+
+def gathered_for_rollout(inputs: RunInputs, model_bytes: int, free: int) -> int:
+    """Return the bytes of a sharded model that stay gathered while the native engine generates.
+
+    `gather_budget`, or by default half of the memory that the KV cache leaves free.
+    """
+    budget = inputs.settings.memory.gather_budget
+    return min(model_bytes, max(0, free) // 2 if budget is None else int(budget))
+
+
+def host_of_process(
+    inputs: RunInputs, phases: Mapping[str, PhaseMemory], model_bytes: int
+) -> dict[str, dict[Kind, int]]:
+    """Return one process's host memory by phase: what the run moves there, and the process itself."""
+    memory: Any = inputs.settings.memory
+    on_device = inputs.request.machine.device == "cuda"
+    found: dict[str, dict[Kind, int]] = {}
+    for name, phase in phases.items():
+        host = {**phase.host, Kind.MARGIN: PROCESS_BYTES if on_device else 0}
+        if name == "load" and on_device and inputs.request.base_strategy in ("fsdp2", "hsdp"):
+            host[Kind.WEIGHTS] = model_bytes  # rank 0 reads the checkpoint for all ranks of its host
+        if name in ("sync", "rollout", "reward") and memory.offload_during_rollout:
+            for kind in (Kind.GRADIENTS, Kind.OPTIMIZER):
+                host[kind] = host.get(kind, 0) + phases["optimizer"].device.get(kind, 0)
+        if memory.offload_frozen_models:
+            host[Kind.FROZEN] = phases["load"].device.get(Kind.FROZEN, 0)
+        if name == "save":
+            host[Kind.BUCKETS] = 2 * SLICE_BYTES
+        found[name] = host
+    return found

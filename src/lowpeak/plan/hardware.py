@@ -1,0 +1,83 @@
+"""The devices and hosts that a run is planned for, and named cards with their data sheets' numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lowpeak.errors import ArgumentError
+
+GIB = 1 << 30
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Card:
+    """Numbers of one device, from its vendor's data sheet.
+
+    memory        bytes of device memory
+    flops         dense bf16 products per second
+    bandwidth     bytes per second of the device memory
+    link          bytes per second, one way, to another device of the host
+    host_link     bytes per second to host memory
+    """
+
+    memory: int
+    flops: float
+    bandwidth: float
+    link: float
+    host_link: float
+
+
+# Dense bf16 throughput without sparsity, and one direction of each link.
+CARDS: dict[str, Card] = {
+    "rtx3090": Card(24 * GIB, 71e12, 936e9, 12e9, 12e9),
+    "rtx4090": Card(24 * GIB, 165e12, 1008e9, 12e9, 24e9),
+    "a10": Card(24 * GIB, 125e12, 600e9, 24e9, 24e9),
+    "l40s": Card(48 * GIB, 362e12, 864e9, 24e9, 24e9),
+    "a100-40": Card(40 * GIB, 312e12, 1555e9, 300e9, 24e9),
+    "a100": Card(80 * GIB, 312e12, 2039e9, 300e9, 24e9),
+    "h100": Card(80 * GIB, 989e12, 3350e9, 450e9, 50e9),
+    "h200": Card(141 * GB, 989e12, 4800e9, 450e9, 50e9),
+    "b200": Card(180 * GB, 2250e12, 8000e9, 900e9, 50e9),
+    "mi250x": Card(64 * GIB, 191e12, 1638e9, 50e9, 36e9),  # one of the card's two devices, as on Frontier
+    "mi300x": Card(192 * GB, 1307e12, 5300e9, 64e9, 50e9),
+}
+# For a device of which only the memory is known.
+_DEFAULT = "a100"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a run. `device` "cpu" plans ranks on the CPUs of one host.
+
+    host_memory   bytes of each host's memory; None: unknown, so never a limit
+    per_host      devices of a host
+    network       bytes per second, one way, that a device has to other hosts
+    """
+
+    num_devices: int
+    memory: int
+    host_memory: int | None = None
+    per_host: int = 8
+    card: Card = CARDS[_DEFAULT]
+    network: float = 25e9
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def devices_on_host(self) -> int:
+        return min(self.per_host, self.num_devices)
+
+    @property
+    def num_hosts(self) -> int:
+        return -(-self.num_devices // self.per_host)
+
+
+def find_card(name: str) -> Card:
+    """Return a card by its name; ArgumentError for one that is not in the table."""
+    key = name.lower().replace("_", "-").replace("-80", "")
+    if key not in CARDS:
+        raise ArgumentError(
+            f"--gpu {name} is not in the table of cards ({', '.join(CARDS)}): give --gpu_memory in its place."
+        )
+    return CARDS[key]

@@ -1,0 +1,347 @@
+"""The parts of a run, made of its arguments and its model's config alone, for a rehearsal on fake tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import lowpeak
+from lowpeak.algorithms import Algorithm, make_reward_model, make_supervised
+from lowpeak.arguments import (
+    StorageFormat,
+    check_and_reset_arguments,
+    resolve_critic,
+    resolve_online,
+    resolve_reward_model,
+    resolve_supervised,
+)
+from lowpeak.attention import install_attention, packing_unsupported_reason
+from lowpeak.batching import Budget, assign_to_ranks, pack
+from lowpeak.errors import ArgumentError
+from lowpeak.logprobs import install_head
+from lowpeak.memory import Placement, RehearsedRollout, RewardPass
+from lowpeak.models import SCORE_HEAD, add_training_adapter, convert_trainable, load_balance_of, transformers_model
+from lowpeak.plan.hardware import Machine
+from lowpeak.records import Completion, MicroBatch, Prompt, Record
+from lowpeak.trainers.ppo import attach_critic
+from lowpeak.training import LogprobSettings, ModelShape, Sizes, choose_layout
+
+_PREFIXES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO", "sft": "SFT", "reward": "Reward"}
+OFFLINE = ("sft", "reward")
+REWARD_BATCH_TOKENS = 16_384  # of rewards.ModelReward
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A run to plan: its arguments, its models' configs, and where it runs.
+
+    kind              "grpo", "rloo", "ppo", "online-dpo", "sft" or "reward"
+    args              the trainer's config
+    config            the policy's transformers config
+    peft_config       of the policy's adapter; None: all weights are trained
+    reward_configs    transformers configs of reward models
+    strategy          "single", "ddp", "fsdp2", "hsdp", "tp", "zero1", "zero2" or "zero3"; "-offload" after the sharded ones
+    tensor_parallel   devices of a tensor parallel group
+    prompt_tokens     length of a prompt; every completion is planned at its maximal length
+    """
+
+    kind: str
+    args: Any
+    config: Any
+    machine: Machine
+    strategy: str = "single"
+    peft_config: Any = None
+    reward_configs: Sequence[Any] = ()
+    tensor_parallel: int = 1
+    prompt_tokens: int = 512
+
+    @property
+    def world_size(self) -> int:
+        return self.machine.num_devices // self.tensor_parallel
+
+    @property
+    def base_strategy(self) -> str:
+        return self.strategy.removesuffix("-offload")
+
+    @property
+    def placement(self) -> Placement:
+        """Return how FSDP2 or DDP place the policy; ZeRO's stages and tensor parallelism are computed from one device."""
+        hosts = self.machine.num_hosts
+        return {
+            "fsdp2": Placement(self.world_size),
+            "hsdp": Placement(self.world_size // hosts, hosts),
+            "tp": Placement(self.world_size),
+            "ddp": Placement(1, self.world_size),
+        }.get(self.base_strategy, Placement())
+
+
+class RunInputs:
+    """Settings, models and micro-batches of a planned run, as its trainer would make them.
+
+    `sizes` are the run's, with `auto` resolved from `free_bytes`.
+    """
+
+    def __init__(self, request: PlanRequest, free_bytes: Callable[[RunInputs], int] = lambda inputs: 0) -> None:
+        self.request = request
+        self.args = _acting_arguments(request)
+        self.settings, self.algorithm = _resolve(request, self.args)
+        self.config = shard_config(request.config, request.tensor_parallel)
+        self._free_bytes = free_bytes
+        self.counts: Any = None  # ModelCounts, once the model was counted
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.args.bf16 else None
+
+    @property
+    def storage(self) -> StorageFormat | None:
+        model: Any = self.settings.model
+        return model.storage if self.request.peft_config is None else model.adapter_storage
+
+    @property
+    def checkpoint_dtype(self) -> torch.dtype:
+        """Return the dtype in which the model is loaded."""
+        wanted = self.settings.model.load_kwargs["dtype"]
+        named = self.config.dtype or torch.float32 if wanted in ("auto", None) else wanted
+        return getattr(torch, named) if isinstance(named, str) else named
+
+    @property
+    def is_online(self) -> bool:
+        return self.request.kind not in OFFLINE
+
+    @property
+    def has_separate_reference(self) -> bool:
+        return "reference" in self.algorithm.needs and self.request.peft_config is None
+
+    # models, made under fake tensors
+
+    def make_policy(self) -> nn.Module:
+        """Return the policy as its trainer prepares it: adapter, critic, dtype, head, attention, checkpointing."""
+        model = self._load_policy()
+        if self.request.kind == "ppo":
+            critic = resolve_critic(self.args)
+            classifier = self.make_classifier(self.config, self.checkpoint_dtype) if critic.critic == "model" else None
+            attach_critic(model, model, classifier, replace(critic, value_model_path=None))
+        convert_trainable(model, self.settings.model)
+        if self.request.kind == "reward":
+            SCORE_HEAD.install(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
+        else:
+            install_head(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
+        if self.layout != "padded":
+            install_attention(model)
+        if self.args.checkpoints_activations:
+            kwargs = self.args.gradient_checkpointing_kwargs or {"use_reentrant": False}
+            enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable(dict(kwargs))
+        return model
+
+    def _load_policy(self) -> nn.Module:
+        auto = AutoModelForSequenceClassification if self.request.kind == "reward" else AutoModelForCausalLM
+        model = auto.from_config(self._with_labels(), dtype=self.checkpoint_dtype)
+        return model if self.request.peft_config is None else add_training_adapter(model, self.request.peft_config)
+
+    def _with_labels(self) -> Any:
+        config = copy.deepcopy(self.config)
+        if self.request.kind == "reward":
+            config.num_labels = 1
+            config.get_text_config().pad_token_id = 0
+        return config
+
+    def make_reference(self) -> nn.Module:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=self.checkpoint_dtype)
+        install_head(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
+        if self.layout != "padded":
+            install_attention(model)
+        return model
+
+    @staticmethod
+    def make_classifier(config: Any, dtype: torch.dtype) -> nn.Module:
+        config = copy.deepcopy(config)
+        config.num_labels, config.get_text_config().pad_token_id = 1, 0
+        return AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+
+    @property
+    def rewards(self) -> list[RewardPass]:
+        """Return the largest batch of each reward model; `dtype` is its checkpoint's."""
+        length = self.request.prompt_tokens + self.completion_tokens
+        rows = max(1, min(self.sequences_of_rank, REWARD_BATCH_TOKENS // length))
+        return [
+            RewardPass(partial(self.make_classifier, config, config.dtype or torch.float32), (rows, length))
+            for config in self.request.reward_configs
+        ]
+
+    # sizes and micro-batches
+
+    @cached_property
+    def _plain_model(self) -> Any:
+        """Return the model without weights, for what depends on its architecture."""
+        with unset_fake_temporarily(), FakeTensorMode():
+            return AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
+
+    @cached_property
+    def layout(self) -> Any:
+        return choose_layout(self.settings.memory, packing_unsupported_reason(self._plain_model)).layout
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        memory = self.settings.memory
+        itemsize = 2 if self.args.bf16 else 4
+        stream = max(itemsize, self.trained_dtype.itemsize if self.request.peft_config is None else 2)
+        return Sizes.resolve(
+            memory,
+            ModelShape.of(self.config, itemsize, stream),
+            max(0, self._free_bytes(self)),
+            choose_layout(memory, None if self.layout != "padded" else "the model's attention cannot pack"),
+            self.args.checkpoints_activations,
+        )
+
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.settings.model.trains_bf16 else torch.float32
+
+    @property
+    def budget(self) -> Budget:
+        return self.sizes.budget(self.settings.memory, 0, self.config)
+
+    @property
+    def logprobs(self) -> LogprobSettings:
+        passes = self.settings.passes
+        balance = load_balance_of(transformers_model(self._plain_model), passes.router_aux_loss_coef)
+        return LogprobSettings(
+            passes.temperature,
+            self.sizes.logprob_chunk_size,
+            torch.device("cpu"),
+            passes.log_entropy,
+            load_balance=balance,
+        )
+
+    @property
+    def completion_tokens(self) -> int:
+        """Return the tokens of a completion; of an offline run, those of a row after its prompt."""
+        if self.is_online:
+            return int(self.settings.sampling.max_new_tokens)
+        length = self.settings.max_length or 1024
+        return max(1, length - self.request.prompt_tokens)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Return the sequences of a step over all ranks."""
+        if self.is_online:
+            return int(self.settings.rollout.rows_per_step)
+        rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.request.world_size
+        return rows * (2 if self.request.kind == "reward" else 1)
+
+    @property
+    def sequences_of_rank(self) -> int:
+        """Return the sequences that one rank generates and rewards for a rollout."""
+        return -(-self.settings.rollout.num_sequences // self.request.world_size) if self.is_online else 0
+
+    def step_batches(self) -> list[MicroBatch]:
+        """Return all micro-batches of rank 0 in a step in which every sequence has its maximal length."""
+        records = self._records(self.rows_per_step)
+        if self.algorithm.unit == "pair" and self.is_online:
+            first: dict[int, list[int]] = {}
+            for index, record in enumerate(records):
+                first.setdefault(record.group, []).append(index)
+            indices = [index for group in first.values() for index in group[:2]]
+        else:
+            indices = list(range(len(records)))
+        ranks, budget = self.request.world_size, self.budget
+        mine = assign_to_ranks(records, indices, budget, ranks, self.algorithm.unit)[0]
+        return pack(records, mine, budget, lambda tokens: 1.0 / max(1, tokens), unit=self.algorithm.unit)
+
+    def scored_batches(self) -> list[MicroBatch]:
+        """Return the micro-batches that rank 0 scores of a rollout."""
+        records = self._records(self.settings.rollout.num_sequences)
+        mine = assign_to_ranks(records, range(len(records)), self.budget, self.request.world_size)[0]
+        return pack(records, mine, self.budget)
+
+    def _records(self, count: int) -> list[Record]:
+        size = self.completion_tokens
+        values, ids = torch.zeros(size), torch.ones(size, dtype=torch.int32)
+        completion = Completion(ids, values, torch.ones(size, dtype=torch.bool), "stop")
+        prompt = (1,) * self.request.prompt_tokens
+        group_size = (
+            self.settings.rollout.num_generations if self.is_online else 2 if self.request.kind == "reward" else 1
+        )
+        columns: dict[str, Any] = {name: values for name in self.algorithm.needs}
+        if self.is_online and self.settings.rollout.num_steps == 1:
+            columns.pop("old", None)
+        columns |= {"returns": values} if self.algorithm.values is not None else {}
+        if self.is_online:
+            columns["advantages"] = values
+        record = Record(0, prompt, completion, (1.0,), 1.0, **columns)
+        return [replace(record, group=index // group_size) for index in range(count)]
+
+    def rollout(self) -> RehearsedRollout | None:
+        """Return what rank 0's native engine generates; None for an offline run and for vLLM."""
+        if not self.is_online or self.settings.vllm is not None:
+            return None
+        generations = self.settings.sampling.num_generations
+        num_prompts = max(1, -(-self.sequences_of_rank // generations))
+        prompts = [Prompt(i, (1,) * self.request.prompt_tokens, "") for i in range(num_prompts)]
+        return RehearsedRollout(prompts, self.settings.sampling, self.sizes.kv_cache_bytes)
+
+
+def _acting_arguments(request: PlanRequest) -> Any:
+    """Return a copy of the arguments that sees the planned devices in place of this process's."""
+    on_device, replicated = request.machine.device == "cuda", request.base_strategy == "ddp"
+    kind: Any = type(request.args)
+    device = torch.device("cuda" if on_device else "cpu")
+    members: Mapping[str, Any] = {
+        "device": property(lambda self: device),
+        "world_size": property(lambda self: request.world_size),
+        "has_replicas": property(lambda self: replicated and request.world_size > 1),
+    }
+    args = copy.copy(request.args)
+    args.__class__ = type(kind.__name__, (kind,), dict(members))
+    if on_device and "bf16" not in args.given:
+        args.bf16 = True  # what the config chooses on a GPU
+    return args
+
+
+def _resolve(request: PlanRequest, args: Any) -> tuple[Any, Algorithm]:
+    if request.kind not in _PREFIXES:
+        raise ArgumentError(f"{request.kind!r} is not an algorithm; use one of {', '.join(_PREFIXES)}.")
+    if request.kind == "sft":
+        args = check_and_reset_arguments(args)
+        supervised = resolve_supervised(args)
+        return supervised, make_supervised(supervised.loss_type)
+    if request.kind == "reward":
+        args = check_and_reset_arguments(args)
+        settings = resolve_reward_model(args)
+        return settings, make_reward_model(settings.center_rewards_coefficient)
+    online = resolve_online(
+        args, request.world_size, max(1, len(request.reward_configs), len(args.reward_weights or ()))
+    )
+    trainer = getattr(lowpeak, f"{_PREFIXES[request.kind]}Trainer")
+    return online, trainer.make_algorithm(args, online)
+
+
+def shard_config(config: Any, tensor_parallel: int) -> Any:
+    """Return the config of one process's part under tensor parallelism: its heads, its part of the MLP and of the vocabulary."""
+    if tensor_parallel == 1:
+        return config
+    part = copy.deepcopy(config)
+    text = part.get_text_config()
+    heads = text.num_attention_heads
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    for name in (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "vocab_size",
+    ):
+        value = getattr(text, name, None)
+        if value is not None:
+            setattr(text, name, max(1, -(-value // tensor_parallel)))
+    return part

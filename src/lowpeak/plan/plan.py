@@ -1,0 +1,234 @@
+"""The plan of a run: the peak of each phase on a device and in host memory, against their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowpeak.memory import CUDA_BLOCK, Kind, PhaseMemories, PhaseMemory, Rehearsal, rehearse, rehearse_rollout
+from lowpeak.parallel import decoder_layers
+from lowpeak.plan.computed import (
+    engine_bytes,
+    gathered_for_rollout,
+    host_of_process,
+    margin,
+    sync_bytes,
+    zero_host,
+    zero_kinds,
+)
+from lowpeak.plan.inputs import PlanRequest, RunInputs
+from lowpeak.records import SLICE_BYTES
+
+PHASES = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer", "save")
+# Of rank 0's micro-batches this many are run: the peak of a step is in its second one, when gradients exist.
+_REHEARSED_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class ModelCounts:
+    """Numbers of a model's parameters: all, those that are trained, and those of its largest layer and its head."""
+
+    total: int
+    trained: int
+    largest_layer: int
+    head: int
+    loaded_bytes: int
+
+    @classmethod
+    def of(cls, make_model: Callable[[], nn.Module]) -> ModelCounts:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model: Any = make_model()
+            head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+            parameters = list(model.parameters())
+            return cls(
+                _count(parameters),
+                _count([p for p in parameters if p.requires_grad]),
+                max((_count(list(layer.parameters())) for layer in decoder_layers(model)), default=0),
+                0 if head is None else int(head.weight.numel()),
+                sum(p.numel() * p.element_size() for p in parameters),
+            )
+
+
+def _count(parameters: list[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Peak memory by phase of a run on its busiest device, and of one process in host memory.
+
+    `sizes` are the run's, with `auto` resolved; `num_batches` are the micro-batches of rank 0 in a step, and `tokens` those
+    of its largest one.
+    """
+
+    request: PlanRequest
+    phases: PhaseMemories
+    sizes: Mapping[str, Any]
+    counts: ModelCounts
+    num_batches: int
+    tokens: int
+    to_host: int = 0
+    to_device: int = 0
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda name: self.phases[name].peak)
+
+    @property
+    def peak(self) -> int:
+        return self.phases[self.peak_phase].peak
+
+    @property
+    def host_peak(self) -> int:
+        """Bytes of host memory of all processes of a host."""
+        processes = self.request.machine.devices_on_host
+        return max(self._host_of(phase, processes) for phase in self.phases.values())
+
+    @staticmethod
+    def _host_of(phase: PhaseMemory, processes: int) -> int:
+        # Rank 0 alone has read the checkpoint.
+        once = phase.host.get(Kind.WEIGHTS, 0)
+        return (phase.host_peak - once) * processes + once
+
+    @property
+    def fits(self) -> bool:
+        host = self.request.machine.host_memory
+        return self.peak <= self.request.machine.memory and (host is None or self.host_peak <= host)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan for JSON."""
+        machine = self.request.machine
+        return {
+            "algorithm": self.request.kind,
+            "strategy": self.request.strategy,
+            "tensor_parallel": self.request.tensor_parallel,
+            "devices": machine.num_devices,
+            "device_memory": machine.memory,
+            "host_memory": machine.host_memory,
+            "parameters": self.counts.total,
+            "trained_parameters": self.counts.trained,
+            "sizes": dict(self.sizes),
+            "micro_batches": self.num_batches,
+            "micro_batch_tokens": self.tokens,
+            "peak": self.peak,
+            "peak_phase": self.peak_phase,
+            "host_peak": self.host_peak,
+            "fits": self.fits,
+            "bytes_to_host_per_step": self.to_host,
+            "bytes_to_device_per_step": self.to_device,
+            "phases": {name: phase.as_dict() for name, phase in self.phases.items()},
+        }
+
+
+def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda text: None) -> Plan:
+    """Rehearse and compute a run; `report` gets the name of each part when it begins."""
+    report("counting parameters")
+    inputs = RunInputs(request, _free_bytes)
+    counts = ModelCounts.of(inputs.make_policy)
+    inputs.counts = counts
+    batches = inputs.step_batches()
+    report(f"rehearsing a step of {len(batches)} micro-batches")
+    rehearsal = _rehearse(inputs, batches)
+    report("rehearsing a rollout")
+    phases = _with_rollout(inputs, dict(rehearsal.phases), counts)
+    return Plan(
+        request,
+        _complete(inputs, phases, counts),
+        inputs.sizes.as_dict(),
+        counts,
+        len(batches),
+        tokens=max((batch.input_ids_BL.numel() for batch in batches), default=0),
+        # A rehearsed step has fewer micro-batches; each copies its gradients to the host.
+        to_host=rehearsal.to_host * max(1, len(batches)) // max(1, min(len(batches), _REHEARSED_BATCHES)),
+        to_device=rehearsal.to_device,
+    )
+
+
+def _rehearse(inputs: RunInputs, batches: list[Any]) -> Rehearsal:
+    request = inputs.request
+    largest = sorted(batches, key=lambda batch: -batch.input_ids_BL.numel())[:_REHEARSED_BATCHES]
+    scored = inputs.scored_batches()[:1] if inputs.is_online and inputs.algorithm.needs else None
+    unsharded = request.placement.shards == 1
+    return rehearse(
+        inputs.make_policy,
+        largest,
+        inputs.algorithm,
+        inputs.logprobs,
+        placement=request.placement,
+        compute=inputs.compute,
+        storage=inputs.storage,
+        scored=scored,
+        make_reference=inputs.make_reference if inputs.has_separate_reference else None,
+        rewards=inputs.rewards,
+        rollout=inputs.rollout() if unsharded else None,
+        block=CUDA_BLOCK if request.machine.device == "cuda" else 1,
+    )
+
+
+def _with_rollout(inputs: RunInputs, phases: dict[str, PhaseMemory], counts: ModelCounts) -> dict[str, PhaseMemory]:
+    """Add the rollout of a sharded policy: its shards, what it gathers, and the decoding of an unsharded one."""
+    rollout = inputs.rollout()
+    if rollout is None or "rollout" in phases:
+        return phases
+    decoding = rehearse_rollout(inputs.make_policy, rollout, inputs.compute)
+    shards = {kind: phases["optimizer"].device.get(kind, 0) for kind in (Kind.WEIGHTS, Kind.FROZEN, Kind.OPTIMIZER)}
+    width = 2 if inputs.args.bf16 else 4
+    held = sum(shards.values()) + sum(decoding.values())
+    free = inputs.request.machine.memory - held - margin(inputs.request.machine, held)
+    gathered = gathered_for_rollout(inputs, width * counts.total, free)
+    least = width * (counts.largest_layer + counts.head)
+    device = {**shards, **decoding, Kind.GATHERED: max(gathered, least)}
+    return {**phases, "rollout": PhaseMemory(device, phases["optimizer"].host, "computed")}
+
+
+def _complete(inputs: RunInputs, phases: dict[str, PhaseMemory], counts: ModelCounts) -> PhaseMemories:
+    """Add the phases that have no tensors of their own, engines, host memory and the margin."""
+    request = inputs.request
+    if request.base_strategy.startswith("zero"):
+        replaced = zero_kinds(inputs, counts.trained, counts.largest_layer, counts.head)
+        host = zero_host(inputs, counts.trained)
+        zeros = dict.fromkeys((Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.GATHERED, Kind.BUCKETS), 0)
+        phases = {
+            name: PhaseMemory({**phase.device, **zeros, **replaced[name]}, host, "computed")
+            for name, phase in phases.items()
+        }
+    held = phases["optimizer"]
+    resting = {kind: held.device.get(kind, 0) for kind in (Kind.WEIGHTS, Kind.OPTIMIZER, Kind.FROZEN)}
+    if inputs.is_online:
+        phases["sync"] = PhaseMemory({**resting, Kind.BUCKETS: sync_bytes(inputs)}, held.host, "computed")
+        if "rollout" not in phases:
+            phases["rollout"] = PhaseMemory(resting, held.host, "computed")
+    phases["save"] = PhaseMemory({**resting, Kind.BUCKETS: 2 * SLICE_BYTES}, held.host, "computed")
+    awake, otherwise = engine_bytes(inputs, counts.total)
+    memory = inputs.settings.memory
+    for name, phase in phases.items():
+        device = dict(phase.device)
+        if name in ("sync", "rollout", "reward") and memory.offload_during_rollout:
+            device |= {Kind.GRADIENTS: 0, Kind.OPTIMIZER: 0}
+        if memory.offload_frozen_models and name != "score" and name != "reward":
+            device[Kind.FROZEN] = 0
+        device[Kind.ENGINE] = 0 if name == "load" else awake if name in ("sync", "rollout", "reward") else otherwise
+        device[Kind.MARGIN] = margin(request.machine, sum(device.values()))
+        phases[name] = replace(phase, device=device)
+    hosts = host_of_process(inputs, phases, counts.loaded_bytes)
+    return {name: replace(phases[name], host=hosts[name]) for name in PHASES if name in phases}
+
+
+def _free_bytes(inputs: RunInputs) -> int:
+    """Return what training leaves free of a device, as a run finds out when it starts."""
+    request, counts = inputs.request, inputs.counts
+    shards = request.placement.shards
+    if request.base_strategy.startswith("zero"):
+        held = sum(zero_kinds(inputs, counts.trained, counts.largest_layer, counts.head)["optimizer"].values())
+    else:
+        weights = inputs.trained_dtype.itemsize * counts.trained
+        weights += inputs.checkpoint_dtype.itemsize * (counts.total - counts.trained)
+        per_parameter = 12 if inputs.storage is None else inputs.storage.device_bytes()
+        held = int(weights + per_parameter * counts.trained) // shards
+    if inputs.has_separate_reference and not inputs.settings.memory.offload_frozen_models:
+        held += inputs.checkpoint_dtype.itemsize * counts.total // shards
+    return request.machine.memory - margin(request.machine, held) - held

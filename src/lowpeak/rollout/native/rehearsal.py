@@ -1,0 +1,67 @@
+"""Rehearsal of the decode loop on fake tensors: its prefills, its first and last steps, and the growth of its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.arguments import Sampling
+from lowpeak.records import Prompt
+from lowpeak.rollout.native.cache import ROOM, SlotLayer, bytes_per_token
+from lowpeak.rollout.native.decode_loop import DecodeLoop
+from lowpeak.rollout.native.output import OutputBuffer, StopStrings
+from lowpeak.rollout.native.scheduler import PromptQueue
+
+
+def rehearse_decoding(
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    kv_cache_bytes: int,
+    counting_cache: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Run the parts of a decode loop in which its memory peaks, with completions of the maximal length.
+
+    The cache's buffers are made inside `counting_cache()`. When all slots have ended, waiting prompts enter a cache of its full
+    size.
+    """
+    device, num_rows = torch.device("cpu"), len(prompts) * sampling.num_generations
+    output = EndlessOutput(num_rows, sampling.max_new_tokens, frozenset((0,)), StopStrings(None, ()), None, device)
+    lengths, max_tokens = [len(prompt.ids) for prompt in prompts], kv_cache_bytes // bytes_per_token(model)
+    queue = PromptQueue(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
+    with _count_cache(counting_cache):
+        loop = DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output)
+        for _ in range(2):
+            loop.rehearse_wave(ROOM)
+
+
+class EndlessOutput(OutputBuffer):
+    """An output buffer whose sequences never end: nothing is read from the device."""
+
+    def add(self, rows_N: Tensor, tokens_N: Tensor, logprobs_N: Tensor, num_computed: int) -> list[bool]:
+        self.write(rows_N, tokens_N, logprobs_N)
+        return [False] * len(rows_N)
+
+
+@contextmanager
+def _count_cache(counting: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Make and resize the cache's buffers inside `counting()`."""
+    methods = {name: getattr(SlotLayer, name) for name in ("__init__", "resize")}
+
+    def counted(name: str) -> Callable[..., None]:
+        def run(self: SlotLayer, *args: object) -> None:
+            with counting():
+                methods[name](self, *args)
+
+        return run
+
+    for name in methods:
+        setattr(SlotLayer, name, counted(name))
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(SlotLayer, name, method)
