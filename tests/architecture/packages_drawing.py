@@ -15,13 +15,14 @@ DRAWING = ROOT / "docs" / "packages.svg"
 # From what users call, above, to what everything uses, below. The last row's arrows are left out: all packages import it.
 ROWS = (
     ("cli", "selftest"),
+    ("plan",),
     ("trainers",),
     ("training", "setup"),
     ("vllm", "rollout", "checkpoint", "journal"),
     ("rewards", "data", "memory"),
     ("models", "parallel", "watchdog"),
     ("algorithms", "batching", "logprobs", "attention", "optim"),
-    ("arguments", "records", "errors", "ranks", "damage", "exports"),
+    ("arguments", "records", "errors", "ranks", "damage", "exports", "device_kind"),
 )
 WIDTH, ROW_HEIGHT, BOX = 960, 92, (118, 34)
 

@@ -26,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowpeak.attention.flex import attend_flex, block_mask
 from lowpeak.attention.sdpa import SdpaCalls
+from lowpeak.device_kind import device_kind
 from lowpeak.errors import ModelError
 from lowpeak.logprobs import cast_for_autocast, causal_lm
 from lowpeak.records import Forest, Tree
@@ -143,7 +144,7 @@ class ForestAttention:
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self.trees: tuple[Tree, ...] = forest.trees
         length = forest.position_ids_1L.shape[1]
-        self.block_mask = block_mask(forest.trees, length, device) if device.type == "cuda" else None
+        self.block_mask = block_mask(forest.trees, length, device) if device_kind(device) == "cuda" else None
         self._sdpa_calls: SdpaCalls | None = None
 
     def sdpa_calls(self, query_1HLE: Tensor) -> SdpaCalls:

@@ -28,6 +28,7 @@ commands:
   reward     train a reward model on preferences
   serve      start a vLLM server that accepts weight updates from a run
   vllm-serve the same, by TRL's name
+  plan       print what a run will take on each device before it starts; --fit chooses settings that fit
   env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs
   preset     print a config for several devices, to edit or to pass to `accelerate launch`
 
@@ -123,6 +124,12 @@ def _env(arguments: list[str]) -> int:
     return 0 if run_rows(rows, device) else 1
 
 
+def _plan(arguments: list[str]) -> int:
+    from lowpeak.cli.plan import run_plan
+
+    return run_plan(arguments)
+
+
 def _preset(arguments: list[str]) -> int:
     from lowpeak.cli.accelerate_config import PRESETS, preset_text
 
@@ -136,6 +143,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     **{kind: partial(_train, kind) for kind in ("grpo", "rloo", "ppo", "online-dpo", "sft", "reward")},
     "serve": _serve,
     "vllm-serve": _serve,  # TRL's name
+    "plan": _plan,
     "env": _env,
     "preset": _preset,
 }

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from lowpeak.device_kind import device_kind
 from lowpeak.logprobs.inplace_grad import GradientSink, gradient_sink
 
 _STRIPE = 1 << 22  # numbers
@@ -96,7 +98,7 @@ def project(out_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor) -> None:
     if weight_VD.dtype == hidden_CD.dtype == out_CV.dtype:
         torch.mm(hidden_CD, weight_VD.T, out=out_CV)
     elif has_wide_product(weight_VD) and hidden_CD.dtype == weight_VD.dtype:
-        torch.mm(hidden_CD, weight_VD.T, out_dtype=out_CV.dtype, out=out_CV)
+        _wide_product(hidden_CD, weight_VD.T, out_CV.dtype, out_CV)
     else:
         wide_CD = hidden_CD.to(out_CV.dtype)
         for rows, wide_SD in _widened(weight_VD, hidden_CD.dtype, out_CV.dtype):
@@ -253,7 +255,7 @@ def _add_weight_part(sum_SD: Tensor, grad_CS: Tensor, hidden_CD: Tensor, fresh: 
         return
     # Not every torch adds bf16 products to a wide sum in one call (addmm); all have mm with a wide result.
     for rows in _stripes(sum_SD):
-        product_SD = torch.mm(grad_SC[rows], hidden_CD, out_dtype=sum_SD.dtype)
+        product_SD = _wide_product(grad_SC[rows], hidden_CD, sum_SD.dtype)
         sum_SD[rows] = product_SD if fresh else product_SD.add_(sum_SD[rows])
 
 
@@ -262,7 +264,7 @@ def _add_hidden_part(sum_CD: Tensor, grad_CS: Tensor, weight_SD: Tensor, dtype: 
     if weight_SD.dtype == dtype == sum_CD.dtype:
         sum_CD.addmm_(grad_CS, weight_SD)
     elif has_wide_product(weight_SD) and grad_CS.dtype == weight_SD.dtype:
-        sum_CD += torch.mm(grad_CS, weight_SD, out_dtype=sum_CD.dtype)
+        sum_CD += _wide_product(grad_CS, weight_SD, sum_CD.dtype)
     else:
         for rows, wide_SD in _widened(weight_SD, dtype, sum_CD.dtype):
             sum_CD.addmm_(grad_CS[:, rows], wide_SD)
@@ -270,7 +272,14 @@ def _add_hidden_part(sum_CD: Tensor, grad_CS: Tensor, weight_SD: Tensor, dtype: 
 
 def has_wide_product(matrix: Tensor) -> bool:
     """Return whether products of such a matrix can have fp32 results from bf16 operands."""
-    return matrix.is_cuda and matrix.dtype == torch.bfloat16
+    return device_kind(matrix.device) == "cuda" and matrix.dtype == torch.bfloat16
+
+
+def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return `left @ right` of bf16 operands in a wide dtype, in `out` if it is given."""
+    if isinstance(left, FakeTensor):  # torch has no such product for CPUs, where fake tensors are
+        return left.new_empty(len(left), right.shape[1], dtype=dtype) if out is None else out
+    return torch.mm(left, right, out_dtype=dtype) if out is None else torch.mm(left, right, out_dtype=dtype, out=out)
 
 
 def _widened(weight_VD: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -284,7 +293,11 @@ def _widened(weight_VD: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Iterat
 
 
 def _stripes(matrix_VD: Tensor) -> Iterator[slice]:
-    """Return the rows of a [V, D] matrix in stripes of 16 MB in fp32, which are small beside a chunk's logits."""
+    """Return the rows of a [V, D] matrix in stripes of 16 MB in fp32, which are small beside a chunk's logits.
+
+    For fake tensors there is one stripe: each takes the same memory.
+    """
     num_rows, width = matrix_VD.shape
     step = max(1, _STRIPE // width)
-    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+    end = step if isinstance(matrix_VD, FakeTensor) else num_rows
+    return (slice(start, min(start + step, num_rows)) for start in range(0, end, step))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lowpeak.device_kind import device_kind
 from lowpeak.logprobs.reference import ChunkSettings
 
 _NUMBERS_IN_CACHE = 1 << 18  # of each scratch buffer, per thread: 1 MB in fp32
@@ -147,7 +148,7 @@ def _blocks(matrix_CV: Tensor, num_scratch: int) -> Iterator[tuple[slice, Tensor
     the same memory.
     """
     num_tokens, width = matrix_CV.shape
-    room = _NUMBERS_IN_CACHE * torch.get_num_threads() if matrix_CV.device.type == "cpu" else _NUMBERS_ON_DEVICE
+    room = _NUMBERS_IN_CACHE * torch.get_num_threads() if device_kind(matrix_CV.device) == "cpu" else _NUMBERS_ON_DEVICE
     # Many threads have much cache: scratch stays below an eighth of the logits.
     step = max(1, min(num_tokens, room // max(1, width), num_tokens // 8))
     scratch = [matrix_CV.new_empty(step if number < num_scratch else 0, width) for number in range(2)]

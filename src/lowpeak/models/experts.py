@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowpeak.errors import ArgumentError
 from lowpeak.records import MicroBatch, Tree
@@ -60,6 +61,11 @@ def load_balance_of(causal: Any, coefficient: float | None) -> LoadBalance | Non
 
 def sequences_per_token(batch: MicroBatch) -> Tensor:
     """Count the sequences that contain each token of a micro-batch: float32 [N], 0 for padding and tokens without a prediction."""
+    with unset_fake_temporarily():  # a rehearsal's micro-batches are real, and are read here
+        return _sequences_per_token(batch)
+
+
+def _sequences_per_token(batch: MicroBatch) -> Tensor:
     counts_N = torch.zeros(batch.input_ids_BL.numel())
     if not batch.record_indices:  # a dummy micro-batch, whose tokens are masked
         return counts_N

@@ -1,9 +1,15 @@
+from lowpeak.plan.advice import advise as advise
+from lowpeak.plan.cost import calibration as calibration
+from lowpeak.plan.cost import measure_cpu as measure_cpu
+from lowpeak.plan.fit import Fit as Fit
+from lowpeak.plan.fit import Search as Search
 from lowpeak.plan.hardware import CARDS as CARDS
-from lowpeak.plan.hardware import GB as GB
 from lowpeak.plan.hardware import GIB as GIB
-from lowpeak.plan.hardware import Card as Card
 from lowpeak.plan.hardware import Machine as Machine
 from lowpeak.plan.hardware import find_card as find_card
 from lowpeak.plan.inputs import PlanRequest as PlanRequest
+from lowpeak.plan.output import fit_lines as fit_lines
+from lowpeak.plan.output import print_plan as print_plan
+from lowpeak.plan.output import write_plot as write_plot
 from lowpeak.plan.plan import Plan as Plan
 from lowpeak.plan.plan import make_plan as make_plan

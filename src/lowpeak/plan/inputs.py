@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -30,8 +31,10 @@ from lowpeak.logprobs import install_head
 from lowpeak.memory import Placement, RehearsedRollout, RewardPass
 from lowpeak.models import SCORE_HEAD, add_training_adapter, convert_trainable, load_balance_of, transformers_model
 from lowpeak.plan.hardware import Machine
+from lowpeak.plan.quantized import quantize
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
-from lowpeak.trainers.ppo import attach_critic
+from lowpeak.rollout.native import bytes_per_token
+from lowpeak.trainers import attach_critic
 from lowpeak.training import LogprobSettings, ModelShape, Sizes, choose_layout
 
 _PREFIXES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO", "sft": "SFT", "reward": "Reward"}
@@ -51,6 +54,8 @@ class PlanRequest:
     strategy          "single", "ddp", "fsdp2", "hsdp", "tp", "zero1", "zero2" or "zero3"; "-offload" after the sharded ones
     tensor_parallel   devices of a tensor parallel group
     prompt_tokens     length of a prompt; every completion is planned at its maximal length
+    quantized_bits    4 or 8 for a frozen base that bitsandbytes quantises
+    num_rewards       functions and models
     """
 
     kind: str
@@ -62,6 +67,8 @@ class PlanRequest:
     reward_configs: Sequence[Any] = ()
     tensor_parallel: int = 1
     prompt_tokens: int = 512
+    quantized_bits: Any = None
+    num_rewards: int = 1
 
     @property
     def world_size(self) -> int:
@@ -104,6 +111,8 @@ class RunInputs:
     @property
     def storage(self) -> StorageFormat | None:
         model: Any = self.settings.model
+        if self.request.base_strategy.startswith("zero"):
+            return None
         return model.storage if self.request.peft_config is None else model.adapter_storage
 
     @property
@@ -125,6 +134,10 @@ class RunInputs:
 
     def make_policy(self) -> nn.Module:
         """Return the policy as its trainer prepares it: adapter, critic, dtype, head, attention, checkpointing."""
+        with _convert_by_assignment():
+            return self._make_policy()
+
+    def _make_policy(self) -> nn.Module:
         model = self._load_policy()
         if self.request.kind == "ppo":
             critic = resolve_critic(self.args)
@@ -146,6 +159,8 @@ class RunInputs:
     def _load_policy(self) -> nn.Module:
         auto = AutoModelForSequenceClassification if self.request.kind == "reward" else AutoModelForCausalLM
         model = auto.from_config(self._with_labels(), dtype=self.checkpoint_dtype)
+        if self.request.quantized_bits is not None:
+            quantize(model.requires_grad_(False), self.request.quantized_bits)
         return model if self.request.peft_config is None else add_training_adapter(model, self.request.peft_config)
 
     def _with_labels(self) -> Any:
@@ -288,7 +303,34 @@ class RunInputs:
         generations = self.settings.sampling.num_generations
         num_prompts = max(1, -(-self.sequences_of_rank // generations))
         prompts = [Prompt(i, (1,) * self.request.prompt_tokens, "") for i in range(num_prompts)]
-        return RehearsedRollout(prompts, self.settings.sampling, self.sizes.kv_cache_bytes)
+        return RehearsedRollout(prompts, self.settings.sampling, max(self.sizes.kv_cache_bytes, self.least_cache_bytes))
+
+    @property
+    def least_cache_bytes(self) -> int:
+        """Return the bytes of one sequence's keys and values."""
+        tokens = self.request.prompt_tokens + self.completion_tokens
+        return tokens * bytes_per_token(self._plain_model, torch.float32)
+
+
+@contextmanager
+def _convert_by_assignment() -> Iterator[None]:
+    """Let `module.to(...)` assign converted parameters: torch would swap fake ones, which cannot be swapped."""
+    convert = nn.Module._apply
+
+    def assign(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        for module in self.modules() if recurse else (self,):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.data = fn(parameter.data)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else fn(buffer)
+        return self
+
+    nn.Module._apply = assign  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
 
 
 def _acting_arguments(request: PlanRequest) -> Any:
@@ -319,9 +361,7 @@ def _resolve(request: PlanRequest, args: Any) -> tuple[Any, Algorithm]:
         args = check_and_reset_arguments(args)
         settings = resolve_reward_model(args)
         return settings, make_reward_model(settings.center_rewards_coefficient)
-    online = resolve_online(
-        args, request.world_size, max(1, len(request.reward_configs), len(args.reward_weights or ()))
-    )
+    online = resolve_online(args, request.world_size, request.num_rewards)
     trainer = getattr(lowpeak, f"{_PREFIXES[request.kind]}Trainer")
     return online, trainer.make_algorithm(args, online)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowpeak.device_kind import rehearse_device
 from lowpeak.memory import CUDA_BLOCK, Kind, PhaseMemories, PhaseMemory, Rehearsal, rehearse, rehearse_rollout
 from lowpeak.parallel import decoder_layers
 from lowpeak.plan.computed import (
@@ -20,6 +21,7 @@ from lowpeak.plan.computed import (
     zero_host,
     zero_kinds,
 )
+from lowpeak.plan.cost import step_seconds, with_plan, work_of
 from lowpeak.plan.inputs import PlanRequest, RunInputs
 from lowpeak.records import SLICE_BYTES
 
@@ -30,13 +32,15 @@ _REHEARSED_BATCHES = 2
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """Numbers of a model's parameters: all, those that are trained, and those of its largest layer and its head."""
+    """Numbers of a model's parameters: all, trained, used by one token, of its largest layer, of its head."""
 
     total: int
     trained: int
+    active: int
     largest_layer: int
     head: int
     loaded_bytes: int
+    frozen_bytes: int
 
     @classmethod
     def of(cls, make_model: Callable[[], nn.Module]) -> ModelCounts:
@@ -47,14 +51,27 @@ class ModelCounts:
             return cls(
                 _count(parameters),
                 _count([p for p in parameters if p.requires_grad]),
+                _active(model, _count(parameters)),
                 max((_count(list(layer.parameters())) for layer in decoder_layers(model)), default=0),
                 0 if head is None else int(head.weight.numel()),
-                sum(p.numel() * p.element_size() for p in parameters),
+                sum(p.nbytes for p in parameters),
+                sum(p.nbytes for p in parameters if not p.requires_grad),
             )
 
 
+def _active(model: Any, total: int) -> int:
+    """Return the parameters that one token uses: of a mixture of experts, those of the experts that it chooses."""
+    text = model.config.get_text_config()
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    chosen = getattr(text, "num_experts_per_tok", None) or 0
+    if not experts or not chosen:
+        return total
+    idle = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name) * (1 - chosen / experts)
+    return int(total - idle)
+
+
 def _count(parameters: list[nn.Parameter]) -> int:
-    return sum(p.numel() for p in parameters)
+    return sum(getattr(p, "unquantized_numel", p.numel()) for p in parameters)
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,7 @@ class Plan:
     """Peak memory by phase of a run on its busiest device, and of one process in host memory.
 
     `sizes` are the run's, with `auto` resolved; `num_batches` are the micro-batches of rank 0 in a step, and `tokens` those
-    of its largest one.
+    of its largest one. `inputs` and `work` are what the plan was made of, and the work of one device.
     """
 
     request: PlanRequest
@@ -73,6 +90,9 @@ class Plan:
     tokens: int
     to_host: int = 0
     to_device: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    inputs: Any = field(default=None, repr=False, compare=False)
+    work: Any = field(default=None, repr=False, compare=False)
 
     @property
     def peak_phase(self) -> str:
@@ -118,37 +138,49 @@ class Plan:
             "peak_phase": self.peak_phase,
             "host_peak": self.host_peak,
             "fits": self.fits,
+            "seconds_per_step": dict(self.seconds),
             "bytes_to_host_per_step": self.to_host,
             "bytes_to_device_per_step": self.to_device,
             "phases": {name: phase.as_dict() for name, phase in self.phases.items()},
         }
 
 
-def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda text: None) -> Plan:
-    """Rehearse and compute a run; `report` gets the name of each part when it begins."""
-    report("counting parameters")
-    inputs = RunInputs(request, _free_bytes)
-    counts = ModelCounts.of(inputs.make_policy)
-    inputs.counts = counts
-    batches = inputs.step_batches()
-    report(f"rehearsing a step of {len(batches)} micro-batches")
-    rehearsal = _rehearse(inputs, batches)
-    report("rehearsing a rollout")
-    phases = _with_rollout(inputs, dict(rehearsal.phases), counts)
-    return Plan(
+def make_plan(
+    request: PlanRequest,
+    report: Callable[[str], object] = lambda text: None,
+    factors: Mapping[str, float] | None = None,
+) -> Plan:
+    """Rehearse and compute a run; `report` gets the name of each part when it begins.
+
+    `factors` calibrate the seconds of each phase; see `calibration`.
+    """
+    with rehearse_device(request.machine.device):
+        report("counting parameters")
+        inputs = RunInputs(request, free_bytes)
+        inputs.counts = counts = ModelCounts.of(inputs.make_policy)
+        batches = inputs.step_batches()
+        report(f"rehearsing a step of {len(batches)} micro-batches")
+        rehearsal = rehearse_inputs(inputs, batches)
+        phases = _complete(inputs, _with_rollout(inputs, dict(rehearsal.phases), counts), counts)
+    rehearsed = max(1, min(len(batches), _REHEARSED_BATCHES))
+    plan = Plan(
         request,
-        _complete(inputs, phases, counts),
+        phases,
         inputs.sizes.as_dict(),
         counts,
         len(batches),
         tokens=max((batch.input_ids_BL.numel() for batch in batches), default=0),
-        # A rehearsed step has fewer micro-batches; each copies its gradients to the host.
-        to_host=rehearsal.to_host * max(1, len(batches)) // max(1, min(len(batches), _REHEARSED_BATCHES)),
+        # Each micro-batch copies its gradients to the host.
+        to_host=rehearsal.to_host * max(1, len(batches)) // rehearsed,
         to_device=rehearsal.to_device,
+        inputs=inputs,
     )
+    work = with_plan(work_of(inputs, batches), plan)
+    return replace(plan, work=work, seconds=step_seconds(work, request.machine, factors))
 
 
-def _rehearse(inputs: RunInputs, batches: list[Any]) -> Rehearsal:
+def rehearse_inputs(inputs: RunInputs, batches: list[Any]) -> Rehearsal:
+    """Rehearse a planned run's tensors, with the largest of rank 0's micro-batches in a step."""
     request = inputs.request
     largest = sorted(batches, key=lambda batch: -batch.input_ids_BL.numel())[:_REHEARSED_BATCHES]
     scored = inputs.scored_batches()[:1] if inputs.is_online and inputs.algorithm.needs else None
@@ -218,15 +250,14 @@ def _complete(inputs: RunInputs, phases: dict[str, PhaseMemory], counts: ModelCo
     return {name: replace(phases[name], host=hosts[name]) for name in PHASES if name in phases}
 
 
-def _free_bytes(inputs: RunInputs) -> int:
+def free_bytes(inputs: RunInputs) -> int:
     """Return what training leaves free of a device, as a run finds out when it starts."""
     request, counts = inputs.request, inputs.counts
     shards = request.placement.shards
     if request.base_strategy.startswith("zero"):
         held = sum(zero_kinds(inputs, counts.trained, counts.largest_layer, counts.head)["optimizer"].values())
     else:
-        weights = inputs.trained_dtype.itemsize * counts.trained
-        weights += inputs.checkpoint_dtype.itemsize * (counts.total - counts.trained)
+        weights = inputs.trained_dtype.itemsize * counts.trained + counts.frozen_bytes
         per_parameter = 12 if inputs.storage is None else inputs.storage.device_bytes()
         held = int(weights + per_parameter * counts.trained) // shards
     if inputs.has_separate_reference and not inputs.settings.memory.offload_frozen_models:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.arguments import Sampling
+from lowpeak.device_kind import device_kind
 from lowpeak.records import Prompt
 
 _LOW_16 = 0xFFFF
@@ -113,7 +114,7 @@ def sample_tokens(
     scores, which bounds the memory besides the logits.
     """
     scores = Scores(logits_MV, sources_N, sampling.temperature or 1.0)
-    max_elements = max_elements or _MAX_ELEMENTS.get(logits_MV.device.type, _MAX_ELEMENTS_ELSEWHERE)
+    max_elements = max_elements or _MAX_ELEMENTS.get(device_kind(logits_MV.device), _MAX_ELEMENTS_ELSEWHERE)
     num_slice = max(1, max_elements // logits_MV.shape[-1])
     is_plain = _samples_full_softmax(sampling)
     sums, tokens = [], []

@@ -1,0 +1,107 @@
+"""The files that `lowpeak plan --fit` writes: the run's YAML, its accelerate config, and job files for Slurm or a shell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowpeak.cli.accelerate_config import preset_text
+from lowpeak.cli.output import to_yaml
+
+if TYPE_CHECKING:
+    from lowpeak.cli.train import Job
+    from lowpeak.plan import Fit, Plan
+
+_PRESETS = {"tp": "fsdp2-tp"}
+
+_SHELL = """\
+#!/usr/bin/env bash
+# Start this script on each of {hosts} host(s), with RANK_OF_HOST from 0 and HOST_0 as the address of host 0.
+set -euo pipefail
+exec lowpeak {kind} --config {run}{several}
+"""
+_SEVERAL = (
+    ' \\\n    --num_machines {hosts} --machine_rank "${{RANK_OF_HOST:?}}"'
+    ' --main_process_ip "${{HOST_0:?}}" --main_process_port 29500'
+)
+_SLURM = """\
+#!/usr/bin/env bash
+#SBATCH --job-name=lowpeak-{kind}
+#SBATCH --nodes={hosts}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={per_host}
+#SBATCH --exclusive
+# One task per host starts the processes of its GPUs.
+set -euo pipefail
+HOST_0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export HOST_0
+exec srun bash -c 'RANK_OF_HOST=$SLURM_NODEID exec bash {shell}'
+"""
+_SERVER_SLURM = """\
+#!/usr/bin/env bash
+#SBATCH --job-name=lowpeak-serve
+#SBATCH --nodes=1
+#SBATCH --gpus-per-node={tensor}
+# A vLLM server that generates for the run: set vllm_server_base_url in {run} to http://<its host>:8000 before the run starts.
+set -euo pipefail
+exec lowpeak serve --model {model} --port 8000 --tensor_parallel_size {tensor}
+"""
+
+
+def write_run_files(folder: Path, job: Job, fit: Fit, emit: str | None) -> list[Path]:
+    """Write run.yaml and accelerate.yaml, and the job files that `emit` asks for; return their paths."""
+    plan = fit.plan
+    assert plan is not None, "a fit with a plan has files"
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {"run.yaml": to_yaml(run_settings(job, fit.arguments, plan, folder))}
+    if plan.request.machine.num_devices > 1:
+        files["accelerate.yaml"] = preset_text(_preset(plan.request.strategy))
+    if emit is not None:
+        files |= _job_files(folder, job, plan, emit)
+    paths = []
+    for name, text in files.items():
+        path = folder / name
+        path.write_text(text, encoding="utf-8")
+        paths.append(path)
+    return paths
+
+
+def run_settings(job: Job, chosen: Mapping[str, Any], plan: Plan, folder: Path) -> dict[str, Any]:
+    """Return the run's arguments: those that were given, those that were chosen, and where the model is placed."""
+    machine = plan.request.machine
+    settings = {**job.given, **chosen}
+    if machine.num_devices > 1:
+        settings["accelerate_config"] = str(folder / "accelerate.yaml")
+        settings["num_processes"] = machine.num_devices
+        if machine.num_hosts > 1:
+            settings["num_machines"] = machine.num_hosts
+        if plan.request.tensor_parallel > 1:
+            settings["parallelism_config_tp_size"] = plan.request.tensor_parallel
+            settings["parallelism_config_dp_shard_size"] = machine.num_devices // plan.request.tensor_parallel
+        if plan.request.strategy == "hsdp":
+            settings["parallelism_config_dp_replicate_size"] = machine.num_hosts
+            settings["parallelism_config_dp_shard_size"] = machine.devices_on_host
+    return settings
+
+
+def _preset(strategy: str) -> str:
+    return _PRESETS.get(strategy, strategy)
+
+
+def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:
+    machine, run = plan.request.machine, folder / "run.yaml"
+    several = _SEVERAL.format(hosts=machine.num_hosts) if machine.num_hosts > 1 else ""
+    files = {"train.sh": _SHELL.format(hosts=machine.num_hosts, kind=job.kind, run=run, several=several)}
+    if emit == "slurm":
+        files["train.slurm"] = _SLURM.format(
+            kind=job.kind, hosts=machine.num_hosts, per_host=machine.devices_on_host, shell=folder / "train.sh"
+        )
+    if job.given.get("use_vllm") and job.given.get("vllm_mode", "server") == "server":
+        tensor = job.given.get("vllm_tensor_parallel_size") or 1
+        serving = _SERVER_SLURM.format(run=run, model=job.model.model, tensor=tensor)
+        lines = [
+            line for line in serving.splitlines(keepends=True) if emit == "slurm" or not line.startswith("#SBATCH")
+        ]
+        files[f"serve.{'slurm' if emit == 'slurm' else 'sh'}"] = "".join(lines)
+    return files

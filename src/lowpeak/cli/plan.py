@@ -1,0 +1,271 @@
+"""`lowpeak plan`: what a run will take on each device and in host memory, and with --fit the settings that make it fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lowpeak
+from lowpeak.arguments import device_argument, logging_argument, parse_bytes
+from lowpeak.cli.arguments import (
+    DataArguments,
+    JudgeArguments,
+    LaunchArguments,
+    ModelArguments,
+    RewardArguments,
+    RunArguments,
+    ServingArguments,
+)
+from lowpeak.cli.job_files import write_run_files
+from lowpeak.cli.output import print_once
+from lowpeak.cli.train import ANSWER_COLUMNS, CLASS_PREFIXES, Job, lora_config, with_config
+from lowpeak.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from lowpeak.plan import Machine, Plan, PlanRequest
+
+_STRATEGIES = {"fsdp2-tp": "tp", "single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2"}
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """The command's own arguments: the machine to plan for, and what to print and write."""
+
+    algorithm: str = logging_argument(
+        "grpo", f"what to plan: one of {', '.join(CLASS_PREFIXES)}; its arguments are accepted, too"
+    )
+    gpus: int | None = device_argument(None, "number of GPUs; by default --num_processes, or 1")
+    gpu: str | None = device_argument(
+        None, "name of the card, such as h100, a100-40 or rtx4090, for its memory and speed"
+    )
+    gpu_memory: str | None = device_argument(None, "memory of a GPU, such as 80GiB; by default the card's")
+    gpus_per_host: int = device_argument(8, "GPUs of a host")
+    host_memory: str | None = device_argument(None, "memory of a host, such as 1TiB; by default it is no limit")
+    prompt_tokens: int = device_argument(512, "tokens of a prompt, for which the run is planned")
+    fit: bool = logging_argument(
+        False, "choose placement, formats, micro-batches and offloads so that the run fits and is fastest"
+    )
+    format: str = logging_argument("text", "print a table (text) or json")
+    plot: str | None = logging_argument(None, "write a plot of the phases to this HTML file")
+    emit: str | None = logging_argument(None, "write job files for --fit's choice: slurm or shell")
+    output: str = logging_argument("plan", "folder of the files that --fit writes")
+    journal: str | None = logging_argument(None, "output_dir of a similar run, whose times calibrate the cost model")
+
+
+def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
+    """Plan a run and print the plan; return 0 if it fits, 1 if it does not."""
+    from lowpeak.plan import Search, advise, fit_lines, make_plan, print_plan, write_plot
+
+    options, job = parse_plan(argv, library)
+    logging.getLogger("lowpeak.models").setLevel(logging.ERROR)  # the dtypes of weights are in the table
+    machine = machine_of(options, job)
+    request = plan_request(options, job, machine)
+    factors = _calibration(options, request)
+    fit, advice = None, []
+    if options.fit:
+        fit = Search(request, _progress, factors).run()
+        plan: Plan | None = fit.plan
+    else:
+        plan = make_plan(request, _progress, factors)
+        advice = advise(plan, plan.work)
+    _progress("")
+    if options.format == "json":
+        found: dict[str, Any] = {} if plan is None else plan.as_dict()
+        found |= {"advice": [dataclasses.asdict(each) for each in advice]} if fit is None else {"fit": fit.as_dict()}
+        print(json.dumps(found, indent=2))
+    else:
+        if plan is not None:
+            print_plan(plan, advice)
+        for line in () if fit is None else fit_lines(fit):
+            print(line)
+    if plan is not None and options.plot is not None:
+        write_plot(plan, Path(options.plot))
+    if fit is not None and fit.plan is not None:
+        for path in write_run_files(Path(options.output), job, fit, options.emit):
+            print(f"wrote {path}", file=sys.stderr)
+    return 0 if plan is not None and plan.fits else 1
+
+
+def parse_plan(argv: Sequence[str], library: Any = lowpeak) -> tuple[PlanArguments, Job]:
+    """Return the command's own arguments, and the job that they plan, with its trainer's config."""
+    from lowpeak.cli.parser import argument_names, parse_arguments
+
+    kind = _algorithm(argv)
+    config_class = getattr(library, f"{CLASS_PREFIXES[kind]}Config")
+    judging = JudgeArguments if kind == "online-dpo" else RewardArguments
+    kinds: list[type] = [PlanArguments, ModelArguments, DataArguments, RunArguments, LaunchArguments]
+    kinds += [] if kind in ANSWER_COLUMNS else [judging, ServingArguments]
+    given = parse_arguments([*kinds, config_class], argv, "lowpeak plan", getattr(config_class, "rejected", {}))
+
+    def pick(part: type[Any]) -> Any:
+        return part(**{name: given[name] for name in argument_names(part) & given.keys() if part in kinds})
+
+    options = pick(PlanArguments)
+    own = argument_names(PlanArguments)
+    rest = {name: value for name, value in given.items() if name not in own}
+    if not rest.get("model"):
+        raise ArgumentError("lowpeak plan needs --model: a folder, a config.json or a hub name.")
+    _check_options(options)
+    # Without a GPU transformers refuses bf16=True unless the run is on CPUs.
+    rest = {"output_dir": "runs/plan", **rest}
+    job = Job(
+        kind,
+        pick(ModelArguments),
+        pick(DataArguments),
+        pick(judging),
+        pick(RunArguments),
+        pick(LaunchArguments),
+        config=None,
+        given={**rest, "use_cpu": True},
+    )
+    # bitsandbytes is not needed to plan a quantised base.
+    plain = dataclasses.replace(job.model, load_in_4bit=False, load_in_8bit=False)
+    job = dataclasses.replace(with_config(dataclasses.replace(job, model=plain), library), model=job.model)
+    job.config.given = frozenset(job.config.given) - ({"use_cpu"} if "use_cpu" not in rest else set())
+    return options, dataclasses.replace(job, given=rest)
+
+
+def _algorithm(argv: Sequence[str]) -> str:
+    """Return the algorithm that the command line or a YAML file names; its config decides which other names exist."""
+    from lowpeak.arguments import load_yaml
+
+    words = list(argv)
+    kind = PlanArguments.algorithm
+    for word, value in pairwise(words):
+        if word == "--config":
+            kind = str(load_yaml(value).get("algorithm", kind))
+    for index, word in enumerate(words):
+        if word.startswith("--algorithm="):
+            kind = word.partition("=")[2]
+        elif word == "--algorithm" and index + 1 < len(words):
+            kind = words[index + 1]
+    kind = kind.replace("_", "-")
+    if kind not in CLASS_PREFIXES:
+        raise ArgumentError(f"--algorithm {kind} does not exist; use one of {', '.join(CLASS_PREFIXES)}.")
+    return kind
+
+
+def _check_options(options: PlanArguments) -> None:
+    for name, choices in (("format", ("text", "json")), ("emit", (None, "slurm", "shell"))):
+        if getattr(options, name) not in choices:
+            raise ArgumentError(
+                f"--{name} must be one of {', '.join(filter(None, choices))}, got {getattr(options, name)!r}."
+            )
+    for name in ("gpus", "gpus_per_host", "prompt_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ArgumentError(f"--{name} must be at least 1, got {value}.")
+    if options.emit is not None and not options.fit:
+        raise ArgumentError("--emit writes job files for the settings that --fit chooses: add --fit, or leave it out.")
+
+
+def machine_of(options: PlanArguments, job: Job) -> Machine:
+    """Return the machine that the arguments describe: GPUs, or with --use_cpu this host's CPU."""
+    from lowpeak.memory import free_bytes
+    from lowpeak.plan import CARDS, Machine, find_card, measure_cpu
+
+    devices = options.gpus or (job.launch.num_processes or 1)
+    host = None if options.host_memory is None else _bytes("host_memory", options.host_memory)
+    if job.given.get("use_cpu"):
+        memory = (
+            free_bytes("cpu") // devices if options.gpu_memory is None else _bytes("gpu_memory", options.gpu_memory)
+        )
+        return Machine(devices, memory, host, devices, measure_cpu(), device="cpu")
+    if options.gpu is None and options.gpu_memory is None:
+        raise ArgumentError(
+            f"lowpeak plan needs the GPU's memory: --gpu_memory 80GiB, or --gpu with one of {', '.join(CARDS)}."
+        )
+    card = find_card(options.gpu or "a100")
+    memory = card.memory if options.gpu_memory is None else _bytes("gpu_memory", options.gpu_memory)
+    return Machine(devices, memory, host, options.gpus_per_host, card)
+
+
+def _bytes(name: str, text: str) -> int:
+    size = parse_bytes(text)
+    if size is None or size <= 0:
+        raise ArgumentError(f"--{name} must be a size such as 80GiB or 500GB, got {text!r}.")
+    return size
+
+
+def plan_request(options: PlanArguments, job: Job, machine: Machine) -> PlanRequest:
+    """Return the run that the job describes, on a machine."""
+    from lowpeak.plan import PlanRequest
+
+    strategy, tensor_parallel = _placement(job, machine)
+    return PlanRequest(
+        kind=job.kind,
+        args=job.config,
+        config=_model_config(job.model.model, job.config),
+        machine=machine,
+        strategy=strategy,
+        peft_config=lora_config(job.model, "SEQ_CLS" if job.kind == "reward" else "CAUSAL_LM")
+        if job.model.use_peft
+        else None,
+        reward_configs=[_model_config(name, job.config) for name in _reward_models(job)],
+        tensor_parallel=tensor_parallel,
+        prompt_tokens=options.prompt_tokens,
+        num_rewards=max(1, len(job.rewards.reward or []) + bool(job.rewards.reward_model_name_or_path)),
+        quantized_bits=4 if job.model.load_in_4bit else 8 if job.model.load_in_8bit else None,
+    )
+
+
+def _placement(job: Job, machine: Machine) -> tuple[str, int]:
+    """Return the strategy by the name of the accelerate config, and the size of tensor parallel groups."""
+    from lowpeak.cli.accelerate_config import DEFAULT_PRESET, PRESETS, find_accelerate_config, read_config
+
+    name = job.launch.accelerate_config
+    if name is None:
+        default = "ddp" if machine.device == "cpu" else DEFAULT_PRESET
+        return ("single" if machine.num_devices == 1 else default), 1
+    known = _STRATEGIES.get(name, name)
+    if name not in PRESETS and known == name:
+        config = read_config(find_accelerate_config(name))
+        kind = config.distributed_type.value
+        stage = config.deepspeed_config.get("zero_stage", 3) if kind == "DEEPSPEED" else 0
+        known = {"NO": "single", "FSDP": "fsdp2", "DEEPSPEED": f"zero{stage}"}.get(kind, "ddp")
+    tensor = job.launch.parallelism_config_tp_size or (2 if known == "tp" else 1)
+    if machine.num_devices % tensor:
+        raise ArgumentError(f"--gpus {machine.num_devices} cannot be split into tensor parallel groups of {tensor}.")
+    if known != "single" and machine.num_devices == 1:
+        raise ArgumentError(f"--accelerate_config {name} places the model on several devices: set --gpus.")
+    return known, tensor
+
+
+def _reward_models(job: Job) -> list[str]:
+    named = [job.rewards.reward_model_name_or_path] if job.rewards.reward_model_name_or_path else []
+    return named + [spec for spec in job.rewards.reward or [] if (Path(spec) / "config.json").is_file()]
+
+
+def _model_config(name: str, args: Any) -> Any:
+    from transformers import AutoConfig
+
+    from lowpeak.models import from_pretrained
+
+    return from_pretrained(AutoConfig, name, trust_remote_code=args.trust_remote_code)
+
+
+def _calibration(options: PlanArguments, request: PlanRequest) -> Mapping[str, float] | None:
+    if options.journal is None:
+        return None
+    from lowpeak.journal import read_steps
+    from lowpeak.plan import calibration, make_plan
+
+    rows = read_steps(Path(options.journal) / "journal")
+    if not rows:
+        raise ArgumentError(f"--journal {options.journal} has no journal with steps: name the output_dir of a run.")
+    return calibration(rows, make_plan(request, _progress).seconds)
+
+
+def _progress(text: str) -> None:
+    """Show the part that is under way in one line of a terminal, and as a line elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text[:100]}", end="", file=sys.stderr, flush=True)
+    elif text:
+        print_once(f"plan: {text}")

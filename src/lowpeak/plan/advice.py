@@ -1,0 +1,141 @@
+"""The settings that lower a plan's peak most, and their cost in time: by arithmetic on the kinds of the plan's phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowpeak.arguments import StorageFormat
+from lowpeak.memory import Kind
+from lowpeak.plan.cost import Work, step_seconds
+from lowpeak.plan.hardware import Machine
+from lowpeak.plan.plan import Plan
+
+Scales = Mapping[Kind, float]
+_TRAINED = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
+_SHARDED = (*_TRAINED, Kind.FROZEN)
+_LEAST_GAIN = 0.005  # of the peak
+_FP32 = StorageFormat(None, 32, 32)  # bytes of weights, gradients and states without a format
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of one setting: what each kind of memory is multiplied by, and the work of a step after it."""
+
+    setting: str
+    scales: Scales
+    work: Work
+    machine: Machine
+    phases: tuple[str, ...] = ()  # that it acts in; empty: all
+
+    def scale(self, phase: str, kind: Kind) -> float:
+        return self.scales.get(kind, 1.0) if phase in self.phases or not self.phases else 1.0
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A setting, the peak with it, and the seconds that it adds to a step; both are estimates."""
+
+    setting: str
+    peak: int
+    added_seconds: float
+
+
+def advise(plan: Plan, work: Work, count: int = 3) -> list[Advice]:
+    """Return the changes that lower the plan's peak most, the best first."""
+    before = sum(step_seconds(work, plan.request.machine).values())
+    found = []
+    for change in _changes(plan, work):
+        peak = max(
+            int(sum(value * change.scale(name, kind) for kind, value in phase.device.items()))
+            for name, phase in plan.phases.items()
+        )
+        if peak < (1 - _LEAST_GAIN) * plan.peak:
+            seconds = sum(step_seconds(change.work, change.machine).values())
+            found.append(Advice(change.setting, peak, seconds - before))
+    return sorted(found, key=lambda advice: advice.peak)[:count]
+
+
+def _changes(plan: Plan, work: Work) -> Iterator[Change]:
+    machine, inputs = plan.request.machine, plan.inputs
+
+    def change(
+        setting: str, scales: Scales, work: Work = work, machine: Machine = machine, phases: tuple[str, ...] = ()
+    ) -> Change:
+        return Change(setting, scales, work, machine, phases)
+
+    tokens, longest = plan.tokens, work.prompt + work.completion
+    if tokens // 2 >= longest:
+        halved = replace(work, num_batches=2 * work.num_batches)
+        yield change(f"micro_batch_tokens={tokens // 2}", {Kind.ACTIVATIONS: 0.5}, halved)
+    chunk = int(plan.sizes["logprob_chunk_size"])
+    if chunk > 64:
+        yield change(f"logprob_chunk_size={chunk // 4}", {Kind.LOGITS: 0.25})
+    cache = int(plan.sizes["kv_cache_bytes"])
+    if work.slots > 1 and work.sequences > 1:
+        fewer = replace(work, slots=max(1, min(work.slots, work.sequences) // 2))
+        yield change(f"kv_cache_bytes={cache // 2}", {Kind.KV_CACHE: 0.5, Kind.ACTIVATIONS: 1.0}, fewer)
+    gathered = plan.phases["rollout"].device.get(Kind.GATHERED, 0) if "rollout" in plan.phases else 0
+    if gathered and work.sequences:
+        half = replace(work, gathered_share=work.gathered_share / 2)
+        yield change(f"gather_budget={gathered // 2}", {Kind.GATHERED: 0.5}, half, phases=("rollout",))
+    if not work.checkpointing:
+        share = _checkpointed_share(inputs.config)
+        yield change("gradient_checkpointing=True", {Kind.ACTIVATIONS: share}, replace(work, checkpointing=True))
+    yield from _format_changes(plan, work, change)
+    if (
+        any(phase.device.get(Kind.FROZEN) for phase in plan.phases.values())
+        and not inputs.settings.memory.offload_frozen_models
+    ):
+        moved = replace(work, host_bytes=work.host_bytes + plan.phases["load"].device.get(Kind.FROZEN, 0))
+        yield change("offload_frozen_models=True", {Kind.FROZEN: 0.1}, moved)
+    yield from _placement_changes(plan, work, change)
+
+
+def _format_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> Iterator[Change]:
+    """Yield other bytes per parameter; DeepSpeed and adapters have their own."""
+    if plan.request.base_strategy.startswith("zero") or plan.request.peft_config is not None:
+        return
+    inputs: Any = plan.inputs
+    now = inputs.storage or _FP32
+    formats = {"weight_bits=32": StorageFormat(32, 8, 16), "weight_bits=16": StorageFormat(16, 8, 16)}
+    for setting, then in formats.items():
+        if now.weight_bits is None or (now.weight_bits > (then.weight_bits or 32) and not now.offload):
+            yield change(setting, _ratios(now, then), replace(work, update_bytes=work.update_bytes // 2))
+    if not now.offload and plan.request.machine.device == "cuda":
+        bits = now.weight_bits
+        then = StorageFormat(bits, now.state_bits, 32, offload=True)
+        copied = int(plan.counts.trained * (2 * then.state_bytes + 4 + 2 * work.num_batches))
+        copied //= max(1, plan.request.placement.shards)
+        yield change("offload_optimizer=True", _ratios(now, then), replace(work, host_bytes=work.host_bytes + copied))
+
+
+def _ratios(now: StorageFormat, then: StorageFormat) -> Scales:
+    return {
+        Kind.WEIGHTS: then.weight_bytes / now.weight_bytes,
+        Kind.GRADIENTS: 0.0 if then.offload else then.gradient_bits / now.gradient_bits,
+        Kind.OPTIMIZER: 0.0 if then.offload else then.state_bytes / now.state_bytes,
+    }
+
+
+def _placement_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> Iterator[Change]:
+    request, machine = plan.request, plan.request.machine
+    if request.base_strategy in ("fsdp2", "zero3", "tp"):
+        larger = replace(machine, num_devices=2 * machine.num_devices)
+        half = replace(work, train_tokens=work.train_tokens // 2, sequences=max(1, work.sequences // 2))
+        yield change(f"--gpus {larger.num_devices}", dict.fromkeys(_SHARDED, 0.5), half, larger)
+    elif request.base_strategy in ("ddp", "zero1", "zero2") and machine.num_devices > 1:
+        scales = dict.fromkeys(_SHARDED, 1 / machine.num_devices)
+        yield change("--accelerate_config fsdp2", scales, replace(work, strategy="fsdp2"))
+    elif request.base_strategy == "single":
+        larger = replace(machine, num_devices=2)
+        half = replace(work, strategy="fsdp2", train_tokens=work.train_tokens // 2, sequences=work.sequences // 2)
+        yield change("--gpus 2 --accelerate_config fsdp2", dict.fromkeys(_SHARDED, 0.5), half, larger)
+
+
+def _checkpointed_share(config: Any) -> float:
+    """Return activations with checkpointing over those without (Korthikanti et al. 2022, eq. 2, without attention scores)."""
+    text = config.get_text_config()
+    layer = 17 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    return (text.num_hidden_layers * text.hidden_size + layer) / (text.num_hidden_layers * layer)

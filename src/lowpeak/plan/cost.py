@@ -1,0 +1,231 @@
+"""The time of a step by a cost model: arithmetic, memory bandwidth, and the volumes that devices send each other.
+
+A model, not a measurement: it ranks configurations of one run on one machine. A journal of a similar run calibrates it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lowpeak.memory import Kind
+from lowpeak.plan.hardware import Card, Machine
+
+# Shares of the data sheets' numbers that kernels of a step reach.
+FLOPS_SHARE = 0.4
+BANDWIDTH_SHARE = 0.6
+LINK_SHARE = 0.7
+# Of the shorter of computation and communication: what does not overlap.
+_EXPOSED = 0.2
+_KERNEL_LATENCY = 2e-4  # seconds of a layer's kernels in a decode step, whatever their size
+_HALF = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device computes for a step, and how its run is placed.
+
+    parameters, trained        of the model
+    active_parameters          that one token uses: fewer in a mixture of experts
+    layers, hidden, kv_bytes   of the model; `kv_bytes` are of one token
+    prompt, completion         tokens of a sequence
+    train_tokens               tokens of the device's micro-batches in a step
+    score_tokens, score_passes tokens of its scoring passes of a rollout, and their number
+    sequences, prompts         that it generates for a rollout
+    slots                      sequences that decode together
+    num_batches                micro-batches of a step
+    steps                      steps that a rollout serves
+    checkpointing              whether activations are recomputed
+    """
+
+    parameters: int
+    trained: int
+    active_parameters: int
+    layers: int
+    hidden: int
+    kv_bytes: int
+    prompt: int
+    completion: int
+    train_tokens: int
+    score_tokens: int
+    score_passes: int
+    sequences: int
+    prompts: int
+    slots: int
+    num_batches: int
+    steps: int
+    checkpointing: bool
+    strategy: str = "single"
+    tensor_parallel: int = 1
+    gathered_share: float = 1.0
+    update_bytes: int = 0
+    host_bytes: int = 0
+
+
+def step_seconds(work: Work, machine: Machine, factors: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return the seconds of a step by phase; those of a rollout are divided by the steps that it serves."""
+    seconds = {
+        "rollout": _rollout(work, machine) / work.steps,
+        "score": _score(work, machine) / work.steps,
+        "train": _train(work, machine),
+        "optimizer": _optimizer(work, machine),
+    }
+    return {phase: value * (factors or {}).get(phase, 1.0) for phase, value in seconds.items()}
+
+
+def _rollout(work: Work, machine: Machine) -> float:
+    if not work.sequences:
+        return 0.0
+    card, parts = machine.card, work.tensor_parallel
+    flops, bandwidth = FLOPS_SHARE * card.flops, BANDWIDTH_SHARE * card.bandwidth
+    prefill = 2 * work.active_parameters / parts * work.prompts * work.prompt / flops
+    slots = max(1, min(work.slots, work.sequences))
+    waves = -(-work.sequences // slots)
+    weights = _HALF * work.parameters / parts
+    cache = slots * work.kv_bytes / parts * (work.prompt + work.completion / 2)
+    gathers = _HALF * work.parameters * (1 - work.gathered_share) / _link(machine, work.strategy)
+    token = max((weights + cache) / bandwidth, 2 * work.active_parameters / parts * slots / flops)
+    latency = _KERNEL_LATENCY * work.layers if machine.device == "cuda" else 0.0
+    return prefill + waves * work.completion * (max(token, latency) + gathers)
+
+
+def _score(work: Work, machine: Machine) -> float:
+    flops = 2 * work.active_parameters / work.tensor_parallel * work.score_tokens * work.score_passes
+    computing = flops / (FLOPS_SHARE * machine.card.flops)
+    sending = _HALF * work.parameters * work.score_passes * _is_sharded(work.strategy) / _link(machine, work.strategy)
+    return _overlapped(computing, sending)
+
+
+def _train(work: Work, machine: Machine) -> float:
+    factor = 2 + (4 if work.trained > 0.5 * work.parameters else 2) + (2 if work.checkpointing else 0)
+    flops = factor * work.active_parameters / work.tensor_parallel * work.train_tokens
+    computing = flops / (FLOPS_SHARE * machine.card.flops)
+    return _overlapped(computing, _sent_bytes(work, machine) / _link(machine, work.strategy)) + _tensor_sums(
+        work, machine
+    )
+
+
+def _sent_bytes(work: Work, machine: Machine) -> float:
+    """Return what a device sends in a step's passes: gathers of weights, and reductions of gradients."""
+    world = machine.num_devices // work.tensor_parallel
+    part = (world - 1) / world
+    gradients = _HALF * work.trained * part
+    kind = work.strategy.removesuffix("-offload")
+    if _is_sharded(kind):
+        return work.num_batches * (2 * _HALF * work.parameters * part + gradients)
+    if kind == "zero2":
+        return work.num_batches * gradients + _HALF * work.trained * part
+    return 0.0 if world == 1 else 2 * gradients
+
+
+def _tensor_sums(work: Work, machine: Machine) -> float:
+    """Return the seconds of tensor parallelism's sums: two in each layer's forward, two in its backward, on the critical path."""
+    if work.tensor_parallel == 1:
+        return 0.0
+    part = 2 * (work.tensor_parallel - 1) / work.tensor_parallel
+    passes = 6 if work.checkpointing else 4
+    num_bytes = passes * work.layers * work.train_tokens * work.hidden * _HALF * part
+    return num_bytes / (LINK_SHARE * machine.card.link)
+
+
+def _optimizer(work: Work, machine: Machine) -> float:
+    """Return the seconds of an update: memory that is read and written, and copies to host memory and back."""
+    updating = 2 * work.update_bytes / (BANDWIDTH_SHARE * machine.card.bandwidth)
+    return updating + work.host_bytes / (LINK_SHARE * machine.card.host_link)
+
+
+def _is_sharded(strategy: str) -> bool:
+    return strategy.removesuffix("-offload") in ("fsdp2", "hsdp", "zero3", "tp")
+
+
+def _link(machine: Machine, strategy: str) -> float:
+    """Return bytes per second between devices: the slowest link of a ring over all of them."""
+    inside = machine.num_hosts == 1 or strategy == "hsdp"
+    return LINK_SHARE * (machine.card.link if inside else min(machine.card.link, machine.network))
+
+
+def _overlapped(computing: float, sending: float) -> float:
+    return max(computing, sending) + _EXPOSED * min(computing, sending)
+
+
+def work_of(inputs: Any, batches: Sequence[Any]) -> Work:
+    """Return the work of rank 0 in a planned run, as placed on one device."""
+    text, settings = inputs.config.get_text_config(), inputs.settings
+    counts, request = inputs.counts, inputs.request
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_bytes = 2 * text.num_hidden_layers * heads * width * (2 if inputs.args.bf16 else 4)
+    prompt, completion = request.prompt_tokens, inputs.completion_tokens
+    passes = 0
+    if inputs.is_online:
+        needs = inputs.algorithm.needs
+        passes = int(bool(needs & {"old", "entropy", "values"})) + int("reference" in needs)
+    generates = inputs.is_online and settings.vllm is None
+    slots = inputs.sizes.kv_cache_bytes // max(1, kv_bytes * (prompt + completion)) if generates else 0
+    return Work(
+        parameters=counts.total,
+        trained=counts.trained,
+        active_parameters=counts.active,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        kv_bytes=kv_bytes,
+        prompt=prompt,
+        completion=completion,
+        train_tokens=sum(batch.input_ids_BL.numel() for batch in batches),
+        score_tokens=inputs.sequences_of_rank * (prompt + completion) if passes else 0,
+        score_passes=passes,
+        sequences=inputs.sequences_of_rank if inputs.is_online else 0,
+        prompts=-(-inputs.sequences_of_rank // settings.sampling.num_generations) if inputs.is_online else 0,
+        slots=max(1, slots),
+        num_batches=len(batches),
+        steps=settings.rollout.num_steps if inputs.is_online else 1,
+        checkpointing=inputs.args.checkpoints_activations,
+        strategy=request.strategy,
+        tensor_parallel=request.tensor_parallel,
+    )
+
+
+def with_plan(work: Work, plan: Any) -> Work:
+    """Return the work with the bytes that a plan knows: what an update touches, copies, and how much stays gathered."""
+    held = plan.phases["optimizer"].device
+    update = sum(held.get(kind, 0) for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER))
+    gathered = plan.phases["rollout"].device.get(Kind.GATHERED, 0) if "rollout" in plan.phases else 0
+    share = min(1.0, gathered / max(1, _HALF * work.parameters)) if _is_sharded(work.strategy) else 1.0
+    return replace(work, update_bytes=update, host_bytes=plan.to_host + plan.to_device, gathered_share=share)
+
+
+def calibration(rows: Sequence[Mapping[str, Any]], predicted: Mapping[str, float]) -> dict[str, float]:
+    """Return measured over predicted seconds of each phase, of a journal's steps after the first."""
+    factors = {}
+    for phase, seconds in predicted.items():
+        measured = [float(row[key]) for row in rows[1:] if (key := f"time/{phase}") in row and row[key] is not None]
+        if measured and seconds > 0:
+            factors[phase] = statistics.median(measured) / seconds
+    return factors
+
+
+def measure_cpu() -> Card:
+    """Return this host's CPU as a card, by two short measurements: an fp32 product, and a copy."""
+    size = 1024
+    left, right = torch.rand(size, size), torch.rand(size, size)
+    torch.mm(left, right)
+    flops = 2 * size**3 / _seconds(lambda: torch.mm(left, right))
+    source = torch.rand(1 << 23)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source))
+    # The model takes shares of a data sheet's numbers, and these are reached.
+    return Card(0, flops / FLOPS_SHARE, bandwidth / BANDWIDTH_SHARE, bandwidth / 4, bandwidth)
+
+
+def _seconds(call: Any) -> float:
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best

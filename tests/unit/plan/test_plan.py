@@ -1,0 +1,169 @@
+"""Plans of runs that no machine here could run: kinds that add up, strategies, formats, algorithms, what would lower a peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config, Qwen3MoeConfig
+
+from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak.memory import Kind
+from lowpeak.plan import GIB, Machine, Plan, PlanRequest, advise, make_plan
+
+SMALL = Qwen2Config(
+    vocab_size=8_192, hidden_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
+    intermediate_size=1_024, tie_word_embeddings=False, dtype="bfloat16",
+)  # fmt: skip
+CONFIGS = {
+    "grpo": GRPOConfig, "rloo": RLOOConfig, "ppo": PPOConfig, "online-dpo": OnlineDPOConfig, "sft": SFTConfig,
+    "reward": RewardConfig,
+}  # fmt: skip
+ONLINE = ("grpo", "rloo", "ppo", "online-dpo")
+EIGHT = Machine(8, 80 * GIB)
+
+
+def arguments(kind: str, **changes: Any) -> Any:
+    sizes = {"micro_batch_tokens": 512, "logprob_chunk_size": 64}
+    online = {
+        "num_generations": 2 if kind == "online-dpo" else 4,
+        "max_completion_length": 64,
+        "kv_cache_bytes": 1 << 24,
+    }
+    more = (online if kind in ONLINE else {}) | ({} if kind != "reward" else {"logprob_chunk_size": None})
+    batch = {"output_dir": "unused", "use_cpu": True, "per_device_train_batch_size": 8}
+    return CONFIGS[kind](**{**batch, **sizes, **more, **changes})
+
+
+def request(
+    kind: str = "grpo", strategy: str = "single", machine: Machine | None = None, **changes: Any
+) -> PlanRequest:
+    machine = machine or (Machine(1, 80 * GIB) if strategy == "single" else EIGHT)
+    return PlanRequest(kind, arguments(kind, **changes), SMALL, machine, strategy, prompt_tokens=32)
+
+
+def plan(*args: Any, **changes: Any) -> Plan:
+    return make_plan(request(*args, **changes))
+
+
+def tensors(found: Plan, phase: str) -> int:
+    """The bytes of a phase without the margin."""
+    return found.phases[phase].peak - found.phases[phase].device[Kind.MARGIN]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_algorithm_has_a_plan_whose_kinds_add_up(kind):
+    found = plan(kind, **({"beta": 0.1} if kind in ONLINE else {}))
+    expected = {"load", "forward", "backward", "optimizer", "save"}
+    expected |= {"sync", "rollout", "score"} if kind in ONLINE else set()
+    assert set(found.phases) == expected
+    for phase in found.phases.values():
+        assert phase.peak == sum(phase.device.values())
+        assert all(value >= 0 for value in phase.device.values())
+    frozen = found.phases["load"].device.get(Kind.FROZEN, 0)
+    # The reference is in the checkpoint's bf16; supervised trainers have none.
+    assert frozen == (pytest.approx(2 * found.counts.total, rel=0.01) if kind in ONLINE else 0)
+    held = found.phases["optimizer"].device
+    assert held[Kind.WEIGHTS] == pytest.approx(4 * found.counts.total, rel=0.01)
+    assert held[Kind.GRADIENTS] == pytest.approx(4 * found.counts.trained, rel=0.01)
+    assert held[Kind.OPTIMIZER] == pytest.approx(8 * found.counts.trained, rel=0.01)
+    assert found.fits
+
+
+@pytest.mark.parametrize(("strategy", "share"), [("ddp", 1), ("fsdp2", 8), ("zero1", 1), ("zero2", 1), ("zero3", 8)])
+def test_a_strategy_spreads_weights_over_its_devices(strategy, share):
+    found = plan("grpo", strategy)
+    width = 2 if strategy.startswith("zero") else 4
+    assert found.phases["optimizer"].device[Kind.WEIGHTS] == pytest.approx(width * found.counts.total / share, rel=0.02)
+    states = {"ddp": 8, "fsdp2": 1, "zero1": 12 / 8, "zero2": 12 / 8, "zero3": 12 / 8}[strategy]
+    assert found.phases["optimizer"].device[Kind.OPTIMIZER] == pytest.approx(states * found.counts.total, rel=0.02)
+    assert found.phases["rollout"].device[Kind.MARGIN] > 0
+
+
+def test_hsdp_shards_within_a_host_alone():
+    found = plan("grpo", "hsdp", machine=Machine(16, 80 * GIB, per_host=4))
+    assert found.phases["optimizer"].device[Kind.WEIGHTS] == pytest.approx(4 * found.counts.total / 4, rel=0.02)
+
+
+def test_tensor_parallel_devices_have_parts_of_every_layer():
+    whole, parts = (
+        plan("grpo", "single"),
+        make_plan(replace(request("grpo", "tp", Machine(4, 80 * GIB)), tensor_parallel=4)),
+    )
+    assert parts.counts.total == pytest.approx(whole.counts.total / 4, rel=0.1)
+
+
+def test_a_format_and_an_offload_move_bytes_to_where_they_belong():
+    fp32, bf16 = plan("grpo"), plan("grpo", weight_bits=32)
+    assert tensors(bf16, "optimizer") < 0.6 * tensors(fp32, "optimizer")
+    away = plan("grpo", weight_bits=32, offload_optimizer=True)
+    phase = away.phases["backward"]
+    assert phase.device.get(Kind.OPTIMIZER, 0) == 0
+    assert phase.host[Kind.OPTIMIZER] + phase.host[Kind.GRADIENTS] == pytest.approx(
+        8.06 * away.counts.trained, rel=0.05
+    )
+    assert away.to_host > 0 < away.to_device
+
+
+def test_an_adapter_trains_few_bytes_on_a_frozen_base():
+    peft = pytest.importorskip("peft")
+    full = request(beta=0.1)
+    lora = make_plan(
+        replace(full, peft_config=peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    )
+    assert (
+        lora.phases["optimizer"].device[Kind.WEIGHTS] < 0.6 * make_plan(full).phases["optimizer"].device[Kind.WEIGHTS]
+    )
+    assert lora.phases["load"].device.get(Kind.FROZEN, 0) == 0  # the reference is the base
+    four = make_plan(
+        replace(
+            full, quantized_bits=4, peft_config=peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+    )
+    assert four.phases["load"].device[Kind.WEIGHTS] < 0.8 * lora.phases["load"].device[Kind.WEIGHTS]
+    assert four.counts.total == lora.counts.total
+
+
+def test_a_reward_model_is_frozen_on_the_device_and_has_a_phase():
+    found = make_plan(replace(request(), reward_configs=[SMALL]))
+    assert found.phases["load"].device[Kind.FROZEN] > 0
+    assert found.phases["reward"].device[Kind.ACTIVATIONS] > 0
+
+
+def test_a_mixture_of_experts_counts_the_parameters_of_a_token():
+    config = Qwen3MoeConfig(
+        vocab_size=4_096, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        intermediate_size=256, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, dtype="bfloat16",
+    )  # fmt: skip
+    found = make_plan(replace(request(), config=config))
+    assert found.counts.active < 0.95 * found.counts.total
+
+
+def test_a_colocated_vllm_takes_its_share_while_it_generates():
+    engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5, "kv_cache_bytes": None}
+    found = plan("grpo", **engine)
+    assert found.phases["rollout"].device[Kind.ENGINE] == pytest.approx(40 * GIB)
+    assert found.phases["load"].device[Kind.ENGINE] == 0
+    asleep = plan("grpo", **engine, vllm_enable_sleep_mode=True)
+    assert asleep.phases["backward"].device[Kind.ENGINE] < 2 * GIB
+
+
+def test_advice_names_settings_that_lower_the_peak_and_their_time():
+    found = plan("grpo", gradient_checkpointing=False)
+    advice = advise(found, found.work)
+    assert 1 <= len(advice) <= 3
+    assert all(each.peak < found.peak for each in advice)
+    assert [each.peak for each in advice] == sorted(each.peak for each in advice)
+
+
+def test_a_plan_in_json_has_the_numbers_of_the_plan():
+    found = plan("grpo")
+    data = found.as_dict()
+    assert data["peak"] == found.peak == data["phases"][found.peak_phase]["peak"]
+    assert sum(data["phases"]["backward"]["device"].values()) == data["phases"]["backward"]["peak"]
+
+
+def test_more_memory_is_planned_for_larger_micro_batches():
+    small, large = plan("sft", micro_batch_tokens=512), plan("sft", micro_batch_tokens=4_096, max_length=1_024)
+    assert large.phases["backward"].peak > small.phases["backward"].peak
