@@ -52,6 +52,7 @@ from lowpeak.training import (
     StepMetrics,
     StepScratch,
     StepUsage,
+    TokenObserver,
     agree_on_flags,
     check_loaded_names,
     check_training_state,
@@ -213,12 +214,13 @@ class StepTrainer(ModelCardMixin, Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         run, step = self.run, inputs["step"]
+        observer = TokenObserver(step.micro_batches, step.observed)
         with run.tracker.phase(Phase.TRAIN):
-            loss, metrics = run_step(
-                model, step.micro_batches, run.algorithm, run.logprob_settings, run.strategy, self.coefficients()
-            )
+            algorithm, settings = observer.attach(run.algorithm), run.logprob_settings
+            loss, metrics = run_step(model, step.micro_batches, algorithm, settings, run.strategy, self.coefficients())
         useful = Metric(float(step.num_useful), float(step.num_computed))
-        self.scratch.measured = StepMetrics(loss, {**metrics, "useful_tokens/train": useful})
+        self.scratch.measured = StepMetrics(loss, {**metrics, "useful_tokens/train": useful}, tokens=observer.values)
+        self.scratch.learning_rate = self._get_learning_rate()
         self.scratch.seconds, self.scratch.num_new = time.perf_counter() - inputs["start"], step.num_new
         return loss * run.strategy.ranks.world_size
 
@@ -260,7 +262,8 @@ class StepTrainer(ModelCardMixin, Trainer):
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
         self.algorithm_state = self.run.algorithm.next_state(self.algorithm_state, values)
-        row = {"loss": float(measured.loss), "grad_norm": measured.grad_norm, **values}
+        rate = scratch.learning_rate
+        row = {"loss": float(measured.loss), "grad_norm": measured.grad_norm, "learning_rate": rate, **values}
         self.run.journal.write_step(self.state.global_step, {**row, "epoch": self.state.epoch})
         self.unlogged_metrics = merge_metrics(self.unlogged_metrics, metrics)
         return values
@@ -302,6 +305,8 @@ class StepTrainer(ModelCardMixin, Trainer):
             raise DataError("there is nothing to evaluate on: pass eval_dataset to the trainer or to evaluate().")
         else:
             metrics = self.evaluate_one(data, metric_key_prefix)
+            if self.is_in_train:  # an evaluation by itself must not begin a new journal
+                self.run.journal.write_evaluation(self.state.global_step, metrics)
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         check_best_metric(self, metric_key_prefix, metrics)

@@ -42,6 +42,7 @@ from lowpeak.training import (
     OnlineInputs,
     Rollout,
     StepBatches,
+    choose_evenly,
     connect_online,
     describe_run,
     evaluate_prompts,
@@ -51,7 +52,9 @@ from lowpeak.training import (
     print_completions,
     records_of_step,
     save_extra_weights,
+    token_rows,
     track_completions,
+    trained_records,
 )
 from lowpeak.watchdog import detect_failures
 
@@ -148,6 +151,7 @@ class OnlineTrainer(StepTrainer):
         self.rollout: Rollout | None = None
         self.steps_used = 0
         self.last_table_span: int | None = None  # number of the last span of log_completions_steps with a table
+        self.observed: tuple[int, ...] = ()  # records of the step under way whose token values go into the journal
         self.start_run(run)
 
     @property
@@ -184,7 +188,11 @@ class OnlineTrainer(StepTrainer):
         step, self.steps_used = self.steps_used, self.steps_used + 1
         indices = records_of_step(rollout, settings, self.acting_args.seed, step, run.algorithm.unit)
         batches = make_step_batches(rollout.records, indices, run.algorithm, run.budget, run.strategy.ranks)
-        return StepBatches(batches, rollout.num_tokens if step == 0 else 0)
+        most = self.collector.settings.num_completions_with_tokens if step == 0 and rollout.rows else 0
+        # Of a record that the step skips only the engine's values are known.
+        trained = trained_records(rollout.records, indices, run.algorithm)
+        self.observed = choose_evenly(trained or indices, most, rollout.number)
+        return StepBatches(batches, rollout.num_tokens if step == 0 else 0, self.observed)
 
     def _current_rollout(self) -> Rollout:
         if self.rollout is None or self.steps_used >= self.collector.settings.rollout.num_steps:
@@ -199,7 +207,13 @@ class OnlineTrainer(StepTrainer):
 
     def finish_step(self) -> dict[str, float]:
         """Stage 13; then skip the rollout's other steps if the algorithm stops early, and update the reference if that is due."""
+        measured = self.scratch.measured
         values = super().finish_step()
+        if self.observed and self.is_world_process_zero():
+            assert measured is not None
+            assert self.rollout is not None
+            rows = token_rows(self.rollout, self.observed, measured.tokens, self._decode_tokens)
+            self.run.journal.write_tokens(self.state.global_step, rows)
         if self.run.algorithm.stop_early(values):
             self.steps_used = self.collector.settings.rollout.num_steps
         sync = self.collector.settings.reference_sync
@@ -209,6 +223,9 @@ class OnlineTrainer(StepTrainer):
             key = f"{self.args.seed}/reference/{step}"
             self.run.strategy.average(self._reference_model(), self.model, sync.share, key)
         return values
+
+    def _decode_tokens(self, ids: list[int]) -> str:
+        return self.parts.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         metrics, table = self.unlogged_metrics, self.collector.settings.table

@@ -30,7 +30,7 @@ class Rollout:
     """The groups generated from one set of weights, scored and with advantages; `number` counts from 0.
 
     `metrics`, `rows` (the journal's, one per completion) and `num_tokens` cover all that was generated for it. They are
-    reported once, with the rollout's first step, and are not in checkpoints.
+    reported once, with the rollout's first step, and are not in checkpoints. `selected` is the row of each record.
     """
 
     number: int
@@ -38,6 +38,7 @@ class Rollout:
     metrics: dict[str, Metric] = field(default_factory=dict)
     rows: tuple[dict[str, object], ...] = ()
     num_tokens: int = 0
+    selected: tuple[int, ...] = ()
 
 
 Scores = dict[int, dict[str, Tensor]]  # by the record's index, by name
@@ -128,11 +129,12 @@ class StepBatches:
     """This rank's micro-batches of one optimizer step, and the number of the step's new tokens.
 
     `num_new` counts tokens of all ranks that no earlier step has seen: prompts, and tokens that the policy wrote. The
-    first step of a rollout counts those of the whole rollout.
+    first step of a rollout counts those of the whole rollout. `observed` are the records whose token values are kept.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     num_new: int
+    observed: tuple[int, ...] = ()
 
     @property
     def num_useful(self) -> int:
@@ -173,7 +175,7 @@ def make_step_batches(
     Sequences whose advantages are all zero count in the step's means, but the algorithm may skip their forward pass.
     """
     counts = StepCounts(len(rows), sum(num_loss_tokens(records[i]) for i in rows))
-    trained = [i for i in rows if not (algorithm.skip_zero_advantage and _has_zero_advantages(records[i]))]
+    trained = trained_records(records, rows, algorithm)
     batches = pack(
         records,
         assign_to_ranks(records, trained, budget, ranks.world_size, algorithm.unit)[ranks.rank],
@@ -182,6 +184,11 @@ def make_step_batches(
         unit=algorithm.unit,
     )
     return tuple(with_step_shares(pad_batches_across_ranks(batches, budget, ranks, least=1), counts, ranks.world_size))
+
+
+def trained_records(records: Sequence[Record], indices: Sequence[int], algorithm: Algorithm) -> list[int]:
+    """Return the indices of the records that a step forwards."""
+    return [i for i in indices if not (algorithm.skip_zero_advantage and _has_zero_advantages(records[i]))]
 
 
 def with_step_shares(batches: Sequence[MicroBatch], counts: StepCounts, num_ranks: int) -> Iterator[MicroBatch]:
