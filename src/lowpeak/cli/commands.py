@@ -28,6 +28,7 @@ commands:
   reward     train a reward model on preferences
   serve      start a vLLM server that accepts weight updates from a run
   vllm-serve the same, by TRL's name
+  report     write curves, events and completions of runs into an HTML page
   env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs
   preset     print a config for several devices, to edit or to pass to `accelerate launch`
 
@@ -123,6 +124,26 @@ def _env(arguments: list[str]) -> int:
     return 0 if run_rows(rows, device) else 1
 
 
+def _report(arguments: list[str]) -> int:
+    from pathlib import Path
+
+    from lowpeak.cli.arguments import ErrorParser
+    from lowpeak.report import write_report
+
+    parser = ErrorParser(
+        "lowpeak report",
+        description="Write one HTML page with the curves, events and completions of runs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run; several are overlaid")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: RUN/report.html, or ./report.html for several runs"
+    )
+    options = parser.parse_args(arguments)
+    print(f"The report is in {write_report(options.runs, options.output)}.")
+    return 0
+
+
 def _preset(arguments: list[str]) -> int:
     from lowpeak.cli.accelerate_config import PRESETS, preset_text
 
@@ -136,6 +157,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     **{kind: partial(_train, kind) for kind in ("grpo", "rloo", "ppo", "online-dpo", "sft", "reward")},
     "serve": _serve,
     "vllm-serve": _serve,  # TRL's name
+    "report": _report,
     "env": _env,
     "preset": _preset,
 }
