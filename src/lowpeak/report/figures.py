@@ -142,7 +142,7 @@ def _figure(title: str, traces: Sequence[Row], shapes: Sequence[Row] = ()) -> Fi
         "yaxis": {"gridcolor": "#e8e8e8", "zerolinecolor": "#c8c8c8"},
         "margin": {"l": 55, "r": 15, "t": 35, "b": 40},
         "height": 300,
-        "showlegend": len(traces) > 1,
+        "showlegend": len(traces) > 1 or any(trace["name"] != html.escape(title, quote=False) for trace in traces),
         "legend": {"orientation": "h", "y": -0.25, "font": {"size": 11}},
         "template": "none",
         "shapes": shapes,
