@@ -151,7 +151,7 @@ class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
         False, "Print one row per prompt in the table.", acts_if=_PRINTS_COMPLETIONS
     )
     num_completions_with_tokens: int = logging_argument(
-        2,
+        1,
         "Completions of each rollout whose tokens' log-probs, entropies and mismatches are written into the journal.",
         at_least(0),
     )

@@ -31,6 +31,7 @@ _NOT_METRICS = r"step|epoch|step_time|memory_limit|(time|peak_memory|planned_mem
 _COLORS = ("#1f77b4", "#d95f02", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#7f7f7f")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _LIMIT = "#c00000"
+_BETWEEN_STEPS = ("evaluate", "save")
 
 
 def curve_figures(runs: Sequence[RunData]) -> list[Figure]:
@@ -92,7 +93,8 @@ def _curves(title: str, names: Sequence[str], runs: Sequence[RunData]) -> Figure
 
 
 def _times(run: RunData) -> Figure | None:
-    phases = _phases(run, "time")
+    """Return a figure of the phases within a step, which evaluations and saves are not."""
+    phases = [phase for phase in _phases(run, "time") if phase not in _BETWEEN_STEPS]
     traces = [
         trace | {"stackgroup": "time"}
         for phase, color in zip(phases, itertools.cycle(_COLORS), strict=False)
@@ -138,12 +140,12 @@ def _figure(title: str, traces: Sequence[Row], shapes: Sequence[Row] = ()) -> Fi
 
     layout = {
         "title": {"text": html.escape(title, quote=False), "font": {"size": 14}},
-        "xaxis": {"title": {"text": "step"}, "gridcolor": "#e8e8e8"},
+        "xaxis": {"title": {"text": "step", "standoff": 2, "font": {"size": 11}}, "gridcolor": "#e8e8e8"},
         "yaxis": {"gridcolor": "#e8e8e8", "zerolinecolor": "#c8c8c8"},
-        "margin": {"l": 55, "r": 15, "t": 35, "b": 40},
-        "height": 300,
+        "margin": {"l": 55, "r": 15, "t": 35, "b": 90},
+        "height": 330,
         "showlegend": len(traces) > 1 or any(trace["name"] != html.escape(title, quote=False) for trace in traces),
-        "legend": {"orientation": "h", "y": -0.25, "font": {"size": 11}},
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "font": {"size": 11}},
         "template": "none",
         "shapes": shapes,
     }

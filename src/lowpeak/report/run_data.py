@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +18,8 @@ from lowpeak.journal import EVALUATIONS, EVENTS, ROLLOUTS, STEPS, TOKENS, read_r
 MAX_STEPS = 5_000  # of a run, in its curves
 MAX_COMPLETIONS = 20_000  # with their text
 MAX_TOKEN_ROWS = 2_000  # with token values
-MAX_TEXT_BYTES = 64 << 20  # of completions in the page
+MAX_TOKENS = 1_000_000  # of these completions together
+MAX_TEXT_LENGTH = 64 << 20  # characters of all completions and their prompts
 
 Value = TypeVar("Value")
 Position = tuple[int, int]  # of a completion: the rollout's first step, and the index of its line
@@ -85,7 +86,7 @@ def _read_run(name: str, journal: Path, num_online: int) -> RunData:
         [_numbers(row) for row in sample_evenly(steps, MAX_STEPS)],
         [_numbers(row) for row in read_rows(journal, EVALUATIONS)],
         [_event(row) for row in read_rows(journal, EVENTS)],
-        read_completions(journal, *(most // num_online for most in (MAX_COMPLETIONS, MAX_TOKEN_ROWS, MAX_TEXT_BYTES))),
+        read_completions(journal, *(most // num_online for most in (MAX_COMPLETIONS, MAX_TOKEN_ROWS, MAX_TEXT_LENGTH))),
         len(steps),
     )
 
@@ -98,7 +99,8 @@ def _event(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return an event as texts: its time, what happened, and its details."""
     details = {name: value for name, value in row.items() if name not in ("step", "time", "event")}
     seconds = _number(row.get("time"))
-    when = "" if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    known = seconds is not None and 0 <= seconds < 1e11
+    when = f"{datetime.fromtimestamp(seconds or 0, UTC):%Y-%m-%d %H:%M:%S} UTC" if known else ""
     return {
         "step": row["step"],
         "time": when,
@@ -114,29 +116,47 @@ def sample_evenly(items: Sequence[Value], most: int) -> Sequence[Value]:
     return [items[round(i * (len(items) - 1) / max(1, most - 1))] for i in range(most)]
 
 
-def read_completions(journal: Path, most: int, most_with_tokens: int, most_bytes: int) -> Completions:
+def read_completions(journal: Path, most: int, most_with_tokens: int, most_characters: int) -> Completions:
     """Return an even sample of a run's completions, first of those with token values, then of all others.
 
-    If their text has more than `most_bytes`, the sample is smaller.
+    If their text is longer than `most_characters`, the sample is smaller.
     """
     path = journal / f"{ROLLOUTS}.jsonl"
     positions = [position for position, _ in _lines(path)]
-    known = set(positions)
-    token_rows = {}
-    for row in read_rows(journal, TOKENS):
-        if type(row.get("row")) is int and (row["step"], row["row"]) in known and _is_whole(row):
-            token_rows[row["step"], row["row"]] = row
-    tokens = dict(sample_evenly([*token_rows.items()], min(most, most_with_tokens)))
-    others = [position for position in positions if position not in tokens]
-    chosen = {*tokens, *sample_evenly(others, most - len(tokens))}
+    lengths = {position: len(row["pieces"]) for position, row in _token_rows(journal, {*positions})}
+    valued = dict.fromkeys(
+        _fitting([*lengths.items()], min(most, most_with_tokens), MAX_TOKENS * most // MAX_COMPLETIONS)
+    )
+    others = [position for position in positions if position not in valued]
+    chosen = {*valued, *sample_evenly(others, most - len(valued))}
     parsed = [(position, _parse(line)) for position, line in _lines(path) if position in chosen]
-    rows = [(position, row) for position, row in parsed if row is not None]  # without damaged lines
-    size = sum(len(str(row.get("completion", ""))) + len(str(row.get("prompt", ""))) for _, row in rows)
-    if size > most_bytes:
-        rows = [*sample_evenly(rows, max(1, len(rows) * most_bytes // size))]
+    rows = {position: row for position, row in parsed if row is not None}  # without damaged lines
+    sizes = [
+        (position, len(str(row.get("completion"))) + len(str(row.get("prompt")))) for position, row in rows.items()
+    ]
+    tokens = dict(_token_rows(journal, valued))
     prompts: dict[str, int] = {}
-    shown = [_completion(row, prompts, tokens.get(position)) for position, row in rows]
-    return Completions(shown, [*prompts], len(positions), len(token_rows))
+    shown = [
+        _completion(rows[position], prompts, tokens.get(position))
+        for position in _fitting(sizes, most, most_characters)
+    ]
+    return Completions(shown, [*prompts], len(positions), len(lengths))
+
+
+def _fitting(sizes: Sequence[tuple[Position, int]], most: int, most_in_all: int) -> list[Position]:
+    """Return an even sample of at most `most` positions, and fewer if their sizes sum to more than `most_in_all`."""
+    chosen = sample_evenly(sizes, most)
+    total = sum(size for _, size in chosen)
+    if total > most_in_all:
+        chosen = sample_evenly(chosen, max(1, len(chosen) * most_in_all // total))
+    return [position for position, _ in chosen]
+
+
+def _token_rows(journal: Path, positions: Collection[Position]) -> Iterator[tuple[Position, dict[str, Any]]]:
+    """Yield the token values of completions at `positions`, without rows that are damaged."""
+    for row in read_rows(journal, TOKENS):
+        if type(row.get("row")) is int and (row["step"], row["row"]) in positions and _is_complete(row):
+            yield (row["step"], row["row"]), row
 
 
 def _lines(path: Path) -> Iterator[tuple[Position, bytes]]:
@@ -161,7 +181,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _is_whole(row: Mapping[str, Any]) -> bool:
+def _is_complete(row: Mapping[str, Any]) -> bool:
     """Return whether a row of token values has one value per token in each column."""
     columns = [row.get(name) for name in ("pieces", "logprobs", "entropy", "mismatch", "loss_mask")]
     return all(isinstance(column, list) and len(column) == len(columns[0] or ()) for column in columns)

@@ -52,7 +52,6 @@ from lowpeak.training import (
     StepMetrics,
     StepScratch,
     StepUsage,
-    TokenObserver,
     agree_on_flags,
     check_loaded_names,
     check_training_state,
@@ -214,12 +213,15 @@ class StepTrainer(ModelCardMixin, Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         run, step = self.run, inputs["step"]
-        observer = TokenObserver(step.micro_batches, step.observed)
+        algorithm = step.observer.attach(run.algorithm)
         with run.tracker.phase(Phase.TRAIN):
-            algorithm, settings = observer.attach(run.algorithm), run.logprob_settings
-            loss, metrics = run_step(model, step.micro_batches, algorithm, settings, run.strategy, self.coefficients())
+            loss, metrics = run_step(
+                model, step.micro_batches, algorithm, run.logprob_settings, run.strategy, self.coefficients()
+            )
         useful = Metric(float(step.num_useful), float(step.num_computed))
-        self.scratch.measured = StepMetrics(loss, {**metrics, "useful_tokens/train": useful}, tokens=observer.values)
+        self.scratch.measured = StepMetrics(
+            loss, {**metrics, "useful_tokens/train": useful}, tokens=step.observer.values
+        )
         self.scratch.learning_rate = self._get_learning_rate()
         self.scratch.seconds, self.scratch.num_new = time.perf_counter() - inputs["start"], step.num_new
         return loss * run.strategy.ranks.world_size
@@ -305,8 +307,6 @@ class StepTrainer(ModelCardMixin, Trainer):
             raise DataError("there is nothing to evaluate on: pass eval_dataset to the trainer or to evaluate().")
         else:
             metrics = self.evaluate_one(data, metric_key_prefix)
-            if self.is_in_train:  # an evaluation by itself must not begin a new journal
-                self.run.journal.write_evaluation(self.state.global_step, metrics)
             self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         check_best_metric(self, metric_key_prefix, metrics)

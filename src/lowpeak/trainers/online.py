@@ -48,6 +48,7 @@ from lowpeak.training import (
     evaluate_prompts,
     load_extra_weights,
     make_step_batches,
+    observe_records,
     prepare_online,
     print_completions,
     records_of_step,
@@ -192,7 +193,8 @@ class OnlineTrainer(StepTrainer):
         # Of a record that the step skips only the engine's values are known.
         trained = trained_records(rollout.records, indices, run.algorithm)
         self.observed = choose_evenly(trained or indices, most, rollout.number)
-        return StepBatches(batches, rollout.num_tokens if step == 0 else 0, self.observed)
+        observer = observe_records(batches, self.observed)
+        return StepBatches(batches, rollout.num_tokens if step == 0 else 0, observer)
 
     def _current_rollout(self) -> Rollout:
         if self.rollout is None or self.steps_used >= self.collector.settings.rollout.num_steps:
@@ -212,7 +214,8 @@ class OnlineTrainer(StepTrainer):
         if self.observed and self.is_world_process_zero():
             assert measured is not None
             assert self.rollout is not None
-            rows = token_rows(self.rollout, self.observed, measured.tokens, self._decode_tokens)
+            records = {index: self.rollout.records[index] for index in self.observed}
+            rows = token_rows(records, self.rollout.selected, measured.tokens, self._decode_tokens)
             self.run.journal.write_tokens(self.state.global_step, rows)
         if self.run.algorithm.stop_early(values):
             self.steps_used = self.collector.settings.rollout.num_steps

@@ -34,6 +34,7 @@ from lowpeak.training.prepare_run import prepare_online as prepare_online
 from lowpeak.training.rollout import Rollout as Rollout
 from lowpeak.training.rollout import StepBatches as StepBatches
 from lowpeak.training.rollout import make_step_batches as make_step_batches
+from lowpeak.training.rollout import observe_records as observe_records
 from lowpeak.training.rollout import records_of_step as records_of_step
 from lowpeak.training.rollout import score_records as score_records
 from lowpeak.training.rollout import trained_records as trained_records
@@ -66,7 +67,6 @@ from lowpeak.training.step_metrics import gather_usage as gather_usage
 from lowpeak.training.step_metrics import require_finite_step as require_finite_step
 from lowpeak.training.step_metrics import require_finite_weights as require_finite_weights
 from lowpeak.training.step_metrics import usage_metrics as usage_metrics
-from lowpeak.training.token_values import TokenObserver as TokenObserver
 from lowpeak.training.token_values import choose_evenly as choose_evenly
 from lowpeak.training.token_values import token_rows as token_rows
 from lowpeak.training.token_values import token_texts as token_texts

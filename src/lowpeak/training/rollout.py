@@ -6,9 +6,10 @@ lengths and of the engine, and journal rows."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
 from lowpeak.rewards import RewardedCompletions
 from lowpeak.training.run import RunContext
 from lowpeak.training.step import score
+from lowpeak.training.token_values import TokenObserver
 from lowpeak.vllm.weight_sync import PushReport
 
 
@@ -129,12 +131,12 @@ class StepBatches:
     """This rank's micro-batches of one optimizer step, and the number of the step's new tokens.
 
     `num_new` counts tokens of all ranks that no earlier step has seen: prompts, and tokens that the policy wrote. The
-    first step of a rollout counts those of the whole rollout. `observed` are the records whose token values are kept.
+    first step of a rollout counts those of the whole rollout. `observer` keeps token values of some records.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     num_new: int
-    observed: tuple[int, ...] = ()
+    observer: TokenObserver = field(default_factory=TokenObserver)
 
     @property
     def num_useful(self) -> int:
@@ -210,6 +212,16 @@ def pad_batches_across_ranks(
     """Append masked micro-batches up to the number on the busiest rank (and `least`): forward passes are collective."""
     most = int(ranks.max([max(len(batches), least)])[0])
     return batches + [masked_batch(budget)] * (most - len(batches))
+
+
+def observe_records(batches: Sequence[MicroBatch], observed: Collection[int]) -> TokenObserver:
+    """Return an observer of some records' loss tokens in this rank's micro-batches."""
+    ranges = []
+    for batch in batches:
+        counts = torch.bincount(batch.tokens.sequences_T, minlength=batch.tokens.num_sequences).tolist()
+        stops = zip(batch.record_indices, counts, accumulate(counts), strict=False)  # a masked batch has no records
+        ranges.append({index: (stop - count, stop) for index, count, stop in stops if index in observed})
+    return TokenObserver(ranges)
 
 
 def _has_zero_advantages(record: Record) -> bool:

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 
-import torch
 from torch import Tensor
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.records import Metric, MicroBatch, TokenBatch
-from lowpeak.training.rollout import Rollout
+from lowpeak.records import Metric, Record, TokenBatch
 
 Columns = tuple[Tensor | Sequence[float], ...]
 
@@ -32,55 +30,48 @@ def choose_evenly(indices: Sequence[int], most: int, offset: int = 0) -> tuple[i
 class TokenObserver:
     """Keeps what a step computes for the loss tokens of some records.
 
-    `values` has the log-probs, and the entropies if the step computes them, by the record's index. A record whose forward
-    pass the step skips is missing.
+    `ranges` has the range [start, stop) of each record's loss tokens by its index, for each micro-batch. `values` then has
+    their log-probs, and their entropies if the step computes them. A record whose forward pass the step skips is missing.
     """
 
-    def __init__(self, micro_batches: Sequence[MicroBatch], observed: Sequence[int]) -> None:
+    def __init__(self, ranges: Sequence[Mapping[int, tuple[int, int]]] = ()) -> None:
         self.values: dict[int, Columns] = {}
-        self._observed = frozenset(observed)
-        self._remaining = iter(micro_batches)
+        self._ranges = ranges
 
     def attach(self, algorithm: Algorithm) -> Algorithm:
         """Return the algorithm, which also gives this observer the inputs of its metrics, in the order of micro-batches."""
-        if not self._observed:
+        if not any(self._ranges):
             return algorithm
+        remaining = iter(self._ranges)
 
         @wraps(algorithm.measure)
         def measure(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> dict[str, Metric]:
-            for index, start, stop in _token_ranges(next(self._remaining)):
-                if index in self._observed:
-                    columns = (logprobs_T,) if entropy_T is None else (logprobs_T, entropy_T)
-                    self.values[index] = tuple(column[start:stop].clone() for column in columns)
+            columns = (logprobs_T,) if entropy_T is None else (logprobs_T, entropy_T)
+            for index, (start, stop) in next(remaining).items():
+                self.values[index] = tuple(column[start:stop].clone() for column in columns)
             return algorithm.measure(logprobs_T, entropy_T, tokens)
 
         return replace(algorithm, measure=measure)
 
 
-def _token_ranges(batch: MicroBatch) -> Iterator[tuple[int, int, int]]:
-    """Yield each record of a micro-batch on the host, with the range [start, stop) of its loss tokens."""
-    counts = torch.bincount(batch.tokens.sequences_T, minlength=batch.tokens.num_sequences).tolist()
-    start = 0
-    for index, count in zip(batch.record_indices, counts, strict=False):  # a masked micro-batch has no records
-        yield index, start, start + count
-        start += count
-
-
 def token_rows(
-    rollout: Rollout, indices: Sequence[int], values: Mapping[int, Columns], decode: Callable[[list[int]], str]
+    records: Mapping[int, Record],
+    selected: Sequence[int],
+    values: Mapping[int, Columns],
+    decode: Callable[[list[int]], str],
 ) -> Iterator[dict[str, object]]:
-    """Yield the journal's row of token values of each of the records.
+    """Yield the journal's row of token values of each record, given with its index; `selected` are the rows of all.
 
     `logprobs` are the engine's. `mismatch` is the policy's log-prob minus the engine's; it and `entropy` are None for
     tokens that the step has not computed. `values` are those of a `TokenObserver`.
     """
-    for index in indices:
-        completion = rollout.records[index].completion
+    for index, record in records.items():
+        completion = record.completion
         policy, entropy = (*values.get(index, ()), None, None)[:2]
         logprobs, mask = completion.logprobs.tolist(), completion.loss_mask.tolist()
         policy_logprobs = _at_loss_tokens(mask, policy)
         yield {
-            "row": rollout.selected[index],
+            "row": selected[index],
             "pieces": token_texts(completion.ids.tolist(), decode),
             "logprobs": [_rounded(each, 3) for each in logprobs],
             "entropy": [_rounded(each, 3) for each in _at_loss_tokens(mask, entropy)],

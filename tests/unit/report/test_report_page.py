@@ -65,6 +65,8 @@ def test_phases_have_time_memory_plan_and_limit(tmp_path):
     data = data_of(write_report([tmp_path / "run"]))
     assert data["runs"][0]["phases"][0] == ["train", "1.5 s", "60.0%", "3.00 GiB", "2.00 GiB", "75.0%"]
     assert data["runs"][0]["phases"][1] == ["save", "1 s", "40.0%", "", "", ""]
+    seconds = traces(data, "phases", "run: seconds of a step")
+    assert {name: trace["y"] for name, trace in seconds.items()} == {"train": [1.0, 2.0], "whole step": [2.0, 3.0]}
     memory = traces(data, "phases", "run: peak memory in GiB")
     assert {name: trace["y"] for name, trace in memory.items()} == {
         "train": [3.0, 3.0],
@@ -135,6 +137,18 @@ def test_long_texts_make_the_sample_smaller(tmp_path):
     run = data_of(write_report([folder]))["runs"][0]
     assert [row["step"] for row in run["completions"]] == [1, 3, 4]
     assert "3 of 8 completions, evenly sampled" in run["sampled"]
+
+
+def test_token_values_of_long_completions_are_of_fewer(tmp_path):
+    folder = online_run(tmp_path / "run")
+    journal = Journal(folder / "journal")
+    journal.resume_at(0)
+    for step in range(1, 5):
+        journal.write_rollout(step, [{"completion": "text"}])
+        journal.write_tokens(step, [token_row(0, ["x"] * 400_000)])
+    run = data_of(write_report([folder]))["runs"][0]
+    assert [row["step"] for row in run["completions"] if "tokens" in row] == [1, 4]
+    assert "2 of 4, evenly sampled" in run["sampled"]
 
 
 def test_more_steps_than_a_curve_may_have_are_sampled_evenly_and_the_page_says_so(tmp_path):
@@ -258,7 +272,7 @@ def test_runs_of_every_kind_have_a_report(tmp_path, kind):
     assert {"train", "optimizer"} <= {row[0] for row in data["runs"][0]["phases"]}
     completions = data["runs"][0]["completions"]
     num_rollouts = {"GRPO": 2, "PPO": 1, "OnlineDPO": 2}.get(kind, 0)
-    assert sum("tokens" in row for row in completions) == 2 * num_rollouts
+    assert sum("tokens" in row for row in completions) == num_rollouts
     assert len(completions) == 8 * num_rollouts
 
 
