@@ -75,7 +75,6 @@ class StepScratch:
     measured        loss and metrics of the step, from its backward until they are reported
     seconds         duration of the step
     num_new         tokens of the step that no earlier step has seen (see StepBatches)
-    learning_rate   of the step's update
     """
 
     start_state: RunState | None = None
@@ -83,7 +82,6 @@ class StepScratch:
     measured: StepMetrics | None = None
     seconds: float = 0.0
     num_new: int = 0
-    learning_rate: float = 0.0
 
 
 class RunContext(Protocol):

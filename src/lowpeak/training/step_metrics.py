@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,13 @@ class StepMetrics:
 
     loss: Tensor | float
     metrics: dict[str, Metric]
+    learning_rate: float = 0.0
     grad_norm: float | None = None
     tokens: Mapping[int, tuple[Tensor | Sequence[float], ...]] = field(default_factory=dict)
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return the numbers beside the metrics, by their names in the journal."""
+        return {"loss": float(self.loss), "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def gather_metrics(measured: StepMetrics, grad_norm: Any, ranks: Ranks) -> StepM
         norm = norm if math.isfinite(rank_norm) else rank_norm
         merged = merge_metrics(merged, metrics)
         tokens |= rank_tokens
-    return StepMetrics(loss, merged, None if grad_norm is None else norm, tokens)
+    return replace(measured, loss=loss, metrics=merged, grad_norm=None if grad_norm is None else norm, tokens=tokens)
 
 
 def _split_columns(
