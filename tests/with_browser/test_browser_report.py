@@ -175,6 +175,14 @@ def test_markup_in_any_text_stays_text(browser, tmp_path):
     opened.check_is_alone()
 
 
+def test_what_a_script_tries_to_load_is_refused_by_the_policy(browser, tmp_path):
+    opened = Opened(browser, online_run(tmp_path / "run"))
+    assert opened.tab.evaluate("fetch('http://a.invalid/').then(() => 'loaded', () => 'refused')") == "refused"
+    opened.tab.evaluate("document.body.append(Object.assign(new Image(), {src: 'http://a.invalid/x.png'}))")
+    opened.tab.wait_for_timeout(200)
+    assert [text.count("Content Security Policy") > 0 for text in opened.messages[:2]] == [True, True]
+
+
 def test_several_runs_are_overlaid_and_can_be_chosen(browser, tmp_path):
     opened = Opened(browser, online_run(tmp_path / "one"), online_run(tmp_path / "two", 2))
     assert opened.texts("#curves .js-plotly-plot >> nth=0 >> .legendtext") == ["one", "two"]
