@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -189,12 +189,17 @@ class OnlineTrainer(StepTrainer):
         step, self.steps_used = self.steps_used, self.steps_used + 1
         indices = records_of_step(rollout, settings, self.acting_args.seed, step, run.algorithm.unit)
         batches = make_step_batches(rollout.records, indices, run.algorithm, run.budget, run.strategy.ranks)
-        most = self.collector.settings.num_completions_with_tokens if step == 0 and rollout.rows else 0
-        # Of a record that the step skips only the engine's values are known.
-        trained = trained_records(rollout.records, indices, run.algorithm)
-        self.observed = choose_evenly(trained or indices, most, rollout.number)
+        self.observed = self._choose_observed(rollout, indices) if step == 0 else ()
         observer = observe_records(batches, self.observed)
         return StepBatches(batches, rollout.num_tokens if step == 0 else 0, observer)
+
+    def _choose_observed(self, rollout: Rollout, indices: Sequence[int]) -> tuple[int, ...]:
+        most = self.collector.settings.num_completions_with_tokens
+        if not most or not rollout.rows:  # a resumed run has no rows, and wrote the values before
+            return ()
+        # Of a record that the step skips only the engine's values are known.
+        trained = trained_records(rollout.records, indices, self.run.algorithm)
+        return choose_evenly(trained or indices, most, rollout.number)
 
     def _current_rollout(self) -> Rollout:
         if self.rollout is None or self.steps_used >= self.collector.settings.rollout.num_steps:

@@ -217,7 +217,7 @@ def pad_batches_across_ranks(
 def observe_records(batches: Sequence[MicroBatch], observed: Collection[int]) -> TokenObserver:
     """Return an observer of some records' loss tokens in this rank's micro-batches."""
     ranges = []
-    for batch in batches:
+    for batch in batches if observed else ():
         counts = torch.bincount(batch.tokens.sequences_T, minlength=batch.tokens.num_sequences).tolist()
         stops = zip(batch.record_indices, counts, accumulate(counts), strict=False)  # a masked batch has no records
         ranges.append({index: (stop - count, stop) for index, count, stop in stops if index in observed})
