@@ -3,6 +3,7 @@
 # make test         lint, types and all tests
 # make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
+# make test-report  the report's page in a headless Chromium, which apt installs if there is none (BROWSER_PATH)
 # make docs         the manual as a site, in build/site; a broken link is an error
 # Each makes its environment on its first run and installs nothing on the next.
 
@@ -31,10 +32,10 @@ export TOKENIZERS_PARALLELISM := false
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help quickstart check test test-kernels test-vllm docs lint types format clean
+.PHONY: help quickstart check test test-kernels test-vllm test-report docs lint types format clean
 
 help:
-	@sed -n 's/^# \{0,1\}//;1,7p' Makefile
+	@sed -n 's/^# \{0,1\}//;1,8p' Makefile
 
 $(CORE): pyproject.toml constraints.txt requirements.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -75,7 +76,7 @@ check:
 test:
 	@echo "make test: about 15 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
-	$(PYTEST) $(BY_FILE) --ignore=tests/with_vllm
+	$(PYTEST) $(BY_FILE) --ignore=tests/with_vllm --ignore=tests/with_browser
 
 docs:
 	@echo "make docs: a few seconds, and half a minute to install"
@@ -100,6 +101,12 @@ test-vllm:
 	@$(MAKE) --no-print-directory $(VLLM_READY)
 	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR \
 		$(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/with_vllm
+
+test-report:
+	@echo "make test-report: half a minute on two cores, and half a minute to install a browser"
+	@$(MAKE) --no-print-directory $(READY)
+	@$(BIN)/python tests/with_browser/find_browser.py || { apt-get -qq update && apt-get -qq install --no-install-recommends chromium >/dev/null; }
+	$(BIN)/python -m pytest tests/with_browser
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

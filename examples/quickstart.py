@@ -36,6 +36,7 @@ from lowpeak import (
     SFTConfig,
     SFTTrainer,
 )
+from lowpeak.report import write_report
 
 WARM_STEPS = 32
 WARM_ROWS = 128  # a step, each row seen once
@@ -236,6 +237,7 @@ def show(before: Any, after: Any, output_dir: str, seconds: float) -> None:
     show_accuracy("after", after)
     print(f"\n{seconds:.0f} seconds in all. The run's files are in {output_dir}: the trained model, checkpoints, and")
     print("journal/ with one line per step (steps.jsonl) and per completion (rollouts.jsonl) for pandas or polars.")
+    print(f"Curves and completions, in a browser: {write_report([Path(output_dir)])}")
     command = Path(sys.executable).with_name("lowpeak")
     here = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else "lowpeak"
     print(f"Next: {here} grpo --config examples/grpo.yaml --dry-run")

@@ -1,8 +1,14 @@
-"""The journal of a run, in JSON lines: steps in `steps.jsonl`, completions in `rollouts.jsonl`.
+"""The journal of a run, in JSON lines.
 
-pandas (`read_json(path, lines=True)`) and polars (`read_ndjson(path, infer_schema_length=None)`) read both files. Each line
+    steps.jsonl         the metrics of each optimizer step
+    rollouts.jsonl      each completion, with its rewards
+    tokens.jsonl        token values of some completions: text, log-prob, entropy, mismatch and loss mask
+    evaluations.jsonl   the metrics of each evaluation during training
+    events.jsonl        resumed runs and lost engines
+
+pandas (`read_json(path, lines=True)`) and polars (`read_ndjson(path, infer_schema_length=None)`) read these files. Each line
 is one append, so a kill between lines leaves only complete ones. Linux can end even one write early when it kills a process
-(seen with lines of 100 kB, never with 4 kB): `read_steps` skips such an incomplete last line, and a resumed run removes it.
+(seen with lines of 100 kB, never with 4 kB): `read_rows` skips such an incomplete last line, and a resumed run removes it.
 NaN and infinities become null, because JSON has neither.
 """
 
@@ -15,6 +21,7 @@ import logging
 import math
 import mmap
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +32,9 @@ from lowpeak.errors import CheckpointError
 
 STEPS = "steps"
 ROLLOUTS = "rollouts"
+TOKENS = "tokens"
+EVALUATIONS = "evaluations"
+EVENTS = "events"
 
 _INT64 = 2**63
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -34,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """A writer of a run's steps and rollouts in `folder`.
+    """A writer of a run's files in `folder`.
 
     Rank 0 writes; the other ranks pass `writes=False`. When the first line is written, files of an earlier run are renamed to
     `steps.1.jsonl`, `rollouts.1.jsonl`, ..., unless `resume_at` was called to continue them. A full disk raises
@@ -60,14 +70,15 @@ class Journal:
     def resume_at(self, step: int) -> None:
         """Continue the files after `step`: remove the lines of later steps, and an incomplete last line.
 
-        Each file is replaced by a synced copy, so a kill leaves either the old file or the new one.
+        Events stay: they tell what happened, and the run may do their steps again without them. Each file is replaced by a
+        synced copy, so a kill leaves either the old file or the new one.
         """
         if not self._writes:
             return
         with _write_errors(self.folder):
             for path in _paths(self.folder):
                 if path.exists():
-                    _remove_later_lines(path, step)
+                    _remove_later_lines(path, math.inf if path.stem == EVENTS else step)
         self._owns_files = True
 
     def write_step(self, step: int, row: Mapping[str, Any]) -> None:
@@ -77,6 +88,18 @@ class Journal:
     def write_rollout(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append one line per completion (prompt, completion, rewards, advantage); `step` is the rollout's first step."""
         self._append(ROLLOUTS, step, rows)
+
+    def write_tokens(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append token values of completions; `row` of each is the index of its line among the rollout's lines."""
+        self._append(TOKENS, step, rows)
+
+    def write_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
+        """Append the metrics of an evaluation after `step`."""
+        self._append(EVALUATIONS, step, [row])
+
+    def write_event(self, step: int, event: str, **details: Any) -> None:
+        """Append an event after `step`, with the time in seconds since 1970."""
+        self._append(EVENTS, step, [{"time": time.time(), "event": event, **details}])
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""
@@ -123,12 +146,18 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
     The list is empty if there is no file.
     """
-    path = folder / f"{STEPS}.jsonl"
-    return [row for _, row in _read_lines(path)] if path.exists() else []
+    return list(read_rows(folder, STEPS))
+
+
+def read_rows(folder: Path, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file in order, without incomplete and damaged lines; none if there is no file."""
+    path = folder / f"{name}.jsonl"
+    if path.exists():
+        yield from (row for _, row in _read_lines(path))
 
 
 def _paths(folder: Path, number: str = "") -> list[Path]:
-    return [folder / f"{name}{number}.jsonl" for name in (STEPS, ROLLOUTS)]
+    return [folder / f"{name}{number}.jsonl" for name in (STEPS, ROLLOUTS, TOKENS, EVALUATIONS, EVENTS)]
 
 
 def _json_value(value: Any) -> Any:
@@ -181,7 +210,7 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 logger.warning("%s: line %d is incomplete or damaged and is skipped.", path, number)
 
 
-def _remove_later_lines(path: Path, step: int) -> None:
+def _remove_later_lines(path: Path, step: float) -> None:
     copy = path.with_name(f"{path.name}.new")
     with os.fdopen(open_without_symlink(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.writelines(line for line, row in _read_lines(path) if row["step"] <= step)
@@ -192,7 +221,7 @@ def _remove_later_lines(path: Path, step: int) -> None:
 
 
 def _rename_earlier_files(folder: Path) -> None:
-    """Rename an earlier run's files to the first number that is free for both.
+    """Rename an earlier run's files to the first number that is free for all.
 
     Incomplete last lines are removed.
     """

@@ -100,6 +100,14 @@ RULES = {
     "only the command line knows the self-test": Rule(
         ("lowpeak",), _rooms("selftest"), not_who=("lowpeak.cli", "lowpeak.selftest")
     ),
+    "only the command line knows the report": Rule(
+        ("lowpeak",), (*_rooms("report"), "plotly"), not_who=("lowpeak.cli", "lowpeak.report")
+    ),
+    "a report needs journals alone": Rule(
+        _rooms("report"),
+        ("lowpeak", "torch", "transformers", "numpy"),
+        but=("lowpeak.errors", "lowpeak.exports", "lowpeak.journal", "lowpeak.report"),
+    ),
     "the command line starts without the heavy packages": Rule(
         ("lowpeak.cli", "lowpeak.__main__"),
         (
@@ -148,6 +156,8 @@ FORBIDDEN = [
     ("lowpeak.training.step", "def f():\n    from transformers import Trainer", STEP),
     ("lowpeak.training.step", "import lowpeak.rollout.native.engine", STEP),
     ("lowpeak.vllm.new", "import vllm", "optional packages are imported where they are used"),
+    ("lowpeak.report.new", "from lowpeak.training import Run", "a report needs journals alone"),
+    ("lowpeak.training.new", "def f():\n    import plotly", "only the command line knows the report"),
     ("lowpeak.journal", "import torch.distributed", "process groups are named by ranks and strategies alone"),
 ]
 

@@ -11,7 +11,7 @@ import pytest
 import lowpeak
 from architecture.sources import PACKAGE
 
-HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "peft", "vllm")
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "peft", "vllm", "plotly")
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "
         "from lowpeak.cli.commands import main; main(['--version'])",
         "from lowpeak.cli.commands import main; main(['nonsense'])",
         "from lowpeak.cli.commands import main; main(['serve'])",
+        "import lowpeak.report.page, lowpeak.journal",
         "import lowpeak.arguments.grpo, lowpeak.arguments.ppo, lowpeak.arguments.offline",
     ],
 )

@@ -12,7 +12,7 @@ from setups import seen
 from spawn import PATH, TESTS
 
 from child_processes import QUIET, free_port, run_ranks
-from lowpeak.journal import read_steps
+from lowpeak.journal import read_rows, read_steps
 
 
 def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_path):
@@ -34,6 +34,8 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_p
     assert f"Restart 1: resuming from {tmp_path / 'run/checkpoint-2'}." in ended.stderr
     assert "rank 1 is gone" in ended.stderr
     assert [row["step"] for row in read_steps(tmp_path / "run/journal")] == [1, 2, 3, 4, 5, 6]
+    (event,) = read_rows(tmp_path / "run/journal", "events")
+    assert (event["step"], event["event"], event["restarts"]) == (2, "resumed", 1)
     lines = (tmp_path / "run/journal/rollouts.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [step for step in range(1, 7) for _ in range(8)]
     run_ranks(fault_ranks.leave_alone, tmp_path / "alone", "fsdp2")

@@ -11,6 +11,7 @@ from datasets import Dataset
 from setups import ANSWERS, PROMPTS, build, forget, note, prepare, seen
 
 from child_processes import succeed_on_ranks
+from lowpeak.journal import read_rows
 from preference_data import tiny_classifier
 
 
@@ -45,3 +46,22 @@ def test_every_rank_has_the_predictions_of_one_process(tmp_path, strategy):
         for kind in ("SFT", "Reward"):
             for ours, expected in zip(rank[kind], alone[kind], strict=True):
                 np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
+
+
+def train_with_tokens(place: Path, strategy: str) -> None:
+    """Two rollouts whose completions all have token values in the journal."""
+    arguments = {**prepare(strategy), "max_steps": 2, "num_completions_with_tokens": 8, "micro_batch_tokens": 24}
+    build("GRPO", place / "run", arguments).train()
+    forget()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_token_values_that_other_ranks_computed_are_in_the_journal(tmp_path, strategy):
+    succeed_on_ranks(train_with_tokens, tmp_path / "one", "ddp", world_size=1)
+    succeed_on_ranks(train_with_tokens, tmp_path / "two", strategy)
+    alone, ours = (list(read_rows(tmp_path / each / "run/journal", "tokens")) for each in ("one", "two"))
+    assert len(alone) > 4
+    for row, expected in zip(ours, alone, strict=True):
+        assert (row["step"], row["row"], row["pieces"]) == (expected["step"], expected["row"], expected["pieces"])
+        assert row["entropy"] == pytest.approx(expected["entropy"], abs=1.1e-3)  # one in the last digit
+        assert row["mismatch"] == pytest.approx(expected["mismatch"], abs=1.1e-4)

@@ -1,4 +1,4 @@
-"""Break the source in 41 ways, one at a time, and name the test that notices: `python tests/faults/injected.py [part of a name]`.
+"""Break the source in 44 ways, one at a time, and name the test that notices: `python tests/faults/injected.py [part of a name]`.
 
 Run it in a clean checkout, before and after tests are rewritten: a fault that passes is a hole. It takes about an hour.
 """
@@ -226,6 +226,24 @@ FAULTS = [
         'lambda x: 0 < x <= 1, "must be in (0, 1]"',
         'lambda x: 0 <= x <= 1, "must be in (0, 1]"',
         ARGUMENTS,
+    ),
+    (
+        "token values are of the next token",
+        "index: (stop - count, stop) for",
+        "index: (stop - count + 1, stop + 1) for",
+        "tests/unit/training/test_training_token_values.py",
+    ),
+    (
+        "only one rank's token values are kept",
+        "tokens |= rank_tokens",
+        "tokens = tokens or rank_tokens",
+        "tests/distributed/test_distributed_metrics.py",
+    ),
+    (
+        "a report embeds markup",
+        '":")).replace("<",',
+        '":")).replace(">",',
+        "tests/unit/report",
     ),
     ("a rollout may split a group", "rows % args.num_generations == 0", "True", ARGUMENTS),
 ]

@@ -18,4 +18,5 @@ def test_a_stored_checkpoint_goes_on_to_the_stored_weights_and_journal(name, tmp
         torch.testing.assert_close(ours[key], values, atol=TOLERANCE, rtol=0)
     assert all(row.keys() <= our_row.keys() for row, our_row in zip(steps, our_steps, strict=True))
     for row, expected in zip(our_steps, steps, strict=True):
-        assert row == {key: pytest.approx(value, rel=1e-4, abs=1e-5) for key, value in expected.items()}
+        stored = {key: row[key] for key in expected}  # later versions write more numbers
+        assert stored == {key: pytest.approx(value, rel=1e-4, abs=1e-5) for key, value in expected.items()}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowpeak.errors import CheckpointError
-from lowpeak.journal import Journal, read_steps
+from lowpeak.journal import Journal, read_rows, read_steps
 
 
 def lines(path):
@@ -107,6 +107,25 @@ def test_a_resumed_run_goes_on_without_doubling_or_losing_a_step(tmp_path):
     assert [row["run"] for row in read_steps(tmp_path)] == ["first"] * 3 + ["second"] * 3
     assert [row["step"] for row in lines(tmp_path / "rollouts.jsonl")] == [1, 1, 2, 2, 3, 3, 4, 5, 6]
     assert names(tmp_path) == ["rollouts.jsonl", "steps.jsonl"]
+
+
+def test_a_resumed_run_loses_later_tokens_and_evaluations_and_keeps_every_event(tmp_path):
+    journal = write_run(tmp_path, 3)
+    for step in (1, 2, 3):
+        journal.write_tokens(step, [{"row": 0}])
+        journal.write_evaluation(step, {"eval_reward": 0.5})
+        journal.write_event(step, "engine lost", error="gone")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"step":4,"ev')
+    resumed = Journal(tmp_path)
+    resumed.resume_at(2)
+    resumed.write_event(2, "resumed", restarts=1)
+    assert [row["step"] for row in read_rows(tmp_path, "tokens")] == [1, 2]
+    assert list(read_rows(tmp_path, "evaluations"))[-1] == {"step": 2, "eval_reward": 0.5}
+    events = list(read_rows(tmp_path, "events"))
+    assert [(row["step"], row["event"]) for row in events] == [*((s, "engine lost") for s in (1, 2, 3)), (2, "resumed")]
+    assert events[0]["error"] == "gone"
+    assert events[-1]["time"] >= events[0]["time"] > 1e9
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,11 @@ class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
     log_unique_prompts: bool = logging_argument(
         False, "Print one row per prompt in the table.", acts_if=_PRINTS_COMPLETIONS
     )
+    num_completions_with_tokens: int = logging_argument(
+        1,
+        "Completions of each rollout whose tokens' log-probs, entropies and mismatches are written into the journal.",
+        at_least(0),
+    )
 
 
 @dataclass(frozen=True)
@@ -251,6 +256,7 @@ class OnlineSettings(RunSettings):
     mask_truncated: bool
     prompts: PromptSettings
     table: TableSettings | None
+    num_completions_with_tokens: int
     vllm: VllmSettings | None
     facts: RunFacts
 
@@ -285,6 +291,7 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
         passes=resolve_passes(args),
         prompts=make_settings(PromptSettings, args, chat_template_kwargs=args.chat_template_kwargs or {}),
         table=make_settings(TableSettings, args) if args.log_completions else None,
+        num_completions_with_tokens=args.num_completions_with_tokens,
         reward_failures=args.reward_failures,
         reward_timeout=args.reward_timeout,
         vllm=resolve_vllm(args, world_size),

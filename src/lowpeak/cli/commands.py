@@ -29,6 +29,7 @@ commands:
   serve      start a vLLM server that accepts weight updates from a run
   vllm-serve the same, by TRL's name
   plan       print what a run will take on each device before it starts; --fit chooses settings that fit
+  report     write curves, events and completions of runs into an HTML page
   env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs
   preset     print a config for several devices, to edit or to pass to `accelerate launch`
 
@@ -130,6 +131,26 @@ def _plan(arguments: list[str]) -> int:
     return run_plan(arguments)
 
 
+def _report(arguments: list[str]) -> int:
+    from pathlib import Path
+
+    from lowpeak.cli.arguments import ErrorParser
+    from lowpeak.report import write_report
+
+    parser = ErrorParser(
+        "lowpeak report",
+        description="Write one HTML page with the curves, events and completions of runs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run; several are overlaid")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: RUN/report.html, or ./report.html for several runs"
+    )
+    options = parser.parse_args(arguments)
+    print(f"The report is in {write_report(options.runs, options.output)}.")
+    return 0
+
+
 def _preset(arguments: list[str]) -> int:
     from lowpeak.cli.accelerate_config import PRESETS, preset_text
 
@@ -144,6 +165,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "vllm-serve": _serve,  # TRL's name
     "plan": _plan,
+    "report": _report,
     "env": _env,
     "preset": _preset,
 }

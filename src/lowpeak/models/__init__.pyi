@@ -2,6 +2,7 @@ from lowpeak.models.experts import LoadBalance as LoadBalance
 from lowpeak.models.experts import RoutingRequest as RoutingRequest
 from lowpeak.models.experts import balance_loss as balance_loss
 from lowpeak.models.experts import load_balance_of as load_balance_of
+from lowpeak.models.experts import rehearse_experts as rehearse_experts
 from lowpeak.models.experts import routing_sums as routing_sums
 from lowpeak.models.experts import sequences_per_token as sequences_per_token
 from lowpeak.models.load import LOGPROB_HEAD as LOGPROB_HEAD

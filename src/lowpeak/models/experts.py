@@ -13,7 +13,8 @@ Shapes: E experts, N = B*L tokens of a micro-batch.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -57,6 +58,22 @@ def load_balance_of(causal: Any, coefficient: float | None) -> LoadBalance | Non
         return None
     weight = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
     return LoadBalance(float(weight), int(causal.num_experts_per_tok)) if weight else None
+
+
+@contextmanager
+def rehearse_experts() -> Iterator[None]:
+    """Let transformers multiply experts in the block by its operators for any dtype, which fake tensors can run.
+
+    They take the memory of torch's grouped product, whose fake accepts bf16 alone.
+    """
+    from transformers.integrations import moe
+
+    can_use = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda *_: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = can_use
 
 
 def sequences_per_token(batch: MicroBatch) -> Tensor:

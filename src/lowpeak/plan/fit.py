@@ -15,6 +15,7 @@ from typing import Any
 from lowpeak.arguments import StorageFormat
 from lowpeak.device_kind import rehearse_device
 from lowpeak.memory import Kind
+from lowpeak.models import rehearse_experts
 from lowpeak.plan.computed import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, PROCESS_BYTES
 from lowpeak.plan.cost import Work, step_seconds, work_of
 from lowpeak.plan.hardware import Machine
@@ -263,7 +264,7 @@ class Search:
             strategy="single",
             machine=replace(self._request.machine, num_devices=1),
         )
-        with rehearse_device(request.machine.device):
+        with rehearse_device(request.machine.device), rehearse_experts():
             inputs = RunInputs(request, lambda inputs: request.machine.memory // 2)
             inputs.counts = self._inputs.counts
             phases = rehearse_inputs(inputs, inputs.step_batches()).phases

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak.device_kind import rehearse_device
 from lowpeak.memory import CUDA_BLOCK, Kind, PhaseMemories, PhaseMemory, Rehearsal, rehearse, rehearse_rollout
+from lowpeak.models import rehearse_experts
 from lowpeak.parallel import decoder_layers
 from lowpeak.plan.computed import (
     engine_bytes,
@@ -154,7 +155,7 @@ def make_plan(
 
     `factors` calibrate the seconds of each phase; see `calibration`.
     """
-    with rehearse_device(request.machine.device):
+    with rehearse_device(request.machine.device), rehearse_experts():
         report("counting parameters")
         inputs = RunInputs(request, free_bytes)
         inputs.counts = counts = ModelCounts.of(inputs.make_policy)

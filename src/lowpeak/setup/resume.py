@@ -59,11 +59,13 @@ def check_checkpoint_name(checkpoint: Path, output_dir: Path, step: int) -> None
 def clear_output_dir(output_dir: Path, journal: Journal, step: int | None) -> None:
     """Move away checkpoints of another run, or of steps after a resumed run's `step`; one process calls it.
 
-    The journal then loses the same steps.
+    The journal then loses the same steps, and has an event for the resume.
     """
     moved_to = move_later_checkpoints(output_dir, step or 0)
     if moved_to is not None:
         logger.warning("%s had later checkpoints, or those of another run; they are now in %s.", output_dir, moved_to)
     if step is not None:
         journal.resume_at(step)
+    if step is not None or num_restarts():
+        journal.write_event(step or 0, "resumed", restarts=num_restarts())
     record_launch(output_dir, step or 0)

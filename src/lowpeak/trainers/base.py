@@ -212,13 +212,12 @@ class StepTrainer(ModelCardMixin, Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        run, step = self.run, inputs["step"]
+        run, step, coefficients = self.run, inputs["step"], self.coefficients()
+        algorithm, settings = step.observer.attach(run.algorithm), run.logprob_settings
         with run.tracker.phase(Phase.TRAIN):
-            loss, metrics = run_step(
-                model, step.micro_batches, run.algorithm, run.logprob_settings, run.strategy, self.coefficients()
-            )
-        useful = Metric(float(step.num_useful), float(step.num_computed))
-        self.scratch.measured = StepMetrics(loss, {**metrics, "useful_tokens/train": useful})
+            loss, metrics = run_step(model, step.micro_batches, algorithm, settings, run.strategy, coefficients)
+        metrics["useful_tokens/train"] = Metric(float(step.num_useful), float(step.num_computed))
+        self.scratch.measured = StepMetrics(loss, metrics, self._get_learning_rate(), tokens=step.observer.values)
         self.scratch.seconds, self.scratch.num_new = time.perf_counter() - inputs["start"], step.num_new
         return loss * run.strategy.ranks.world_size
 
@@ -260,8 +259,8 @@ class StepTrainer(ModelCardMixin, Trainer):
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
         self.algorithm_state = self.run.algorithm.next_state(self.algorithm_state, values)
-        row = {"loss": float(measured.loss), "grad_norm": measured.grad_norm, **values}
-        self.run.journal.write_step(self.state.global_step, {**row, "epoch": self.state.epoch})
+        row = {**measured.numbers(), **values, "epoch": self.state.epoch}
+        self.run.journal.write_step(self.state.global_step, row)
         self.unlogged_metrics = merge_metrics(self.unlogged_metrics, metrics)
         return values
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,16 +42,20 @@ from lowpeak.training import (
     OnlineInputs,
     Rollout,
     StepBatches,
+    choose_evenly,
     connect_online,
     describe_run,
     evaluate_prompts,
     load_extra_weights,
     make_step_batches,
+    observe_records,
     prepare_online,
     print_completions,
     records_of_step,
     save_extra_weights,
+    token_rows,
     track_completions,
+    trained_records,
 )
 from lowpeak.watchdog import detect_failures
 
@@ -148,6 +152,7 @@ class OnlineTrainer(StepTrainer):
         self.rollout: Rollout | None = None
         self.steps_used = 0
         self.last_table_span: int | None = None  # number of the last span of log_completions_steps with a table
+        self.observed: tuple[int, ...] = ()  # records of the step under way whose token values go into the journal
         self.start_run(run)
 
     @property
@@ -184,7 +189,17 @@ class OnlineTrainer(StepTrainer):
         step, self.steps_used = self.steps_used, self.steps_used + 1
         indices = records_of_step(rollout, settings, self.acting_args.seed, step, run.algorithm.unit)
         batches = make_step_batches(rollout.records, indices, run.algorithm, run.budget, run.strategy.ranks)
-        return StepBatches(batches, rollout.num_tokens if step == 0 else 0)
+        self.observed = self._choose_observed(rollout, indices) if step == 0 else ()
+        observer = observe_records(batches, self.observed)
+        return StepBatches(batches, rollout.num_tokens if step == 0 else 0, observer)
+
+    def _choose_observed(self, rollout: Rollout, indices: Sequence[int]) -> tuple[int, ...]:
+        most = self.collector.settings.num_completions_with_tokens
+        if not most or not rollout.rows:  # a resumed run has no rows, and wrote the values before
+            return ()
+        # Of a record that the step skips only the engine's values are known.
+        trained = trained_records(rollout.records, indices, self.run.algorithm)
+        return choose_evenly(trained or indices, most, rollout.number)
 
     def _current_rollout(self) -> Rollout:
         if self.rollout is None or self.steps_used >= self.collector.settings.rollout.num_steps:
@@ -199,7 +214,14 @@ class OnlineTrainer(StepTrainer):
 
     def finish_step(self) -> dict[str, float]:
         """Stage 13; then skip the rollout's other steps if the algorithm stops early, and update the reference if that is due."""
+        measured = self.scratch.measured
         values = super().finish_step()
+        if self.observed and self.is_world_process_zero():
+            assert measured is not None
+            assert self.rollout is not None
+            records = {index: self.rollout.records[index] for index in self.observed}
+            rows = token_rows(records, self.rollout.selected, measured.tokens, self._decode_tokens)
+            self.run.journal.write_tokens(self.state.global_step, rows)
         if self.run.algorithm.stop_early(values):
             self.steps_used = self.collector.settings.rollout.num_steps
         sync = self.collector.settings.reference_sync
@@ -209,6 +231,9 @@ class OnlineTrainer(StepTrainer):
             key = f"{self.args.seed}/reference/{step}"
             self.run.strategy.average(self._reference_model(), self.model, sync.share, key)
         return values
+
+    def _decode_tokens(self, ids: list[int]) -> str:
+        return self.parts.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         metrics, table = self.unlogged_metrics, self.collector.settings.table

@@ -34,8 +34,10 @@ from lowpeak.training.prepare_run import prepare_online as prepare_online
 from lowpeak.training.rollout import Rollout as Rollout
 from lowpeak.training.rollout import StepBatches as StepBatches
 from lowpeak.training.rollout import make_step_batches as make_step_batches
+from lowpeak.training.rollout import observe_records as observe_records
 from lowpeak.training.rollout import records_of_step as records_of_step
 from lowpeak.training.rollout import score_records as score_records
+from lowpeak.training.rollout import trained_records as trained_records
 from lowpeak.training.rollout import with_step_shares as with_step_shares
 from lowpeak.training.run import Run as Run
 from lowpeak.training.run import StepCallback as StepCallback
@@ -65,4 +67,7 @@ from lowpeak.training.step_metrics import gather_usage as gather_usage
 from lowpeak.training.step_metrics import require_finite_step as require_finite_step
 from lowpeak.training.step_metrics import require_finite_weights as require_finite_weights
 from lowpeak.training.step_metrics import usage_metrics as usage_metrics
+from lowpeak.training.token_values import choose_evenly as choose_evenly
+from lowpeak.training.token_values import token_rows as token_rows
+from lowpeak.training.token_values import token_texts as token_texts
 from lowpeak.training.weight_sync import MAX_RECONNECTS as MAX_RECONNECTS

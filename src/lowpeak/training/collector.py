@@ -83,7 +83,8 @@ class RolloutCollector:
         for i, record in zip(selected, records, strict=True):
             reported[i] = record
         num_tokens = sum(len(record.prompt_ids) + record.completion.num_written for record in rewarded.records)
-        return Rollout(number, records, metrics, completion_rows(rewarded, reported, self.panel.names), num_tokens)
+        rows = completion_rows(rewarded, reported, self.panel.names)
+        return Rollout(number, records, metrics, rows, num_tokens, tuple(selected))
 
     @contextmanager
     def engine_awake(self) -> Iterator[None]:

@@ -6,9 +6,10 @@ lengths and of the engine, and journal rows."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
 from lowpeak.rewards import RewardedCompletions
 from lowpeak.training.run import RunContext
 from lowpeak.training.step import score
+from lowpeak.training.token_values import TokenObserver
 from lowpeak.vllm.weight_sync import PushReport
 
 
@@ -30,7 +32,7 @@ class Rollout:
     """The groups generated from one set of weights, scored and with advantages; `number` counts from 0.
 
     `metrics`, `rows` (the journal's, one per completion) and `num_tokens` cover all that was generated for it. They are
-    reported once, with the rollout's first step, and are not in checkpoints.
+    reported once, with the rollout's first step, and are not in checkpoints. `selected` is the row of each record.
     """
 
     number: int
@@ -38,6 +40,7 @@ class Rollout:
     metrics: dict[str, Metric] = field(default_factory=dict)
     rows: tuple[dict[str, object], ...] = ()
     num_tokens: int = 0
+    selected: tuple[int, ...] = ()
 
 
 Scores = dict[int, dict[str, Tensor]]  # by the record's index, by name
@@ -128,11 +131,12 @@ class StepBatches:
     """This rank's micro-batches of one optimizer step, and the number of the step's new tokens.
 
     `num_new` counts tokens of all ranks that no earlier step has seen: prompts, and tokens that the policy wrote. The
-    first step of a rollout counts those of the whole rollout.
+    first step of a rollout counts those of the whole rollout. `observer` keeps token values of some records.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     num_new: int
+    observer: TokenObserver = field(default_factory=TokenObserver)
 
     @property
     def num_useful(self) -> int:
@@ -173,7 +177,7 @@ def make_step_batches(
     Sequences whose advantages are all zero count in the step's means, but the algorithm may skip their forward pass.
     """
     counts = StepCounts(len(rows), sum(num_loss_tokens(records[i]) for i in rows))
-    trained = [i for i in rows if not (algorithm.skip_zero_advantage and _has_zero_advantages(records[i]))]
+    trained = trained_records(records, rows, algorithm)
     batches = pack(
         records,
         assign_to_ranks(records, trained, budget, ranks.world_size, algorithm.unit)[ranks.rank],
@@ -182,6 +186,11 @@ def make_step_batches(
         unit=algorithm.unit,
     )
     return tuple(with_step_shares(pad_batches_across_ranks(batches, budget, ranks, least=1), counts, ranks.world_size))
+
+
+def trained_records(records: Sequence[Record], indices: Sequence[int], algorithm: Algorithm) -> list[int]:
+    """Return the indices of the records that a step forwards."""
+    return [i for i in indices if not (algorithm.skip_zero_advantage and _has_zero_advantages(records[i]))]
 
 
 def with_step_shares(batches: Sequence[MicroBatch], counts: StepCounts, num_ranks: int) -> Iterator[MicroBatch]:
@@ -203,6 +212,16 @@ def pad_batches_across_ranks(
     """Append masked micro-batches up to the number on the busiest rank (and `least`): forward passes are collective."""
     most = int(ranks.max([max(len(batches), least)])[0])
     return batches + [masked_batch(budget)] * (most - len(batches))
+
+
+def observe_records(batches: Sequence[MicroBatch], observed: Collection[int]) -> TokenObserver:
+    """Return an observer of some records' loss tokens in this rank's micro-batches."""
+    ranges = []
+    for batch in batches if observed else ():
+        counts = torch.bincount(batch.tokens.sequences_T, minlength=batch.tokens.num_sequences).tolist()
+        stops = zip(batch.record_indices, counts, accumulate(counts), strict=False)  # a masked batch has no records
+        ranges.append({index: (stop - count, stop) for index, count, stop in stops if index in observed})
+    return TokenObserver(ranges)
 
 
 def _has_zero_advantages(record: Record) -> bool:

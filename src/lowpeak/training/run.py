@@ -162,12 +162,15 @@ class StepCallback(TrainerCallback):
     def __init__(self, current_run: Callable[[], Run], finish_step: Callable[[], object]) -> None:
         self._current_run, self._finish_step = current_run, finish_step
         self._open = ExitStack()
+        self._is_training = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self._is_training = True
         if state.is_world_process_zero and find_compact(optimizer) is None:
             warn_of_lost_updates(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._is_training = False
         remove_sums(model.parameters())
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -178,6 +181,10 @@ class StepCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._open.close()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        if self._is_training:  # an evaluation by itself would begin a new journal
+            self._current_run().journal.write_evaluation(state.global_step, metrics)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self._finish_step()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,20 @@ from lowpeak.records import Metric, merge_metrics
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """A step's loss, metrics and gradient norm: tensors of one rank, or after `gather_metrics` numbers of all ranks."""
+    """A step's loss, metrics and gradient norm: tensors of one rank, or after `gather_metrics` numbers of all ranks.
+
+    `tokens` has the log-probs of loss tokens of some records, and their entropies if known, by the record's index.
+    """
 
     loss: Tensor | float
     metrics: dict[str, Metric]
+    learning_rate: float = 0.0
     grad_norm: float | None = None
+    tokens: Mapping[int, tuple[Tensor | Sequence[float], ...]] = field(default_factory=dict)
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return the numbers beside the metrics, by their names in the journal."""
+        return {"loss": float(self.loss), "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
 
 
 @dataclass(frozen=True)
@@ -51,18 +61,31 @@ def gather_metrics(measured: StepMetrics, grad_norm: Any, ranks: Ranks) -> StepM
     for name in names:
         scalars += [measured.metrics[name].total, measured.metrics[name].count]
     device = measured.loss.device if isinstance(measured.loss, Tensor) else torch.device("cpu")
-    stacked = torch.stack([torch.as_tensor(scalar, dtype=torch.float64, device=device).detach() for scalar in scalars])
-    local_loss, local_norm, *rest = stacked.tolist()
+    columns = [torch.as_tensor(column) for values in measured.tokens.values() for column in values]
+    numbers = [*scalars, *columns]
+    flat = [torch.as_tensor(each, dtype=torch.float64, device=device).detach().reshape(-1) for each in numbers]
+    read = torch.cat(flat).tolist()
+    local_loss, local_norm, *rest = read[: len(scalars)]
     local = {
         name: Metric(total, count, measured.metrics[name].kind)
         for name, total, count in zip(names, rest[::2], rest[1::2], strict=True)
     }
-    loss, norm, merged = 0.0, local_norm, dict[str, Metric]()
-    for rank_loss, rank_norm, metrics in ranks.gather((local_loss, local_norm, local)):
+    local_tokens = _split_columns(measured.tokens, read[len(scalars) :])
+    loss, norm, merged, tokens = 0.0, local_norm, dict[str, Metric](), dict[int, tuple[Sequence[float], ...]]()
+    for rank_loss, rank_norm, metrics, rank_tokens in ranks.gather((local_loss, local_norm, local, local_tokens)):
         loss += rank_loss
         norm = norm if math.isfinite(rank_norm) else rank_norm
         merged = merge_metrics(merged, metrics)
-    return StepMetrics(loss, merged, None if grad_norm is None else norm)
+        tokens |= rank_tokens
+    return replace(measured, loss=loss, metrics=merged, grad_norm=None if grad_norm is None else norm, tokens=tokens)
+
+
+def _split_columns(
+    tokens: Mapping[int, tuple[Tensor | Sequence[float], ...]], flat: Sequence[float]
+) -> dict[int, tuple[Sequence[float], ...]]:
+    """Return the columns of each record from one list of all their numbers."""
+    numbers = iter(flat)
+    return {index: tuple(list(islice(numbers, len(column))) for column in columns) for index, columns in tokens.items()}
 
 
 def gather_usage(seconds: float, uses: Mapping[str, PhaseUse], stopping: bool, ranks: Ranks) -> StepUsage:

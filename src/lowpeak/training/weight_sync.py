@@ -45,6 +45,7 @@ class WeightSync:
             except LostEngineError as lost:
                 if reconnects == MAX_RECONNECTS:
                     raise
+                self.context.run.journal.write_event(self.policy_version or 0, "engine lost", error=str(lost))
                 logger.warning("%s Waiting for it; weights will be sent again and missing completions generated.", lost)
         raise AssertionError("the last attempt returns or raises")
 

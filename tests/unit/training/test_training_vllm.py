@@ -117,6 +117,9 @@ def test_a_vllm_that_never_comes_back_ends_the_run_after_so_many_tries(tmp_path)
     with pytest.raises(LostEngineError, match="died"):
         run.train()
     assert doomed.vllm.events.count("pause") == 1 + 1 + MAX_RECONNECTS  # the first load is the test's own
+    lost = journal(tmp_path, "events")
+    assert [row["event"] for row in lost] == ["engine lost"] * MAX_RECONNECTS
+    assert "died" in lost[0]["error"]
     assert "close" in doomed.vllm.events
 
 

@@ -1,0 +1,1 @@
+from lowpeak.report.page import write_report as write_report

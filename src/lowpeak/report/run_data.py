@@ -1,0 +1,218 @@
+"""The part of a run's journal that its report shows: steps, events, and an even sample of completions."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lowpeak.errors import ArgumentError
+from lowpeak.journal import EVALUATIONS, EVENTS, ROLLOUTS, STEPS, TOKENS, read_rows
+
+MAX_STEPS = 5_000  # of a run, in its curves
+MAX_COMPLETIONS = 20_000  # with their text
+MAX_TOKEN_ROWS = 2_000  # with token values
+MAX_TOKENS = 1_000_000  # of these completions together
+MAX_TEXT_LENGTH = 64 << 20  # characters of all completions and their prompts
+
+Value = TypeVar("Value")
+Position = tuple[int, int]  # of a completion: the rollout's first step, and the index of its line
+
+_STEP = re.compile(rb'\{"step": ?(\d+)[,}]')  # with which the journal begins each line
+_SHOWN_APART = ("step", "prompt", "completion", "reward", "advantage", "num_tokens", "finish_reason")
+
+
+@dataclass(frozen=True)
+class Completions:
+    """A sample of a run's completions, as JSON, with its prompts.
+
+    The journal has `num_total` completions, and `num_available` of them with token values.
+    """
+
+    rows: list[dict[str, Any]]
+    prompts: list[str]
+    num_total: int
+    num_available: int
+
+    @property
+    def num_with_tokens(self) -> int:
+        return sum("tokens" in row for row in self.rows)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run's numbers by step, its events, and a sample of its completions; `num_steps` are those of the journal."""
+
+    name: str
+    steps: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    completions: Completions
+    num_steps: int
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunData]:
+    """Return the data of each run; together they have at most the completions that one page may have.
+
+    Raises:
+        ArgumentError: a folder is not there, or has no journal.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise ArgumentError(f"{folder} is not a folder: pass the output_dir of a run.")
+        if not any((folder / "journal" / f"{name}.jsonl").is_file() for name in (STEPS, ROLLOUTS)):
+            raise ArgumentError(
+                f"{folder} has no journal/{STEPS}.jsonl: pass the output_dir of a run that has finished a step."
+            )
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    journals = [folder / "journal" for folder in folders]
+    num_online = sum((journal / f"{ROLLOUTS}.jsonl").is_file() for journal in journals)
+    return [_read_run(name, journal, max(1, num_online)) for name, journal in zip(names, journals, strict=True)]
+
+
+def _read_run(name: str, journal: Path, num_online: int) -> RunData:
+    """Return a run's data, with its share of the completions if `num_online` runs have some."""
+    steps = list(read_rows(journal, STEPS))
+    return RunData(
+        name,
+        [_numbers(row) for row in sample_evenly(steps, MAX_STEPS)],
+        [_numbers(row) for row in read_rows(journal, EVALUATIONS)],
+        [_event(row) for row in read_rows(journal, EVENTS)],
+        read_completions(journal, *(most // num_online for most in (MAX_COMPLETIONS, MAX_TOKEN_ROWS, MAX_TEXT_LENGTH))),
+        len(steps),
+    )
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if type(value) in (int, float) and math.isfinite(value)}
+
+
+def _event(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event as texts: its time, what happened, and its details."""
+    details = {name: value for name, value in row.items() if name not in ("step", "time", "event")}
+    seconds = _number(row.get("time"))
+    known = seconds is not None and 0 <= seconds < 1e11
+    when = f"{datetime.fromtimestamp(seconds or 0, UTC):%Y-%m-%d %H:%M:%S} UTC" if known else ""
+    return {
+        "step": row["step"],
+        "time": when,
+        "event": str(row.get("event", "")),
+        "details": ", ".join(f"{name} {value}" for name, value in details.items() if value != 0),
+    }
+
+
+def sample_evenly(items: Sequence[Value], most: int) -> Sequence[Value]:
+    """Return at most `most` of the items at even distances, the first and the last among them."""
+    if len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / max(1, most - 1))] for i in range(most)]
+
+
+def read_completions(journal: Path, most: int, most_with_tokens: int, most_characters: int) -> Completions:
+    """Return an even sample of a run's completions, first of those with token values, then of all others.
+
+    If their text is longer than `most_characters`, the sample is smaller.
+    """
+    path = journal / f"{ROLLOUTS}.jsonl"
+    positions = [position for position, _ in _lines(path)]
+    lengths = {position: len(row["pieces"]) for position, row in _token_rows(journal, {*positions})}
+    valued = dict.fromkeys(
+        _fitting([*lengths.items()], min(most, most_with_tokens), MAX_TOKENS * most // MAX_COMPLETIONS)
+    )
+    others = [position for position in positions if position not in valued]
+    chosen = {*valued, *sample_evenly(others, most - len(valued))}
+    parsed = [(position, _parse(line)) for position, line in _lines(path) if position in chosen]
+    rows = {position: row for position, row in parsed if row is not None}  # without damaged lines
+    sizes = [
+        (position, len(str(row.get("completion"))) + len(str(row.get("prompt")))) for position, row in rows.items()
+    ]
+    tokens = dict(_token_rows(journal, valued))
+    prompts: dict[str, int] = {}
+    shown = [
+        _completion(rows[position], prompts, tokens.get(position))
+        for position in _fitting(sizes, most, most_characters)
+    ]
+    return Completions(shown, [*prompts], len(positions), len(lengths))
+
+
+def _fitting(sizes: Sequence[tuple[Position, int]], most: int, most_in_all: int) -> list[Position]:
+    """Return an even sample of at most `most` positions, and fewer if their sizes sum to more than `most_in_all`."""
+    chosen = sample_evenly(sizes, most)
+    total = sum(size for _, size in chosen)
+    if total > most_in_all:
+        chosen = sample_evenly(chosen, max(1, len(chosen) * most_in_all // total))
+    return [position for position, _ in chosen]
+
+
+def _token_rows(journal: Path, positions: Collection[Position]) -> Iterator[tuple[Position, dict[str, Any]]]:
+    """Yield the token values of completions at `positions`, without rows that are damaged."""
+    for row in read_rows(journal, TOKENS):
+        if type(row.get("row")) is int and (row["step"], row["row"]) in positions and _is_complete(row):
+            yield (row["step"], row["row"]), row
+
+
+def _lines(path: Path) -> Iterator[tuple[Position, bytes]]:
+    """Yield each complete line of a file of completions with its position, without parsing it."""
+    if not path.exists():
+        return
+    counts = Counter[int]()
+    with path.open("rb") as file:
+        for line in file:
+            found = _STEP.match(line)
+            if found and line.endswith(b"\n"):
+                step = int(found[1])
+                yield (step, counts[step]), line
+                counts[step] += 1
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _is_complete(row: Mapping[str, Any]) -> bool:
+    """Return whether a row of token values has one value per token in each column."""
+    columns = [row.get(name) for name in ("pieces", "logprobs", "entropy", "mismatch", "loss_mask")]
+    return all(isinstance(column, list) and len(column) == len(columns[0] or ()) for column in columns)
+
+
+def _completion(row: Mapping[str, Any], prompts: dict[str, int], tokens: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a completion for the page; its prompt is a number of `prompts`, which is filled."""
+    shown: dict[str, Any] = {
+        "step": row["step"],
+        "prompt": prompts.setdefault(_text(row.get("prompt")), len(prompts)),
+        "completion": _text(row.get("completion")),
+        "reward": _number(row.get("reward")),
+        "advantage": _number(row.get("advantage")),
+        "length": _number(row.get("num_tokens")),
+        "finish": _text(row.get("finish_reason")),
+        "columns": {name: _text(value) for name, value in row.items() if name not in _SHOWN_APART},
+    }
+    if tokens is not None:
+        values = {name: [*map(_number, tokens[name])] for name in ("logprobs", "entropy", "mismatch", "loss_mask")}
+        shown["tokens"] = {"pieces": [*map(_text, tokens["pieces"])], **values}
+    return shown
+
+
+def _number(value: Any) -> float | None:
+    return value if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def _text(value: Any) -> str:
+    """Return a column of a completion as text; messages as their roles and contents."""
+    if isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value):
+        return "\n".join(f"{each['role']}: {each.get('content', '')}" for each in value)
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return "" if value is None else str(value)

@@ -1,0 +1,318 @@
+"""The data of a report: each number is the journal's, samples are even and named, and no text becomes markup."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from journals import MARKUP, data_of, online_run, token_row
+from lowpeak.cli import main
+from lowpeak.errors import ArgumentError
+from lowpeak.journal import Journal
+from lowpeak.report import write_report
+from small_runs import spread, trained
+
+
+def titles(figures):
+    return [figure["layout"]["title"]["text"] for figure in figures]
+
+
+def traces(data, kind, title):
+    (figure,) = (each for each in data[kind] if each["layout"]["title"]["text"] == title)
+    return {trace["name"]: trace for trace in figure["data"]}
+
+
+def test_curves_have_the_numbers_of_the_journal(tmp_path):
+    data = data_of(write_report([online_run(tmp_path / "run")]))
+    expected = ["Reward", "KL", "Entropy", "Completion length", "Learning rate"]
+    assert titles(data["curves"]) == expected
+    assert titles(data["others"]) == ["odd metric"]
+    reward = traces(data, "curves", "Reward")["reward"]
+    assert reward["x"] == [1, 2, 3, 4]
+    assert reward["y"] == [0.1, 0.2, 0.3, 0.4]
+
+
+def test_several_runs_stand_in_one_figure_by_their_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = [online_run(tmp_path / "one"), online_run(tmp_path / "two", 2)]
+    assert write_report(runs).resolve() == tmp_path / "report.html"
+    data = data_of(tmp_path / "report.html")
+    shown = traces(data, "curves", "Reward")
+    assert {name: trace["x"] for name, trace in shown.items()} == {"one": [1, 2, 3, 4], "two": [1, 2]}
+    assert len({trace["line"]["color"] for trace in shown.values()}) == 2
+
+
+def test_runs_whose_folders_have_the_same_name_are_told_apart(tmp_path):
+    folders = [online_run(tmp_path / "a" / "run"), online_run(tmp_path / "b" / "run")]
+    data = data_of(write_report(folders, tmp_path / "both.html"))
+    assert [run["name"] for run in data["runs"]] == [str(folder) for folder in folders]
+
+
+def test_phases_have_time_memory_plan_and_limit(tmp_path):
+    journal = Journal(tmp_path / "run" / "journal")
+    for step, seconds in ((1, 1.0), (2, 2.0)):
+        memory = {"peak_memory/train": 3.0 * 2**30, "planned_memory/train": 2.0 * 2**30, "memory_limit": 4.0 * 2**30}
+        journal.write_step(step, {"time/train": seconds, "time/save": 1.0, "step_time": seconds + 1, **memory})
+    data = data_of(write_report([tmp_path / "run"]))
+    assert data["runs"][0]["phases"][0] == ["train", "1.5 s", "60.0%", "3.00 GiB", "2.00 GiB", "75.0%"]
+    assert data["runs"][0]["phases"][1] == ["save", "1 s", "40.0%", "", "", ""]
+    seconds = traces(data, "phases", "run: seconds of a step")
+    assert {name: trace["y"] for name, trace in seconds.items()} == {"train": [1.0, 2.0], "whole step": [2.0, 3.0]}
+    memory = traces(data, "phases", "run: peak memory in GiB")
+    assert {name: trace["y"] for name, trace in memory.items()} == {
+        "train": [3.0, 3.0],
+        "train, planned": [2.0, 2.0],
+        "limit": [4.0, 4.0],
+    }
+
+
+def test_evaluations_are_curves_at_their_steps(tmp_path):
+    folder = online_run(tmp_path / "run")
+    journal = Journal(folder / "journal")
+    journal.resume_at(4)
+    journal.write_evaluation(2, {"eval_accuracy": 0.25})
+    journal.write_evaluation(4, {"eval_accuracy": 0.5})
+    accuracy = traces(data_of(write_report([folder])), "curves", "Accuracy")["eval_accuracy"]
+    assert (accuracy["x"], accuracy["y"]) == ([2, 4], [0.25, 0.5])
+
+
+def test_events_are_listed_and_marked_in_the_curves(tmp_path):
+    folder = online_run(tmp_path / "run")
+    journal = Journal(folder / "journal")
+    journal.resume_at(2)
+    journal.write_event(2, "resumed", restarts=1)
+    journal.write_event(3, "engine lost", error=MARKUP)
+    data = data_of(write_report([folder]))
+    resumed, lost = data["runs"][0]["events"]
+    assert (resumed["step"], resumed["event"], resumed["details"]) == (2, "resumed", "restarts 1")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", resumed["time"])
+    assert lost["details"] == f"error {MARKUP}"
+    assert [shape["x0"] for shape in data["curves"][0]["layout"]["shapes"]] == [2, 3]
+
+
+def test_completions_have_their_prompt_rewards_and_token_values(tmp_path):
+    run = data_of(write_report([online_run(tmp_path / "run")]))["runs"][0]
+    assert len(run["completions"]) == 16
+    row = run["completions"][4]
+    assert run["prompts"][row["prompt"]] == "prompt 2"
+    assert (row["completion"], row["reward"], row["advantage"], row["length"]) == ("text 4", 4.0, -4.0, 3)
+    assert row["columns"] == {"group": "0", "my_reward": "4.0"}
+    expected = token_row(0, ["te", "xt ", "4"])
+    assert row["tokens"] == {name: expected[name] for name in expected if name != "row"}
+    assert [i for i, each in enumerate(run["completions"]) if "tokens" in each] == [0, 4, 8, 12]
+
+
+def test_messages_are_shown_by_role_and_content(tmp_path):
+    prompt = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    run = data_of(write_report([online_run(tmp_path / "run", prompt=prompt)]))["runs"][0]
+    assert run["prompts"] == ["user: hi\nassistant: yes"]
+
+
+def test_more_completions_than_a_page_may_have_are_sampled_evenly_and_the_page_says_so(tmp_path):
+    folder = online_run(tmp_path / "run", num_steps=2_500, per_step=10)
+    run = data_of(write_report([folder]))["runs"][0]
+    rewards = [row["reward"] for row in run["completions"]]
+    valued = [row["step"] for row in run["completions"] if "tokens" in row]
+    assert (len(rewards), len(valued)) == (20_000, 2_000)
+    assert rewards == sorted(set(rewards))
+    gaps = [b - a for a, b in itertools.pairwise(rewards)]
+    assert max(gaps) <= 3
+    assert (valued[0], valued[-1]) == (1, 2_500)
+    assert max(b - a for a, b in itertools.pairwise(valued)) == 2
+    assert "20000 of 25000 completions, evenly sampled" in run["sampled"]
+    assert "2000 of 2500, evenly sampled" in run["sampled"]
+
+
+def test_long_texts_make_the_sample_smaller(tmp_path):
+    folder = online_run(tmp_path / "run", num_steps=4, per_step=2, completion="x" * (20 << 20))
+    run = data_of(write_report([folder]))["runs"][0]
+    assert [row["step"] for row in run["completions"]] == [1, 3, 4]
+    assert "3 of 8 completions, evenly sampled" in run["sampled"]
+
+
+def test_token_values_of_long_completions_are_of_fewer(tmp_path):
+    folder = online_run(tmp_path / "run")
+    journal = Journal(folder / "journal")
+    journal.resume_at(0)
+    for step in range(1, 5):
+        journal.write_rollout(step, [{"completion": "text"}])
+        journal.write_tokens(step, [token_row(0, ["x"] * 400_000)])
+    run = data_of(write_report([folder]))["runs"][0]
+    assert [row["step"] for row in run["completions"] if "tokens" in row] == [1, 4]
+    assert "2 of 4, evenly sampled" in run["sampled"]
+
+
+def test_more_steps_than_a_curve_may_have_are_sampled_evenly_and_the_page_says_so(tmp_path):
+    journal = Journal(tmp_path / "run" / "journal")
+    for step in range(1, 10_001):
+        journal.write_step(step, {"reward": 1.0})
+    data = data_of(write_report([tmp_path / "run"]))
+    steps = traces(data, "curves", "Reward")["reward"]["x"]
+    assert (len(steps), steps[0], steps[-1]) == (5_000, 1, 10_000)
+    assert "10000 steps (the curves have 5000 of them, evenly sampled)" in data["runs"][0]["summary"]
+
+
+class Elements(HTMLParser):
+    """Names of the elements that a browser would make, with the text of scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.names, self.scripts, self.policy, self.in_script = [], [], "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.names.append(tag)
+        self.in_script = tag == "script"
+        self.scripts += [""] * self.in_script
+        if dict(attrs).get("http-equiv") == "Content-Security-Policy":
+            self.policy = dict(attrs)["content"]
+
+    def handle_endtag(self, tag):
+        self.in_script = False
+
+    def handle_data(self, data):
+        if self.in_script:
+            self.scripts[-1] += data
+
+
+def test_texts_of_a_run_are_data_and_never_elements(tmp_path):
+    plain = Elements(write_report([online_run(tmp_path / "plain")]).read_text())
+    name = "<img src=x onerror=alert(3)>"
+    folder = online_run(tmp_path / name, prompt=MARKUP, completion=MARKUP, finish_reason=MARKUP, **{MARKUP: MARKUP})
+    journal = Journal(folder / "journal")
+    journal.resume_at(4)
+    journal.write_tokens(1, [token_row(1, [MARKUP, "{{script}}", "]]>"])])
+    journal.write_step(5, {MARKUP: 1.0, "time/<b>": 1.0})
+    page = write_report([folder])
+    assert Elements(page.read_text()).names == plain.names
+    run = data_of(page)["runs"][0]
+    assert run["name"] == name
+    assert run["completions"][1]["tokens"]["pieces"][:2] == [MARKUP, "{{script}}"]
+    assert run["completions"][0]["columns"][MARKUP] == MARKUP
+    others = titles(data_of(page)["others"])
+    assert not any("<" in title for title in others)
+
+
+def test_the_page_may_run_its_scripts_and_load_nothing(tmp_path):
+    page = Elements(write_report([online_run(tmp_path / "run")]).read_text())
+    rules = dict(rule.strip().split(" ", 1) for rule in page.policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert not {"connect-src", "frame-src", "font-src", "object-src", "worker-src"} & rules.keys()
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in page.scripts[-2:]]
+    assert rules["script-src"] == " ".join(f"'sha256-{digest}'" for digest in digests)
+    assert "src" not in {name for name in page.names if name in ("link", "iframe", "object")}
+
+
+def test_lone_surrogates_and_numbers_that_json_has_not_do_not_break_the_page(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "journal").mkdir(parents=True)
+    steps = '{"step":1,"reward":NaN,"loss":Infinity,"entropy":1.0}\n'
+    (folder / "journal" / "steps.jsonl").write_text(steps)
+    rollouts = r'{"step":1,"prompt":"\ud800 \\","completion":"a\udc00","reward":NaN,"extra":[NaN]}' + "\n"
+    (folder / "journal" / "rollouts.jsonl").write_text(rollouts)
+    data = data_of(write_report([folder]))
+    assert titles(data["curves"]) == ["Entropy"]
+    assert data["runs"][0]["prompts"] == ["\ud800 \\"]
+    (row,) = data["runs"][0]["completions"]
+    assert (row["completion"], row["reward"]) == ("a\udc00", None)
+
+
+def test_a_journal_without_lines_makes_a_page_that_says_so(tmp_path):
+    (tmp_path / "run" / "journal").mkdir(parents=True)
+    (tmp_path / "run" / "journal" / "steps.jsonl").touch()
+    data = data_of(write_report([tmp_path / "run"]))
+    assert (data["curves"], data["phases"], data["others"]) == ([], [], [])
+    assert data["runs"][0]["summary"] == "run: 0 steps."
+    assert data["runs"][0]["completions"] == []
+
+
+@pytest.mark.parametrize(
+    "end", ['{"step":9,"rew', '{"step":9}', "\0\0\n", '{"step":9,"reward":}\n', "{" * 100_000 + "\n"]
+)
+def test_incomplete_and_damaged_lines_are_left_out(tmp_path, end):
+    folder = online_run(tmp_path / "run")
+    for name in ("steps", "rollouts", "tokens"):
+        with (folder / "journal" / f"{name}.jsonl").open("a") as file:
+            file.write(end)
+    data = data_of(write_report([folder]))
+    assert traces(data, "curves", "Reward")["reward"]["x"] == [1, 2, 3, 4]
+    assert len(data["runs"][0]["completions"]) == 16
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"row": 99}, {"row": [0]}, {"row": None}, {"logprobs": [1.0]}, {"entropy": None}, {"pieces": "abc"}],
+    ids=str,
+)
+def test_token_values_that_fit_no_completion_are_left_out(tmp_path, changes):
+    folder = online_run(tmp_path / "run")
+    journal = Journal(folder / "journal")
+    journal.resume_at(4)
+    journal.write_tokens(3, [token_row(1, ["a", "b"]) | changes])
+    run = data_of(write_report([folder]))["runs"][0]
+    assert sum("tokens" in row for row in run["completions"]) == 4
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "PPO", "OnlineDPO", "SFT", "Reward"])
+def test_runs_of_every_kind_have_a_report(tmp_path, kind):
+    online = {"reward_funcs": spread} if kind not in ("SFT", "Reward") else {}
+    trained(kind, tmp_path / "run", **online)
+    data = data_of(write_report([tmp_path / "run"]))
+    expected = {"GRPO": "Reward", "PPO": "KL", "OnlineDPO": "Accuracy", "SFT": "Accuracy", "Reward": "Accuracy"}
+    assert {expected[kind], "Learning rate", "Loss"} <= {*titles(data["curves"])}
+    assert {"train", "optimizer"} <= {row[0] for row in data["runs"][0]["phases"]}
+    completions = data["runs"][0]["completions"]
+    num_rollouts = {"GRPO": 2, "PPO": 1, "OnlineDPO": 2}.get(kind, 0)
+    assert sum("tokens" in row for row in completions) == num_rollouts
+    assert len(completions) == 8 * num_rollouts
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["{run}/none"], "/none "),
+        (["{run}/journal"], r"journal has .*steps\.jsonl"),
+        (["{run}", "--output", "{run}/no/report.html"], r"no/report\.html"),
+        (["{run}", "--output", "{run}/journal/steps.jsonl"], r"steps\.jsonl .*\.html"),
+        (["{run}", "--outp", "x.html"], "--outp"),
+        ([], "RUN"),
+    ],
+)
+def test_what_cannot_be_reported_is_one_sentence(tmp_path, capsys, words, match):
+    run = online_run(tmp_path / "run")
+    assert main(["report", *(word.format(run=run) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lowpeak: error: ")
+    assert re.search(match, error)
+    assert error.count("\n") == 1
+
+
+def test_a_target_that_is_a_folder_is_an_error_and_the_command_names_its_file(tmp_path, capsys):
+    run = online_run(tmp_path / "run")
+    (run / "report.html").mkdir()
+    with pytest.raises(ArgumentError, match=r"report\.html"):
+        write_report([run])
+    shutil.rmtree(run / "report.html")
+    assert main(["report", str(run)]) == 0
+    assert str(run / "report.html") in capsys.readouterr().out
+    assert data_of(run / "report.html")["runs"][0]["name"] == "run"
+
+
+def test_a_report_loads_no_heavy_package(tmp_path):
+    online_run(tmp_path / "run")
+    heavy = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "peft", "vllm")
+    program = (
+        f"from lowpeak.cli.commands import main; main(['report', {str(tmp_path / 'run')!r}])\n"
+        f"import sys, json; print(json.dumps(sorted(set({heavy!r}) & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == []

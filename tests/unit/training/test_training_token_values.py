@@ -1,0 +1,143 @@
+"""Token values in the journal equal those of full logits, stand at the right tokens, and outlive a resumed run."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lowpeak.logprobs import naive_logprobs
+from lowpeak.training import choose_evenly, token_texts
+from small_runs import SAVED, journal, make, rows, spread, trained
+from tiny_models import char_tokenizer, tiny_model
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, so that a character may take four tokens."""
+    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocabulary, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """Pieces that carry their leading space, which is lost when a piece is decoded alone."""
+    pieces = ["▁a", "b", "▁b", "ab", "▁", "ba", "▁aab"]
+    inner = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="b"))
+    inner.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def test_a_character_stands_at_the_last_of_its_tokens():
+    tokenizer = byte_tokenizer()
+    text = "aé 😀b"
+    texts = token_texts(tokenizer.encode(text), tokenizer.decode)
+    assert texts == ["a", "", "é", " ", "", "", "", "😀", "b"]
+
+
+@pytest.mark.parametrize("build", [byte_tokenizer, metaspace_tokenizer, char_tokenizer])
+def test_joined_texts_are_the_text_of_all_tokens_also_of_invalid_bytes(build):
+    tokenizer = build()
+    dice = random.Random(0)
+    for _ in range(200):
+        ids = [dice.randrange(len(tokenizer)) for _ in range(dice.randrange(30))]
+        texts = token_texts(ids, tokenizer.decode)
+        assert len(texts) == len(ids)
+        assert "".join(texts) == tokenizer.decode(ids)
+
+
+def test_a_long_row_of_incomplete_characters_is_not_decoded_over_and_over():
+    tokenizer = byte_tokenizer()
+    (first, _) = tokenizer.encode("é")
+    longest = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return tokenizer.decode(ids)
+
+    assert len(token_texts([first] * 300, decode)) == 300
+    assert longest < 40
+
+
+def test_completions_are_chosen_at_even_distances_and_others_in_the_next_rollout():
+    assert choose_evenly(range(12), 3) == (0, 4, 8)
+    assert choose_evenly(range(12), 3, offset=13) == (1, 5, 9)
+    assert sorted(choose_evenly([5, 6], 3, offset=1)) == [5, 6]
+    assert choose_evenly([], 3) == ()
+    assert choose_evenly(range(12), 0) == ()
+
+
+def test_values_are_those_of_full_logits(tmp_path):
+    model = tiny_model()
+    untrained = copy.deepcopy(model)
+    run = trained("GRPO", tmp_path, model, max_steps=1, num_completions_with_tokens=8, reward_funcs=spread)
+    found, rollouts = journal(tmp_path, "tokens"), journal(tmp_path, "rollouts")
+    assert len(found) > 4
+    for row, index in zip(found, run.observed, strict=True):
+        record = run.rollout.records[index]
+        ids = record.completion.ids.long()
+        sequence = torch.cat([torch.tensor(record.prompt_ids), ids])
+        hidden = untrained.model(sequence[None]).last_hidden_state[0, len(record.prompt_ids) - 1 : -1]
+        logprobs, entropy = naive_logprobs(hidden, untrained.lm_head.weight, None, ids, 1.0)
+        policy = [a + b for a, b in zip(row["logprobs"], row["mismatch"], strict=True)]
+        assert policy == pytest.approx(logprobs.tolist(), abs=1e-3)
+        assert row["entropy"] == pytest.approx(entropy.tolist(), abs=1e-3)
+        assert row["loss_mask"] == [1] * len(ids)
+        assert re.sub("<(pad|eos)>", "", "".join(row["pieces"])) == rollouts[row["row"]]["completion"]
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "PPO", "OnlineDPO"])
+def test_each_rollout_has_its_values_once(tmp_path, kind):
+    trained(kind, tmp_path, max_steps=4, num_iterations=2, reward_funcs=spread, num_completions_with_tokens=2)
+    found = journal(tmp_path, "tokens")
+    assert [row["step"] for row in found] == [1, 1, 3, 3]
+    assert len({(row["step"], row["row"]) for row in found}) == 4
+    assert all(abs(value) < 1e-3 for row in found for value in row["mismatch"])
+
+
+def test_masked_tokens_are_marked_and_have_no_value_of_the_step(tmp_path):
+    changes = {"mask_truncated_completions": True, "max_completion_length": 2, "num_completions_with_tokens": 8}
+    trained("GRPO", tmp_path, max_steps=1, reward_funcs=spread, **changes)
+    for row in journal(tmp_path, "tokens"):
+        counted = [value is not None for value in row["entropy"]]
+        assert counted == [bool(each) for each in row["loss_mask"]]
+        assert row["loss_mask"] == [int(row["pieces"][-1] == "<eos>")] * len(row["pieces"])
+
+
+def test_no_file_is_written_if_no_completions_are_asked_for(tmp_path):
+    trained("GRPO", tmp_path, max_steps=1, num_completions_with_tokens=0)
+    assert not (tmp_path / "journal" / "tokens.jsonl").exists()
+
+
+def test_a_resumed_run_does_not_double_values_and_tells_that_it_was_resumed(tmp_path):
+    whole = {"max_steps": 3, "reward_funcs": spread, **SAVED}
+    trained("GRPO", tmp_path / "alone", **whole)
+    trained("GRPO", tmp_path / "run", **whole)
+    trained("GRPO", tmp_path / "run", resume=tmp_path / "run" / "checkpoint-1", **whole)
+    assert journal(tmp_path / "run", "tokens") == journal(tmp_path / "alone", "tokens")
+    (event,) = journal(tmp_path / "run", "events")
+    assert (event["step"], event["event"], event["restarts"]) == (1, "resumed", 0)
+    assert not (tmp_path / "alone" / "journal" / "events.jsonl").exists()
+
+
+def test_evaluations_in_training_are_in_the_journal_and_others_are_not(tmp_path):
+
+    run = make("GRPO", tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, eval_dataset=rows(4))
+    run.evaluate()
+    assert not (tmp_path / "journal").exists()
+    run.train()
+    found = journal(tmp_path, "evaluations")
+    assert [row["step"] for row in found] == [1, 2]
+    assert "eval_accuracy" in found[0]
+
+
+def test_each_step_has_its_learning_rate(tmp_path):
+    trained("SFT", tmp_path, max_steps=4, learning_rate=0.4, lr_scheduler_type="linear", warmup_steps=0)
+    assert [row["learning_rate"] for row in journal(tmp_path)] == pytest.approx([0.4, 0.3, 0.2, 0.1])
