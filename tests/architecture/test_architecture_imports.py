@@ -101,7 +101,7 @@ RULES = {
         ("lowpeak",), _rooms("selftest"), not_who=("lowpeak.cli", "lowpeak.selftest")
     ),
     "only the command line knows the report": Rule(
-        ("lowpeak",), (*_rooms("report"), "plotly"), not_who=("lowpeak.cli", "lowpeak.report")
+        ("lowpeak",), (*_rooms("report"), "plotly"), not_who=("lowpeak.cli", "lowpeak.report", "lowpeak.plan.output")
     ),
     "a report needs journals alone": Rule(
         _rooms("report"),

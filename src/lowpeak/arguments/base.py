@@ -172,6 +172,11 @@ class CommonArguments:
         NOT_NEGATIVE,
     )
     log_entropy: bool = logging_argument(True, "Compute and log the policy's entropy.")
+    plan_memory: bool | None = memory_argument(
+        None,
+        "Plan the memory of each phase in another process while the first steps train, and write it into the journal beside the "
+        "measured peaks (None: on GPUs).",
+    )
     weight_bits: int | None = memory_argument(
         None,
         "Bits of a trained weight: 32, 24 or 16 (rounded stochastically), of which the model runs on the first 16, as bf16 (None: "
@@ -266,6 +271,7 @@ class MemorySettings:
     gather_budget: int | None = None
     offload_frozen_models: bool = False
     offload_during_rollout: bool = False
+    plan_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -337,5 +343,6 @@ def resolve_memory(args: Any, **computed: Any) -> MemorySettings:
         args,
         pad_to_multiple_of=padding_multiple(args.pad_to_multiple_of) or 1,
         share_prompt=share_prompt,
+        plan_memory=args.device.type == "cuda" if args.plan_memory is None else args.plan_memory,
         **computed,
     )

@@ -90,7 +90,7 @@ def fit_lines(fit: Fit) -> list[str]:
 
 def write_plot(plan: Plan, path: Path) -> None:
     """Write a self-contained HTML page: stacked bars of the phases by kind, and the device's limit."""
-    import plotly.graph_objects as go  # type: ignore[import-untyped]
+    import plotly.graph_objects as go
 
     names = list(plan.phases)
     figure: Any = go.Figure()

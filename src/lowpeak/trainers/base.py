@@ -259,7 +259,8 @@ class StepTrainer(ModelCardMixin, Trainer):
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
         self.algorithm_state = self.run.algorithm.next_state(self.algorithm_state, values)
-        row = {**measured.numbers(), **values, "epoch": self.state.epoch}
+        planned = {} if self.run.planned is None else self.run.planned.row(values)
+        row = {**measured.numbers(), **values, **planned, "epoch": self.state.epoch}
         self.run.journal.write_step(self.state.global_step, row)
         self.unlogged_metrics = merge_metrics(self.unlogged_metrics, metrics)
         return values

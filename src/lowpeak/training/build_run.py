@@ -61,6 +61,7 @@ from lowpeak.records import Prompt
 from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
 from lowpeak.training.collector import RolloutCollector
 from lowpeak.training.engines import make_engine, why_adapters_idle
+from lowpeak.training.planned_memory import PlannedMemory
 from lowpeak.training.prepare_run import OnlineParts
 from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import ProgressTracker, Run, RunContext
@@ -149,7 +150,6 @@ def make_run(
     if load_balance is not None:  # sequences with zero advantages move the routers, too
         algorithm = algorithm.without_skipping()
     choice = _check_models(context, strategy, policy, reference, memory, head, load_balance)
-    checkpointing = args.checkpoints_activations
     storage = _acting_storage(settings.model, policy)
     _warn_of_idle_bits(args, settings.model, policy)
     shares = _device_fractions(context, storage)
@@ -160,7 +160,7 @@ def make_run(
         choice,
         ranks,
         bf16=bool(args.bf16),
-        checkpointing=checkpointing,
+        checkpointing=args.checkpoints_activations,
         shares=shares,
         storage=storage,
     )
@@ -168,8 +168,7 @@ def make_run(
     if storage is not None:
         logger.info("Storage of training: %s.", storage)
         context.optimizer_cls_and_kwargs = compact_optimizer(args, storage)
-    offloads = memory.activation_offloading
-    saving = ActivationOffload(policy, AsyncHostMover(device)).saving if offloads else nullcontext
+    saving = ActivationOffload(policy, AsyncHostMover(device)).saving if memory.activation_offloading else nullcontext
     return Run(
         algorithm=algorithm,
         logprob_settings=LogprobSettings(
@@ -183,6 +182,7 @@ def make_run(
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
         storage=storage,
         reference=reference,
+        planned=PlannedMemory(context, policy) if memory.plan_memory and ranks.processes.rank == 0 else None,
     )
 
 

@@ -22,6 +22,7 @@ from lowpeak.models import Reference
 from lowpeak.optim import find_compact, warn_of_lost_updates
 from lowpeak.parallel import Strategy, remove_sums
 from lowpeak.records import Metric
+from lowpeak.training.planned_memory import PlannedMemory
 from lowpeak.training.run_sizes import Sizes
 from lowpeak.training.signals import Interrupts
 from lowpeak.training.step import LogprobSettings
@@ -40,6 +41,7 @@ class Run:
     sizes, budget       the bounds of memory, and how micro-batches are packed within them
     storage             the format of trained weights and optimizer states; None: fp32, or the optimizer's
     reference           the reference policy, if the algorithm needs one
+    planned             the plan of its memory, on the rank that writes the journal
     interrupts          requests to stop, by signals
     """
 
@@ -53,6 +55,7 @@ class Run:
     num_parameters: int
     storage: StorageFormat | None = None
     reference: Reference | None = None
+    planned: PlannedMemory | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)
 
     @property
@@ -172,6 +175,9 @@ class StepCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._is_training = False
         remove_sums(model.parameters())
+        planned = self._current_run().planned
+        if planned is not None:
+            planned.close()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self._current_run()

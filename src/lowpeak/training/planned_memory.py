@@ -1,0 +1,190 @@
+"""The plan of a run's memory beside what is measured: another process makes the plan while the run trains.
+
+Its phases are in the journal as `planned_memory/<phase>`, next to `peak_memory/<phase>`, with the device's memory as
+`memory_limit`. One warning names a phase that took more than a tenth beyond its plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import nn
+
+from lowpeak.attention import ATTENTION_NAME
+from lowpeak.logprobs import causal_lm
+from lowpeak.memory import free_bytes, has_device_memory
+from lowpeak.models import is_peft, transformers_model
+from lowpeak.rewards import ModelReward
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {
+    "GRPOConfig": "grpo",
+    "RLOOConfig": "rloo",
+    "PPOConfig": "ppo",
+    "OnlineDPOConfig": "online-dpo",
+    "SFTConfig": "sft",
+    "RewardConfig": "reward",
+}
+_MORE = 1.1  # of the planned bytes, from which a measured peak is named
+_OF_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ACCELERATE_",
+    "FSDP_",
+)
+
+
+class PlannedMemory:
+    """The plan of one run, started with its first finished step; `row` returns what is known of it so far."""
+
+    def __init__(self, context: Any, policy: nn.Module) -> None:
+        self._context, self._policy = context, policy
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="lowpeak-plan-")
+        self._planned: dict[str, float] | None = None
+        self._warned = False
+        # What a process on a CPU has resident beside tensors; an allocator of a device counts tensors alone.
+        device = context.accelerator.device
+        loaded = sum(parameter.nbytes for parameter in policy.parameters())
+        self._beside = 0 if has_device_memory(device) else max(0, psutil.Process().memory_info().rss - loaded)
+
+    def row(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the planned numbers for a step's row; compare them with the measured ones in `values`."""
+        if self._planned is None:
+            self._planned = self._poll()
+        if not self._planned:
+            return {}
+        row = {f"planned_memory/{phase}": planned for phase, planned in self._planned.items()}
+        self._compare(values)
+        return {**row, "memory_limit": self._limit}
+
+    def close(self) -> None:
+        """End the planning process, if it still runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def _compare(self, values: Mapping[str, float]) -> None:
+        assert self._planned is not None
+        for phase, planned in self._planned.items():
+            measured = values.get(f"peak_memory/{phase}")
+            if measured is not None and measured > _MORE * planned and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "Phase %s took %.2f GiB, and %.2f were planned: the plan lacks something of this run, such as tensors "
+                    "that a reward function or callback keeps.",
+                    *(phase, measured / 2**30, planned / 2**30),
+                )
+
+    def _poll(self) -> dict[str, float] | None:
+        """Return the planned bytes by phase when the process has ended; an empty plan if it failed."""
+        if self._process is None:
+            self._start()
+            return None
+        status = self._process.poll()
+        if status is None:
+            return None
+        text = self._output.read_text(encoding="utf-8")
+        if status != 0:
+            logger.info("The run has no plan of its memory: %s", text.strip().splitlines()[-1:] or f"status {status}")
+            return {}
+        return {phase: float(planned) + self._beside for phase, planned in json.loads(text.splitlines()[-1]).items()}
+
+    def _start(self) -> None:
+        folder = Path(self._folder.name)
+        request, self._output = folder / "request.pkl", folder / "plan.json"
+        request.write_bytes(pickle.dumps(run_description(self._context, self._policy, self._limit)))
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "lowpeak.plan.of_run", str(request)]
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+
+    @property
+    def _limit(self) -> int:
+        device = self._context.accelerator.device
+        if not has_device_memory(device):
+            return psutil.Process().memory_info().rss + free_bytes(device)
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def run_description(context: Any, policy: nn.Module, memory: int) -> dict[str, Any]:
+    """Return what a plan needs of a run: arguments with the run's sizes, configs of its models, and its placement."""
+    run, ranks = context.run, context.run.strategy.ranks
+    args = copy.copy(context.acting_args)
+    names = [name for name in run.sizes.as_dict() if hasattr(args, name)]
+    for name in names:
+        setattr(args, name, run.sizes.as_dict()[name])
+    args.given = frozenset(args.given) | frozenset((*names, "bf16"))
+    parts = getattr(context, "parts", None)
+    rewards = [] if parts is None else [reward for reward in parts.rewards if isinstance(reward, ModelReward)]
+    processes = ranks.processes.world_size
+    return {
+        "kind": kind_of(args),
+        "args": args,
+        "config": _plain_config(transformers_model(causal_lm(policy)).config),
+        "peft_config": _peft_config(policy),
+        "reward_configs": [_plain_config(reward.model.config) for reward in rewards],
+        "num_rewards": 1 if parts is None else len(parts.rewards),
+        "strategy": strategy_name(context.accelerator, run.strategy),
+        "tensor_parallel": processes // ranks.world_size,
+        "prompt_tokens": _longest_prompt(context),
+        "machine": {
+            "num_devices": processes,
+            "memory": memory,
+            "per_host": int(os.environ.get("LOCAL_WORLD_SIZE") or processes),
+            "device": "cuda" if has_device_memory(context.accelerator.device) else "cpu",
+        },
+    }
+
+
+def _plain_config(config: Any) -> Any:
+    """Return a copy without the attention that the run installed, which another process does not know."""
+    config = copy.deepcopy(config)
+    if config._attn_implementation == ATTENTION_NAME:
+        config._attn_implementation = "sdpa"
+    return config
+
+
+def kind_of(args: Any) -> str | None:
+    """Return the command of a trainer's config, by its class or a base class; None for another one."""
+    return next((_KINDS[base.__name__] for base in type(args).__mro__ if base.__name__ in _KINDS), None)
+
+
+def strategy_name(accelerator: Any, strategy: Any) -> str:
+    """Return a strategy's name in a plan."""
+    name = {"Fsdp2": "fsdp2", "TensorParallel": "tp"}.get(type(strategy).__name__)
+    if name == "fsdp2" and int(getattr(accelerator.parallelism_config, "dp_replicate_size", None) or 1) > 1:
+        return "hsdp"
+    if type(strategy).__name__ == "Zero":
+        return f"zero{int(accelerator.state.deepspeed_plugin.zero_stage)}"
+    return name or ("ddp" if strategy.ranks.world_size > 1 else "single")
+
+
+def _peft_config(policy: Any) -> Any:
+    return policy.peft_config[policy.active_adapters[0]] if is_peft(policy) else None
+
+
+def _longest_prompt(context: Any) -> int:
+    rollout = getattr(context, "rollout", None)
+    if rollout is None:
+        return max(1, (getattr(context.acting_args, "max_length", None) or 1024) // 2)
+    return max(len(record.prompt_ids) for record in rollout.records)

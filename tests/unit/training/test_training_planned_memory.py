@@ -1,0 +1,58 @@
+"""A run's plan of its memory, made by another process, beside what is measured in the journal."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from small_runs import journal, make, trained
+
+pytestmark = pytest.mark.processes
+LIMIT = 240  # seconds for a process that imports torch on a busy machine
+
+
+def planned(trainer: Any, values: dict[str, float] | None = None) -> dict[str, float]:
+    """The plan's numbers of a step's row, when its process has ended."""
+    plan, stop = trainer.run.planned, time.monotonic() + LIMIT
+    while not (row := plan.row(values or {})):
+        assert time.monotonic() < stop, "the planning process did not end"
+        time.sleep(0.2)
+    return row
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+def test_the_plan_is_of_the_runs_phases_and_near_what_they_take(kind, tmp_path):
+    trainer = make(kind, tmp_path, plan_memory=True)
+    try:
+        row = planned(trainer)
+        phases = {name.removeprefix("planned_memory/") for name in row} - {"memory_limit"}
+        assert phases >= ({"sync", "rollout"} if kind == "GRPO" else set()) | {"train", "optimizer", "save"}
+        assert 0 < max(row[f"planned_memory/{phase}"] for phase in phases) < row["memory_limit"]
+    finally:
+        trainer.run.planned.close()
+
+
+def test_a_phase_far_beyond_its_plan_is_named_once(tmp_path, caplog):
+    trainer = make("GRPO", tmp_path, plan_memory=True)
+    try:
+        row = planned(trainer)
+        with caplog.at_level(logging.WARNING):
+            for factor in (1.05, 1.2, 1.3):
+                planned(trainer, {"peak_memory/train": factor * row["planned_memory/train"]})
+        (message,) = [record.getMessage() for record in caplog.records if "planned" in record.getMessage()]
+        assert "train" in message
+    finally:
+        trainer.run.planned.close()
+
+
+def test_the_planning_process_ends_with_the_run(tmp_path):
+    trainer = trained("GRPO", tmp_path, max_steps=2, plan_memory=True)
+    assert len(journal(tmp_path)) == 2
+    assert trainer.run.planned._process.poll() is not None
+
+
+def test_a_run_on_a_cpu_is_planned_only_if_it_is_asked_for(tmp_path):
+    assert trained("SFT", tmp_path, max_steps=1).run.planned is None
