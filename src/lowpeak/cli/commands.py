@@ -30,7 +30,8 @@ commands:
   vllm-serve the same, by TRL's name
   plan       print what a run will take on each device before it starts; --fit chooses settings that fit
   report     write curves, events and completions of runs into an HTML page
-  env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs
+  env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs;
+             `lowpeak env CONFIG.yaml` checks this machine against a run's config
   preset     print a config for several devices, to edit or to pass to `accelerate launch`
 
 options:
@@ -111,8 +112,12 @@ def _env(arguments: list[str]) -> int:
     from lowpeak.cli.env import environment_report
 
     others = [word for word in arguments if word not in ("--selftest", "--gpu")]
+    if others and len(others) == len(arguments):
+        from lowpeak.cli.check_machine import check_machine
+
+        return check_machine(others if others[0].startswith("--") else ["--config", *others])
     if others:
-        raise ArgumentError(f"`lowpeak env` takes only --selftest and --gpu; remove {' '.join(others)}.")
+        raise ArgumentError(f"`lowpeak env --selftest` takes no config; remove {' '.join(others)}.")
     if arguments == ["--gpu"]:
         raise ArgumentError("`lowpeak env --gpu` needs --selftest: --gpu adds the GPU to the self-test.")
     if not arguments:

@@ -73,6 +73,12 @@ class Machine:
         return -(-self.num_devices // self.per_host)
 
 
+def card_of(name: str) -> Card:
+    """Return the card whose name is part of a device's name, such as "NVIDIA H100 80GB HBM3"; the default for others."""
+    words = name.lower().replace("geforce ", "").replace(" ", "")
+    return next((card for key, card in CARDS.items() if key.split("-")[0] in words), CARDS[_DEFAULT])
+
+
 def find_card(name: str) -> Card:
     """Return a card by its name; ArgumentError for one that is not in the table."""
     key = name.lower().replace("_", "-").replace("-80", "")

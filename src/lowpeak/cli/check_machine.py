@@ -1,0 +1,144 @@
+"""`lowpeak env CONFIG`: check this machine against a run's config before the run: memory, devices, disk, versions, limits."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil  # type: ignore[import-untyped]
+
+from lowpeak.cli.env import installed_version
+from lowpeak.cli.plan import PlanArguments, machine_of, parse_plan, plan_request
+from lowpeak.errors import LowpeakError
+
+if TYPE_CHECKING:
+    from lowpeak.cli.train import Job
+    from lowpeak.plan import Machine, Plan
+
+GIB = 1 << 30
+_LEAST = {"torch": (2, 11), "transformers": (5, 17), "accelerate": (1, 10)}
+_SHARED_MEMORY = GIB  # that NCCL and data loaders of several processes share in /dev/shm
+_OPEN_FILES = 4096
+_KEPT_CHECKPOINTS = 2  # the last one, while the next is written
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check, as a line; a remedy if it failed."""
+
+    name: str
+    passed: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{'ok  ' if self.passed else 'FAIL'}  {self.name}: {self.text}"
+
+
+def check_machine(argv: Sequence[str]) -> int:
+    """Print a line per check; return 0 if all passed, else 1."""
+    options, job = parse_plan(argv)
+    machine, devices = _this_machine(options, job)
+    checks = [devices, *_versions(job), *_limits(job, machine)]
+    for check in checks:
+        print(check, flush=True)
+    if devices.passed:
+        for check in _memory(options, job, machine):
+            print(check, flush=True)
+            checks.append(check)
+    return 0 if all(check.passed for check in checks) else 1
+
+
+def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
+    """Return this host as a machine to plan for, and whether it has the devices that the config asks for."""
+    import torch
+
+    from lowpeak.plan import Machine, card_of
+
+    wanted = options.gpus or job.launch.num_processes or 1
+    host = psutil.virtual_memory().total
+    if job.given.get("use_cpu"):
+        return machine_of(options, job), Check("devices", True, f"{wanted} processes on CPUs")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    hosts = job.launch.num_machines or 1
+    enough = found * hosts >= wanted
+    text = f"{wanted} needed, this host has {found} GPUs that torch can use"
+    if not enough:
+        text += ": lower --num_processes, name more hosts by --num_machines, or train on CPUs with --use_cpu"
+    if not found:
+        return Machine(wanted, 0, host), Check("devices", enough, text)
+    properties = torch.cuda.get_device_properties(0)
+    machine = Machine(wanted, properties.total_memory, host, found, card_of(properties.name))
+    return machine, Check("devices", enough, text)
+
+
+def _versions(job: Job) -> Iterator[Check]:
+    needed = {name: True for name in _LEAST}
+    needed |= {
+        "peft": job.model.use_peft,
+        "bitsandbytes": job.model.load_in_4bit or job.model.load_in_8bit,
+        "deepspeed": "zero" in str(job.launch.accelerate_config or ""),
+        "vllm": bool(job.given.get("use_vllm")) and job.given.get("vllm_mode") == "colocate",
+    }
+    for package in (name for name, is_needed in needed.items() if is_needed):
+        version = installed_version(package)
+        least = _LEAST.get(package, ())
+        known = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+        passed = version != "not installed" and known >= tuple(least)
+        wanted = f", needs {'.'.join(map(str, least))} or later" if least and not passed else ""
+        missing = ": install it" if version == "not installed" else ""
+        yield Check(package, passed, f"{version}{wanted}{missing}")
+
+
+def _limits(job: Job, machine: Machine) -> Iterator[Check]:
+    import torch
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield Check(
+        "open files", files >= _OPEN_FILES, f"{files} allowed" + ("" if files >= _OPEN_FILES else ": ulimit -n 65536")
+    )
+    if machine.num_devices > 1:
+        backend = "gloo" if machine.device == "cpu" else "nccl"
+        available = torch.distributed.is_available() and torch.distributed.is_backend_available(backend)
+        yield Check("process groups", available, f"{backend} is {'' if available else 'not '}in this build of torch")
+        shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0  # where NCCL shares memory
+        text = f"{shared / GIB:.1f} GiB" + (
+            "" if shared >= _SHARED_MEMORY else ": start the container with --shm-size=8g"
+        )
+        yield Check("/dev/shm", shared >= _SHARED_MEMORY, text)
+    if job.given.get("offload_optimizer") and machine.device == "cuda":
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        unlimited = locked in (resource.RLIM_INFINITY, -1)
+        yield Check("locked memory", unlimited, "unlimited" if unlimited else f"{locked} bytes: ulimit -l unlimited")
+
+
+def _memory(options: PlanArguments, job: Job, machine: Machine) -> Iterator[Check]:
+    """Plan the run on this machine; compare its peaks and its checkpoints with what there is."""
+    from lowpeak.memory import free_bytes
+    from lowpeak.plan import make_plan
+
+    try:
+        plan = make_plan(plan_request(options, job, machine))
+    except LowpeakError as error:
+        yield Check("plan", False, str(error))
+        return
+    where = f"{plan.peak / GIB:.1f} GiB in {plan.peak_phase}, of {machine.memory / GIB:.1f}"
+    fits = plan.peak <= machine.memory
+    yield Check("device memory", fits, where + ("" if fits else ": `lowpeak plan --fit` chooses settings that fit"))
+    if machine.device == "cuda":  # on CPUs the tensors are the host's
+        free = free_bytes("cpu")
+        text = f"{plan.host_peak / GIB:.1f} GiB, of {free / GIB:.1f} that this container may still use"
+        yield Check("host memory", plan.host_peak <= free, text)
+    folder = Path(job.config.output_dir)
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    needed, available = _checkpoint_bytes(plan) * _KEPT_CHECKPOINTS, shutil.disk_usage(existing).free
+    text = f"{needed / GIB:.1f} GiB for {_KEPT_CHECKPOINTS} checkpoints, {available / GIB:.1f} free in {existing}"
+    yield Check("disk", needed <= available, text)
+
+
+def _checkpoint_bytes(plan: Plan) -> int:
+    """Return the bytes of a checkpoint: the model, trained weights in fp32, and AdamW's two moments."""
+    return 2 * plan.counts.total + 12 * plan.counts.trained

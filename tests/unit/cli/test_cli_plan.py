@@ -1,0 +1,174 @@
+"""`lowpeak plan` and `lowpeak env CONFIG`: what they print and write, and wrong arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import Qwen2Config
+
+from lowpeak.cli.commands import dispatch
+from lowpeak.errors import ArgumentError
+from lowpeak.memory import Kind
+
+SMALL = {
+    "--num_generations": 4,
+    "--max_completion_length": 32,
+    "--per_device_train_batch_size": 8,
+    "--prompt_tokens": 16,
+}
+GPU = {"--gpus": 1, "--gpu_memory": "8GiB"}
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    """A folder with a config.json, and no weights."""
+    config = Qwen2Config(
+        vocab_size=1_024, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=256, dtype="bfloat16",
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def words(model: str, *more: dict[str, Any]) -> list[str]:
+    arguments = {"--model": model, **SMALL, **GPU}
+    for each in more:
+        arguments |= each
+    return ["plan", *(str(word) for pair in arguments.items() for word in pair)]
+
+
+def planned(capsys: Any, model: str, *more: dict[str, Any]) -> dict[str, Any]:
+    assert dispatch(words(model, *more, {"--format": "json"})) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_is_a_table_with_the_phase_that_peaks(model, capsys):
+    assert dispatch(words(model)) == 0
+    text = capsys.readouterr().out
+    for word in ("backward", "weights", "gradients", "8.0 GiB", "cost model"):
+        assert word in text
+
+
+def test_a_plan_in_json_adds_up(model, capsys):
+    found = planned(capsys, model)
+    assert found["fits"]
+    assert found["peak"] == max(phase["peak"] for phase in found["phases"].values())
+    for phase in found["phases"].values():
+        assert sum(phase["device"].values()) == phase["peak"]
+    assert found["advice"]
+
+
+def test_a_yaml_file_names_the_algorithm_and_the_command_line_overrides_it(model, tmp_path, capsys):
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        yaml.safe_dump({"model": model, "algorithm": "ppo", "num_generations": 4, "max_completion_length": 16})
+    )
+    common = ["plan", "--config", str(run), "--gpu", "rtx4090", "--format", "json", "--prompt_tokens", "8"]
+    assert dispatch(common) == 0
+    assert json.loads(capsys.readouterr().out)["algorithm"] == "ppo"
+    assert dispatch([*common, "--algorithm", "rloo", "--max_completion_length", "32"]) == 0
+    assert json.loads(capsys.readouterr().out)["algorithm"] == "rloo"
+
+
+@pytest.mark.parametrize(
+    ("preset", "strategy"), [("ddp", "ddp"), ("zero3", "zero3"), ("fsdp2", "fsdp2"), (None, "fsdp2")]
+)
+def test_the_accelerate_config_places_the_model(preset, strategy, model, capsys):
+    chosen = {} if preset is None else {"--accelerate_config": preset}
+    found = planned(capsys, model, {"--gpus": 4}, chosen)
+    assert found["strategy"] == strategy
+    assert found["devices"] == 4
+
+
+def test_adapters_and_formats_change_the_plan(model, capsys):
+    full = planned(capsys, model)["phases"]["optimizer"]["device"][Kind.GRADIENTS]
+    bf16 = planned(capsys, model, {"--weight_bits": 32})["phases"]["optimizer"]["device"][Kind.GRADIENTS]
+    assert bf16 == pytest.approx(full / 2, rel=0.01)
+    pytest.importorskip("peft")
+    adapter = planned(capsys, model, {"--use_peft": True, "--lora_target_modules": "all-linear"})
+    assert adapter["trained_parameters"] < 0.3 * adapter["parameters"]
+
+
+def test_a_run_that_does_not_fit_ends_with_1(model):
+    assert dispatch(words(model, {"--gpu_memory": "0.7GiB"})) == 1
+
+
+def test_fit_writes_files_that_the_trainer_reads(model, tmp_path, capsys):
+    from lowpeak.cli.plan import parse_plan
+
+    out = tmp_path / "plan"
+    fit = {"--fit": True, "--output": out, "--emit": "slurm", "--gpus": 16, "--num_generations": 4}
+    assert dispatch(words(model, fit, {"--dataset": "data.jsonl", "--reward": "r.py:f"})) == 0
+    assert "Chosen" in capsys.readouterr().out
+    run = yaml.safe_load((out / "run.yaml").read_text())
+    assert run["model"] == model
+    assert run["num_processes"] == 16
+    assert run["num_machines"] == 2
+    assert Path(run["accelerate_config"]).is_file()
+    assert "--nodes=2" in (out / "train.slurm").read_text()
+    assert str(out / "run.yaml") in (out / "train.sh").read_text()
+    _, job = parse_plan(["--config", str(out / "run.yaml")])
+    assert job.config.micro_batch_tokens == run["micro_batch_tokens"]
+
+
+def test_a_plot_is_a_page_without_a_network(model, tmp_path):
+    assert dispatch(words(model, {"--plot": tmp_path / "plan.html"})) == 0
+    page = (tmp_path / "plan.html").read_text()
+    assert "backward" in page
+    assert 'src="http' not in page
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"--gpu": "h1000", "--gpu_memory": "8GiB"}, "h1000"),
+        ({"--gpu_memory": "much"}, "gpu_memory"),
+        ({"--gpus": 0}, "gpus"),
+        ({"--format": "xml"}, "format"),
+        ({"--emit": "slurm"}, "emit"),
+        ({"--algorithm": "dpo"}, "dpo"),
+        ({"--accelerate_config": "fsdp2"}, "gpus"),
+        ({"--gpus": 3, "--accelerate_config": "fsdp2-tp"}, "3"),
+        ({"--journal": "nothing-here"}, "journal"),
+        ({"--model": "not/here"}, "not/here"),
+        ({"--learning_rates": 1}, "learning_rate"),
+    ],
+)
+def test_a_wrong_argument_is_named(wrong, named, model):
+    with pytest.raises(Exception, match=named) as error:
+        dispatch(words(model, wrong))
+    assert isinstance(error.value, (ArgumentError, ValueError)) or "lowpeak" in type(error.value).__module__
+
+
+def test_a_plan_needs_a_model_and_the_memory_of_a_gpu(model):
+    with pytest.raises(ArgumentError, match="model"):
+        dispatch(["plan", "--gpus", "1", "--gpu", "h100"])
+    with pytest.raises(ArgumentError, match="gpu_memory"):
+        dispatch(["plan", "--model", model])
+
+
+def test_a_machine_is_checked_against_a_config(model, tmp_path, capsys):
+    run = tmp_path / "run.yaml"
+    settings = {
+        "model": model,
+        "use_cpu": True,
+        "num_generations": 4,
+        "max_completion_length": 16,
+        "output_dir": str(tmp_path),
+    }
+    run.write_text(yaml.safe_dump(settings))
+    assert dispatch(["env", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split(": ")[0] for line in lines} >= {
+        "ok    devices",
+        "ok    torch",
+        "ok    device memory",
+        "ok    disk",
+    }
+    run.write_text(yaml.safe_dump({**settings, "use_cpu": False, "num_processes": 512}))
+    assert dispatch(["env", str(run)]) == 1
+    assert "FAIL  devices" in capsys.readouterr().out
