@@ -132,8 +132,8 @@ def run_cases(path: Path) -> None:
 
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 16_384, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "intermediate_size": 1_024,
+    "vocab_size": 8_192, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 768,
 }  # fmt: skip
 RUN: dict[str, Any] = {
     "per_device_train_batch_size": 32,
