@@ -295,7 +295,7 @@ class RunSettings:
 def resolve_model(args: Any) -> ModelSettings:
     """Return the settings of loading models."""
     kwargs, storage = args.model_init_kwargs or {}, resolve_storage(args)
-    keeps_bf16 = storage is None and dtype_argument(args) == "bfloat16" and not args.deepspeed
+    keeps_bf16 = storage is None and dtype_argument(args) == "bfloat16" and not args.uses_deepspeed
     return make_settings(
         ModelSettings,
         args,

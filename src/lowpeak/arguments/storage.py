@@ -91,7 +91,7 @@ def dtype_argument(args: Any) -> str:
 def _storage_obstacle(args: Any, dtype: str) -> str:
     """Return why a run cannot store weights or states in few bits, with the remedy; "" if it can."""
     optim = str(getattr(args.optim, "value", args.optim))
-    if args.deepspeed:
+    if args.uses_deepspeed:
         return "DeepSpeed keeps fp32 weights of its own; set bf16 and zero_optimization in its config instead"
     if optim not in ("adamw_torch", "adamw_torch_fused"):
         return f"optim={optim!r} stores weights and states itself; set optim='adamw_torch'"

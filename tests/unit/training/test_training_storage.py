@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 
 from lowpeak import GRPOConfig
-from lowpeak.arguments import StorageFormat, resolve_storage
+from lowpeak.arguments import StorageFormat, resolve_online, resolve_storage
 from lowpeak.errors import ArgumentError
 from lowpeak.optim import find_compact
 from lowpeak.parallel import trained_parameters
@@ -151,11 +151,23 @@ def test_formats_that_contradict_other_arguments_are_errors(tmp_path, arguments,
     ],
     ids=str,
 )
-def test_deepspeed_has_weights_of_its_own(tmp_path, arguments):
+@pytest.mark.parametrize("by", ["argument", "preset"])
+def test_deepspeed_has_weights_of_its_own(tmp_path, monkeypatch, arguments, by):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **arguments)
-    args.deepspeed = {"zero_optimization": {"stage": 2}}
+    if by == "argument":
+        args.deepspeed = {"zero_optimization": {"stage": 2}}
+    else:
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ArgumentError, match=f"{next(iter(arguments))}=.*DeepSpeed.*zero_optimization"):
         resolve_storage(args)
+
+
+def test_dtype_bfloat16_leaves_the_weights_to_the_deepspeed_of_a_preset(tmp_path, monkeypatch):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **BF16)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    settings = resolve_online(args, 1, 1).model
+    assert settings.storage is None
+    assert not settings.trains_bf16
 
 
 def test_an_adapter_trains_in_fp32_whatever_the_dtype_of_its_base(tmp_path, caplog):
