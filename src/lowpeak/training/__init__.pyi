@@ -9,6 +9,7 @@ from lowpeak.training.checkpoints import check_loaded_names as check_loaded_name
 from lowpeak.training.checkpoints import check_training_state as check_training_state
 from lowpeak.training.checkpoints import explain_load_errors as explain_load_errors
 from lowpeak.training.checkpoints import export_model as export_model
+from lowpeak.training.checkpoints import load_converted as load_converted
 from lowpeak.training.checkpoints import load_extra_weights as load_extra_weights
 from lowpeak.training.checkpoints import load_training as load_training
 from lowpeak.training.checkpoints import only_policy_adapters as only_policy_adapters

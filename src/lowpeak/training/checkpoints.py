@@ -34,7 +34,6 @@ from lowpeak.memory import is_out_of_memory
 from lowpeak.models import belongs_to_critic, is_peft, name_damaged_file
 from lowpeak.parallel import (
     WEIGHT,
-    Strategy,
     TrainingState,
     active_adapters,
     adapter_state_dict,
@@ -156,8 +155,8 @@ def _is_deepspeeds(schedule: Any) -> bool:
     return type(schedule).__name__ == "DeepSpeedSchedulerWrapper"
 
 
-def check_training_state(checkpoint: Path, strategy: Strategy) -> None:
-    """Raise CheckpointError for a checkpoint without training states that this strategy can load."""
+def check_training_state(checkpoint: Path, run: Run) -> None:
+    """Raise CheckpointError for a checkpoint without training states that this run can load."""
     if has_shards(checkpoint):
         return
     missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (checkpoint / name).exists()]
@@ -166,7 +165,7 @@ def check_training_state(checkpoint: Path, strategy: Strategy) -> None:
             f"{checkpoint} has no {missing[0]} (save_only_model writes none): start a new run from its weights (model=that "
             "folder), or resume from another checkpoint."
         )
-    if strategy.shards_states:
+    if run.loads_only_shards:
         raise CheckpointError(
             f"{checkpoint} has no sharded optimizer states: it was written on one device, under DDP, or with save_only_model. "
             "Resume with the strategy that wrote it, or start a new run from its weights (model=that folder)."
@@ -204,6 +203,15 @@ def explain_load_errors(checkpoint: str, content: str, remedy: str) -> Iterator[
         raise CheckpointError(
             f"the {content} in {checkpoint} do not fit this run ({reason}): resume with the same {remedy}, or start a new run."
         ) from error
+
+
+def load_converted(model: Any, folder: Path) -> Any:
+    """Load the weights that `export_model` wrote, which transformers converts; return torch's result.
+
+    For a moment host memory has the weights once more.
+    """
+    saved = type(model).from_pretrained(folder, dtype=model.dtype)
+    return model.load_state_dict(saved.state_dict(), strict=False)
 
 
 def export_model(trainer: ExportedModel, folder: Path, *, merged: bool = False) -> None:

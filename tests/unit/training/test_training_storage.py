@@ -13,8 +13,8 @@ from lowpeak.arguments import StorageFormat, resolve_online, resolve_storage
 from lowpeak.errors import ArgumentError
 from lowpeak.optim import find_compact
 from lowpeak.parallel import trained_parameters
-from small_runs import KINDS, SAVED, make, ones, saved
-from tiny_models import tiny_model
+from small_runs import KINDS, SAVED, make, ones, same, saved, supervised_rows, trained, weights
+from tiny_models import tiny_experts, tiny_model
 
 BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
 
@@ -209,3 +209,37 @@ def test_frozen_models_follow_the_dtype_and_a_run_with_a_reference_learns(tmp_pa
     trainer.train()
     assert {p.dtype for p in trainer.run.reference.model.parameters()} == {torch.bfloat16}
     assert trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+def test_a_mixture_of_experts_resumes_to_the_same_bits(tmp_path, kind):
+    """transformers stores its experts one by one, and so no loading by names fits the model."""
+    run = {**SAVED, "max_steps": 3}
+    whole = trained(kind, tmp_path, tiny_experts(), **run)
+    again = trained(kind, tmp_path, tiny_experts(), **run, resume=tmp_path / "checkpoint-2")
+    assert same(weights(again), weights(whole))
+
+
+@pytest.mark.parametrize("only_model", [False, True], ids=["with states", "without states"])
+def test_a_mixture_of_experts_gets_its_best_weights_back(tmp_path, only_model):
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
+    run = {**SAVED, **evaluated, "max_steps": 3, "metric_for_best_model": "loss", "save_only_model": only_model}
+    best = trained("SFT", tmp_path, tiny_experts(), eval_dataset=supervised_rows(), **run)
+    assert best.state.best_global_step == 1
+    assert same(weights(best), weights(trained("SFT", tmp_path / "one", tiny_experts(), max_steps=1)))
+
+
+def test_training_that_fails_leaves_no_hooks_on_the_users_model(tmp_path):
+    """They would take the gradients of a later Trainer, which would train nothing."""
+
+    def fail(completions, **columns):
+        if run.state.global_step:
+            raise RuntimeError("the reward fails")
+        return ones(completions)
+
+    model = wide_model()
+    run = make("GRPO", tmp_path, model, reward_funcs=fail, weight_bits=32, gradient_bits=32)
+    with pytest.raises(RuntimeError, match="the reward fails"):
+        run.train()
+    assert not any(hasattr(parameter, "gradient_sink") for parameter in model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())

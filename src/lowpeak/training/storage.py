@@ -1,0 +1,36 @@
+"""The storage format that acts in a run: the share of each device, and what of its arguments has no effect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lowpeak.arguments import ModelSettings, StorageFormat, warn_or_raise
+from lowpeak.parallel import DeviceFractions, device_fractions
+from lowpeak.training.run import RunContext
+
+
+def acting_storage(settings: ModelSettings, policy: nn.Module) -> StorageFormat | None:
+    """Return the storage format that acts on the trained weights."""
+    return settings.adapter_storage if _trains_adapter_alone(policy) else settings.storage
+
+
+def _trains_adapter_alone(policy: nn.Module) -> bool:
+    return all("lora_" in name for name, parameter in policy.named_parameters() if parameter.requires_grad)
+
+
+def storage_fractions(context: RunContext, storage: StorageFormat | None) -> DeviceFractions:
+    """Return the fractions of weights, gradients and states on each rank's device under the strategy and the format."""
+    shares = device_fractions(context.accelerator)
+    is_sharded = storage is not None and storage.shard_states
+    return replace(shares, states=shares.states / context.accelerator.num_processes) if is_sharded else shares
+
+
+def report_idle_storage(args: Any, settings: ModelSettings, policy: nn.Module, storage: StorageFormat | None) -> None:
+    """Name the bits of weights and gradients that were asked for, if all trained weights are LoRA's."""
+    bits = {"weight_bits": settings.weight_bits, "gradient_bits": settings.gradient_bits}
+    asked = [f"{name}={value}" for name, value in bits.items() if value is not None]
+    if asked and settings.storage is not None and _trains_adapter_alone(policy):
+        warn_or_raise(args, f"{' and '.join(asked)}: no effect, because all trained weights are LoRA's, which are fp32")
