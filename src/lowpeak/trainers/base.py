@@ -29,7 +29,7 @@ from lowpeak.checkpoint import (
 )
 from lowpeak.errors import DataError, EngineError, StoppedError
 from lowpeak.memory import Phase
-from lowpeak.parallel import clip_grad_norm
+from lowpeak.parallel import clip_grad_norm, remove_sums
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_best_metric,
@@ -108,6 +108,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         with ExitStack() as signals, ExitStack() as stack:
             stack.enter_context(detect_failures(ranks, lambda: self.run.tracker.current_phase))
             stack.callback(setattr, self, "is_in_train", False)  # transformers leaves it True if training fails
+            stack.callback(lambda: remove_sums(self.model.parameters()))  # a user's model has no hooks after an error
             require_same_arguments(self.args, ranks)
             require_same_data({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}, ranks)
             ranks.call_on_first(lambda: stack.enter_context(lock_run_folder(output_dir)))
