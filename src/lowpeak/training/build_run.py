@@ -47,7 +47,6 @@ from lowpeak.models import (
     num_embeddings,
     transformers_model,
 )
-from lowpeak.optim import compact_optimizer
 from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, is_sharded, states_on_host
 from lowpeak.records import Prompt
 from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
@@ -59,7 +58,7 @@ from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import ProgressTracker, Run, RunContext
 from lowpeak.training.run_sizes import LayoutChoice, Sizes, prepare_layout, training_bytes
 from lowpeak.training.step import LogprobSettings
-from lowpeak.training.storage import acting_storage, report_idle_storage, storage_fractions
+from lowpeak.training.storage import acting_storage, report_idle_storage, set_optimizer, storage_fractions
 from lowpeak.training.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -160,7 +159,7 @@ def make_run(
     materialize_meta_params(policy)
     if storage is not None:
         logger.info("Storage of training: %s.", storage)
-        context.optimizer_cls_and_kwargs = compact_optimizer(args, storage)
+        set_optimizer(context, args, storage)
     saving = ActivationOffload(policy, AsyncHostMover(device)).saving if memory.activation_offloading else nullcontext
     return Run(
         algorithm=algorithm,

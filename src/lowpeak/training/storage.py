@@ -6,10 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from transformers import Trainer
 
 from lowpeak.arguments import ModelSettings, StorageFormat, warn_or_raise
+from lowpeak.errors import ArgumentError
+from lowpeak.optim import compact_optimizer
 from lowpeak.parallel import DeviceFractions, device_fractions
 from lowpeak.training.run import RunContext
+
+_CHOICE = "get_optimizer_cls_and_kwargs"
 
 
 def acting_storage(settings: ModelSettings, policy: nn.Module) -> StorageFormat | None:
@@ -26,6 +31,17 @@ def storage_fractions(context: RunContext, storage: StorageFormat | None) -> Dev
     shares = device_fractions(context.accelerator)
     is_sharded = storage is not None and storage.shard_states
     return replace(shares, states=shares.states / context.accelerator.num_processes) if is_sharded else shares
+
+
+def set_optimizer(context: RunContext, args: Any, storage: StorageFormat) -> None:
+    """Make the trainer create the optimizer of a format; ArgumentError if its class chooses another one."""
+    chooses = getattr(type(context), _CHOICE, None)
+    if chooses is not None and chooses is not getattr(Trainer, _CHOICE):
+        raise ArgumentError(
+            f"{type(context).__name__}.{_CHOICE} has no effect, because lowpeak's AdamW stores {storage}: remove that method, or "
+            "remove dtype, weight_bits and the other storage arguments."
+        )
+    context.optimizer_cls_and_kwargs = compact_optimizer(args, storage)
 
 
 def report_idle_storage(args: Any, settings: ModelSettings, policy: nn.Module, storage: StorageFormat | None) -> None:
