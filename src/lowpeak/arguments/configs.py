@@ -38,6 +38,7 @@ from lowpeak.arguments.parallelism import (
 from lowpeak.arguments.ppo import PPOArguments
 from lowpeak.arguments.rloo import RLOOArguments
 from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG
+from lowpeak.arguments.storage import rename_dtype
 from lowpeak.arguments.text import hide_secrets, parse_bytes, read_object, show
 from lowpeak.arguments.validation import check_finite, check_range, check_type, check_types
 from lowpeak.errors import ArgumentError, LowpeakError
@@ -142,6 +143,8 @@ class CommonConfig(CommonArguments, TrainingArguments):
         for field in fields(self):
             if declaration(field).check is MAPPING:
                 _parse_mapping(self, field.name)
+        kwargs: Any = self.model_init_kwargs or {}
+        self.model_init_kwargs = rename_dtype(kwargs) or self.model_init_kwargs
         if self.bf16 is None:
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()

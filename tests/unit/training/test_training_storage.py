@@ -8,12 +8,12 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from lowpeak import GRPOConfig
+from lowpeak import GRPOConfig, SFTConfig, SFTTrainer
 from lowpeak.arguments import StorageFormat, resolve_online, resolve_storage
 from lowpeak.errors import ArgumentError
 from lowpeak.optim import find_compact
 from lowpeak.parallel import trained_parameters
-from small_runs import KINDS, SAVED, make, ones, same, saved, supervised_rows, trained, weights
+from small_runs import COMMON, KINDS, SAVED, TOKENIZER, make, ones, same, saved, supervised_rows, trained, weights
 from tiny_models import tiny_experts, tiny_model
 
 BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
@@ -243,3 +243,47 @@ def test_training_that_fails_leaves_no_hooks_on_the_users_model(tmp_path):
         run.train()
     assert not any(hasattr(parameter, "gradient_sink") for parameter in model.parameters())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+class OwnOptimizer(SFTTrainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters())
+        return self.optimizer
+
+
+class OwnChoice(SFTTrainer):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        return torch.optim.SGD, {"lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(OwnOptimizer, "SGD.*weights in bf16.*optimizers="), (OwnChoice, "OwnChoice.get_opt.*bf16")]
+)
+def test_a_subclass_with_another_optimizer_is_an_error_that_names_both(tmp_path, kind, message):
+    args = SFTConfig(output_dir=str(tmp_path), **COMMON, weight_bits=32)
+    with pytest.raises(ArgumentError, match=message):
+        kind(wide_model(), args, train_dataset=supervised_rows(), processing_class=TOKENIZER).train()
+
+
+def test_an_optimizer_set_on_the_trainer_is_an_error_too(tmp_path):
+    run = make("GRPO", tmp_path, wide_model(), weight_bits=32)
+    run.optimizer = torch.optim.AdamW(run.model.parameters())
+    with pytest.raises(ArgumentError, match="AdamW cannot store weights in bf16"):
+        run.train()
+
+
+def test_torch_dtype_is_another_name_of_dtype_and_the_users_dict_stays(tmp_path):
+    def config(kwargs, **arguments):
+        return GRPOConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs=kwargs, **arguments)
+
+    kwargs = {"torch_dtype": torch.bfloat16}
+    assert resolve_storage(config(kwargs)) == StorageFormat(32, 8)
+    assert kwargs == {"torch_dtype": torch.bfloat16}
+    for given in (kwargs, {**kwargs, "dtype": "bfloat16"}):
+        assert str(config(given).model_init_kwargs["dtype"]).endswith("bfloat16")
+        assert "torch_dtype" not in config(given).model_init_kwargs
+    with pytest.raises(ArgumentError, match=r"weight_bits=32 .*'float32'"):
+        resolve_storage(config({"torch_dtype": "float32"}, weight_bits=32))
+    with pytest.raises(ArgumentError, match="dtype 'float32' and torch_dtype 'bfloat16'"):
+        config({**kwargs, "dtype": "float32"})
