@@ -229,6 +229,8 @@ class CompactAdamW(torch.optim.AdamW):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, saved in state_dict["state"].items():
             parameter, state = parameters[index], self._state(parameters[index])
+            if not saved.keys() >= set(MOMENTS):
+                raise ValueError(f"they are another optimizer's: {', '.join(saved)}; AdamW's are {', '.join(MOMENTS)}")
             if all(saved[key].dtype == torch.float32 for key in MOMENTS) and "low_bits" not in saved:
                 shard = self.shard(parameter)
                 moments = {key: _flat(saved[key])[shard.first : shard.last] for key in MOMENTS}
