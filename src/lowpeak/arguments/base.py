@@ -226,6 +226,7 @@ class ModelSettings:
     storage: StorageFormat | None = None
     adapter_storage: StorageFormat | None = None
     weight_bits: int | None = None
+    state_bits: int | None = None
     gradient_bits: int | None = None
     keeps_bf16: bool = False
 
@@ -237,6 +238,10 @@ class ModelSettings:
     def with_users_optimizer(self) -> ModelSettings:
         """Return the settings for an optimizer that the user chose, which stores states and rounds weights itself."""
         return replace(self, storage=None, adapter_storage=None, keeps_bf16=self.trains_bf16)
+
+    def of_base(self) -> ModelSettings:
+        """Return the settings for a frozen base under an adapter: `weight_bits` leaves it in the checkpoint's dtype."""
+        return replace(self, model_init_kwargs={"dtype": "auto", **self.model_init_kwargs})
 
     @property
     def storage_name(self) -> str:

@@ -227,9 +227,11 @@ def _mixed_dtypes(context: RunContext, policy: nn.Module) -> Iterator[None]:
         if len(dtypes) == 1 or "dtype" not in str(error):
             raise
         names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        in_bf16 = any(p.dtype == torch.bfloat16 for p in policy.parameters() if p.requires_grad)
+        short, dtype = ("bf16", "bfloat16") if in_bf16 else ("fp32", "float32")
         raise ModelError(
-            f"the model's weights are {names}, since trained weights are fp32, but its layers need one dtype: set "
-            "bf16=True, or load all in fp32 (model_init_kwargs={'dtype': 'float32'})."
+            f"the model's weights are {names}, since trained weights are {short}, but its layers need one dtype: set bf16=True, or "
+            f"load all in {short} (dtype={dtype!r} in from_pretrained or in model_init_kwargs)."
         ) from error
 
 

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lowpeak.errors import CheckpointError
@@ -87,6 +88,10 @@ def test_a_checkpoint_of_32_bits_gives_the_weights_that_bf16_and_low_bits_are_to
     assert any(not torch.equal(values, values.bfloat16().float()) for values in expected.values())
     for name, weight in real_values(run, "weight").items():
         assert torch.equal(weight, expected[name])
+    if not after:  # a finished run takes no step, and exports the fp32 weights
+        run.save_model(str(tmp_path / "fp32"))
+        exported = load_file(tmp_path / "fp32" / "model.safetensors")
+        assert all(torch.equal(values.flatten(), expected[name]) for name, values in exported.items())
     if after.get("state_bits") != 8:
         for key in MOMENTS:
             assert all(
