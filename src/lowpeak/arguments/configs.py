@@ -143,8 +143,8 @@ class CommonConfig(CommonArguments, TrainingArguments):
         for field in fields(self):
             if declaration(field).check is MAPPING:
                 _parse_mapping(self, field.name)
-        kwargs: Any = self.model_init_kwargs or {}
-        self.model_init_kwargs = rename_dtype(kwargs) or self.model_init_kwargs
+        kwargs: Any = self.model_init_kwargs
+        self.model_init_kwargs = kwargs and rename_dtype(kwargs)
         if self.bf16 is None:
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,7 +83,7 @@ def resolve_adapter_storage(args: Any) -> StorageFormat | None:
     return StorageFormat(None, state_bits, 32, args.offload_optimizer, args.shard_optimizer_states)
 
 
-def rename_dtype(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+def rename_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments of `from_pretrained` with `dtype` in place of its older name `torch_dtype`."""
     if kwargs.get("torch_dtype") is None:
         return kwargs

@@ -5,7 +5,6 @@ Of `args`, only arguments that transformers declares are read: bf16, seeds, outp
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -60,8 +59,6 @@ from lowpeak.training.run_sizes import LayoutChoice, Sizes, prepare_layout, trai
 from lowpeak.training.step import LogprobSettings
 from lowpeak.training.storage import acting_storage, report_idle_storage, set_optimizer, storage_fractions
 from lowpeak.training.weight_sync import WeightSync
-
-logger = logging.getLogger(__name__)
 
 
 def connect_online(
@@ -158,7 +155,6 @@ def make_run(
     )
     materialize_meta_params(policy)
     if storage is not None:
-        logger.info("Storage of training: %s.", storage)
         set_optimizer(context, args, storage)
     saving = ActivationOffload(policy, AsyncHostMover(device)).saving if memory.activation_offloading else nullcontext
     return Run(

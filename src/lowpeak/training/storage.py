@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from lowpeak.errors import ArgumentError
 from lowpeak.optim import compact_optimizer
 from lowpeak.parallel import DeviceFractions, device_fractions
 from lowpeak.training.run import RunContext
+
+logger = logging.getLogger(__name__)
 
 _CHOICE = "get_optimizer_cls_and_kwargs"
 
@@ -42,6 +45,7 @@ def set_optimizer(context: RunContext, args: Any, storage: StorageFormat) -> Non
             f"{type(context).__name__}.{_CHOICE} has no effect, because lowpeak's AdamW stores {storage}: remove that method, or "
             "remove dtype, weight_bits and the other storage arguments."
         )
+    logger.info("Storage of training: %s.", storage)
     context.optimizer_cls_and_kwargs = compact_optimizer(args, storage)
 
 
@@ -58,7 +62,7 @@ def report_idle_storage(args: Any, settings: ModelSettings, policy: nn.Module, s
             "all optimizer states are fp32",
         )
     # A copy by dataclasses.replace() gives every argument.
-    given = getattr(args, "given", frozenset())
+    given: frozenset[str] = getattr(args, "given", frozenset())
     chosen = "bf16" in given and len(given) < sum(each.init for each in fields(args))
     if chosen and not args.bf16 and all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters()):
         warn_or_raise(args, "bf16=False: no effect, because all weights are bf16, and so are their products")

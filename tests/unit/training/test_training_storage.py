@@ -234,12 +234,12 @@ def test_training_that_fails_leaves_no_hooks_on_the_users_model(tmp_path):
 
     def fail(completions, **columns):
         if run.state.global_step:
-            raise RuntimeError("the reward fails")
+            raise RuntimeError("reward-failure")
         return ones(completions)
 
     model = wide_model()
     run = make("GRPO", tmp_path, model, reward_funcs=fail, weight_bits=32, gradient_bits=32)
-    with pytest.raises(RuntimeError, match="the reward fails"):
+    with pytest.raises(RuntimeError, match="reward-failure"):
         run.train()
     assert not any(hasattr(parameter, "gradient_sink") for parameter in model.parameters())
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
@@ -269,7 +269,7 @@ def test_a_subclass_with_another_optimizer_is_an_error_that_names_both(tmp_path,
 def test_an_optimizer_set_on_the_trainer_is_an_error_too(tmp_path):
     run = make("GRPO", tmp_path, wide_model(), weight_bits=32)
     run.optimizer = torch.optim.AdamW(run.model.parameters())
-    with pytest.raises(ArgumentError, match="AdamW cannot store weights in bf16"):
+    with pytest.raises(ArgumentError, match=r"AdamW .* bf16"):
         run.train()
 
 
