@@ -14,7 +14,7 @@ from lowpeak.arguments.parallelism import is_switched_on
 
 _NO_LOADER = "a cursor draws the rows, there is no data loader; remove it"
 _EVALUATION = "evaluation runs in micro-batches under a token budget, as training does; remove it"
-_COMPILED = "batches differ in size from step to step, and each new size would compile the model again; remove it"
+_COMPILED = "batches differ in size, and each new size would recompile the model; remove it"
 _NO_LABELS = "the loss uses the tokens' log-probs, not labels; remove it"
 
 # Ignoring these would change what is learned, so they are errors.
