@@ -68,6 +68,7 @@ def extreme_differences() -> tuple[float, float]:
     worst = {"weight": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
     for (weight_bits, state_bits), gradients in itertools.product(FORMATS, GRADIENTS):
         ours, theirs = (read(*steps(gradients, weight_bits, state_bits, each)) for each in (triton_step.update, None))
+        assert torch.equal(ours["exp_avg_sq"] > 0, theirs["exp_avg_sq"] > 0), "no divisor is rounded to zero"
         for key, exact in theirs.items():
             assert torch.equal(ours[key].isfinite(), exact.isfinite())
             sizes = exact.double().abs().clamp(min=1e-3 if key == "weight" else float(exact.abs().max()) + 1e-44)

@@ -242,3 +242,34 @@ def test_a_shard_of_rows_has_the_bits_of_the_whole_tensor():
         found.append(weight.detach())
     whole, shard = found
     assert torch.equal(shard, whole[32:])
+
+
+def largest_step(gradients: torch.Tensor, state_bits: int) -> float:
+    """The largest change of a weight in one step, in learning rates."""
+    weight = nn.Parameter(torch.zeros(gradients.shape[1:]))
+    optimizer = CompactAdamW([weight], lr=1e-3, weight_decay=0.0, weight_bits=None, state_bits=state_bits)
+    largest = 0.0
+    for gradient in gradients:
+        before, weight.grad = weight.detach().clone(), gradient
+        optimizer.step()
+        largest = max(largest, float((weight.detach() - before).abs().max()) / 1e-3)
+    return largest
+
+
+def test_a_second_moment_far_below_its_blocks_largest_bounds_the_step_after_gradients_end():
+    """Rounded to zero, it would let the step divide by eps alone: 9,000 learning rates."""
+    gradients = torch.zeros(160, 64, 128)
+    gradients[1:149, :, 1:] = 1e-4
+    gradients[0, :, 0] = 1.0
+    assert largest_step(gradients, 8) < 3
+    assert torch.equal(encode_second_moment(torch.tensor([0.0, 1e-30, 1.0]), 3)[0], torch.tensor([0, 1, 255]).byte())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_of_spiky_gradients_stay_near_those_of_fp32(seed):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 10 ** torch.empty(32, 128).uniform_(-6, 1, generator=generator)
+    gradients = torch.randn(60, 32, 128, generator=generator) * sizes
+    gradients *= torch.rand(gradients.shape, generator=generator) < 0.1
+    gradients[40:] = 0
+    assert largest_step(gradients, 8) < 2 * largest_step(gradients, 32)

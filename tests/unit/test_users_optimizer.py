@@ -52,10 +52,11 @@ def test_the_warning_has_the_share_the_rate_and_the_remedy(caplog):
 
 def test_optimizers_that_lose_nothing_are_not_warned_of(caplog):
     half, full = nn.Parameter(weights(100)), nn.Parameter(torch.ones(100))
-    assert warnings_of(torch.optim.SGD([full]), caplog) == []
-    stochastic = torch.optim.SGD([half])
+    assert warnings_of(torch.optim.SGD([full], lr=1e-6), caplog) == []
+    assert warnings_of(torch.optim.SGD([half], lr=0.1), caplog) == [], "less than 1 %"
+    stochastic = torch.optim.SGD([half], lr=1e-6)
     stochastic.bf16_stochastic_round = True
     assert warnings_of(stochastic, caplog) == []
-    assert warnings_of(torch.optim.SGD([{"params": [half], "kahan_sum": None}]), caplog) == []
-    assert warnings_of(torch.optim.SGD([{"params": [half], "use_kahan_summation": True}]), caplog) == []
-    assert len(warnings_of(torch.optim.SGD([{"params": [half], "kahan_sum": False}]), caplog)) == 1
+    assert warnings_of(torch.optim.SGD([{"params": [half], "kahan_sum": None}], lr=1e-6), caplog) == []
+    assert warnings_of(torch.optim.SGD([{"params": [half], "use_kahan_summation": True}], lr=1e-6), caplog) == []
+    assert len(warnings_of(torch.optim.SGD([{"params": [half], "kahan_sum": False}], lr=1e-6), caplog)) == 1

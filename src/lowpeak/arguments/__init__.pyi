@@ -73,6 +73,7 @@ from lowpeak.arguments.rollout import Sampling as Sampling
 from lowpeak.arguments.rollout import resolve_gather_budget as resolve_gather_budget
 from lowpeak.arguments.storage import STORAGE_ARGUMENTS as STORAGE_ARGUMENTS
 from lowpeak.arguments.storage import StorageFormat as StorageFormat
+from lowpeak.arguments.storage import rename_dtype as rename_dtype
 from lowpeak.arguments.storage import resolve_storage as resolve_storage
 from lowpeak.arguments.text import HIDDEN as HIDDEN
 from lowpeak.arguments.text import hide_secrets as hide_secrets

@@ -226,6 +226,7 @@ class ModelSettings:
     storage: StorageFormat | None = None
     adapter_storage: StorageFormat | None = None
     weight_bits: int | None = None
+    state_bits: int | None = None
     gradient_bits: int | None = None
     keeps_bf16: bool = False
 
@@ -237,6 +238,10 @@ class ModelSettings:
     def with_users_optimizer(self) -> ModelSettings:
         """Return the settings for an optimizer that the user chose, which stores states and rounds weights itself."""
         return replace(self, storage=None, adapter_storage=None, keeps_bf16=self.trains_bf16)
+
+    def of_base(self) -> ModelSettings:
+        """Return the settings for a frozen base under an adapter: `weight_bits` leaves it in the checkpoint's dtype."""
+        return replace(self, model_init_kwargs={"dtype": "auto", **self.model_init_kwargs})
 
     @property
     def storage_name(self) -> str:
@@ -295,7 +300,7 @@ class RunSettings:
 def resolve_model(args: Any) -> ModelSettings:
     """Return the settings of loading models."""
     kwargs, storage = args.model_init_kwargs or {}, resolve_storage(args)
-    keeps_bf16 = storage is None and dtype_argument(args) == "bfloat16" and not args.deepspeed
+    keeps_bf16 = storage is None and dtype_argument(args) == "bfloat16" and not args.uses_deepspeed
     return make_settings(
         ModelSettings,
         args,

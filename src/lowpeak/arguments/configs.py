@@ -38,6 +38,7 @@ from lowpeak.arguments.parallelism import (
 from lowpeak.arguments.ppo import PPOArguments
 from lowpeak.arguments.rloo import RLOOArguments
 from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG
+from lowpeak.arguments.storage import rename_dtype
 from lowpeak.arguments.text import hide_secrets, parse_bytes, read_object, show
 from lowpeak.arguments.validation import check_finite, check_range, check_type, check_types
 from lowpeak.errors import ArgumentError, LowpeakError
@@ -142,6 +143,8 @@ class CommonConfig(CommonArguments, TrainingArguments):
         for field in fields(self):
             if declaration(field).check is MAPPING:
                 _parse_mapping(self, field.name)
+        kwargs: Any = self.model_init_kwargs
+        self.model_init_kwargs = kwargs and rename_dtype(kwargs)
         if self.bf16 is None:
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()
@@ -182,10 +185,15 @@ class CommonConfig(CommonArguments, TrainingArguments):
         return resolve_model_parallel(os.environ, self.parallelism_config)
 
     @property
+    def uses_deepspeed(self) -> bool:
+        """Whether the argument `deepspeed`, or accelerate's config in the environment, requests DeepSpeed."""
+        return bool(self.deepspeed) or is_switched_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
+
+    @property
     def has_replicas(self) -> bool:
         """Whether several ranks have the same parameters, as under DDP."""
-        sharding = any(is_switched_on(os.environ, f"ACCELERATE_USE_{name}") for name in ("FSDP", "DEEPSPEED"))
-        one_model = self.fsdp or self.deepspeed or sharding or self.model_parallel.tensor > 1
+        uses_fsdp = self.fsdp or is_switched_on(os.environ, "ACCELERATE_USE_FSDP")
+        one_model = uses_fsdp or self.uses_deepspeed or self.model_parallel.tensor > 1
         return self.world_size > 1 and not one_model
 
     @property
@@ -215,11 +223,10 @@ class CommonConfig(CommonArguments, TrainingArguments):
         """Raise ArgumentError for parallelism, in arguments or the environment, that lowpeak does not support."""
         loading: Any = self.model_init_kwargs or {}
         refuse_unsupported_parallelism(os.environ, loading)
-        deepspeed = bool(self.deepspeed) or is_switched_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
-        other = "DeepSpeed" if deepspeed else "the argument fsdp" if self.fsdp else ""
+        other = "DeepSpeed" if self.uses_deepspeed else "the argument fsdp" if self.fsdp else ""
         if resolve_model_parallel(os.environ, self.parallelism_config, other) != NOT_PARALLEL:
             disable_accelerate_fsdp(os.environ)
-        if deepspeed:
+        if self.uses_deepspeed:
             require_deepspeed("a run under DeepSpeed")
         if is_switched_on(os.environ, "ACCELERATE_USE_FSDP"):
             refuse_fsdp1(os.environ.get("FSDP_VERSION", "1"), "the environment (accelerate's config, or FSDP_VERSION)")

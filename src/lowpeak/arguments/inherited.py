@@ -14,12 +14,12 @@ from lowpeak.arguments.parallelism import is_switched_on
 
 _NO_LOADER = "a cursor draws the rows, there is no data loader; remove it"
 _EVALUATION = "evaluation runs in micro-batches under a token budget, as training does; remove it"
-_COMPILED = "the engine's growing KV caches would recompile at each token; remove it"
+_COMPILED = "batches differ in size, and each new size would recompile the model; remove it"
 _NO_LABELS = "the loss uses the tokens' log-probs, not labels; remove it"
 
 # Ignoring these would change what is learned, so they are errors.
 _CHANGES_LEARNING: dict[str, str] = {
-    "fp16": "log-ratios need the range of fp32 or bf16; set bf16=True, or remove it",
+    "fp16": "its range is too narrow for log-probs and their gradients; set bf16=True, or remove it",
     "label_smoothing_factor": _NO_LABELS,
     "neftune_noise_alpha": "noise in the embeddings makes training log-probs differ from sampling log-probs; remove it",
     "use_liger_kernel": "it replaces the LM head, which already computes log-probs without full logits; remove it",

@@ -111,7 +111,7 @@ def refuse_unsupported_parallelism(environ: Mapping[str, str], loading: Mapping[
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
     require(
         precision in ("no", "bf16", ""),
-        f"the accelerate config has mixed_precision: {precision}, but log-ratios need fp32 or bf16's range: set it to bf16 or no.",
+        f"the accelerate config has mixed_precision: {precision}, but log-probs need fp32 or bf16's range: set it to bf16 or no.",
     )
     for name in ("tp_plan", "tp_size", "distributed_config", "device_mesh"):
         require(

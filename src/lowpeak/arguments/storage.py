@@ -83,15 +83,33 @@ def resolve_adapter_storage(args: Any) -> StorageFormat | None:
     return StorageFormat(None, state_bits, 32, args.offload_optimizer, args.shard_optimizer_states)
 
 
+def rename_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments of `from_pretrained` with `dtype` in place of its older name `torch_dtype`."""
+    if kwargs.get("torch_dtype") is None:
+        return kwargs
+    renamed = {"dtype": kwargs["torch_dtype"], **kwargs}
+    older = renamed.pop("torch_dtype")
+    require(
+        _dtype_name(renamed["dtype"]) == _dtype_name(older),
+        f"model_init_kwargs has dtype {_dtype_name(renamed['dtype'])!r} and torch_dtype {_dtype_name(older)!r}, two names of one "
+        "argument: remove one.",
+    )
+    return renamed
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_argument(args: Any) -> str:
     """Return the dtype in `model_init_kwargs` by its name; "None" without one."""
-    return str((args.model_init_kwargs or {}).get("dtype")).removeprefix("torch.")
+    return _dtype_name((args.model_init_kwargs or {}).get("dtype"))
 
 
 def _storage_obstacle(args: Any, dtype: str) -> str:
     """Return why a run cannot store weights or states in few bits, with the remedy; "" if it can."""
     optim = str(getattr(args.optim, "value", args.optim))
-    if args.deepspeed:
+    if args.uses_deepspeed:
         return "DeepSpeed keeps fp32 weights of its own; set bf16 and zero_optimization in its config instead"
     if optim not in ("adamw_torch", "adamw_torch_fused"):
         return f"optim={optim!r} stores weights and states itself; set optim='adamw_torch'"

@@ -1,6 +1,7 @@
 from lowpeak.checkpoint.atomic import stage_checkpoint as stage_checkpoint
 from lowpeak.checkpoint.atomic import stage_files as stage_files
 from lowpeak.checkpoint.export import SafetensorsWriter as SafetensorsWriter
+from lowpeak.checkpoint.export import converts_weights as converts_weights
 from lowpeak.checkpoint.export import write_configs as write_configs
 from lowpeak.checkpoint.export import write_weights as write_weights
 from lowpeak.checkpoint.folders import LOCK_FILE as LOCK_FILE

@@ -162,6 +162,11 @@ class _Writer:
         return layout | {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
 
 
+def converts_weights(model: Any, layout: WeightLayout) -> bool:
+    """Return whether a checkpoint's tensors have other names or shapes than the model's, such as experts one by one."""
+    return _converted_layout(model, layout, layout).keys() != layout.keys()
+
+
 def _conversion_groups(model: Any, layout: WeightLayout) -> dict[str, tuple[str, ...]]:
     """Return the parameters whose tensors differ from the checkpoint's, each with the group it must be converted with.
 

@@ -97,9 +97,10 @@ def launcher_arguments(path: Path, config: Any, given: Mapping[str, Any], device
         raise ArgumentError(f"--num_processes {processes} must be a multiple of the {hosts} hosts.")
     per_host = processes // hosts
     if per_host > devices and not on_cpu:
+        fewer = f"lower --num_processes to at most {devices * hosts}, or " if devices else ""
         raise ArgumentError(
-            f"{per_host} processes per host need as many devices, but this host has {devices}: lower --num_processes to at most "
-            f"{devices * hosts}, or train on CPUs with --use_cpu (ddp or a ZeRO preset)."
+            f"{per_host} processes per host need as many devices, but this host has {devices}: {fewer}train on CPUs with --use_cpu "
+            "(ddp or a ZeRO preset)."
         )
     # Port 0: any free port.
     port = {"main_process_port": 0} if config.main_process_port is None else {}

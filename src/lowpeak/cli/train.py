@@ -139,7 +139,9 @@ def with_config(job: Job, library: Any = lowpeak) -> Job:
     settings = {name: value for name, value in trainer_settings(job.given, os.environ).items() if name in known}
     options = load_options(job.model)
     if options:
-        given = settings.get("model_init_kwargs") or {}
+        from lowpeak.arguments import rename_dtype
+
+        given = rename_dtype(settings.get("model_init_kwargs") or {})
         twice = [name for name in options if given.get(name, options[name]) != options[name]]
         if twice:
             raise ArgumentError(

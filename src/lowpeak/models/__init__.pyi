@@ -14,6 +14,7 @@ from lowpeak.models.load import disable_dropout as disable_dropout
 from lowpeak.models.load import load_policy as load_policy
 from lowpeak.models.load import load_reference as load_reference
 from lowpeak.models.load import load_tokenizer as load_tokenizer
+from lowpeak.models.load import log_rounding as log_rounding
 from lowpeak.models.load import longrope_switch_length as longrope_switch_length
 from lowpeak.models.lora import Reference as Reference
 from lowpeak.models.lora import adapter_reference as adapter_reference

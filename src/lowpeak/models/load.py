@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,13 @@ from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import install_head, install_score_head, verify_head, verify_score_head
 from lowpeak.models.lora import add_training_adapter, remove_added_modules, ties_lora_weights
 from lowpeak.models.pretrained import from_pretrained
-from lowpeak.models.sharded_loading import device_map_for_loading
+from lowpeak.models.sharded_loading import device_map_for_loading, find_config
 from lowpeak.models.unwrap import is_peft
 from lowpeak.models.value_heads import remove_critic
 
 logger = logging.getLogger(__name__)
 
+_ROUNDED = "%s are rounded to bf16: the bits beside them, if the format has any, start at 0."
 _AS_SAVED = ModelSettings()
 
 
@@ -47,6 +49,8 @@ def load_policy(
     """
     if model_parallel != NOT_PARALLEL:
         _check_tensor_parallel(model, settings, peft_config)
+    if isinstance(model, str) and peft_config is not None:
+        settings = settings.of_base()
     policy = _load_or_take(model, settings, model_parallel, device)
     _keep_training_format(policy)
     if peft_config is not None:
@@ -64,10 +68,20 @@ def _load_or_take(
         alone = model_parallel == NOT_PARALLEL
         sharded = {} if settings.trains_bf16 else {"dtype": torch.float32}
         changes = device_map_for_loading(device, settings.model_init_kwargs) if alone else sharded
-        return _load_causal(model, settings, model_parallel, **changes)
+        policy = _load_causal(model, settings, model_parallel, **changes)
+        log_rounding(model, policy, settings)
+        return policy
     _check_instance(model, bool(settings.model_init_kwargs) or settings.trust_remote_code)
     remove_added_modules(model)
     return model
+
+
+def log_rounding(name: str, policy: nn.Module, settings: ModelSettings) -> None:
+    """Log that a checkpoint in fp32 was rounded while it was loaded."""
+    if settings.trains_bf16 and policy.dtype == torch.bfloat16:
+        in_file = find_config(name, settings.load_kwargs).dtype
+        if in_file == torch.float32:
+            logger.info(_ROUNDED, f"the fp32 weights of {name!r}")
 
 
 def _check_instance(model: Any, has_load_arguments: bool) -> None:
@@ -209,17 +223,21 @@ def convert_trainable(policy: nn.Module, settings: ModelSettings = _AS_SAVED) ->
     """
     trained = {name: p for name, p in policy.named_parameters() if p.requires_grad and p.is_floating_point()}
     halved = {name for name in trained if settings.trains_bf16 and "lora_" not in name}
-    converted = 0
+    converted: Counter[str] = Counter()
     for name, parameter in trained.items():
         dtype = torch.bfloat16 if name in halved else torch.float32
         if parameter.dtype != dtype:
-            converted += parameter.numel()
+            converted[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
             parameter.data = parameter.data.to(dtype)
-    if converted and not halved:
+    count, names = f"{converted.total():,}", " and ".join(sorted(converted))
+    if converted and halved:
+        logger.info(_ROUNDED, f"{count} trainable weights in {names}")
+    elif converted:
         logger.warning(
-            "%s trainable weights were loaded in half precision and converted to fp32; computation follows bf16. "
-            "weight_bits=32 trains them as bf16, in half the memory.",
-            f"{converted:,}",
+            "%s trainable weights were loaded in %s and converted to fp32; computation follows bf16. weight_bits=32 trains them "
+            "as bf16, in half the memory.",
+            count,
+            names,
         )
 
 

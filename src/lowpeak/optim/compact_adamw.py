@@ -177,14 +177,14 @@ class CompactAdamW(torch.optim.AdamW):
         noise_key = f"{self.seed}/{state['step']}/{shard.name}"
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         weights = _flat(parameter)[shard.first : shard.last]
-        return CompactTensor(weights, tensors, self._block(parameter), self.weight_bits or 32, noise_key, shard.start)
+        return CompactTensor(weights, tensors, self.block(parameter), self.weight_bits or 32, noise_key, shard.start)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return a parameter's state, of zeros before its first step."""
         state = self.state[parameter]
         if state:
             return state
-        weights, shard, block = _flat(parameter), self.shard(parameter), self._block(parameter)
+        weights, shard, block = _flat(parameter), self.shard(parameter), self.block(parameter)
         size, host = shard.last - shard.first, self.host(parameter)
         zeros = weights.new_zeros if host is None else host.zeros
         state["step"] = 0
@@ -196,7 +196,7 @@ class CompactAdamW(torch.optim.AdamW):
                 state[f"{key}_scale"] = zeros(size // block, dtype=torch.float32)
         return state
 
-    def _block(self, parameter: nn.Parameter) -> int | None:
+    def block(self, parameter: nn.Parameter) -> int | None:
         """Return the values of a block, the largest divisor of a row up to 128; None for fp32 states.
 
         Beside bf16 weights, the fp32 ones of an adapter keep fp32 states.
@@ -229,6 +229,8 @@ class CompactAdamW(torch.optim.AdamW):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, saved in state_dict["state"].items():
             parameter, state = parameters[index], self._state(parameters[index])
+            if not saved.keys() >= set(MOMENTS):
+                raise ValueError(f"they are another optimizer's: {', '.join(saved)}; AdamW's are {', '.join(MOMENTS)}")
             if all(saved[key].dtype == torch.float32 for key in MOMENTS) and "low_bits" not in saved:
                 shard = self.shard(parameter)
                 moments = {key: _flat(saved[key])[shard.first : shard.last] for key in MOMENTS}

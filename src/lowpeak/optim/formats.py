@@ -77,10 +77,14 @@ def decode_first_moment(codes: Tensor, scales: Tensor, block: int) -> Tensor:
 
 
 def encode_second_moment(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return uint8 codes = round(255 * sqrt(values) / scale); scales are the blocks' largest roots."""
+    """Return uint8 codes = round(255 * sqrt(values) / scale); scales are the blocks' largest roots.
+
+    The code of a positive value is at least 1: a divisor that is rounded to zero would let a step divide by eps alone.
+    """
     roots = values.view(-1, block).sqrt()
-    scales = roots.amax(dim=1)
-    return roots.div_(_divisor(scales)).mul_(255).round_().to(torch.uint8).view(-1), scales
+    scales, smallest = roots.amax(dim=1), (roots > 0).float()
+    codes = roots.div_(_divisor(scales)).mul_(255).round_().maximum(smallest)
+    return codes.to(torch.uint8).view(-1), scales
 
 
 def decode_second_moment(codes: Tensor, scales: Tensor, block: int) -> Tensor:

@@ -136,6 +136,7 @@ def _update(
         v = tl.sqrt_rn(v)
         scale = tl.max(v, 1)
         codes = _round(tl.div_rn(v, tl.where(scale > 0, scale, 1.0)[:, None]) * 255)
+        codes = tl.where((v > 0) & (codes < 1), 1.0, codes)
         tl.store(second + at, codes.to(tl.int32).to(tl.uint8), inside)
         tl.store(second_scale + rows, scale, has_row)
     else:

@@ -14,6 +14,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _SAMPLE = 1 << 20  # weights
+_NEGLIGIBLE = 0.01  # share of updates
 # Mean magnitude of AdamW's updates over the learning rate, measured over GRPO runs of the learning task. Normal numbers have this
 # mean if their standard deviation is sqrt(pi / 2) times as large.
 _UPDATE_SIZE = 0.27 * math.sqrt(math.pi / 2)
@@ -41,7 +42,10 @@ def lost_share(weights: Iterable[tuple[Tensor, float]]) -> float | None:
 
 
 def warn_of_lost_updates(optimizer: Any) -> None:
-    """Warn of the updates that a torch optimizer will lose, unless it trains no bf16 weights or does not round to nearest."""
+    """Warn of the updates that a torch optimizer will lose, if they are 1 % or more.
+
+    None are lost by an optimizer that trains no bf16 weights, or does not round to nearest.
+    """
     inner = getattr(optimizer, "optimizer", optimizer)
     if getattr(inner, "bf16_stochastic_round", False):  # torchao's optimizers
         return
@@ -49,7 +53,7 @@ def warn_of_lost_updates(optimizer: Any) -> None:
     groups = [(group, float(group.get("initial_lr") or group["lr"] or 0)) for group in inner.param_groups]
     trained = [(parameter, rate) for group, rate in groups if not _sums_exactly(group) for parameter in group["params"]]
     share = lost_share(trained)
-    if share is None:
+    if share is None or share < _NEGLIGIBLE:
         return
     rates = " and ".join(f"{rate:g}" for rate in sorted({rate for _, rate in trained}))
     logger.warning(

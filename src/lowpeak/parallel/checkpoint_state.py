@@ -295,7 +295,8 @@ def set_group_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
                 f"the checkpoint has another optimizer, without the option {missing[0]}: resume with the same optim and its "
                 "arguments, or start a new run."
             )
-        group.update({key: clone_if_tensor(value) for key, value in saved.items()})
+        # CompactAdamW saves `fused` None; an AdamW that goes on with its states keeps its kernel.
+        group.update({key: clone_if_tensor(value) for key, value in saved.items() if (key, value) != ("fused", None)})
 
 
 def _group_kinds(options: list[dict[str, Any]]) -> list[int]:

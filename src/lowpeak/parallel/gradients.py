@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from lowpeak.arguments import StorageFormat
+from lowpeak.errors import ArgumentError
 from lowpeak.optim import GradientSum, UpdatedShard, find_compact, find_sum, gradient_of, multiply_gradient
 from lowpeak.parallel.checkpoint_state import first_position
 from lowpeak.ranks import Ranks
@@ -26,10 +27,15 @@ def place_optimizer(
     """Tell a CompactAdamW which values this rank updates, and sum gradients outside of `.grad` where the format needs it.
 
     `replicas` are ranks with the same parameters: with `shard_states` each updates its rows alone. If they sum the gradients of
-    one parameter, they sum those of all, because DDP averages all or none.
+    one parameter, they sum those of all, because DDP averages all or none. ArgumentError for another optimizer.
     """
     compact = find_compact(optimizer)
-    assert compact is not None, "a storage format is that of a CompactAdamW"
+    if compact is None:
+        raise ArgumentError(
+            f"the optimizer {type(getattr(optimizer, 'optimizer', optimizer)).__name__} cannot store {storage}: remove it "
+            "(create_optimizer of a subclass, or the attribute optimizer), pass it to the trainer as optimizers=(optimizer, None), "
+            "or remove dtype, weight_bits and the other storage arguments."
+        )
     remove_sums(named.values())
     all_or_none = replicas is not None and replicas.world_size > 1 and sums_gradients(named, storage)
     for name, parameter in named.items():

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
 
 from lowpeak.checkpoint import (
     RunState,
@@ -26,22 +25,20 @@ from lowpeak.checkpoint import (
     load_run_state,
     lock_run_folder,
     restore_rng_state,
-    stage_files,
     verify_manifest,
 )
 from lowpeak.errors import DataError, EngineError, StoppedError
 from lowpeak.memory import Phase
-from lowpeak.optim import clear_low_bits, loading_states
-from lowpeak.parallel import clip_grad_norm, has_shards, prepare_without_ddp
+from lowpeak.parallel import clip_grad_norm, remove_sums
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_best_metric,
     check_checkpoint_name,
-    clear_output_dir,
     find_resume_checkpoint,
     require_same_arguments,
     require_same_data,
 )
+from lowpeak.trainers.checkpointing import CheckpointingTrainer
 from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
     CONTROL_FLAGS,
@@ -53,43 +50,31 @@ from lowpeak.training import (
     StepScratch,
     StepUsage,
     agree_on_flags,
-    check_loaded_names,
     check_training_state,
-    explain_load_errors,
-    export_model,
     gather_metrics,
     gather_usage,
-    load_training,
-    only_policy_adapters,
     require_finite_step,
-    require_finite_weights,
     run_step,
-    save_checkpoint,
     usage_metrics,
-    warn_of_overridden_arguments,
 )
 from lowpeak.watchdog import detect_failures
 
 logger = logging.getLogger(__name__)
 
 
-class StepTrainer(ModelCardMixin, Trainer):
+class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     """transformers' Trainer whose step is a list of micro-batches, weighted by the counts of the whole step.
 
-    run                 the parts of the run
     scratch             numbers of the step under way
     algorithm_state     the algorithm's numbers that change during the run, such as an adaptive KL coefficient
     unlogged_metrics    metrics of the steps since the last log
-    resumed             the checkpoint's state, until training has restored it
     """
 
-    run: Run
     control: Any
     model_wrapped: Any
     scratch: StepScratch
     algorithm_state: Mapping[str, float]
     unlogged_metrics: Mapping[str, Metric]
-    resumed: RunState | None = None
 
     def num_steps_per_epoch(self) -> int | None:
         """Return the optimizer steps that use each row of the data once; None for data without a length."""
@@ -98,10 +83,6 @@ class StepTrainer(ModelCardMixin, Trainer):
     def next_step(self) -> StepBatches:
         raise AssertionError("a trainer defines a step")
 
-    def run_state(self) -> RunState:
-        """Return the state that a checkpoint needs beside weights, optimizer and schedule."""
-        raise AssertionError("a trainer defines its state")
-
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
         """Continue from the `run_state` of `checkpoint`."""
         raise AssertionError("a trainer restores its state")
@@ -109,9 +90,6 @@ class StepTrainer(ModelCardMixin, Trainer):
     def identity(self) -> dict[str, Any]:
         """Return, as JSON, the values that must not change when a run is resumed."""
         return {"algorithm": self.run.algorithm.name}
-
-    def save_extra(self, folder: Path) -> None:
-        """Write other files of a checkpoint into its staged folder."""
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """Return the metrics of one dataset, their names under `prefix`."""
@@ -130,6 +108,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         with ExitStack() as signals, ExitStack() as stack:
             stack.enter_context(detect_failures(ranks, lambda: self.run.tracker.current_phase))
             stack.callback(setattr, self, "is_in_train", False)  # transformers leaves it True if training fails
+            stack.callback(lambda: remove_sums(self.model.parameters()))  # a user's model has no hooks after an error
             require_same_arguments(self.args, ranks)
             require_same_data({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}, ranks)
             ranks.call_on_first(lambda: stack.enter_context(lock_run_folder(output_dir)))
@@ -158,7 +137,7 @@ class StepTrainer(ModelCardMixin, Trainer):
             with ranks.propagate_errors():
                 self.resumed = load_run_state(checkpoint, self.args.process_index)
                 check_checkpoint_name(checkpoint, output_dir, self.resumed.policy_version)
-                check_training_state(checkpoint, self.run.strategy)
+                check_training_state(checkpoint, self.run)
                 check_run_identity(self.resumed.identity, self.identity(), checkpoint, self.resumed.in_rollout)
                 self.restore_run_state(self.resumed, checkpoint)
         return checkpoint
@@ -306,95 +285,3 @@ class StepTrainer(ModelCardMixin, Trainer):
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         check_best_metric(self, metric_key_prefix, metrics)
         return metrics
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, or the adapter alone, with tokenizer and config for `from_pretrained`, slice by slice."""
-        self._export(Path(output_dir or self.args.output_dir))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def save_merged_model(self, output_dir: str) -> None:
-        """Write the full model with its adapter merged in, slice by slice: no merged model is ever in memory."""
-        self._export(Path(output_dir), merged=True)
-
-    def _export(self, folder: Path, *, merged: bool = False) -> None:
-        ranks, tracker = self.run.strategy.ranks, self.run.tracker
-        staging = stage_files(folder, ranks.processes)
-        with detect_failures(ranks, lambda: tracker.current_phase), tracker.phase(Phase.SAVE), staging as stage:
-            export_model(self, stage, merged=merged)
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """Load sharded states, on any number of ranks, and clear the output folder for the run.
-
-        The folder is cleared when all ranks have loaded: a resume that fails leaves it as it was.
-        """
-        ranks, resumed = self.run.strategy.ranks, self.resumed
-        sharded = resume_from_checkpoint is None or has_shards(Path(resume_from_checkpoint))
-        with prepare_without_ddp(self.accelerator, self.run.strategy, self.model, self.run.storage):
-            states = None if sharded else resume_from_checkpoint
-            prepared = super()._prepare_for_training(max_steps, train_dataloader, states)
-        if sharded:
-            self.run.strategy.place_optimizer(self.model, self.optimizer, self.run.storage)
-        if sharded and resume_from_checkpoint is not None:
-            with ranks.propagate_errors(), warn_of_overridden_arguments(self, resume_from_checkpoint):
-                self.load_states(Path(resume_from_checkpoint))
-        step = None if resumed is None else resumed.policy_version
-        ranks.call_on_first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
-        return prepared
-
-    def load_states(self, checkpoint: Path) -> None:
-        with explain_load_errors(os.fspath(checkpoint), "states", "model, optim and trained parameters"):
-            load_training(self, checkpoint)
-
-    def _load_best_model(self) -> None:
-        """Load the best checkpoint; warn, and keep the last weights, if its folder was removed."""
-        best = Path(self.state.best_model_checkpoint)
-        if self.run.strategy.ranks.call_on_first(best.is_dir):
-            self.load_best(best)
-            return
-        logger.warning("load_best_model_at_end: the best checkpoint, %s, was removed; the last weights stay.", best)
-        self.state.best_model_checkpoint = None  # otherwise transformers would look for it again
-
-    def load_best(self, best: Path) -> None:
-        if has_shards(best):
-            self.load_states(best)
-        else:
-            with explain_load_errors(os.fspath(best), "weights", "model"):
-                super()._load_best_model()
-            clear_low_bits(self.optimizer)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.run.strategy.shards_states:  # `_prepare_for_training` loads sharded states
-            return
-        explained = explain_load_errors(resume_from_checkpoint, "weights", "model")
-        with self.run.strategy.ranks.propagate_errors(), explained:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        check_loaded_names(self.model, load_result)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        self.run.strategy.place_optimizer(self.model, self.optimizer, self.run.storage)
-        explained = explain_load_errors(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
-        warned, loading = warn_of_overridden_arguments(self, checkpoint), loading_states(self.optimizer)
-        with self.run.strategy.ranks.propagate_errors(), explained, warned, loading:
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.write_checkpoint(trial, self.run_state())
-
-    def write_checkpoint(self, trial: Any, state: RunState) -> None:
-        with self.run.strategy.ranks.propagate_errors():
-            self._check_weights()
-        with self.run.tracker.phase(Phase.SAVE):
-            self.run.journal.sync()
-            save_checkpoint(self, trial, state)
-
-    def _check_weights(self) -> None:
-        require_finite_weights(self.model, self.run.strategy, self.state.global_step, Path(self.args.output_dir))
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        with only_policy_adapters(self.model):
-            super()._save(output_dir, state_dict)

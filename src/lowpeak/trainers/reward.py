@@ -25,7 +25,7 @@ from lowpeak.arguments import (
 from lowpeak.data import PreferenceReader, check_preference_columns, flatten_pairs, read_pairs
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import classifier_of
-from lowpeak.models import SCORE_HEAD, HeadKind, from_pretrained, load_policy, num_embeddings
+from lowpeak.models import SCORE_HEAD, HeadKind, from_pretrained, load_policy, log_rounding, num_embeddings
 from lowpeak.records import Record
 from lowpeak.trainers.offline import OfflineTrainer, longest_row
 from lowpeak.training import StepBatches, score
@@ -67,7 +67,9 @@ class RewardTrainer(OfflineTrainer):
                 "a reward model is a classifier: set task_type='SEQ_CLS' in peft_config in place of 'CAUSAL_LM'."
             )
         if isinstance(model, str):
-            loaded, is_new = _load_named(model, self.settings.model, self.acting_args.seed)
+            settings = self.settings.model if peft_config is None else self.settings.model.of_base()
+            loaded, is_new = _load_named(model, settings, self.acting_args.seed)
+            log_rounding(model, loaded, settings)
             policy = load_policy(loaded, peft_config=peft_config)
         else:
             policy, is_new = load_policy(model, self.settings.model, peft_config=peft_config), False

@@ -9,12 +9,12 @@ from lowpeak.training.checkpoints import check_loaded_names as check_loaded_name
 from lowpeak.training.checkpoints import check_training_state as check_training_state
 from lowpeak.training.checkpoints import explain_load_errors as explain_load_errors
 from lowpeak.training.checkpoints import export_model as export_model
+from lowpeak.training.checkpoints import load_converted as load_converted
 from lowpeak.training.checkpoints import load_extra_weights as load_extra_weights
 from lowpeak.training.checkpoints import load_training as load_training
 from lowpeak.training.checkpoints import only_policy_adapters as only_policy_adapters
 from lowpeak.training.checkpoints import save_checkpoint as save_checkpoint
 from lowpeak.training.checkpoints import save_extra_weights as save_extra_weights
-from lowpeak.training.checkpoints import warn_of_overridden_arguments as warn_of_overridden_arguments
 from lowpeak.training.collector import merge_in_prompt_order as merge_in_prompt_order
 from lowpeak.training.collector import with_advantages as with_advantages
 from lowpeak.training.collector import with_reward_statistics as with_reward_statistics
@@ -29,6 +29,7 @@ from lowpeak.training.engines import why_adapters_idle as why_adapters_idle
 from lowpeak.training.engines import within_rotations as within_rotations
 from lowpeak.training.evaluation import Evaluation as Evaluation
 from lowpeak.training.evaluation import evaluate_prompts as evaluate_prompts
+from lowpeak.training.overridden_arguments import warn_of_overridden_arguments as warn_of_overridden_arguments
 from lowpeak.training.prepare_run import OnlineInputs as OnlineInputs
 from lowpeak.training.prepare_run import prepare_online as prepare_online
 from lowpeak.training.rollout import Rollout as Rollout

@@ -5,7 +5,6 @@ Of `args`, only arguments that transformers declares are read: bf16, seeds, outp
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -16,18 +15,18 @@ from typing import Any
 import torch
 from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import (
     MemorySettings,
-    ModelSettings,
     OnlineSettings,
     PromptSettings,
     RunSettings,
-    StorageFormat,
     report_idle_arguments,
     warn_or_raise,
 )
+from lowpeak.checkpoint import converts_weights
 from lowpeak.data import DatasetCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
@@ -47,16 +46,7 @@ from lowpeak.models import (
     num_embeddings,
     transformers_model,
 )
-from lowpeak.optim import compact_optimizer
-from lowpeak.parallel import (
-    DeviceFractions,
-    FrozenModel,
-    Strategy,
-    detect_strategy,
-    device_fractions,
-    is_sharded,
-    states_on_host,
-)
+from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, is_sharded, states_on_host
 from lowpeak.records import Prompt
 from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
 from lowpeak.training.collector import RolloutCollector
@@ -67,9 +57,8 @@ from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import ProgressTracker, Run, RunContext
 from lowpeak.training.run_sizes import LayoutChoice, Sizes, prepare_layout, training_bytes
 from lowpeak.training.step import LogprobSettings
+from lowpeak.training.storage import acting_storage, report_idle_storage, set_optimizer, storage_fractions
 from lowpeak.training.weight_sync import WeightSync
-
-logger = logging.getLogger(__name__)
 
 
 def connect_online(
@@ -150,9 +139,9 @@ def make_run(
     if load_balance is not None:  # sequences with zero advantages move the routers, too
         algorithm = algorithm.without_skipping()
     choice = _check_models(context, strategy, policy, reference, memory, head, load_balance)
-    storage = _acting_storage(settings.model, policy)
-    _warn_of_idle_bits(args, settings.model, policy)
-    shares = _device_fractions(context, storage)
+    storage = acting_storage(settings.model, policy)
+    report_idle_storage(args, settings.model, policy, storage)
+    shares = storage_fractions(context, storage)
     sizes = Sizes.of(
         memory,
         policy,
@@ -166,8 +155,7 @@ def make_run(
     )
     materialize_meta_params(policy)
     if storage is not None:
-        logger.info("Storage of training: %s.", storage)
-        context.optimizer_cls_and_kwargs = compact_optimizer(args, storage)
+        set_optimizer(context, args, storage)
     saving = ActivationOffload(policy, AsyncHostMover(device)).saving if memory.activation_offloading else nullcontext
     return Run(
         algorithm=algorithm,
@@ -181,32 +169,15 @@ def make_run(
         budget=sizes.budget(memory, pad_id, policy.config),
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
         storage=storage,
+        converts_weights=_converts_weights(policy, strategy),
         reference=reference,
         planned=PlannedMemory(context, policy) if memory.plan_memory and ranks.processes.rank == 0 else None,
     )
 
 
-def _acting_storage(settings: ModelSettings, policy: nn.Module) -> StorageFormat | None:
-    """Return the storage format that acts on the trained weights."""
-    return settings.adapter_storage if _trains_adapter_alone(policy) else settings.storage
-
-
-def _trains_adapter_alone(policy: nn.Module) -> bool:
-    return all("lora_" in name for name, parameter in policy.named_parameters() if parameter.requires_grad)
-
-
-def _warn_of_idle_bits(args: Any, settings: ModelSettings, policy: nn.Module) -> None:
-    """Name the bits of weights and gradients that were asked for, if all trained weights are LoRA's."""
-    bits = {"weight_bits": settings.weight_bits, "gradient_bits": settings.gradient_bits}
-    asked = [f"{name}={value}" for name, value in bits.items() if value is not None]
-    if asked and settings.storage is not None and _trains_adapter_alone(policy):
-        warn_or_raise(args, f"{' and '.join(asked)}: no effect, because all trained weights are LoRA's, which are fp32")
-
-
-def _device_fractions(context: RunContext, storage: StorageFormat | None) -> DeviceFractions:
-    shares = device_fractions(context.accelerator)
-    is_sharded = storage is not None and storage.shard_states
-    return replace(shares, states=shares.states / context.accelerator.num_processes) if is_sharded else shares
+def _converts_weights(policy: nn.Module, strategy: Strategy) -> bool:
+    """Return whether transformers converts the weights of a policy when it stores them; adapters are stored as they are."""
+    return isinstance(policy, PreTrainedModel) and converts_weights(policy, strategy.layout(policy))
 
 
 def _check_models(
@@ -252,9 +223,11 @@ def _mixed_dtypes(context: RunContext, policy: nn.Module) -> Iterator[None]:
         if len(dtypes) == 1 or "dtype" not in str(error):
             raise
         names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        in_bf16 = any(p.dtype == torch.bfloat16 for p in policy.parameters() if p.requires_grad)
+        short, dtype = ("bf16", "bfloat16") if in_bf16 else ("fp32", "float32")
         raise ModelError(
-            f"the model's weights are {names}, since trained weights are fp32, but its layers need one dtype: set "
-            "bf16=True, or load all in fp32 (model_init_kwargs={'dtype': 'float32'})."
+            f"the model's weights are {names}, since trained weights are {short}, but its layers need one dtype: set bf16=True, or "
+            f"load all in {short} (dtype={dtype!r} in from_pretrained or in model_init_kwargs)."
         ) from error
 
 
@@ -307,8 +280,8 @@ def _freezer(
     The model stays unsharded if it fits into half of what training leaves free on every rank.
     """
     device = context.accelerator.device
-    storage = _acting_storage(parts.settings.model, parts.policy)
-    free = free_bytes(device) - training_bytes(parts.policy, device, _device_fractions(context, storage), storage)
+    storage = acting_storage(parts.settings.model, parts.policy)
+    free = free_bytes(device) - training_bytes(parts.policy, device, storage_fractions(context, storage), storage)
     room = int(strategy.ranks.min([max(0, free)])[0]) // 2
     on_host = parts.settings.memory.offload_frozen_models
     return lambda model: add_to_offloader(offloader, strategy, strategy.prepare_frozen(model, room, on_host))

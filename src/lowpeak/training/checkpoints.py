@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from lowpeak.arguments import warn_or_raise
 from lowpeak.checkpoint import (
     RunState,
     prune_checkpoints,
@@ -34,7 +33,6 @@ from lowpeak.memory import is_out_of_memory
 from lowpeak.models import belongs_to_critic, is_peft, name_damaged_file
 from lowpeak.parallel import (
     WEIGHT,
-    Strategy,
     TrainingState,
     active_adapters,
     adapter_state_dict,
@@ -156,8 +154,8 @@ def _is_deepspeeds(schedule: Any) -> bool:
     return type(schedule).__name__ == "DeepSpeedSchedulerWrapper"
 
 
-def check_training_state(checkpoint: Path, strategy: Strategy) -> None:
-    """Raise CheckpointError for a checkpoint without training states that this strategy can load."""
+def check_training_state(checkpoint: Path, run: Run) -> None:
+    """Raise CheckpointError for a checkpoint without training states that this run can load."""
     if has_shards(checkpoint):
         return
     missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (checkpoint / name).exists()]
@@ -166,7 +164,7 @@ def check_training_state(checkpoint: Path, strategy: Strategy) -> None:
             f"{checkpoint} has no {missing[0]} (save_only_model writes none): start a new run from its weights (model=that "
             "folder), or resume from another checkpoint."
         )
-    if strategy.shards_states:
+    if run.loads_only_shards:
         raise CheckpointError(
             f"{checkpoint} has no sharded optimizer states: it was written on one device, under DDP, or with save_only_model. "
             "Resume with the strategy that wrote it, or start a new run from its weights (model=that folder)."
@@ -204,6 +202,15 @@ def explain_load_errors(checkpoint: str, content: str, remedy: str) -> Iterator[
         raise CheckpointError(
             f"the {content} in {checkpoint} do not fit this run ({reason}): resume with the same {remedy}, or start a new run."
         ) from error
+
+
+def load_converted(model: Any, folder: Path) -> Any:
+    """Load the weights that `export_model` wrote, which transformers converts; return torch's result.
+
+    For a moment host memory has the weights once more.
+    """
+    saved = type(model).from_pretrained(folder, dtype=model.dtype)
+    return model.load_state_dict(saved.state_dict(), strict=False)
 
 
 def export_model(trainer: ExportedModel, folder: Path, *, merged: bool = False) -> None:
@@ -320,65 +327,3 @@ def _state(parameters: Mapping[str, nn.Parameter]) -> TrainingState:
     for name, parameter in parameters.items():
         state.add_fragment(f"{WEIGHT}/{clean_parameter_name(name)}", state.fragment_of_parameter(parameter))
     return state
-
-
-_RATE = "learning_rate"
-
-# Arguments that optimizers and schedules keep in their states. Other entries of the states change during a run.
-_ARGUMENTS_OF_GROUP_KEY = {
-    "weight_decay": ("weight_decay",),
-    "betas": ("adam_beta1", "adam_beta2"),
-    "eps": ("adam_epsilon",),
-} | {
-    name: (f"optim's {name}",)
-    for name in ("momentum", "dampening", "nesterov", "alpha", "centered", "amsgrad", "fused")
-}
-_SCHEDULE_ATTRIBUTES = ("factor", "patience", "threshold", "cooldown", "warmup", "min_lrs", "max_lrs")
-
-
-Settings = dict[tuple[str, int], Any]
-
-
-@contextmanager
-def warn_of_overridden_arguments(trainer: CheckpointedTrainer, checkpoint: str) -> Iterator[None]:
-    """Warn of arguments that the optimizer and schedule states of `checkpoint`, loaded in the block, replace."""
-    requested = _settings(trainer)
-    yield
-    loaded = _settings(trainer)
-    changed = [key for key in requested if key in loaded and requested[key] != loaded[key]]
-    ignored = dict.fromkeys(
-        f"{_argument_name(key[0], requested[key], trainer)}={requested[key]!r} ({loaded[key]!r} acts)"
-        for key in changed
-    )
-    if ignored:
-        warn_or_raise(
-            trainer.acting_args,
-            f"the optimizer and the schedule continue with their states in {checkpoint}, so these arguments have no effect: "
-            f"{', '.join(ignored)}. To change them, start a new run from the checkpoint's weights (model=that folder)",
-        )
-
-
-def _settings(trainer: TrainingStates) -> Settings:
-    """Return the arguments in the states, by name and number of the parameter group."""
-    schedule = trainer.lr_scheduler
-    settings: Settings = {(_RATE, i): rate for i, rate in enumerate(getattr(schedule, "base_lrs", ()))}
-    for i, group in enumerate(trainer.optimizer.param_groups):
-        for key, names in _ARGUMENTS_OF_GROUP_KEY.items():
-            if key in group:
-                value = tuple(group[key]) if isinstance(group[key], list) else group[key]
-                values = value if isinstance(value, tuple) and len(value) == len(names) else [value] * len(names)
-                settings |= {(name, i): each for name, each in zip(names, values, strict=True)}
-    of_schedule = {
-        (f"lr_scheduler_kwargs' {key}", 0): getattr(schedule, key)
-        for key in _SCHEDULE_ATTRIBUTES
-        if hasattr(schedule, key)
-    }
-    return settings | of_schedule
-
-
-def _argument_name(name: str, value: Any, trainer: CheckpointedTrainer) -> str:
-    # PPO's critic has separate groups if it has a separate learning rate.
-    critic_rate = getattr(trainer.acting_args, "value_learning_rate", None)
-    return (
-        "value_learning_rate" if name == _RATE and value == critic_rate != trainer.acting_args.learning_rate else name
-    )

@@ -91,7 +91,14 @@ def _model(context: RunContext, model: nn.Module) -> Report:
         "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
         "device": str(context.args.device),
         "bf16_compute": bool(context.args.bf16),
+        "storage": str(context.run.storage or _optimizers_storage(model)),
     }
+
+
+def _optimizers_storage(model: nn.Module) -> str:
+    """Return the format of trained weights whose states an optimizer of torch or of the user's stores."""
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad})
+    return f"weights in {' and '.join(dtypes)}, optimizer states as optim stores them"
 
 
 def _data(context: RunContext, num_steps: int | None) -> Report:

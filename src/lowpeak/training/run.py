@@ -20,7 +20,7 @@ from lowpeak.journal import Journal
 from lowpeak.memory import MemoryTracker, Phase, is_out_of_memory
 from lowpeak.models import Reference
 from lowpeak.optim import find_compact, warn_of_lost_updates
-from lowpeak.parallel import Strategy, remove_sums
+from lowpeak.parallel import Strategy
 from lowpeak.records import Metric
 from lowpeak.training.planned_memory import PlannedMemory
 from lowpeak.training.run_sizes import Sizes
@@ -40,6 +40,7 @@ class Run:
     journal             records of steps and completions in `output_dir`
     sizes, budget       the bounds of memory, and how micro-batches are packed within them
     storage             the format of trained weights and optimizer states; None: fp32, or the optimizer's
+    converts_weights    whether transformers stores the model's weights under other names or in other shapes
     reference           the reference policy, if the algorithm needs one
     planned             the plan of its memory, on the rank that writes the journal
     interrupts          requests to stop, by signals
@@ -54,14 +55,20 @@ class Run:
     budget: Budget
     num_parameters: int
     storage: StorageFormat | None = None
+    converts_weights: bool = False
     reference: Reference | None = None
     planned: PlannedMemory | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)
 
     @property
+    def loads_only_shards(self) -> bool:
+        """Whether a checkpoint's weights can be loaded from its sharded training states alone."""
+        return self.strategy.shards_states or self.converts_weights
+
+    @property
     def writes_shards(self) -> bool:
         """Whether checkpoints have sharded training states: trained weights in fp32, and optimizer states."""
-        return self.strategy.shards_states or self.storage is not None
+        return self.loads_only_shards or self.storage is not None
 
     def with_sizes(self, sizes: Sizes) -> Run:
         """Return this run with every pass within `sizes`."""
@@ -172,9 +179,8 @@ class StepCallback(TrainerCallback):
         if state.is_world_process_zero and find_compact(optimizer) is None:
             warn_of_lost_updates(optimizer)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_training = False
-        remove_sums(model.parameters())
         planned = self._current_run().planned
         if planned is not None:
             planned.close()

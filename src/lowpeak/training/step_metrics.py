@@ -117,7 +117,7 @@ def require_finite_step(
         problem += f", and weights are already not finite ({shorten_names(bad_weights)})"
     elif bad_gradients and len(bad_gradients) < len(all_gradients):  # clipping by a NaN norm makes all of them NaN
         problem += f", from gradients of {shorten_names(bad_gradients)}"
-    raise NonFiniteError(f"step {step}: {problem}. The optimizer step was not taken and {_remedy(output_dir)}")
+    raise NonFiniteError(f"step {step}: {problem}. The optimizer step was not taken and {_remedy(output_dir, model)}")
 
 
 def _not_finite(numbers: StepMetrics) -> str | None:
@@ -137,7 +137,7 @@ def require_finite_weights(model: nn.Module, strategy: Strategy, step: int, outp
     if names:
         raise NonFiniteError(
             f"after step {step}: weights are not finite ({shorten_names(names)}). They were not saved, and "
-            f"{_remedy(output_dir)}"
+            f"{_remedy(output_dir, model)}"
         )
 
 
@@ -149,10 +149,12 @@ def _merged(lists: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in lists for name in names))
 
 
-def _remedy(output_dir: Path) -> str:
+def _remedy(output_dir: Path, model: nn.Module) -> str:
+    in_bf16 = any(p.dtype == torch.bfloat16 for p in model.parameters() if p.requires_grad)
+    in_fp32 = "train fp32 weights (without dtype bfloat16 and weight_bits)" if in_bf16 else "train in fp32 (bf16=False)"
     last = last_checkpoint(output_dir)
     checkpoint = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-    return f"{checkpoint}. Lower the learning rate, check the rewards' scale, or train in fp32 (bf16=False)."
+    return f"{checkpoint}. Lower the learning rate, check the rewards' scale, or {in_fp32}."
 
 
 def usage_metrics(usage: StepUsage, num_new: int) -> dict[str, Metric]:

@@ -70,6 +70,14 @@ def words_of(name, devices=8, **given):
     return dict(zip(words[:-2:2], words[1:-2:2], strict=True))
 
 
+def test_more_processes_than_devices_are_an_error_whose_remedy_can_be_followed(monkeypatch):
+    with pytest.raises(ArgumentError, match=r" 1: .*--num_processes .* 1, .*--use_cpu"):
+        words_of("ddp", devices=1, num_processes=2)
+    monkeypatch.setattr("lowpeak.cli.launch.num_devices", lambda: 0)
+    with pytest.raises(ArgumentError, match=r" has 0: [^,]*--use_cpu"):
+        words_of("ddp", devices=None, num_processes=2)
+
+
 # presets
 
 

@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from lowpeak.errors import CheckpointError
 from lowpeak.optim import MOMENTS, find_compact
 from lowpeak.parallel import trained_parameters
 from small_runs import SAVED, make, saved, trained
@@ -86,8 +88,33 @@ def test_a_checkpoint_of_32_bits_gives_the_weights_that_bf16_and_low_bits_are_to
     assert any(not torch.equal(values, values.bfloat16().float()) for values in expected.values())
     for name, weight in real_values(run, "weight").items():
         assert torch.equal(weight, expected[name])
+    if not after:  # a finished run takes no step, and exports the fp32 weights
+        run.save_model(str(tmp_path / "fp32"))
+        exported = load_file(tmp_path / "fp32" / "model.safetensors")
+        assert all(torch.equal(values.flatten(), expected[name]) for name, values in exported.items())
     if after.get("state_bits") != 8:
         for key in MOMENTS:
             assert all(
                 torch.equal(values, real_values(before, key)[name]) for name, values in real_values(run, key).items()
             )
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "32"), ("32", "fp32")])
+def test_a_change_of_format_overrides_no_argument(tmp_path, caplog, before, after):
+    """The optimizers of two formats differ in `fused`, which the user has not set."""
+    trained("GRPO", tmp_path, tiny_model(hidden=64), **RUN, **FORMATS[before][0])
+    strict = {**RUN, "max_steps": 3, "strict_arguments": True}
+    assert (
+        trained("GRPO", tmp_path, tiny_model(hidden=64), **strict, **FORMATS[after][0], resume=True).state.global_step
+        == 3
+    )
+    again = {**strict, "max_steps": 4}
+    trained("GRPO", tmp_path, tiny_model(hidden=64), **again, **FORMATS[after][0], resume=True)
+
+
+@pytest.mark.parametrize(("optim", "names"), [("adafactor", "exp_avg_sq"), ("adamw_bnb_8bit", "bnb")])
+def test_states_of_another_optimizer_are_named(tmp_path, optim, names):
+    trained("GRPO", tmp_path, tiny_model(hidden=64), **RUN, optim=optim)
+    run = make("GRPO", tmp_path, tiny_model(hidden=64), **RUN, weight_bits=32)
+    with pytest.raises(CheckpointError, match=f"optimizer's: .*{names}"):
+        run.train(resume_from_checkpoint=True)

@@ -39,12 +39,12 @@ def test_two_steps_train_bf16_weights_and_warn_once(tmp_path, caplog, model, kin
 
 
 def test_an_optimizer_class_keeps_them_too_and_its_rate_is_the_one_warned_of(tmp_path, caplog, model):
-    passed = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.0123})}
+    passed = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.000123})}
     run = trained("SFT", tmp_path / "run", model, **BF16, **passed)
     assert {p.dtype for p in run.model.parameters()} == {torch.bfloat16}
     assert run.run.storage is None
     (message,) = lost(caplog)
-    assert "0.0123" in message
+    assert "0.000123" in message
 
 
 def test_without_bf16_in_the_arguments_weights_become_fp32_as_before(tmp_path, caplog):
@@ -70,7 +70,7 @@ def test_deepspeed_keeps_its_master_weights(tmp_path):
 
 @pytest.mark.parametrize("optim", ["adafactor", "adamw_bnb_8bit", "sgd"])
 def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(tmp_path, caplog, model, optim):
-    run = {**SAVED, **BF16, "max_steps": 3, "optim": optim}
+    run = {**SAVED, **BF16, "max_steps": 3, "optim": optim, "learning_rate": 1e-3}
     with caplog.at_level(logging.WARNING):
         whole = trained("GRPO", tmp_path / "run", model, **run)
         again = trained("GRPO", tmp_path / "run", model, **run, resume=tmp_path / "run" / "checkpoint-2")

@@ -8,13 +8,13 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from lowpeak import GRPOConfig
-from lowpeak.arguments import StorageFormat, resolve_storage
+from lowpeak import GRPOConfig, SFTConfig, SFTTrainer
+from lowpeak.arguments import StorageFormat, resolve_online, resolve_storage
 from lowpeak.errors import ArgumentError
 from lowpeak.optim import find_compact
 from lowpeak.parallel import trained_parameters
-from small_runs import KINDS, SAVED, make, ones, saved
-from tiny_models import tiny_model
+from small_runs import COMMON, KINDS, SAVED, TOKENIZER, make, ones, same, saved, supervised_rows, trained, weights
+from tiny_models import tiny_experts, tiny_model
 
 BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
 
@@ -151,11 +151,23 @@ def test_formats_that_contradict_other_arguments_are_errors(tmp_path, arguments,
     ],
     ids=str,
 )
-def test_deepspeed_has_weights_of_its_own(tmp_path, arguments):
+@pytest.mark.parametrize("by", ["argument", "preset"])
+def test_deepspeed_has_weights_of_its_own(tmp_path, monkeypatch, arguments, by):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **arguments)
-    args.deepspeed = {"zero_optimization": {"stage": 2}}
+    if by == "argument":
+        args.deepspeed = {"zero_optimization": {"stage": 2}}
+    else:
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ArgumentError, match=f"{next(iter(arguments))}=.*DeepSpeed.*zero_optimization"):
         resolve_storage(args)
+
+
+def test_dtype_bfloat16_leaves_the_weights_to_the_deepspeed_of_a_preset(tmp_path, monkeypatch):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **BF16)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    settings = resolve_online(args, 1, 1).model
+    assert settings.storage is None
+    assert not settings.trains_bf16
 
 
 def test_an_adapter_trains_in_fp32_whatever_the_dtype_of_its_base(tmp_path, caplog):
@@ -197,3 +209,81 @@ def test_frozen_models_follow_the_dtype_and_a_run_with_a_reference_learns(tmp_pa
     trainer.train()
     assert {p.dtype for p in trainer.run.reference.model.parameters()} == {torch.bfloat16}
     assert trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+def test_a_mixture_of_experts_resumes_to_the_same_bits(tmp_path, kind):
+    """transformers stores its experts one by one, and so no loading by names fits the model."""
+    run = {**SAVED, "max_steps": 3}
+    whole = trained(kind, tmp_path, tiny_experts(), **run)
+    again = trained(kind, tmp_path, tiny_experts(), **run, resume=tmp_path / "checkpoint-2")
+    assert same(weights(again), weights(whole))
+
+
+@pytest.mark.parametrize("only_model", [False, True], ids=["with states", "without states"])
+def test_a_mixture_of_experts_gets_its_best_weights_back(tmp_path, only_model):
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
+    run = {**SAVED, **evaluated, "max_steps": 3, "metric_for_best_model": "loss", "save_only_model": only_model}
+    best = trained("SFT", tmp_path, tiny_experts(), eval_dataset=supervised_rows(), **run)
+    assert best.state.best_global_step == 1
+    assert same(weights(best), weights(trained("SFT", tmp_path / "one", tiny_experts(), max_steps=1)))
+
+
+def test_training_that_fails_leaves_no_hooks_on_the_users_model(tmp_path):
+    """They would take the gradients of a later Trainer, which would train nothing."""
+
+    def fail(completions, **columns):
+        if run.state.global_step:
+            raise RuntimeError("reward-failure")
+        return ones(completions)
+
+    model = wide_model()
+    run = make("GRPO", tmp_path, model, reward_funcs=fail, weight_bits=32, gradient_bits=32)
+    with pytest.raises(RuntimeError, match="reward-failure"):
+        run.train()
+    assert not any(hasattr(parameter, "gradient_sink") for parameter in model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+class OwnOptimizer(SFTTrainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD(self.model.parameters())
+        return self.optimizer
+
+
+class OwnChoice(SFTTrainer):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        return torch.optim.SGD, {"lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(OwnOptimizer, "SGD.*weights in bf16.*optimizers="), (OwnChoice, "OwnChoice.get_opt.*bf16")]
+)
+def test_a_subclass_with_another_optimizer_is_an_error_that_names_both(tmp_path, kind, message):
+    args = SFTConfig(output_dir=str(tmp_path), **COMMON, weight_bits=32)
+    with pytest.raises(ArgumentError, match=message):
+        kind(wide_model(), args, train_dataset=supervised_rows(), processing_class=TOKENIZER).train()
+
+
+def test_an_optimizer_set_on_the_trainer_is_an_error_too(tmp_path):
+    run = make("GRPO", tmp_path, wide_model(), weight_bits=32)
+    run.optimizer = torch.optim.AdamW(run.model.parameters())
+    with pytest.raises(ArgumentError, match=r"AdamW .* bf16"):
+        run.train()
+
+
+def test_torch_dtype_is_another_name_of_dtype_and_the_users_dict_stays(tmp_path):
+    def config(kwargs, **arguments):
+        return GRPOConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs=kwargs, **arguments)
+
+    kwargs = {"torch_dtype": torch.bfloat16}
+    assert resolve_storage(config(kwargs)) == StorageFormat(32, 8)
+    assert kwargs == {"torch_dtype": torch.bfloat16}
+    for given in (kwargs, {**kwargs, "dtype": "bfloat16"}):
+        assert str(config(given).model_init_kwargs["dtype"]).endswith("bfloat16")
+        assert "torch_dtype" not in config(given).model_init_kwargs
+    with pytest.raises(ArgumentError, match=r"weight_bits=32 .*'float32'"):
+        resolve_storage(config({"torch_dtype": "float32"}, weight_bits=32))
+    with pytest.raises(ArgumentError, match="dtype 'float32' and torch_dtype 'bfloat16'"):
+        config({**kwargs, "dtype": "float32"})

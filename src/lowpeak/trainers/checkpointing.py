@@ -1,0 +1,148 @@
+"""transformers' Trainer with checkpoints that any strategy writes and reads, and exports slice by slice.
+
+docs/architecture.md lists the overridden methods with the reasons.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from lowpeak.checkpoint import RunState, stage_files
+from lowpeak.memory import Phase
+from lowpeak.optim import clear_low_bits, loading_states
+from lowpeak.parallel import has_shards, prepare_without_ddp
+from lowpeak.setup import clear_output_dir
+from lowpeak.training import (
+    Run,
+    check_loaded_names,
+    explain_load_errors,
+    export_model,
+    load_converted,
+    load_training,
+    only_policy_adapters,
+    require_finite_weights,
+    save_checkpoint,
+    warn_of_overridden_arguments,
+)
+from lowpeak.watchdog import detect_failures
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointingTrainer(Trainer):
+    """transformers' Trainer whose checkpoints have the state of a run.
+
+    run                 the parts of the run
+    resumed             the checkpoint's state, until training has restored it
+    """
+
+    run: Run
+    resumed: RunState | None = None
+
+    def run_state(self) -> RunState:
+        """Return the state that a checkpoint needs beside weights, optimizer and schedule."""
+        raise AssertionError("a trainer defines its state")
+
+    def save_extra(self, folder: Path) -> None:
+        """Write other files of a checkpoint into its staged folder."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, or the adapter alone, with tokenizer and config for `from_pretrained`, slice by slice."""
+        self._export(Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def save_merged_model(self, output_dir: str) -> None:
+        """Write the full model with its adapter merged in, slice by slice: no merged model is ever in memory."""
+        self._export(Path(output_dir), merged=True)
+
+    def _export(self, folder: Path, *, merged: bool = False) -> None:
+        ranks, tracker = self.run.strategy.ranks, self.run.tracker
+        staging = stage_files(folder, ranks.processes)
+        with detect_failures(ranks, lambda: tracker.current_phase), tracker.phase(Phase.SAVE), staging as stage:
+            export_model(self, stage, merged=merged)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """Load sharded states, on any number of ranks, and clear the output folder for the run.
+
+        The folder is cleared when all ranks have loaded: a resume that fails leaves it as it was.
+        """
+        ranks, resumed = self.run.strategy.ranks, self.resumed
+        sharded = resume_from_checkpoint is None or has_shards(Path(resume_from_checkpoint))
+        with prepare_without_ddp(self.accelerator, self.run.strategy, self.model, self.run.storage):
+            states = None if sharded else resume_from_checkpoint
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, states)
+        if sharded:
+            self.run.strategy.place_optimizer(self.model, self.optimizer, self.run.storage)
+        if sharded and resume_from_checkpoint is not None:
+            with ranks.propagate_errors(), warn_of_overridden_arguments(self, resume_from_checkpoint):
+                self.load_states(Path(resume_from_checkpoint))
+        step = None if resumed is None else resumed.policy_version
+        ranks.call_on_first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
+        return prepared
+
+    def load_states(self, checkpoint: Path) -> None:
+        with explain_load_errors(os.fspath(checkpoint), "states", "model, optim and trained parameters"):
+            load_training(self, checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint; warn, and keep the last weights, if its folder was removed."""
+        best = Path(self.state.best_model_checkpoint)
+        if self.run.strategy.ranks.call_on_first(best.is_dir):
+            self.load_best(best)
+            return
+        logger.warning("load_best_model_at_end: the best checkpoint, %s, was removed; the last weights stay.", best)
+        self.state.best_model_checkpoint = None  # otherwise transformers would look for it again
+
+    def load_best(self, best: Path) -> None:
+        if has_shards(best):
+            self.load_states(best)
+            return
+        with explain_load_errors(os.fspath(best), "weights", "model"):
+            if self.run.converts_weights:
+                self._issue_warnings_after_load(load_converted(self.model, best))
+            else:
+                super()._load_best_model()
+        clear_low_bits(self.optimizer)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.run.loads_only_shards:  # `_prepare_for_training` loads them
+            return
+        explained = explain_load_errors(resume_from_checkpoint, "weights", "model")
+        with self.run.strategy.ranks.propagate_errors(), explained:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        check_loaded_names(self.model, load_result)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self.run.strategy.place_optimizer(self.model, self.optimizer, self.run.storage)
+        explained = explain_load_errors(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
+        warned, loading = warn_of_overridden_arguments(self, checkpoint), loading_states(self.optimizer)
+        with self.run.strategy.ranks.propagate_errors(), explained, warned, loading:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.write_checkpoint(trial, self.run_state())
+
+    def write_checkpoint(self, trial: Any, state: RunState) -> None:
+        with self.run.strategy.ranks.propagate_errors():
+            self._check_weights()
+        with self.run.tracker.phase(Phase.SAVE):
+            self.run.journal.sync()
+            save_checkpoint(self, trial, state)
+
+    def _check_weights(self) -> None:
+        require_finite_weights(self.model, self.run.strategy, self.state.global_step, Path(self.args.output_dir))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        with only_policy_adapters(self.model):
+            super()._save(output_dir, state_dict)

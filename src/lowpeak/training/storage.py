@@ -1,0 +1,75 @@
+"""The storage format that acts in a run: the share of each device, and what of its arguments has no effect."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from lowpeak.arguments import ModelSettings, StorageFormat, warn_or_raise
+from lowpeak.errors import ArgumentError
+from lowpeak.optim import compact_optimizer
+from lowpeak.parallel import DeviceFractions, device_fractions
+from lowpeak.training.run import RunContext
+
+logger = logging.getLogger(__name__)
+
+_CHOICE = "get_optimizer_cls_and_kwargs"
+
+
+def acting_storage(settings: ModelSettings, policy: nn.Module) -> StorageFormat | None:
+    """Return the storage format that acts on the trained weights."""
+    return settings.adapter_storage if _trains_adapter_alone(policy) else settings.storage
+
+
+def _trains_adapter_alone(policy: nn.Module) -> bool:
+    return all("lora_" in name for name, parameter in policy.named_parameters() if parameter.requires_grad)
+
+
+def storage_fractions(context: RunContext, storage: StorageFormat | None) -> DeviceFractions:
+    """Return the fractions of weights, gradients and states on each rank's device under the strategy and the format."""
+    shares = device_fractions(context.accelerator)
+    is_sharded = storage is not None and storage.shard_states
+    return replace(shares, states=shares.states / context.accelerator.num_processes) if is_sharded else shares
+
+
+def set_optimizer(context: RunContext, args: Any, storage: StorageFormat) -> None:
+    """Make the trainer create the optimizer of a format; ArgumentError if its class chooses another one."""
+    chooses = getattr(type(context), _CHOICE, None)
+    if chooses is not None and chooses is not getattr(Trainer, _CHOICE):
+        raise ArgumentError(
+            f"{type(context).__name__}.{_CHOICE} has no effect, because lowpeak's AdamW stores {storage}: remove that method, or "
+            "remove dtype, weight_bits and the other storage arguments."
+        )
+    logger.info("Storage of training: %s.", storage)
+    context.optimizer_cls_and_kwargs = compact_optimizer(args, storage)
+
+
+def report_idle_storage(args: Any, settings: ModelSettings, policy: nn.Module, storage: StorageFormat | None) -> None:
+    """Name the bits that were asked for and act on no weight, and `bf16=False` beside bf16 weights."""
+    bits = {"weight_bits": settings.weight_bits, "gradient_bits": settings.gradient_bits}
+    asked = [f"{name}={value}" for name, value in bits.items() if value is not None]
+    if asked and settings.storage is not None and _trains_adapter_alone(policy):
+        warn_or_raise(args, f"{' and '.join(asked)}: no effect, because all trained weights are LoRA's, which are fp32")
+    if storage is not None and settings.state_bits == 8 and not _has_8_bit_states(args, policy, storage):
+        warn_or_raise(
+            args,
+            "state_bits=8: no effect, because no trained matrix has 4,096 values in rows that a number from 32 to 128 divides, so "
+            "all optimizer states are fp32",
+        )
+    # A copy by dataclasses.replace() gives every argument.
+    given: frozenset[str] = getattr(args, "given", frozenset())
+    chosen = "bf16" in given and len(given) < sum(each.init for each in fields(args))
+    if chosen and not args.bf16 and all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters()):
+        warn_or_raise(args, "bf16=False: no effect, because all weights are bf16, and so are their products")
+
+
+def _has_8_bit_states(args: Any, policy: nn.Module, storage: StorageFormat) -> bool:
+    kind, options = compact_optimizer(args, storage)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = kind(trained, **options)
+    return any(optimizer.block(parameter) is not None for parameter in trained)
