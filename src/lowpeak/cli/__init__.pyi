@@ -7,6 +7,7 @@ from lowpeak.cli.arguments import DataArguments as DataArguments
 from lowpeak.cli.arguments import LaunchArguments as LaunchArguments
 from lowpeak.cli.arguments import ModelArguments as ModelArguments
 from lowpeak.cli.commands import COMMANDS as COMMANDS
+from lowpeak.cli.commands import dispatch as dispatch
 from lowpeak.cli.commands import main as main
 from lowpeak.cli.dataset import map_columns as map_columns
 from lowpeak.cli.dataset import to_chat as to_chat
@@ -21,6 +22,7 @@ from lowpeak.cli.output import to_yaml as to_yaml
 from lowpeak.cli.parser import HELP_GROUPS as HELP_GROUPS
 from lowpeak.cli.parser import argument_names as argument_names
 from lowpeak.cli.parser import parse_arguments as parse_arguments
+from lowpeak.cli.plan import parse_plan as parse_plan
 from lowpeak.cli.serve import check_port as check_port
 from lowpeak.cli.serve import parse_server as parse_server
 from lowpeak.cli.train import parse_job as parse_job

@@ -118,7 +118,8 @@ class RunInputs:
     @property
     def checkpoint_dtype(self) -> torch.dtype:
         """Return the dtype in which the model is loaded."""
-        wanted = self.settings.model.load_kwargs["dtype"]
+        model = self.settings.model
+        wanted = (model if self.request.peft_config is None else model.of_base()).load_kwargs["dtype"]
         named = self.config.dtype or torch.float32 if wanted in ("auto", None) else wanted
         return getattr(torch, named) if isinstance(named, str) else named
 

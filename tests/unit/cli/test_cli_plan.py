@@ -10,7 +10,7 @@ import pytest
 import yaml
 from transformers import Qwen2Config
 
-from lowpeak.cli.commands import dispatch
+from lowpeak.cli import dispatch, parse_plan
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind
 
@@ -98,8 +98,6 @@ def test_a_run_that_does_not_fit_ends_with_1(model):
 
 
 def test_fit_writes_files_that_the_trainer_reads(model, tmp_path, capsys):
-    from lowpeak.cli.plan import parse_plan
-
     out = tmp_path / "plan"
     fit = {"--fit": True, "--output": out, "--emit": "slurm", "--gpus": 16, "--num_generations": 4}
     assert dispatch(words(model, fit, {"--dataset": "data.jsonl", "--reward": "r.py:f"})) == 0
