@@ -11,7 +11,6 @@ from lowpeak.memory.rehearsal import Rehearsal as Rehearsal
 from lowpeak.memory.rehearsal import RehearsedRollout as RehearsedRollout
 from lowpeak.memory.rehearsal import RewardPass as RewardPass
 from lowpeak.memory.rehearsal import rehearse as rehearse
-from lowpeak.memory.rehearsal import rehearse_rollout as rehearse_rollout
 from lowpeak.memory.rollout_offload import LEAST_BYTES as LEAST_BYTES
 from lowpeak.memory.rollout_offload import HostMover as HostMover
 from lowpeak.memory.rollout_offload import RolloutOffloader as RolloutOffloader
