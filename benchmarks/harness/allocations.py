@@ -22,6 +22,7 @@ from lowpeak.parallel import decoder_layers
 REST = "rest"  # what no phase has
 _MARK = "a phase begins"
 _LOAD, _COUNTED = "load", "counted"
+_M_MMAP_THRESHOLD = -3
 _SETTLE_S = 0.003  # in which gloo's threads free the blocks of a collective that has ended
 _COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
 
@@ -57,7 +58,7 @@ class AllocatorEvents:
 
     gloo's threads free some blocks, and the profiler does not see it. Such a block has been freed once its address is given out
     again, or belongs to the process no more, which is looked up at each mark: glibc gives blocks of 4 KiB and more back at once
-    (MALLOC_MMAP_THRESHOLD_). `look` is a mark within a phase.
+    after `return_blocks`. `look` is a mark within a phase.
     """
 
     def __init__(self) -> None:
@@ -209,6 +210,11 @@ def mark_phases(trainer: Any, begin: Callable[[str], object]) -> None:
         inner_backward(*args, **kwargs)
 
     tracker.phase, strategy.micro_batch_context, strategy.backward = phase, micro_batch, backward
+
+
+def return_blocks() -> None:
+    """Let glibc get blocks of 4 KiB and more from the kernel, and give them back when they are freed."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4096)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     before = dict(os.environ)
-    os.environ.update(one_thread(os.environ), MALLOC_MMAP_THRESHOLD_="4096")
+    os.environ.update(one_thread(os.environ), MALLOC_MMAP_THRESHOLD_="65536")
     try:
         forkserver.ensure_running()
     finally:

@@ -33,6 +33,7 @@ from benchmarks.harness.allocations import (
     look_at_layers,
     looking_at_collectives,
     mark_phases,
+    return_blocks,
 )
 from benchmarks.harness.ranked import FSDP2, allow_fsdp_on_cpu
 from lowpeak.plan import Machine, PlanRequest, make_plan
@@ -141,6 +142,8 @@ def plan_case(case: Case, path: Path) -> None:
 
 def measure_case(case: Case, place: Path, resident: bool = False) -> None:
     """Run three steps of the case for real; each rank writes the peak of its phases into `place`."""
+    if case.ranks > 1 or resident:
+        return_blocks()
     with tempfile.TemporaryDirectory() as folder:
         # One step compiles and caches what later ones reuse, and a process starts with none of it.
         with ResidentMemory() if resident else AllocatorEvents() as memory, looking_at_collectives(memory.look):
