@@ -2,7 +2,7 @@
 
 Each configuration of benchmarks.harness.plan_cases is planned by `lowpeak.plan.make_plan`, and run for three steps in a fresh
 process on CPUs (two, over gloo, for DDP and FSDP2). Measured is what torch's allocator has given out, by its events; of several
-ranks the higher. What FILE has already is not run again. `--resident` measures resident memory, from the kernel's mark.
+ranks the higher. What FILE has already is not run again. `--resident` measures resident memory, by the kernel's mark.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
                 if options.save:
                     options.save.write_text(json.dumps(found))
     results = [found[case.name] for case in cases if case.name in found]
-    print(table(results))
+    print(resident_table(found, cases) if options.resident else table(results))
     if options.plot:
         require("matplotlib", "pip install 'lowpeak[plot]'")
         draw(results, options.plot)
@@ -95,6 +95,22 @@ def table(results: Sequence[Result]) -> str:
     for group in dict.fromkeys(result["group"] for result in results):
         lines += _row(group, [x for result in results if result["group"] == group for x in ratios(result).values()])
     lines += _row("all", [x for result in results for x in ratios(result).values()])
+    return "\n".join(lines)
+
+
+def resident_table(found: Mapping[str, Result], cases: Sequence[Case]) -> str:
+    """Return MB above the phase "load", planned / measured, of each configuration and phase, as a table in Markdown."""
+    names = PHASES[1:]
+    lines = ["|  | " + " | ".join(names) + " |", "| -- |" + " -- |" * len(names)]
+    for case in cases:
+        planned, measured = (found[case.name][key] for key in ("planned", "measured"))
+        cells = [
+            f"{(planned[name] - planned['load']) / 1e6:.0f} / {(measured[name] - measured['load']) / 1e6:.0f}"
+            if name in measured and name in planned
+            else ""
+            for name in names
+        ]
+        lines.append(f"| {case.name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -15,8 +15,8 @@ from benchmarks.harness.allocations import Block, Mark, peaks_of
 from benchmarks.harness.plan_cases import CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowpeak.memory import Kind, StorageMeter
-from lowpeak.parallel import GlooScratch, fake_process_group
+from lowpeak.memory import CpuScratch, Kind, StorageMeter
+from lowpeak.parallel import fake_process_group
 from lowpeak.plan import Machine, Plan, PlanRequest, make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_completions_of_different_groups_share_no_prompt(tmp_path):
 
 
 def test_all_gathers_in_a_row_take_the_copies_that_gloo_makes_of_three():
-    with fake_process_group(2), FakeTensorMode(), StorageMeter(1, GlooScratch()) as meter:
+    with fake_process_group(2), FakeTensorMode(), StorageMeter(1, CpuScratch()) as meter:
         parts = [torch.zeros(count) for count in (50, 100, 200, 400)]
         results = [torch.zeros(2 * part.numel()) for part in parts]
         alive = meter.live_bytes
@@ -107,6 +107,19 @@ def test_all_gathers_in_a_row_take_the_copies_that_gloo_makes_of_three():
     peaks = {phase: kinds.total() - alive for phase, kinds in meter.peaks.items()}
     assert peaks == {"in a row": 4 * (800 + 400 + 200), "one": 4 * 100, "reduced": 4 * 800}
     assert meter.peaks["one"][Kind.BUCKETS] == 4 * 100
+
+
+def test_kernels_of_a_cpu_widen_bf16_in_copies():
+    with StorageMeter(1, CpuScratch()) as meter:
+        narrow, wide = torch.zeros(100, dtype=torch.bfloat16), torch.zeros(100)
+        alive = meter.live_bytes
+        meter.begin("norm")
+        torch.linalg.vector_norm(narrow, dtype=torch.float32)
+        meter.begin("sum")
+        narrow.add_(wide)
+        wide.add_(narrow)
+        meter.begin(None)
+    assert {phase: kinds.total() - alive for phase, kinds in meter.peaks.items()} == {"norm": 404, "sum": 800}
 
 
 def test_a_block_that_another_thread_freed_counts_until_its_address_is_gone_or_given_out_again():

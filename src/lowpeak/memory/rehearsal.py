@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import ModelSettings, Sampling, StorageFormat
 from lowpeak.logprobs import causal_lm, eval_mode
+from lowpeak.memory.cpu_scratch import CpuScratch
 from lowpeak.memory.storage_meter import CUDA_BLOCK, StorageMeter
 from lowpeak.memory.usage import Kind, PhaseMemory
 from lowpeak.models import convert_trainable, is_peft, keep_critic_trainable
 from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device, find_sum
 from lowpeak.parallel import (
     FakeStrategy,
-    GlooScratch,
     Strategy,
     clip_grad_norm,
     fake_process_group,
@@ -125,9 +125,9 @@ def rehearse(
     policy, without its adapter if it has one. A first step, which creates the optimizer's states, does not count.
 
     Counted is every storage that an operation returns, in the blocks of the `device`: weights, shards, gathered layers,
-    activations, gradients, optimizer states; on a CPU gloo's copies too. Not counted are other temporaries inside an operation,
-    fragmentation, and the process with its libraries and communicators (a constant of a run). Kernels are those of CPU devices.
-    Padded rows get an attention mask that transformers drops in a real forward, after it has read that nothing is packed: that
+    activations, gradients, optimizer states; on a CPU copies in gloo and in kernels too. Not counted are other temporaries inside
+    an operation, fragmentation, and the process with its libraries and communicators (a constant of a run). Kernels are those of
+    CPU devices. Padded rows get an attention mask that transformers drops in a real forward, after it has read that nothing is packed: that
     adds some MB to a micro-batch.
 
     Raises ArgumentError in a process that is connected to other ranks, and torch's DataDependentOutputException if a phase
@@ -136,7 +136,7 @@ def rehearse(
     with fake_process_group(placement.world_size), ExitStack() as stack:
         mesh = make_mesh(placement.shards, placement.replicas) if placement.shards > 1 else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        counts = (CUDA_BLOCK,) if device == "cuda" else (1, GlooScratch())
+        counts = (CUDA_BLOCK,) if device == "cuda" else (1, CpuScratch())
         meter = stack.enter_context(StorageMeter(*counts))
         stack.enter_context(wrap_shape_propagation(meter.paused))
         stack.enter_context(tag_fsdp_memory(meter.counting_as))

@@ -22,12 +22,12 @@ class StorageMeter(TorchDispatchMode):
     """A dispatch mode that counts the bytes of living tensors, and the peak of each phase by kind. Enter it inside FakeTensorMode.
 
     It counts the storages that operations return, each once however many views it has, in blocks of `block` bytes. Memory that
-    an operation allocates and frees internally is not seen, but for the bytes that `scratch(operation, arguments)` returns. A
+    an operation allocates and frees internally is not seen, but for the bytes that `scratch(operation, args, kwargs)` returns. A
     storage has the kind that is current when it is first seen (`counting_as`), until `retag` changes it: at the latest in
     `before_snapshot`, which is called when a peak is recorded.
     """
 
-    def __init__(self, block: int = CUDA_BLOCK, scratch: Callable[[Any, Any], int] = lambda func, args: 0) -> None:
+    def __init__(self, block: int = CUDA_BLOCK, scratch: Callable[[Any, Any, Any], int] = lambda *_: 0) -> None:
         super().__init__()
         self._scratch = scratch
         self.live_bytes = 0
@@ -122,7 +122,7 @@ class StorageMeter(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf.untyped_storage())
-        scratch = self._scratch(func, args)
+        scratch = self._scratch(func, args, kwargs or {})
         if scratch:
             self._note_peak(scratch)
         return out

@@ -20,7 +20,6 @@ from lowpeak.parallel.detect import device_fractions as device_fractions
 from lowpeak.parallel.detect import is_sharded as is_sharded
 from lowpeak.parallel.detect import states_on_host as states_on_host
 from lowpeak.parallel.fake_ranks import FakeStrategy as FakeStrategy
-from lowpeak.parallel.fake_ranks import GlooScratch as GlooScratch
 from lowpeak.parallel.fake_ranks import fake_process_group as fake_process_group
 from lowpeak.parallel.fake_ranks import gather_on_fake_ranks as gather_on_fake_ranks
 from lowpeak.parallel.fake_ranks import make_mesh as make_mesh

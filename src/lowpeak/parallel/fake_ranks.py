@@ -94,27 +94,6 @@ def make_mesh(shards: int, replicas: int = 1) -> Any:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicas", "shards"))
 
 
-class GlooScratch:
-    """Bytes that gloo, the backend of CPUs, allocates inside a collective, as torch's allocator counts them.
-
-    An all-gather has a copy of its result while it is started, and another one in one of gloo's two threads. So of all-gathers in
-    a row, without an operation that needs their results, three copies are in memory. A reduce-scatter works on a copy of its input.
-    """
-
-    def __init__(self) -> None:
-        self._in_a_row: list[int] = []
-
-    def __call__(self, func: Any, args: Any) -> int:
-        c10d = torch.ops.c10d
-        if func is c10d._allgather_base_.default:
-            size, in_threads = int(args[0].nbytes), sum(sorted(self._in_a_row)[-2:])
-            self._in_a_row.append(size)
-            return size + in_threads
-        if func.namespace in ("aten", "fsdp") and not (func.is_view or func is torch.ops.aten._to_copy.default):
-            self._in_a_row.clear()
-        return int(args[1].nbytes) if func is c10d._reduce_scatter_base_.default else 0
-
-
 @contextmanager
 def gather_on_fake_ranks(
     model: nn.Module, compute: torch.dtype | None, budget: int, gather_head: bool = False

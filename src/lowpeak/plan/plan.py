@@ -34,7 +34,7 @@ _REHEARSED_BATCHES = 2
 class ModelCounts:
     """Numbers of a model's parameters: all, trained, used by one token, of its largest layer, of its head.
 
-    `loaded_bytes` are of all of them, as loaded, `frozen_bytes` of the frozen ones, `largest_tensor_bytes` of the largest one.
+    `loaded_bytes` are of all of them, as loaded, `frozen_bytes` of the frozen ones. `largest` is the largest tensor's.
     """
 
     total: int
@@ -44,7 +44,8 @@ class ModelCounts:
     head: int
     loaded_bytes: int
     frozen_bytes: int
-    largest_tensor_bytes: int
+    largest: int
+    largest_trained: int
 
     @classmethod
     def of(cls, make_model: Callable[[], nn.Module]) -> ModelCounts:
@@ -60,7 +61,8 @@ class ModelCounts:
                 0 if head is None else int(head.weight.numel()),
                 sum(p.nbytes for p in parameters),
                 sum(p.nbytes for p in parameters if not p.requires_grad),
-                max(p.nbytes for p in parameters),
+                max(p.numel() for p in parameters),
+                max((p.numel() for p in parameters if p.requires_grad), default=0),
             )
 
 
@@ -237,11 +239,15 @@ def _complete(inputs: RunInputs, phases: dict[str, PhaseMemory], counts: ModelCo
 
 
 def _save_bytes(inputs: RunInputs, counts: ModelCounts) -> int:
-    """Return the bytes that saving needs: one slice of a rank's shard, or the adapter that rank 0 gathers."""
-    shards = inputs.request.placement.shards
-    if inputs.request.peft_config is not None:
-        return inputs.trained_dtype.itemsize * counts.trained if shards > 1 else 0
-    return min(SLICE_BYTES, counts.largest_tensor_bytes // shards)
+    """Return the bytes that saving needs: a slice of exported weights, or an adapter; a decoded piece of compact states."""
+    shards, storage = inputs.request.placement.shards, inputs.storage
+    if inputs.request.peft_config is None:
+        exported = min(SLICE_BYTES, inputs.trained_dtype.itemsize * counts.largest // shards)
+    else:  # rank 0 gathers the adapter, which is fp32
+        exported = 4 * counts.trained if shards > 1 else 0
+    is_compact = storage is not None and (storage.weight_bits is not None or storage.state_bits == 8)
+    piece = min(SLICE_BYTES, 4 * counts.largest_trained // shards)
+    return max(exported, 2 * piece if is_compact else 0)
 
 
 def _gather_budget(inputs: RunInputs) -> int:
