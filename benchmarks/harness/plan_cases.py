@@ -100,7 +100,7 @@ _ON_RANKS: Mapping[str, Case] = {
     "small micro-batches": Case("", "", args={"micro_batch_tokens": 128}),
     "LoRA, beta": Case("", "", lora=16, args={"beta": 0.04}),
     "16 bits": Case("", "", args={"weight_bits": 16}),
-    "32 bits, beta": Case("", "", args={"weight_bits": 32, "beta": 0.04}),
+    "32 bits, beta": Case("", "", shape=Shape(dtype="bfloat16"), args={"weight_bits": 32, "beta": 0.04}),
     "RLOO": Case("", "", "rloo"),
     "PPO, model": Case("", "", "ppo", args={"num_iterations": 1, "critic": "model"}),
     "Online DPO": Case("", "", "online-dpo"),
@@ -120,7 +120,9 @@ def _cases() -> Iterator[Case]:
     for name, args in _STEPS.items():
         yield Case(f"step: {name}", "steps", args=args)
     for name, args in _FORMATS.items():
-        yield Case(f"format: {name}", "formats", shape=_WIDE, args=args)
+        # A reference has the dtype of its checkpoint.
+        shape = replace(_WIDE, dtype="bfloat16") if "beta" in args else _WIDE
+        yield Case(f"format: {name}", "formats", shape=shape, args=args)
     for name, (kind, args) in _ALGORITHMS.items():
         yield Case(name, "algorithms", kind, args=args)
     for name, (kind, rank, args) in _LORA.items():

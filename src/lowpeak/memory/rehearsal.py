@@ -127,8 +127,8 @@ def rehearse(
     Counted is every storage that an operation returns, in the blocks of the `device`: weights, shards, gathered layers,
     activations, gradients, optimizer states; on a CPU copies in gloo and in kernels too. Not counted are other temporaries inside
     an operation, fragmentation, and the process with its libraries and communicators (a constant of a run). Kernels are those of
-    CPU devices. Padded rows get an attention mask that transformers drops in a real forward, after it has read that nothing is packed: that
-    adds some MB to a micro-batch.
+    CPU devices. Padded rows get an attention mask that transformers drops in a real forward, after it has read that nothing is
+    packed: that adds some MB to a micro-batch.
 
     Raises ArgumentError in a process that is connected to other ranks, and torch's DataDependentOutputException if a phase
     reads a tensor's value.
