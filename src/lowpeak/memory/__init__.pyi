@@ -15,7 +15,6 @@ from lowpeak.memory.rehearsal import rehearse as rehearse
 from lowpeak.memory.rollout_offload import LEAST_BYTES as LEAST_BYTES
 from lowpeak.memory.rollout_offload import HostMover as HostMover
 from lowpeak.memory.rollout_offload import RolloutOffloader as RolloutOffloader
-from lowpeak.memory.storage_meter import CUDA_BLOCK as CUDA_BLOCK
 from lowpeak.memory.storage_meter import StorageMeter as StorageMeter
 from lowpeak.memory.tracker import MemoryTracker as MemoryTracker
 from lowpeak.memory.tracker import PhaseUse as PhaseUse

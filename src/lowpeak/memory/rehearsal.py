@@ -146,33 +146,13 @@ def rehearse(
         optimizer = stage.make_optimizer(make_optimizer, placement)
         inplace = placement.world_size == 1 or stage.sums_gradients
         strategy = cast(Strategy, FakeStrategy(meter.begin, inplace))
-
-        def step() -> None:
-            stage.model.train()
-            run_step(stage.model, micro_batches, algorithm, core, strategy, algorithm.coefficients())
-            meter.begin("optimizer", Kind.OPTIMIZER)
-            if storage is None:
-                nn.utils.clip_grad_norm_(stage.model.parameters(), max_grad_norm)
-            else:
-                clip_grad_norm(stage.model.parameters(), max_grad_norm, core.device)
-            optimizer.step()
-            optimizer.zero_grad()
-            meter.begin(None)
-
+        step = partial(stage.step, micro_batches, algorithm, strategy, optimizer, max_grad_norm)
         meter.begin(None)
         load = meter.live.copy()
         step()  # creates the optimizer's states
         meter.peaks.clear()
         meter.peaks |= {"load": load, "sync": meter.live.copy()}
-        if rollout is not None:
-            stage.generate(rollout)
-        for reward in stage.rewards:
-            meter.begin("reward")
-            reward()
-        if algorithm.needs:
-            meter.begin("score")
-            stage.score(algorithm, micro_batches if scored is None else scored)
-            meter.begin(None)
+        stage.run_rollout(rollout, algorithm, micro_batches if scored is None else scored)
         host = stage.host
         host.to_host = host.to_device = 0
         step()
@@ -286,6 +266,18 @@ class _Stage:
         head.register_forward_pre_hook(enter)
         head.register_forward_hook(lambda *_: inside.close(), always_call=True)
 
+    def run_rollout(self, rollout: RehearsedRollout | None, algorithm: Algorithm, scored: Sequence[MicroBatch]) -> None:
+        """Generate, reward and score, as far as the run does."""
+        if rollout is not None:
+            self.generate(rollout)
+        for reward in self.rewards:
+            self._meter.begin("reward")
+            reward()
+        if algorithm.needs:
+            self._meter.begin("score")
+            self.score(algorithm, scored)
+        self._meter.begin(None)
+
     def generate(self, rollout: RehearsedRollout) -> None:
         """Decode with the policy; a sharded one is gathered within the rollout's budget."""
         self._meter.begin("rollout")
@@ -297,6 +289,25 @@ class _Stage:
                 rollout.kv_cache_bytes,
                 lambda: self._meter.counting_as(Kind.KV_CACHE),
             )
+        self._meter.begin(None)
+
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        algorithm: Algorithm,
+        strategy: Strategy,
+        optimizer: Any,
+        max_grad_norm: float,
+    ) -> None:
+        self.model.train()
+        run_step(self.model, batches, algorithm, self._core, strategy, algorithm.coefficients())
+        self._meter.begin("optimizer", Kind.OPTIMIZER)
+        if self._storage is None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), max_grad_norm)
+        else:
+            clip_grad_norm(self.model.parameters(), max_grad_norm, self._core.device)
+        optimizer.step()
+        optimizer.zero_grad()
         self._meter.begin(None)
 
     def score(self, algorithm: Algorithm, batches: Sequence[MicroBatch]) -> None:
