@@ -23,7 +23,7 @@ from benchmarks.harness.stepping import our_countdowns, spread
 
 HIDDEN, LAYERS, VOCABULARY = 768, 12, 30_720  # 113M parameters, 24M of them the tied embedding
 PROMPT = 64
-_FSDP2 = {
+FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -91,10 +91,10 @@ def make_trainer(request: RankedRequest) -> Any:
 
     package = importlib.import_module(request.library)
     if request.strategy == "fsdp2":
-        os.environ.update(_FSDP2)
+        os.environ.update(FSDP2)
     args = package.GRPOConfig(**settings_of(request))
     if request.strategy == "fsdp2":
-        _allow_fsdp_on_cpu()
+        allow_fsdp_on_cpu()
     words = [text.replace("<start>", "w257") for text in shapes.make_prompts(2 * request.steps, PROMPT)]
     ours, lengths = request.library == OURS, canned_lengths(request)
     trainer = package.GRPOTrainer(
@@ -174,7 +174,7 @@ def main(request: dict[str, Any]) -> None:
         print_result({"ranks": everybodys})
 
 
-def _allow_fsdp_on_cpu() -> None:
+def allow_fsdp_on_cpu() -> None:
     """On a CPU accelerate would train DDP without a word: its state is told that there are several devices."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType

@@ -1,5 +1,6 @@
 from lowpeak.memory.activation_offload import ActivationOffload as ActivationOffload
 from lowpeak.memory.activation_offload import AsyncHostMover as AsyncHostMover
+from lowpeak.memory.cpu_scratch import CpuScratch as CpuScratch
 from lowpeak.memory.device_memory import cgroup_headrooms as cgroup_headrooms
 from lowpeak.memory.device_memory import free_bytes as free_bytes
 from lowpeak.memory.device_memory import has_device_memory as has_device_memory
@@ -11,11 +12,9 @@ from lowpeak.memory.rehearsal import Rehearsal as Rehearsal
 from lowpeak.memory.rehearsal import RehearsedRollout as RehearsedRollout
 from lowpeak.memory.rehearsal import RewardPass as RewardPass
 from lowpeak.memory.rehearsal import rehearse as rehearse
-from lowpeak.memory.rehearsal import rehearse_rollout as rehearse_rollout
 from lowpeak.memory.rollout_offload import LEAST_BYTES as LEAST_BYTES
 from lowpeak.memory.rollout_offload import HostMover as HostMover
 from lowpeak.memory.rollout_offload import RolloutOffloader as RolloutOffloader
-from lowpeak.memory.storage_meter import CUDA_BLOCK as CUDA_BLOCK
 from lowpeak.memory.storage_meter import StorageMeter as StorageMeter
 from lowpeak.memory.tracker import MemoryTracker as MemoryTracker
 from lowpeak.memory.tracker import PhaseUse as PhaseUse

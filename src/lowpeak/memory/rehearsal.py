@@ -6,11 +6,11 @@ for the other ranks, so a step of any model on any number of ranks can be rehear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import ModelSettings, Sampling, StorageFormat
 from lowpeak.logprobs import causal_lm, eval_mode
+from lowpeak.memory.cpu_scratch import CpuScratch
 from lowpeak.memory.storage_meter import CUDA_BLOCK, StorageMeter
 from lowpeak.memory.usage import Kind, PhaseMemory
-from lowpeak.models import convert_trainable, is_peft
+from lowpeak.models import convert_trainable, is_peft, keep_critic_trainable
 from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device, find_sum
 from lowpeak.parallel import (
     FakeStrategy,
     Strategy,
     clip_grad_norm,
     fake_process_group,
+    gather_on_fake_ranks,
     make_mesh,
     place_optimizer,
     prepare_like_accelerate,
-    reshard,
     shard_layers,
     tag_fsdp_memory,
     trained_parameters,
@@ -42,17 +43,20 @@ from lowpeak.records import MicroBatch, Prompt
 from lowpeak.rollout.native import rehearse_decoding
 from lowpeak.training import LogprobSettings, run_step, score
 
-_NO_PASSES = LogprobSettings(1.0, 1, torch.device("cpu"))
 _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
 
 
 @dataclass(frozen=True)
 class RehearsedRollout:
-    """The prompts that one rank's native engine generates for, and the bytes of its KV cache."""
+    """The prompts that one rank's native engine generates for, and the bytes of its KV cache.
+
+    `gather_budget` are the bytes of a sharded policy that stay gathered meanwhile.
+    """
 
     prompts: Sequence[Prompt]
     sampling: Sampling
     kv_cache_bytes: int
+    gather_budget: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Peak memory of one rank by phase: load, rollout, reward, score, forward, backward, optimizer.
+    """Peak memory of one rank by phase: load, sync, rollout, reward, score, forward, backward, optimizer.
 
-    A phase that the run does not have is left out. A step copies `to_host` and `to_device` bytes to host memory and back.
+    "load" and "sync" are what is in memory before the first step, and between two steps. Of the others a phase that the run does
+    not have is left out. A step copies `to_host` and `to_device` bytes to host memory and back.
     """
 
     phases: Mapping[str, PhaseMemory] = field(default_factory=dict)
@@ -109,7 +114,7 @@ def rehearse(
     make_reference: Callable[[], nn.Module] | None = None,
     rewards: Sequence[RewardPass] = (),
     rollout: RehearsedRollout | None = None,
-    block: int = CUDA_BLOCK,
+    device: Literal["cuda", "cpu"] = "cuda",
 ) -> Rehearsal:
     """Return the peak of each phase of a step on rank 0 of a placement's ranks.
 
@@ -119,10 +124,11 @@ def rehearse(
     CompactAdamW is the optimizer. Scoring passes are those of `algorithm.needs`; without a separate reference they run the
     policy, without its adapter if it has one. A first step, which creates the optimizer's states, does not count.
 
-    Counted is every storage that an operation returns, in blocks of `block` bytes: weights, shards, gathered layers, activations,
-    gradients, optimizer states. Not counted are temporaries inside an operation, fragmentation, and the process with its libraries
-    and communicators (a constant of a run). Kernels are those of CPU devices. Padded rows get an attention mask that
-    transformers drops in a real forward, after it has read that nothing is packed: that adds some MB to a micro-batch.
+    Counted is every storage that an operation returns, in the blocks of the `device`: weights, shards, gathered layers,
+    activations, gradients, optimizer states; on a CPU copies in gloo and in kernels too. Not counted are other temporaries inside
+    an operation, fragmentation, and the process with its libraries and communicators (a constant of a run). Kernels are those of
+    CPU devices. Padded rows get an attention mask that transformers drops in a real forward, after it has read that nothing is
+    packed: that adds some MB to a micro-batch.
 
     Raises ArgumentError in a process that is connected to other ranks, and torch's DataDependentOutputException if a phase
     reads a tensor's value.
@@ -130,7 +136,8 @@ def rehearse(
     with fake_process_group(placement.world_size), ExitStack() as stack:
         mesh = make_mesh(placement.shards, placement.replicas) if placement.shards > 1 else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        meter = stack.enter_context(StorageMeter(block))
+        counts = (CUDA_BLOCK,) if device == "cuda" else (1, CpuScratch())
+        meter = stack.enter_context(StorageMeter(*counts))
         stack.enter_context(wrap_shape_propagation(meter.paused))
         stack.enter_context(tag_fsdp_memory(meter.counting_as))
         meter.begin("load", Kind.WEIGHTS)
@@ -139,33 +146,13 @@ def rehearse(
         optimizer = stage.make_optimizer(make_optimizer, placement)
         inplace = placement.world_size == 1 or stage.sums_gradients
         strategy = cast(Strategy, FakeStrategy(meter.begin, inplace))
-
-        def step() -> None:
-            stage.model.train()
-            run_step(stage.model, micro_batches, algorithm, core, strategy, algorithm.coefficients())
-            meter.begin("optimizer", Kind.OPTIMIZER)
-            if storage is None:
-                nn.utils.clip_grad_norm_(stage.model.parameters(), max_grad_norm)
-            else:
-                clip_grad_norm(stage.model.parameters(), max_grad_norm, core.device)
-            optimizer.step()
-            optimizer.zero_grad()
-            meter.begin(None)
-
+        step = partial(stage.step, micro_batches, algorithm, strategy, optimizer, max_grad_norm)
         meter.begin(None)
         load = meter.live.copy()
         step()  # creates the optimizer's states
         meter.peaks.clear()
-        meter.peaks["load"] = load
-        if rollout is not None:
-            stage.generate(rollout)
-        for reward in stage.rewards:
-            meter.begin("reward")
-            reward()
-        if algorithm.needs:
-            meter.begin("score")
-            stage.score(algorithm, micro_batches if scored is None else scored)
-            meter.begin(None)
+        meter.peaks |= {"load": load, "sync": meter.live.copy()}
+        stage.run_rollout(rollout, algorithm, micro_batches if scored is None else scored)
         host = stage.host
         host.to_host = host.to_device = 0
         step()
@@ -174,18 +161,7 @@ def rehearse(
     return Rehearsal({name: phases[name] for name in _ORDER if name in phases}, host.to_host, host.to_device)
 
 
-def rehearse_rollout(
-    make_model: Callable[[], nn.Module], rollout: RehearsedRollout, compute: torch.dtype | None = None
-) -> dict[Kind, int]:
-    """Return what decoding takes beside the weights, at its peak, by kind."""
-    with FakeTensorMode(allow_non_fake_inputs=True), StorageMeter() as meter:
-        meter.begin("load", Kind.WEIGHTS)
-        stage = _Stage(meter, _NO_PASSES, make_model, None, compute, None)
-        stage.generate(rollout)
-    return {kind: value for kind, value in meter.peaks["rollout"].items() if kind != Kind.WEIGHTS}
-
-
-_ORDER = ("load", "rollout", "reward", "score", "forward", "backward", "optimizer")
+_ORDER = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer")
 
 
 class _Stage:
@@ -229,7 +205,23 @@ class _Stage:
 
     @torch.no_grad()
     def _compute_rewards(self, model: nn.Module, ids_BL: Tensor) -> None:
-        model(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL), use_cache=False)
+        with self._ready(model):
+            model(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL), use_cache=False)
+
+    @contextmanager
+    def _ready(self, model: nn.Module) -> Iterator[None]:
+        """Gather a frozen model's head, and let it compute in the policy's dtype."""
+        computes = torch.autocast("cpu", self._compute, cache_enabled=False, enabled=self._compute is not None)
+        with computes, self._gathered(model, 0, gather_head=True):
+            yield
+
+    @contextmanager
+    def _gathered(self, model: nn.Module, budget: int, gather_head: bool = False) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._mesh is not None:
+                with self._meter.counting_as(Kind.GATHERED):
+                    stack.enter_context(gather_on_fake_ranks(model, self._compute, budget, gather_head))
+            yield
 
     def make_optimizer(self, make: Callable[[Iterable[Tensor]], torch.optim.Optimizer], placement: Placement) -> Any:
         named = trained_parameters(self.model)
@@ -274,12 +266,22 @@ class _Stage:
         head.register_forward_pre_hook(enter)
         head.register_forward_hook(lambda *_: inside.close(), always_call=True)
 
+    def run_rollout(self, rollout: RehearsedRollout | None, algorithm: Algorithm, scored: Sequence[MicroBatch]) -> None:
+        """Generate, reward and score, as far as the run does."""
+        if rollout is not None:
+            self.generate(rollout)
+        for reward in self.rewards:
+            self._meter.begin("reward")
+            reward()
+        if algorithm.needs:
+            self._meter.begin("score")
+            self.score(algorithm, scored)
+        self._meter.begin(None)
+
     def generate(self, rollout: RehearsedRollout) -> None:
-        """Decode with the policy, if it is not sharded: what a sharded one gathers is computed outside."""
-        if self._mesh is not None:
-            return
+        """Decode with the policy; a sharded one is gathered within the rollout's budget."""
         self._meter.begin("rollout")
-        with torch.no_grad(), eval_mode(self.model):
+        with torch.no_grad(), eval_mode(self.model), self._gathered(self.model, rollout.gather_budget):
             rehearse_decoding(
                 self.model,
                 rollout.prompts,
@@ -287,6 +289,25 @@ class _Stage:
                 rollout.kv_cache_bytes,
                 lambda: self._meter.counting_as(Kind.KV_CACHE),
             )
+        self._meter.begin(None)
+
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        algorithm: Algorithm,
+        strategy: Strategy,
+        optimizer: Any,
+        max_grad_norm: float,
+    ) -> None:
+        self.model.train()
+        run_step(self.model, batches, algorithm, self._core, strategy, algorithm.coefficients())
+        self._meter.begin("optimizer", Kind.OPTIMIZER)
+        if self._storage is None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), max_grad_norm)
+        else:
+            clip_grad_norm(self.model.parameters(), max_grad_norm, self._core.device)
+        optimizer.step()
+        optimizer.zero_grad()
         self._meter.begin(None)
 
     def score(self, algorithm: Algorithm, batches: Sequence[MicroBatch]) -> None:
@@ -297,11 +318,10 @@ class _Stage:
         if "reference" not in needs:
             return
         if self._reference is not None:
-            with torch.autocast("cpu", self._compute, cache_enabled=False, enabled=self._compute is not None):
+            with self._ready(self._reference):
                 score(self._reference, batches, self._core)
-            reshard(self._reference)
         elif is_peft(self._unprepared):
-            with cast(Any, self._unprepared).disable_adapter():
+            with keep_critic_trainable(self._unprepared), cast(Any, self._unprepared).disable_adapter():
                 score(model, batches, self._core)
         else:
             score(model, batches, self._core)

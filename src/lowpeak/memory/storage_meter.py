@@ -22,12 +22,14 @@ class StorageMeter(TorchDispatchMode):
     """A dispatch mode that counts the bytes of living tensors, and the peak of each phase by kind. Enter it inside FakeTensorMode.
 
     It counts the storages that operations return, each once however many views it has, in blocks of `block` bytes. Memory that
-    an operation allocates and frees internally is not seen. A storage has the kind that is current when it is first seen
-    (`counting_as`), until `retag` changes it: at the latest in `before_snapshot`, which is called when a peak is recorded.
+    an operation allocates and frees internally is not seen, but for the bytes that `scratch(operation, args, kwargs)` returns. A
+    storage has the kind that is current when it is first seen (`counting_as`), until `retag` changes it: at the latest in
+    `before_snapshot`, which is called when a peak is recorded.
     """
 
-    def __init__(self, block: int = CUDA_BLOCK) -> None:
+    def __init__(self, block: int = CUDA_BLOCK, scratch: Callable[[Any, Any, Any], int] = lambda *_: 0) -> None:
         super().__init__()
+        self._scratch = scratch
         self.live_bytes = 0
         self.live: Counter[Kind] = Counter()
         self.peaks: dict[str, Counter[Kind]] = {}
@@ -120,16 +122,19 @@ class StorageMeter(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf.untyped_storage())
+        scratch = self._scratch(func, args, kwargs or {})
+        if scratch:
+            self._note_peak(scratch)
         return out
 
     def _update_peak(self) -> None:
         self._is_replacing = False
         self._note_peak()
 
-    def _note_peak(self) -> None:
-        if self.live_bytes > self._peak:
+    def _note_peak(self, scratch: int = 0) -> None:
+        if self.live_bytes + scratch > self._peak:
             self.before_snapshot()
-            self._peak, self._at_peak = self.live_bytes, self.live.copy()
+            self._peak, self._at_peak = self.live_bytes + scratch, self.live + Counter({Kind.BUCKETS: scratch})
 
     def _forget(self, key: int) -> None:
         _, size, kind = self._sizes.pop(key)

@@ -21,12 +21,12 @@ from lowpeak.parallel.detect import is_sharded as is_sharded
 from lowpeak.parallel.detect import states_on_host as states_on_host
 from lowpeak.parallel.fake_ranks import FakeStrategy as FakeStrategy
 from lowpeak.parallel.fake_ranks import fake_process_group as fake_process_group
+from lowpeak.parallel.fake_ranks import gather_on_fake_ranks as gather_on_fake_ranks
 from lowpeak.parallel.fake_ranks import make_mesh as make_mesh
 from lowpeak.parallel.fake_ranks import prepare_like_accelerate as prepare_like_accelerate
 from lowpeak.parallel.fake_ranks import tag_fsdp_memory as tag_fsdp_memory
 from lowpeak.parallel.fake_ranks import wrap_shape_propagation as wrap_shape_propagation
 from lowpeak.parallel.fsdp2 import Fsdp2 as Fsdp2
-from lowpeak.parallel.fsdp2 import reshard as reshard
 from lowpeak.parallel.gradients import clip_grad_norm as clip_grad_norm
 from lowpeak.parallel.gradients import place_optimizer as place_optimizer
 from lowpeak.parallel.gradients import remove_sums as remove_sums

@@ -78,7 +78,8 @@ def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks, subfolder:
     with _raise_first_error():
         dcp.save(
             dict.fromkeys((name for name, _ in pieces), None),
-            storage_writer=_Writer(folder, sync_files=False),  # the staged folder is synced at its commit
+            # The staged folder is synced at its commit. No piece is copied ahead: the planner has one copy at a time.
+            storage_writer=_Writer(folder, sync_files=False, per_thread_copy_ahead=0),
             planner=_SavePlanner(pieces),
             no_dist=ranks.world_size == 1,
         )
@@ -206,14 +207,23 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self, pieces: Mapping[tuple[str, int], Fragment]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = pieces
+        self._copy: Tensor | None = None
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([_write_item(piece) for piece in self._pieces.values()])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Return a piece's values. A copy is freed when the next piece is written: torch refers to all of a file's tensors."""
+        if self._copy is not None:
+            self._copy.untyped_storage().resize_(0)
         values = self._pieces[_tensor_offset(write_item.index)].values
-        return values.tensor() if isinstance(values, DecodedValues) else values
+        tensor = values.tensor().cpu() if isinstance(values, DecodedValues) else values.cpu()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch would copy it
+            tensor = tensor.clone()
+        is_copy = isinstance(values, DecodedValues) or tensor.data_ptr() != values.data_ptr()
+        self._copy = tensor if is_copy else None
+        return tensor
 
 
 class _LoadPlanner(DefaultLoadPlanner):

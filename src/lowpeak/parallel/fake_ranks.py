@@ -18,8 +18,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind
+from lowpeak.parallel.fsdp2 import reshard
+from lowpeak.parallel.parameters import FlatShard, fsdp_shard
+from lowpeak.parallel.partial_gather import Gatherer
 from lowpeak.parallel.strategy import TrainingStrategy
 from lowpeak.ranks import Ranks
+
+_ALONE = Ranks()  # made outside of fake ranks: its collectives return what this rank gives
 
 
 class FakeStrategy(TrainingStrategy):
@@ -87,6 +92,21 @@ def make_mesh(shards: int, replicas: int = 1) -> Any:
     if replicas == 1:
         return init_device_mesh("cpu", (shards,), mesh_dim_names=("shards",))
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicas", "shards"))
+
+
+@contextmanager
+def gather_on_fake_ranks(
+    model: nn.Module, compute: torch.dtype | None, budget: int, gather_head: bool = False
+) -> Iterator[None]:
+    """Gather a sharded model for forwards without gradients, as the strategy of a run on CPUs or GPUs does."""
+    device = torch.device("cpu")
+
+    def shard_of(parameter: nn.Parameter) -> FlatShard | None:
+        return fsdp_shard(parameter, compute if parameter.is_floating_point() else None, device)
+
+    reshard(model)
+    with Gatherer(_ALONE, device).gathered_model(model, shard_of, budget, gather_head):
+        yield
 
 
 @contextmanager

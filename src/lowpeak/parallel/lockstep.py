@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowpeak.errors import EngineError
-from lowpeak.parallel.parameters import all_gather
+from lowpeak.parallel.parameters import gather_numbers
 
 _DONE, _RUNNING, _FAILED = 0, 1, 2
 
@@ -86,12 +86,12 @@ class Lockstep:
         """Tell the other ranks that this rank raises, unless they know or are inside another collective."""
         if self._in_order:
             self._in_order = False
-            self._gather(_FAILED)
+            gather_numbers(_FAILED, self.device, self._group)
 
     def _exchange(self, state: int) -> bool:
         """Return whether any rank runs a forward; EngineError if a rank has failed."""
         self._in_order = False
-        states = self._gather(state)
+        states = gather_numbers(state, self.device, self._group)
         if _FAILED in states:
             failed = dist.get_process_group_ranks(self._group)[states.index(_FAILED)]
             error = EngineError(
@@ -101,12 +101,6 @@ class Lockstep:
             raise error
         self._in_order = True
         return _RUNNING in states
-
-    def _gather(self, state: int) -> list[int]:
-        local = torch.tensor([state], device=self.device)
-        states = local.new_empty(dist.get_world_size(self._group))
-        all_gather(states, local, self._group)
-        return states.tolist()
 
 
 @contextmanager

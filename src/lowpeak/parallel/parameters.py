@@ -28,6 +28,18 @@ from lowpeak.records import WeightLayout, Weights, WeightSlice
 # Renamed in torch 2.13, where the old names warn.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+
+def gather_numbers(number: int, device: torch.device, group: Any = None) -> list[int]:
+    """Return the number of each rank of a group; in a rehearsal all ranks have the same."""
+    world_size = dist.get_world_size(group)
+    if dist.get_backend(group) == "fake":
+        return [number] * world_size
+    local = torch.tensor([number], device=device)
+    numbers = local.new_empty(world_size)
+    all_gather(numbers, local, group)
+    return [int(value) for value in numbers.tolist()]
+
+
 LoraDelta = Callable[[int, int], Tensor]  # (first, last) -> what LoRA adds to values [first, last) of a parameter
 ShardOf = Callable[[nn.Parameter], "FlatShard | None"]  # None for a replicated parameter
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lowpeak.parallel.parameters import FlatShard, all_gather
+from lowpeak.parallel.parameters import FlatShard, all_gather, gather_numbers
 
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _MAX_BYTES = 1 << 25  # of one round's exchange
@@ -73,7 +73,7 @@ class ShardedRows:
 
     def _rounds(self, number: int, values_per_token: int, device: torch.device) -> list[tuple[int, int]]:
         """Return start and size of each round: the same number on every rank, each of at most `_MAX_BYTES` over all ranks."""
-        most = int(self._all_gather(torch.tensor([number], device=device)).max())
+        most = max(gather_numbers(number, device, self._group))
         size = max(1, _MAX_BYTES // (self._world * values_per_token * self._rows_vD.element_size()))
         return [(start, min(size, most - start)) for start in range(0, most, size)]
 

@@ -62,6 +62,7 @@ def zero_kinds(inputs: RunInputs, num_parameters: int, largest_layer: int, head:
     trains = {**passes, Kind.GRADIENTS: 0 if offloads else gradients, Kind.BUCKETS: bucket}
     return {
         "load": on_device,
+        "sync": on_device,
         "rollout": passes,
         "reward": on_device,
         "score": passes,
@@ -102,15 +103,6 @@ def sync_bytes(inputs: RunInputs) -> int:
     """Return the bytes of buckets that are sent to vLLM: one is filled while another is sent. The native engine needs none."""
     vllm = inputs.settings.vllm if inputs.is_online else None
     return 0 if vllm is None else 2 * int(vllm.bucket_bytes)
-
-
-def gathered_for_rollout(inputs: RunInputs, model_bytes: int, free: int) -> int:
-    """Return the bytes of a sharded model that stay gathered while the native engine generates.
-
-    `gather_budget`, or by default half of the memory that the KV cache leaves free.
-    """
-    budget = inputs.settings.memory.gather_budget
-    return min(model_bytes, max(0, free) // 2 if budget is None else int(budget))
 
 
 def host_of_process(

@@ -262,29 +262,28 @@ class RunInputs:
 
     def step_batches(self) -> list[MicroBatch]:
         """Return all micro-batches of rank 0 in a step in which every sequence has its maximal length."""
-        records = self._records(self.rows_per_step)
-        if self.algorithm.unit == "pair" and self.is_online:
-            first: dict[int, list[int]] = {}
-            for index, record in enumerate(records):
-                first.setdefault(record.group, []).append(index)
-            indices = [index for group in first.values() for index in group[:2]]
-        else:
-            indices = list(range(len(records)))
+        records = self._selected_records(self.rows_per_step)
         ranks, budget = self.request.world_size, self.budget
-        mine = assign_to_ranks(records, indices, budget, ranks, self.algorithm.unit)[0]
+        mine = assign_to_ranks(records, range(len(records)), budget, ranks, self.algorithm.unit)[0]
         return pack(records, mine, budget, lambda tokens: 1.0 / max(1, tokens), unit=self.algorithm.unit)
 
     def scored_batches(self) -> list[MicroBatch]:
         """Return the micro-batches that rank 0 scores of a rollout."""
-        records = self._records(self.settings.rollout.num_sequences)
+        records = self._selected_records(self.settings.rollout.num_sequences)
         mine = assign_to_ranks(records, range(len(records)), self.budget, self.request.world_size)[0]
         return pack(records, mine, self.budget)
+
+    def _selected_records(self, count: int) -> list[Record]:
+        """Return those of `count` records that the algorithm selects: of each group a pair, if it trains on pairs."""
+        records = self._records(count)
+        if self.algorithm.unit != "pair" or not self.is_online:
+            return records
+        return [record for index, record in enumerate(records) if index % self.settings.rollout.num_generations < 2]
 
     def _records(self, count: int) -> list[Record]:
         size = self.completion_tokens
         values, ids = torch.zeros(size), torch.ones(size, dtype=torch.int32)
         completion = Completion(ids, values, torch.ones(size, dtype=torch.bool), "stop")
-        prompt = (1,) * self.request.prompt_tokens
         group_size = (
             self.settings.rollout.num_generations if self.is_online else 2 if self.request.kind == "reward" else 1
         )
@@ -294,17 +293,20 @@ class RunInputs:
         columns |= {"returns": values} if self.algorithm.values is not None else {}
         if self.is_online:
             columns["advantages"] = values
-        record = Record(0, prompt, completion, (1.0,), 1.0, **columns)
-        return [replace(record, group=index // group_size) for index in range(count)]
+        record = Record(0, (), completion, (1.0,), 1.0, **columns)
+        groups = [index // group_size for index in range(count)]
+        # Completions of different groups share no prompt.
+        return [replace(record, group=group, prompt_ids=(group,) * self.request.prompt_tokens) for group in groups]
 
-    def rollout(self) -> RehearsedRollout | None:
+    def rollout(self, gather_budget: int) -> RehearsedRollout | None:
         """Return what rank 0's native engine generates; None for an offline run and for vLLM."""
         if not self.is_online or self.settings.vllm is not None:
             return None
         generations = self.settings.sampling.num_generations
         num_prompts = max(1, -(-self.sequences_of_rank // generations))
         prompts = [Prompt(i, (1,) * self.request.prompt_tokens, "") for i in range(num_prompts)]
-        return RehearsedRollout(prompts, self.settings.sampling, max(self.sizes.kv_cache_bytes, self.least_cache_bytes))
+        cache_bytes = max(self.sizes.kv_cache_bytes, self.least_cache_bytes)
+        return RehearsedRollout(prompts, self.settings.sampling, cache_bytes, gather_budget)
 
     @property
     def least_cache_bytes(self) -> int:

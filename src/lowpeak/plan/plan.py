@@ -10,12 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak.device_kind import rehearse_device
-from lowpeak.memory import CUDA_BLOCK, Kind, PhaseMemories, PhaseMemory, Rehearsal, rehearse, rehearse_rollout
+from lowpeak.memory import Kind, PhaseMemories, PhaseMemory, Rehearsal, rehearse
 from lowpeak.models import rehearse_experts
 from lowpeak.parallel import decoder_layers
 from lowpeak.plan.computed import (
     engine_bytes,
-    gathered_for_rollout,
     host_of_process,
     margin,
     sync_bytes,
@@ -33,7 +32,10 @@ _REHEARSED_BATCHES = 2
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """Numbers of a model's parameters: all, trained, used by one token, of its largest layer, of its head."""
+    """Numbers of a model's parameters: all, trained, used by one token, of its largest layer, of its head.
+
+    `loaded_bytes` are of all of them, as loaded, `frozen_bytes` of the frozen ones. `largest` is the largest tensor's.
+    """
 
     total: int
     trained: int
@@ -42,6 +44,8 @@ class ModelCounts:
     head: int
     loaded_bytes: int
     frozen_bytes: int
+    largest: int
+    largest_trained: int
 
     @classmethod
     def of(cls, make_model: Callable[[], nn.Module]) -> ModelCounts:
@@ -57,6 +61,8 @@ class ModelCounts:
                 0 if head is None else int(head.weight.numel()),
                 sum(p.nbytes for p in parameters),
                 sum(p.nbytes for p in parameters if not p.requires_grad),
+                max(p.numel() for p in parameters),
+                max((p.numel() for p in parameters if p.requires_grad), default=0),
             )
 
 
@@ -162,7 +168,7 @@ def make_plan(
         batches = inputs.step_batches()
         report(f"rehearsing a step of {len(batches)} micro-batches")
         rehearsal = rehearse_inputs(inputs, batches)
-        phases = _complete(inputs, _with_rollout(inputs, dict(rehearsal.phases), counts), counts)
+        phases = _complete(inputs, dict(rehearsal.phases), counts)
     rehearsed = max(1, min(len(batches), _REHEARSED_BATCHES))
     plan = Plan(
         request,
@@ -185,7 +191,6 @@ def rehearse_inputs(inputs: RunInputs, batches: list[Any]) -> Rehearsal:
     request = inputs.request
     largest = sorted(batches, key=lambda batch: -batch.input_ids_BL.numel())[:_REHEARSED_BATCHES]
     scored = inputs.scored_batches()[:1] if inputs.is_online and inputs.algorithm.needs else None
-    unsharded = request.placement.shards == 1
     return rehearse(
         inputs.make_policy,
         largest,
@@ -197,25 +202,9 @@ def rehearse_inputs(inputs: RunInputs, batches: list[Any]) -> Rehearsal:
         scored=scored,
         make_reference=inputs.make_reference if inputs.has_separate_reference else None,
         rewards=inputs.rewards,
-        rollout=inputs.rollout() if unsharded else None,
-        block=CUDA_BLOCK if request.machine.device == "cuda" else 1,
+        rollout=inputs.rollout(_gather_budget(inputs)),
+        device=request.machine.device,
     )
-
-
-def _with_rollout(inputs: RunInputs, phases: dict[str, PhaseMemory], counts: ModelCounts) -> dict[str, PhaseMemory]:
-    """Add the rollout of a sharded policy: its shards, what it gathers, and the decoding of an unsharded one."""
-    rollout = inputs.rollout()
-    if rollout is None or "rollout" in phases:
-        return phases
-    decoding = rehearse_rollout(inputs.make_policy, rollout, inputs.compute)
-    shards = {kind: phases["optimizer"].device.get(kind, 0) for kind in (Kind.WEIGHTS, Kind.FROZEN, Kind.OPTIMIZER)}
-    width = 2 if inputs.args.bf16 else 4
-    held = sum(shards.values()) + sum(decoding.values())
-    free = inputs.request.machine.memory - held - margin(inputs.request.machine, held)
-    gathered = gathered_for_rollout(inputs, width * counts.total, free)
-    least = width * (counts.largest_layer + counts.head)
-    device = {**shards, **decoding, Kind.GATHERED: max(gathered, least)}
-    return {**phases, "rollout": PhaseMemory(device, phases["optimizer"].host, "computed")}
 
 
 def _complete(inputs: RunInputs, phases: dict[str, PhaseMemory], counts: ModelCounts) -> PhaseMemories:
@@ -229,13 +218,11 @@ def _complete(inputs: RunInputs, phases: dict[str, PhaseMemory], counts: ModelCo
             name: PhaseMemory({**phase.device, **zeros, **replaced[name]}, host, "computed")
             for name, phase in phases.items()
         }
-    held = phases["optimizer"]
-    resting = {kind: held.device.get(kind, 0) for kind in (Kind.WEIGHTS, Kind.OPTIMIZER, Kind.FROZEN)}
+    resting = phases.pop("sync")
     if inputs.is_online:
-        phases["sync"] = PhaseMemory({**resting, Kind.BUCKETS: sync_bytes(inputs)}, held.host, "computed")
-        if "rollout" not in phases:
-            phases["rollout"] = PhaseMemory(resting, held.host, "computed")
-    phases["save"] = PhaseMemory({**resting, Kind.BUCKETS: 2 * SLICE_BYTES}, held.host, "computed")
+        phases["sync"] = resting.with_device(BUCKETS=sync_bytes(inputs))
+        phases = {"rollout": resting, "reward": resting, **phases}
+    phases["save"] = resting.with_device(BUCKETS=_save_bytes(inputs, counts))
     awake, otherwise = engine_bytes(inputs, counts.total)
     memory = inputs.settings.memory
     for name, phase in phases.items():
@@ -251,15 +238,35 @@ def _complete(inputs: RunInputs, phases: dict[str, PhaseMemory], counts: ModelCo
     return {name: replace(phases[name], host=hosts[name]) for name in PHASES if name in phases}
 
 
-def free_bytes(inputs: RunInputs) -> int:
-    """Return what training leaves free of a device, as a run finds out when it starts."""
+def _save_bytes(inputs: RunInputs, counts: ModelCounts) -> int:
+    """Return the bytes that saving needs: a slice of exported weights, or an adapter; a decoded piece of compact states."""
+    shards, storage = inputs.request.placement.shards, inputs.storage
+    if inputs.request.peft_config is None:
+        exported = min(SLICE_BYTES, inputs.trained_dtype.itemsize * counts.largest // shards)
+    else:  # rank 0 gathers the adapter, which is fp32
+        exported = 4 * counts.trained if shards > 1 else 0
+    is_compact = storage is not None and (storage.weight_bits is not None or storage.state_bits == 8)
+    piece = min(SLICE_BYTES, 4 * counts.largest_trained // shards)
+    return max(exported, 2 * piece if is_compact else 0)
+
+
+def _gather_budget(inputs: RunInputs) -> int:
+    """Return the bytes of a sharded policy that stay gathered in a rollout: by default half of what the KV cache leaves free."""
+    budget = inputs.settings.memory.gather_budget if inputs.is_online else 0
+    free = free_bytes(inputs, gradients=False)
+    return max(0, free - inputs.sizes.kv_cache_bytes) // 2 if budget is None else int(budget)
+
+
+def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
+    """Return what training leaves free of a device, as a run finds out when it starts; or a rollout, without gradients."""
     request, counts = inputs.request, inputs.counts
     shards = request.placement.shards
     if request.base_strategy.startswith("zero"):
         held = sum(zero_kinds(inputs, counts.trained, counts.largest_layer, counts.head)["optimizer"].values())
     else:
         weights = inputs.trained_dtype.itemsize * counts.trained + counts.frozen_bytes
-        per_parameter = 12 if inputs.storage is None else inputs.storage.device_bytes()
+        share = float(gradients)
+        per_parameter = 8 + 4 * share if inputs.storage is None else inputs.storage.device_bytes(share)
         held = int(weights + per_parameter * counts.trained) // shards
     if inputs.has_separate_reference and not inputs.settings.memory.offload_frozen_models:
         held += inputs.checkpoint_dtype.itemsize * counts.total // shards

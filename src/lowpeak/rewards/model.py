@@ -225,11 +225,13 @@ def _pad_id(tokenizer: PreTrainedTokenizerBase, name: str, num_tokens: int | Non
 def _inference_mode(model: nn.Module, pad: int) -> Iterator[None]:
     """Set eval mode, disable gradients, and set the config's padding token to `pad` inside the block."""
     text_config = _config(model).get_text_config()
-    config_pad = text_config.pad_token_id
+    config_pad, config_cache = text_config.pad_token_id, getattr(text_config, "use_cache", None)
     # The classifier finds each sequence's last token by it.
     text_config.pad_token_id = pad
+    # No token follows, so keys and values would only take memory.
+    text_config.use_cache = False
     try:
         with eval_mode(model):
             yield
     finally:
-        text_config.pad_token_id = config_pad
+        text_config.pad_token_id, text_config.use_cache = config_pad, config_cache

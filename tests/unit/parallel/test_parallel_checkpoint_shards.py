@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
 
 from lowpeak.errors import CheckpointError
+from lowpeak.optim import CompactAdamW
 from lowpeak.parallel import load_torch_state, save_shards, torch_training_state, trained_parameters
 from lowpeak.ranks import Ranks
 
@@ -109,3 +111,27 @@ def test_weights_are_loaded_without_an_optimizer_and_with_one_whose_equal_groups
     assert [group["lr"] for group in divided.param_groups] == [optimizer.param_groups[0]["lr"]] * 3
     for each in (alone, other):
         assert all(torch.equal(a, b) for a, b in zip(net.parameters(), each.parameters(), strict=True))
+
+
+def allocator_peak(call):
+    """The most bytes that torch's allocator has given out during a call, by its events."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda change: change.start_ns())
+    return max(accumulate((change.nbytes() for change in changes), initial=0))
+
+
+def test_a_checkpoint_of_few_bytes_a_parameter_is_written_with_one_decoded_piece_in_memory(tmp_path):
+    net = nn.Sequential(*(nn.Linear(256, 512, bias=False) for _ in range(8))).to(torch.bfloat16)
+    optimizer, named = CompactAdamW(net.parameters(), weight_bits=16, state_bits=8), trained_parameters(net)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    decoded = 3 * 8 * 256 * 512 * 4  # the weights and both moments in fp32
+    assert allocator_peak(lambda: save_shards(tmp_path, torch_training_state(named, optimizer), Ranks())) < decoded / 8
+    before = {name: optimizer.read(parameter, "exp_avg", 0, 9) for name, parameter in named.items()}
+    load_torch_state(tmp_path, net, optimizer, Ranks())
+    for name, parameter in named.items():
+        assert optimizer.read(parameter, "exp_avg", 0, 9).equal(before[name])

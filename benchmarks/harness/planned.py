@@ -1,0 +1,221 @@
+"""One configuration of a run, planned and run for real: `plan_case` and `measure_case` are called in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed.tensor  # for the forks
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from torch.distributed.fsdp import FSDPModule  # noqa: F401
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import lowpeak
+from benchmarks.harness.allocations import (
+    AllocatorEvents,
+    ResidentMemory,
+    look_at_layers,
+    looking_at_collectives,
+    mark_phases,
+    return_blocks,
+)
+from benchmarks.harness.ranked import FSDP2, allow_fsdp_on_cpu
+from lowpeak.plan import Machine, PlanRequest, make_plan
+
+_FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+_NAMES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO", "sft": "SFT", "reward": "Reward"}
+_GROUPS = ("grpo", "rloo", "online-dpo")
+_FIRST_LETTER = 0x20000  # of 42,720 letters in a row
+_MEMORY = 16 << 30
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a model; in fp32 the default one is 34 MB."""
+
+    family: str = "qwen2"
+    hidden: int = 256
+    layers: int = 4
+    vocabulary: int = 8_192
+    tied: bool = True
+    intermediate: int = 1_024
+    dtype: str = "float32"
+
+    def config(self) -> Any:
+        heads = self.hidden // 64
+        config = _FAMILIES[self.family](
+            vocab_size=self.vocabulary, hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // 2), intermediate_size=self.intermediate, tie_word_embeddings=self.tied,
+            max_position_embeddings=4_096, pad_token_id=0, bos_token_id=None, eos_token_id=None, head_dim=64,
+        )  # fmt: skip
+        config.dtype = getattr(torch, self.dtype)
+        return config
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration.
+
+    group      of configurations in the table
+    strategy   "single", or "ddp" or "fsdp2" on two ranks
+    lora       the rank of an adapter on all linear layers; 0: all weights are trained
+    reward     the shape of a reward model; None: a function
+    args       of the trainer's config
+    """
+
+    name: str
+    group: str
+    kind: str = "grpo"
+    shape: Shape = Shape()
+    prompt: int = 64
+    completion: int = 40
+    strategy: str = "single"
+    lora: int = 0
+    reward: Shape | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.strategy == "single" else 2
+
+    @property
+    def is_online(self) -> bool:
+        return self.kind not in ("sft", "reward")
+
+    def config(self, folder: str) -> Any:
+        given: dict[str, Any] = {
+            "output_dir": folder, "max_steps": 3, "per_device_train_batch_size": 8 // self.ranks, "use_cpu": True,
+            "bf16": False, "logging_steps": 1, "save_strategy": "steps", "save_steps": 3, "report_to": "none",
+            "disable_tqdm": True, "micro_batch_tokens": 512, "logprob_chunk_size": 64,
+        }  # fmt: skip
+        if self.kind == "reward":
+            given.pop("logprob_chunk_size")
+        if self.is_online:
+            given |= {"max_completion_length": self.completion, "kv_cache_bytes": 8 << 20}
+            given |= {"num_generations": 4} if self.kind in _GROUPS else {}
+        else:
+            given |= {"max_length": self.prompt + self.completion}
+        if self.strategy == "fsdp2" and self.is_online:
+            given |= {"gather_budget": 0}
+        config = getattr(lowpeak, f"{_NAMES[self.kind]}Config")
+        return config(**{**given, **self.args})
+
+    def adapter(self) -> Any:
+        if not self.lora:
+            return None
+        task = "SEQ_CLS" if self.kind == "reward" else "CAUSAL_LM"
+        return peft.LoraConfig(r=self.lora, target_modules="all-linear", task_type=task)
+
+
+def plan_case(case: Case, path: Path) -> None:
+    """Plan a run of the case, into a file: the peak of each phase."""
+    with tempfile.TemporaryDirectory() as folder:
+        request = PlanRequest(
+            case.kind,
+            case.config(folder),
+            case.shape.config(),
+            Machine(case.ranks, _MEMORY, device="cpu"),
+            case.strategy,
+            case.adapter(),
+            [case.reward.config()] if case.reward is not None else [],
+            prompt_tokens=case.prompt,
+        )
+        plan = make_plan(request)
+    path.write_text(json.dumps({name: phase.peak for name, phase in plan.phases.items()}))
+
+
+def measure_case(case: Case, place: Path, resident: bool = False) -> None:
+    """Run three steps of the case for real; each rank writes the peak of its phases into `place`."""
+    if case.ranks > 1 or resident:
+        return_blocks()
+    with tempfile.TemporaryDirectory() as folder:
+        # One step compiles and caches what later ones reuse, and a process starts with none of it.
+        with ResidentMemory() if resident else AllocatorEvents() as memory, looking_at_collectives(memory.look):
+            trainer = _make_trainer(case, folder if case.ranks == 1 else os.path.join(place, "run"))
+            if case.is_online:  # no completion ends before its maximal length
+                trainer.processing_class.eos_token = trainer.model.generation_config.eos_token_id = None
+            mark_phases(trainer, memory.begin)
+            if case.ranks > 1:
+                look_at_layers(trainer.model, memory.look)
+            trainer.train()
+        lengths = [len(r.completion) for r in trainer.rollout.records] if case.is_online else [case.completion]
+    assert set(lengths) == {case.completion}, f"completions have {min(lengths)} to {max(lengths)} tokens"
+    rank = int(os.environ.get("RANK", 0))
+    (place / f"measured{rank}.json").write_text(json.dumps(memory.peaks()))
+
+
+def _make_trainer(case: Case, folder: str) -> Any:
+    if case.strategy == "fsdp2":
+        os.environ.update(FSDP2)
+    args = case.config(folder)
+    if case.strategy == "fsdp2":
+        allow_fsdp_on_cpu()
+    torch.manual_seed(0)
+    tokenizer = letter_tokenizer(case.shape.vocabulary)
+    parts: dict[str, Any] = {"peft_config": case.adapter()} if case.lora else {}
+    if case.is_online:
+        parts["reward_funcs"] = _spread if case.reward is None else _make_model(case.reward, labels=1)
+        if case.reward is not None:
+            parts["reward_processing_classes"] = tokenizer
+    return getattr(lowpeak, f"{_NAMES[case.kind]}Trainer")(
+        model=_make_model(case.shape, labels=1 if case.kind == "reward" else 0),
+        args=args,
+        train_dataset=Dataset.from_list(_rows(case)),
+        processing_class=tokenizer,
+        **parts,
+    )
+
+
+def _make_model(shape: Shape, labels: int) -> nn.Module:
+    config = shape.config()
+    if labels:
+        config.num_labels = labels
+    auto: Any = AutoModelForSequenceClassification if labels else AutoModelForCausalLM
+    model: nn.Module = auto.from_config(config, dtype=config.dtype)
+    return model
+
+
+def letter_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """One letter a token, so that a text has as many tokens as the ids that it is of."""
+    words = {chr(_FIRST_LETTER + i): i for i in range(1, size - 1)}
+    inner = Tokenizer(models.WordLevel({"<pad>": 0, **words, "<eos>": size - 1}, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+
+
+def _rows(case: Case, count: int = 64) -> list[dict[str, str]]:
+    """Rows whose texts have the case's lengths; a trained answer ends with the tokenizer's last token."""
+    letters = case.shape.vocabulary - 2
+    texts = ["".join(chr(_FIRST_LETTER + 1 + (7 * i + j) % letters) for j in range(4_096)) for i in range(count)]
+    prompts = [{"prompt": text[: case.prompt]} for text in texts]
+    if case.is_online:
+        return prompts
+    answer = slice(case.prompt, case.prompt + case.completion - 1)
+    if case.kind == "sft":
+        return [{**row, "completion": text[answer]} for row, text in zip(prompts, texts, strict=True)]
+    return [
+        {**row, "chosen": text[answer], "rejected": text[answer][::-1]}
+        for row, text in zip(prompts, texts, strict=True)
+    ]
+
+
+def _spread(completions: list[str], **columns: Any) -> list[float]:
+    """A number from each completion that seldom is another's."""
+    return [sum(ord(letter) * (i + 1) for i, letter in enumerate(text)) % 997 / 997 for text in completions]

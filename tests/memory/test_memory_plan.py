@@ -1,0 +1,140 @@
+"""A plan has of each phase the bytes that torch's allocator gives out in a real run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from benchmarks.harness.allocations import Block, Mark, peaks_of
+from benchmarks.harness.plan_cases import CASES
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowpeak.memory import CpuScratch, Kind, StorageMeter
+from lowpeak.parallel import fake_process_group
+from lowpeak.plan import Machine, Plan, PlanRequest, make_plan
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 0.015  # of a peak: tensors below a page, and what a run has beside its models, are not planned
+BY_NAME = {case.name: case for case in CASES}
+MEASURED = ("LoRA, PPO, adapter", "format: 16 bits", "ddp: base")
+PASSES = {"load", "forward", "backward", "optimizer", "save"}
+GENERATES = {"sync", "rollout", "reward"}
+PLANNED = {
+    "reward model": PASSES | GENERATES,
+    "fsdp2: beta": PASSES | GENERATES | {"score"},
+    "LoRA, Online DPO": PASSES | GENERATES | {"score"},
+    "LoRA, reward": PASSES,
+}
+
+
+def plan_of(name: str, folder: Path, **args: object) -> Plan:
+    case = BY_NAME[name]
+    config = case.config(str(folder))
+    for key, value in args.items():
+        setattr(config, key, value)
+    return make_plan(
+        PlanRequest(
+            case.kind,
+            config,
+            case.shape.config(),
+            Machine(case.ranks, 16 << 30, device="cpu"),
+            case.strategy,
+            case.adapter(),
+            [case.reward.config()] if case.reward is not None else [],
+            prompt_tokens=case.prompt,
+        )
+    )
+
+
+def test_real_runs_take_the_planned_bytes_in_every_phase(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.plan_accuracy", "--save", str(tmp_path / "found"), "--only", *MEASURED]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    found: Mapping[str, dict[str, dict[str, int]]] = json.loads((tmp_path / "found").read_text())
+    assert found.keys() == set(MEASURED)
+    for name, result in found.items():
+        assert result["planned"].keys() == result["measured"].keys(), name
+        ratios = {phase: result["planned"][phase] / peak for phase, peak in result["measured"].items()}
+        assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), abs=TOLERANCE), name
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_has_every_phase_of_the_run_and_kinds_that_sum_to_its_peak(name, tmp_path):
+    plan = plan_of(name, tmp_path)
+    assert plan.phases.keys() == PLANNED[name]
+    resting = plan.phases["save"]
+    for phase in plan.phases.values():
+        assert phase.peak == sum(phase.device.values())
+        assert all(value >= 0 for value in phase.device.values())
+    if "rollout" in PLANNED[name]:
+        between = plan.phases["sync"]
+        assert between.peak <= min(resting.peak, plan.phases["rollout"].peak, plan.phases["reward"].peak)
+        assert plan.phases["rollout"].device[Kind.KV_CACHE] > 0
+
+
+def test_a_sharded_policy_is_gathered_for_a_rollout_within_its_budget(tmp_path):
+    none, all_layers = (plan_of("fsdp2: base", tmp_path, gather_budget=budget) for budget in (0, 1 << 40))
+    weights = plan_of("shape: base", tmp_path).phases["load"].peak
+    layer = (weights - 8_192 * 256 * 4) / 4
+    assert none.phases["rollout"].device[Kind.GATHERED] == pytest.approx(layer, rel=0.01)
+    assert all_layers.phases["rollout"].device[Kind.GATHERED] == pytest.approx(weights, rel=0.01)
+
+
+def test_completions_of_different_groups_share_no_prompt(tmp_path):
+    groups = 2
+    assert plan_of("shape: base", tmp_path).tokens == groups * 64 + 8 * (40 - 1)
+
+
+def test_all_gathers_in_a_row_take_the_copies_that_gloo_makes_of_three():
+    with fake_process_group(2), FakeTensorMode(), StorageMeter(1, CpuScratch()) as meter:
+        parts = [torch.zeros(count) for count in (50, 100, 200, 400)]
+        results = [torch.zeros(2 * part.numel()) for part in parts]
+        alive = meter.live_bytes
+        meter.begin("in a row")
+        for result, part in zip(results, parts, strict=True):
+            dist.all_gather_into_tensor(result, part)
+        meter.begin("one")
+        results[0].add_(1)
+        dist.all_gather_into_tensor(results[0], parts[0])
+        meter.begin("reduced")
+        dist.reduce_scatter_tensor(parts[3], results[3])
+        meter.begin(None)
+    peaks = {phase: kinds.total() - alive for phase, kinds in meter.peaks.items()}
+    assert peaks == {"in a row": 4 * (800 + 400 + 200), "one": 4 * 100, "reduced": 4 * 800}
+    assert meter.peaks["one"][Kind.BUCKETS] == 4 * 100
+
+
+def test_kernels_of_a_cpu_widen_bf16_in_copies():
+    with StorageMeter(1, CpuScratch()) as meter:
+        narrow, wide = torch.zeros(100, dtype=torch.bfloat16), torch.zeros(100)
+        alive = meter.live_bytes
+        meter.begin("norm")
+        torch.linalg.vector_norm(narrow, dtype=torch.float32)
+        meter.begin("sum")
+        narrow.add_(wide)
+        wide.add_(narrow)
+        meter.begin(None)
+    assert {phase: kinds.total() - alive for phase, kinds in meter.peaks.items()} == {"norm": 404, "sum": 800}
+
+
+def test_a_block_that_another_thread_freed_counts_until_its_address_is_gone_or_given_out_again():
+    mapped, unmapped = ([0], [5_000]), ([0], [2_000])
+    events = [
+        Mark("load", *mapped),
+        Block(1_500, 10, False),
+        Block(3_000, 100, False),
+        Mark("counted", *mapped),
+        Mark("forward", *mapped),
+        Block(1_500, 20, False),  # the first one was freed
+        Mark("backward", *unmapped),  # and so was the second one
+        Block(1_600, 50, False),
+        Block(1_600, 50, True),
+        Mark("rest", *unmapped),
+        Block(1_700, 500, False),
+    ]
+    assert peaks_of(events) == {"load": 110, "forward": 120, "backward": 70}
