@@ -56,7 +56,7 @@ def tensors(found: Plan, phase: str) -> int:
 def test_every_algorithm_has_a_plan_whose_kinds_add_up(kind):
     found = plan(kind, **({"beta": 0.1} if kind in ONLINE else {}))
     expected = {"load", "forward", "backward", "optimizer", "save"}
-    expected |= {"sync", "rollout", "score"} if kind in ONLINE else set()
+    expected |= {"sync", "rollout", "reward", "score"} if kind in ONLINE else set()
     assert set(found.phases) == expected
     for phase in found.phases.values():
         assert phase.peak == sum(phase.device.values())
