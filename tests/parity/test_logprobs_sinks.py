@@ -232,7 +232,7 @@ def peak_bytes(run_backward):
         meter.begin("backward")
         run_backward()
         meter.begin(None)
-    return meter.peaks["backward"]
+    return meter.peaks["backward"].total()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +63,6 @@ def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
     from lowpeak.plan import Search, advise, fit_lines, make_plan, print_plan, write_plot
 
     options, job = parse_plan(argv, library)
-    logging.getLogger("lowpeak.models").setLevel(logging.ERROR)  # the dtypes of weights are in the table
     machine = machine_of(options, job)
     request = plan_request(options, job, machine)
     factors = _calibration(options, request)

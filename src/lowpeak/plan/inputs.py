@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -30,8 +29,8 @@ from lowpeak.errors import ArgumentError
 from lowpeak.logprobs import install_head
 from lowpeak.memory import Placement, RehearsedRollout, RewardPass
 from lowpeak.models import SCORE_HEAD, add_training_adapter, convert_trainable, load_balance_of, transformers_model
+from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
 from lowpeak.plan.hardware import Machine
-from lowpeak.plan.quantized import quantize
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
 from lowpeak.rollout.native import bytes_per_token
 from lowpeak.trainers import attach_critic
@@ -135,7 +134,7 @@ class RunInputs:
 
     def make_policy(self) -> nn.Module:
         """Return the policy as its trainer prepares it: adapter, critic, dtype, head, attention, checkpointing."""
-        with _convert_by_assignment():
+        with convert_by_assignment(), without_warnings():
             return self._make_policy()
 
     def _make_policy(self) -> nn.Module:
@@ -313,27 +312,6 @@ class RunInputs:
         """Return the bytes of one sequence's keys and values."""
         tokens = self.request.prompt_tokens + self.completion_tokens
         return tokens * bytes_per_token(self._plain_model, torch.float32)
-
-
-@contextmanager
-def _convert_by_assignment() -> Iterator[None]:
-    """Let `module.to(...)` assign converted parameters: torch would swap fake ones, which cannot be swapped."""
-    convert = nn.Module._apply
-
-    def assign(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-        for module in self.modules() if recurse else (self,):
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    parameter.data = fn(parameter.data)
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else fn(buffer)
-        return self
-
-    nn.Module._apply = assign  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = convert  # type: ignore[method-assign]
 
 
 def _acting_arguments(request: PlanRequest) -> Any:

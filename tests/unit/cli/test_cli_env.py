@@ -26,7 +26,7 @@ def test_a_package_that_is_missing_is_said_to_be():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--verbose"], "--verbose"),
+        (["--verbose"], "verbose"),
         (["--gpu"], "--selftest"),
         pytest.param(
             ["--selftest", "--gpu"],

@@ -184,4 +184,4 @@ def test_a_policy_that_waits_on_the_host_to_be_cut_runs_there_and_what_is_cut_on
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert device_at_start(tiny_model(), gpu) == device_at_start(tiny_model(), cpu) == cpu
     with fake_process_group(2):
-        assert device_at_start(prepare_like_accelerate(tiny_model(), make_mesh(), None), gpu) == gpu
+        assert device_at_start(prepare_like_accelerate(tiny_model(), make_mesh(2), None), gpu) == gpu

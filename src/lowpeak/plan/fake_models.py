@@ -1,7 +1,10 @@
-"""A linear layer with the memory of bitsandbytes' 4- and 8-bit layers, for rehearsals: bitsandbytes needs real tensors."""
+"""What models of fake tensors need: quantised layers without bitsandbytes, which needs real tensors, and conversions."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -47,3 +50,36 @@ def quantize(model: nn.Module, bits: Literal[4, 8]) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child is not head:
                 setattr(module, name, QuantizedLinear(child, bits))
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Keep warnings of loaded models silent: a plan shows the dtypes of weights itself, and makes the model several times."""
+    logger = logging.getLogger("lowpeak.models")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def convert_by_assignment() -> Iterator[None]:
+    """Let `module.to(...)` assign converted parameters: torch would swap fake ones, which cannot be swapped."""
+    convert = nn.Module._apply
+
+    def assign(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        for module in self.modules() if recurse else (self,):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.data = fn(parameter.data)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else fn(buffer)
+        return self
+
+    nn.Module._apply = assign  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
