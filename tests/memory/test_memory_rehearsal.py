@@ -70,6 +70,16 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_both_states():
     assert many.peak("optimizer") == one.peak("optimizer")
 
 
+def test_ddp_has_gradients_beside_its_buckets_until_the_last_micro_batch():
+    batches = micro_batches(8, 64, 4, 100)
+    assert len(batches) > 1
+    ddp = {"placement": Placement(1, 2)}
+    one, several = (rehearse(lambda: make_model(WIDE), part, ALGORITHM, CORE, **ddp) for part in (batches[:1], batches))
+    size = one.phases["load"].device[Kind.WEIGHTS]
+    assert one.phases["load"].device[Kind.GRADIENTS] == pytest.approx(size, rel=0.001)
+    assert several.peak("backward") - one.peak("backward") > 0.8 * size
+
+
 def bytes_per_parameter(found: Rehearsal, config: Qwen2Config, world_size: int = 1) -> dict[str, float]:
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in make_model(config).parameters())

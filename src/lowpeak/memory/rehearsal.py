@@ -145,8 +145,8 @@ def rehearse(
         stage.load_frozen(make_reference, rewards)
         optimizer = stage.make_optimizer(make_optimizer, placement)
         inplace = placement.world_size == 1 or stage.sums_gradients
-        strategy = cast(Strategy, FakeStrategy(meter.begin, inplace))
-        step = partial(stage.step, micro_batches, algorithm, strategy, optimizer, max_grad_norm)
+        stage.strategy = FakeStrategy(meter.begin, inplace)
+        step = partial(stage.step, micro_batches, algorithm, cast(Strategy, stage.strategy), optimizer, max_grad_norm)
         meter.begin(None)
         load = meter.live.copy()
         step()  # creates the optimizer's states
@@ -186,6 +186,7 @@ class _Stage:
         self._unprepared = model
         self.model = prepare_like_accelerate(model, mesh, compute)
         self.sums_gradients = False
+        self.strategy = FakeStrategy()
         head = causal_lm(model).get_output_embeddings()
         if head is not None:
             self._tag_head(head)
@@ -245,12 +246,12 @@ class _Stage:
                 self._meter.retag(getattr(gradient, "_local_tensor", gradient), Kind.GRADIENTS)
 
     def _add_ddp_buckets(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace each gradient by a view of a bucket, as DDP does with `gradient_as_bucket_view`."""
+        """Replace each gradient by a view of a bucket in the last backward, as DDP does with `gradient_as_bucket_view`."""
         with self._meter.counting_as(Kind.GRADIENTS):
             buckets = {parameter: torch.empty_like(parameter) for parameter in parameters}
 
         def take(parameter: nn.Parameter) -> None:
-            if parameter.grad is not None:
+            if parameter.grad is not None and self.strategy.is_last:
                 buckets[parameter].copy_(parameter.grad)
                 parameter.grad = buckets[parameter].view_as(parameter)
 

@@ -35,6 +35,7 @@ class FakeStrategy(TrainingStrategy):
 
     def __init__(self, begin: Callable[[str], object] = lambda phase: None, inplace: bool = True) -> None:
         self._begin, self._inplace = begin, inplace
+        self.is_last = True  # the micro-batch whose backward runs is the step's last one
         self.ranks = Ranks()
 
     @property
@@ -47,6 +48,7 @@ class FakeStrategy(TrainingStrategy):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self._begin("backward")
+        self.is_last = last
         loss.backward()
 
 
