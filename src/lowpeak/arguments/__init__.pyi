@@ -30,6 +30,7 @@ from lowpeak.arguments.grpo import VESPOWeight as VESPOWeight
 from lowpeak.arguments.grpo import resolve_grpo as resolve_grpo
 from lowpeak.arguments.inherited import ACT_IF as ACT_IF
 from lowpeak.arguments.inherited import NEVER_ACT as NEVER_ACT
+from lowpeak.arguments.names import CLASS_PREFIXES as CLASS_PREFIXES
 from lowpeak.arguments.names import REJECTED as REJECTED
 from lowpeak.arguments.names import check_names as check_names
 from lowpeak.arguments.names import drop_trl_defaults as drop_trl_defaults

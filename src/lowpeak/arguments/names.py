@@ -11,6 +11,15 @@ from typing import Any
 
 from lowpeak.errors import ArgumentError
 
+# Commands, and the beginning of the names of their config and trainer.
+CLASS_PREFIXES = {
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    "ppo": "PPO",
+    "online-dpo": "OnlineDPO",
+    "sft": "SFT",
+    "reward": "Reward",
+}
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
 # Name, default in TRL 1.16, and remedy.
 _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (

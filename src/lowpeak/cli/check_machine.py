@@ -13,13 +13,14 @@ import psutil  # type: ignore[import-untyped]
 
 from lowpeak.cli.env import installed_version
 from lowpeak.cli.plan import PlanArguments, machine_of, parse_plan, plan_request
-from lowpeak.errors import LowpeakError
+from lowpeak.errors import ArgumentError, LowpeakError
+from lowpeak.plan import GIB
 
 if TYPE_CHECKING:
     from lowpeak.cli.train import Job
     from lowpeak.plan import Machine, Plan
 
-GIB = 1 << 30
+_OF_PLAN = ("gpu", "gpu_memory", "gpus_per_host", "host_memory", "fit", "format", "plot", "emit", "output", "journal")
 _LEAST = {"torch": (2, 11), "transformers": (5, 17), "accelerate": (1, 10)}
 _SHARED_MEMORY = GIB  # that NCCL and data loaders of several processes share in /dev/shm
 _OPEN_FILES = 4096
@@ -41,6 +42,11 @@ class Check:
 def check_machine(argv: Sequence[str]) -> int:
     """Print a line per check; return 0 if all passed, else 1."""
     options, job = parse_plan(argv)
+    for name in _OF_PLAN:
+        if getattr(options, name) != getattr(PlanArguments, name):
+            raise ArgumentError(
+                f"--{name} has no effect: `lowpeak env CONFIG` checks this machine; use `lowpeak plan`."
+            )
     machine, devices = _this_machine(options, job)
     checks = [devices, *_versions(job), *_limits(job, machine)]
     for check in checks:

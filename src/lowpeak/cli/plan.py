@@ -1,4 +1,4 @@
-"""`lowpeak plan`: what a run will take on each device and in host memory, and with --fit the settings that make it fit."""
+"""`lowpeak plan`: the memory of a run before it starts, and with --fit the settings that make it fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lowpeak
-from lowpeak.arguments import device_argument, logging_argument, parse_bytes
+from lowpeak.arguments import CLASS_PREFIXES, device_argument, logging_argument, parse_bytes
 from lowpeak.cli.arguments import (
     DataArguments,
     JudgeArguments,
@@ -24,7 +24,7 @@ from lowpeak.cli.arguments import (
 )
 from lowpeak.cli.job_files import write_run_files
 from lowpeak.cli.output import print_once
-from lowpeak.cli.train import ANSWER_COLUMNS, CLASS_PREFIXES, Job, lora_config, with_config
+from lowpeak.cli.train import ANSWER_COLUMNS, Job, lora_config, with_config
 from lowpeak.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -60,35 +60,49 @@ class PlanArguments:
 
 def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
     """Plan a run and print the plan; return 0 if it fits, 1 if it does not."""
-    from lowpeak.plan import Search, advise, fit_lines, make_plan, print_plan, write_plot
-
     options, job = parse_plan(argv, library)
-    machine = machine_of(options, job)
-    request = plan_request(options, job, machine)
-    factors = _calibration(options, request)
-    fit, advice = None, []
-    if options.fit:
-        fit = Search(request, _progress, factors).run()
-        plan: Plan | None = fit.plan
-    else:
-        plan = make_plan(request, _progress, factors)
-        advice = advise(plan, plan.work)
+    request = plan_request(options, job, machine_of(options, job))
+    plan = _fitted(options, job, request) if options.fit else _planned(options, request)
+    if plan is not None and options.plot is not None:
+        from lowpeak.plan import write_plot
+
+        write_plot(plan, Path(options.plot))
+    return 0 if plan is not None and plan.fits else 1
+
+
+def _planned(options: PlanArguments, request: PlanRequest) -> Plan:
+    """Print the plan of a run with its settings, and what would lower its peak."""
+    from lowpeak.plan import advise, make_plan, print_plan
+
+    plan = make_plan(request, _progress)
+    if options.journal is not None:
+        plan = plan.calibrated(_calibration(options.journal, plan))
+    advice = advise(plan)
     _progress("")
     if options.format == "json":
-        found: dict[str, Any] = {} if plan is None else plan.as_dict()
-        found |= {"advice": [dataclasses.asdict(each) for each in advice]} if fit is None else {"fit": fit.as_dict()}
-        print(json.dumps(found, indent=2))
+        print(json.dumps({**plan.as_dict(), "advice": [dataclasses.asdict(each) for each in advice]}, indent=2))
     else:
-        if plan is not None:
-            print_plan(plan, advice)
-        for line in () if fit is None else fit_lines(fit):
-            print(line)
-    if plan is not None and options.plot is not None:
-        write_plot(plan, Path(options.plot))
-    if fit is not None and fit.plan is not None:
+        print_plan(plan, advice)
+    return plan
+
+
+def _fitted(options: PlanArguments, job: Job, request: PlanRequest) -> Plan | None:
+    """Choose settings that fit, print the choice, and write the files of the run."""
+    from lowpeak.plan import Search, fit_lines, make_plan, print_plan
+
+    factors = None if options.journal is None else _calibration(options.journal, make_plan(request, _progress))
+    fit = Search(request, _progress, factors).run()
+    _progress("")
+    if options.format == "json":
+        print(json.dumps({**(fit.plan.as_dict() if fit.plan else {}), "fit": fit.as_dict()}, indent=2))
+    else:
+        if fit.plan is not None:
+            print_plan(fit.plan)
+        print("\n".join(fit_lines(fit)))
+    if fit.plan is not None:
         for path in write_run_files(Path(options.output), job, fit, options.emit):
             print(f"wrote {path}", file=sys.stderr)
-    return 0 if plan is not None and plan.fits else 1
+    return fit.plan
 
 
 def parse_plan(argv: Sequence[str], library: Any = lowpeak) -> tuple[PlanArguments, Job]:
@@ -160,8 +174,11 @@ def _check_options(options: PlanArguments) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ArgumentError(f"--{name} must be at least 1, got {value}.")
-    if options.emit is not None and not options.fit:
-        raise ArgumentError("--emit writes job files for the settings that --fit chooses: add --fit, or leave it out.")
+    for name in ("emit", "output"):
+        if not options.fit and getattr(options, name) != getattr(PlanArguments, name):
+            raise ArgumentError(
+                f"--{name} is for the files of the settings that --fit chooses: add --fit, or leave it out."
+            )
 
 
 def machine_of(options: PlanArguments, job: Job) -> Machine:
@@ -172,6 +189,8 @@ def machine_of(options: PlanArguments, job: Job) -> Machine:
     devices = options.gpus or (job.launch.num_processes or 1)
     host = None if options.host_memory is None else _bytes("host_memory", options.host_memory)
     if job.given.get("use_cpu"):
+        if options.gpu is not None:
+            raise ArgumentError("--gpu has no effect with --use_cpu: remove one of the two.")
         memory = (
             free_bytes("cpu") // devices if options.gpu_memory is None else _bytes("gpu_memory", options.gpu_memory)
         )
@@ -249,16 +268,15 @@ def _model_config(name: str, args: Any) -> Any:
     return from_pretrained(AutoConfig, name, trust_remote_code=args.trust_remote_code)
 
 
-def _calibration(options: PlanArguments, request: PlanRequest) -> Mapping[str, float] | None:
-    if options.journal is None:
-        return None
+def _calibration(journal: str, plan: Plan) -> Mapping[str, float]:
+    """Return measured over planned seconds by phase, of a run like the planned one."""
     from lowpeak.journal import read_steps
-    from lowpeak.plan import calibration, make_plan
+    from lowpeak.plan import calibration
 
-    rows = read_steps(Path(options.journal) / "journal")
+    rows = read_steps(Path(journal) / "journal")
     if not rows:
-        raise ArgumentError(f"--journal {options.journal} has no journal with steps: name the output_dir of a run.")
-    return calibration(rows, make_plan(request, _progress).seconds)
+        raise ArgumentError(f"--journal {journal} has no journal with steps: name the output_dir of a run.")
+    return calibration(rows, plan.seconds)
 
 
 def _progress(text: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lowpeak
+from lowpeak.arguments import CLASS_PREFIXES
 from lowpeak.cli.arguments import (
     DataArguments,
     JudgeArguments,
@@ -27,14 +28,6 @@ from lowpeak.cli.vllm_devices import run_with_servers, trainer_settings
 from lowpeak.errors import ArgumentError, LowpeakError, first_line, require_package
 
 Part = TypeVar("Part")
-CLASS_PREFIXES = {
-    "grpo": "GRPO",
-    "rloo": "RLOO",
-    "ppo": "PPO",
-    "online-dpo": "OnlineDPO",
-    "sft": "SFT",
-    "reward": "Reward",
-}
 # The columns of a supervised dataset beside `prompt`; these jobs generate nothing and take no reward.
 ANSWER_COLUMNS = {"sft": ("completion",), "reward": ("chosen", "rejected")}
 # Arguments that a script's own call of evaluate() reads, and a command only if eval_strategy is set.

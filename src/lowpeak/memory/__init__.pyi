@@ -16,6 +16,7 @@ from lowpeak.memory.rollout_offload import LEAST_BYTES as LEAST_BYTES
 from lowpeak.memory.rollout_offload import HostMover as HostMover
 from lowpeak.memory.rollout_offload import RolloutOffloader as RolloutOffloader
 from lowpeak.memory.storage_meter import StorageMeter as StorageMeter
+from lowpeak.memory.storage_meter import run_methods_inside as run_methods_inside
 from lowpeak.memory.tracker import MemoryTracker as MemoryTracker
 from lowpeak.memory.tracker import PhaseUse as PhaseUse
 from lowpeak.memory.usage import Kind as Kind

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -145,6 +145,27 @@ class StorageMeter(TorchDispatchMode):
         self.live[kind] += num_bytes
         if not self._is_replacing:
             self._note_peak()
+
+
+@contextmanager
+def run_methods_inside(kind: type, contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]]) -> Iterator[None]:
+    """Run some methods of a class, by name, inside a context each while the block runs."""
+    methods = {name: getattr(kind, name) for name in contexts}
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with contexts[name]():
+                return methods[name](self, *args, **kwargs)
+
+        return run
+
+    for name in methods:
+        setattr(kind, name, wrapped(name))
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(kind, name, method)
 
 
 def _accumulates_gradients() -> bool:

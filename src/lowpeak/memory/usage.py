@@ -21,6 +21,7 @@ class Kind(StrEnum):
     BUCKETS = "buckets"  # of gradients that are reduced, and of weights that are sent or saved
     FROZEN = "frozen models"
     ENGINE = "engine"
+    CHECKPOINT = "checkpoint"  # that one process of a host reads for all of them, in host memory
     MARGIN = "margin"  # the device's context, communicators, and fragmentation
     MEASURED = "measured"  # everything, where kinds are unknown
 
@@ -45,10 +46,9 @@ class PhaseMemory:
     def host_peak(self) -> int:
         return sum(self.host.values())
 
-    def with_device(self, **changes: int) -> PhaseMemory:
-        """Return this record with other bytes of some kinds, by their names in upper case."""
-        kinds = {Kind[name]: value for name, value in changes.items()}
-        return PhaseMemory({**self.device, **kinds}, self.host, self.source)
+    def computed(self, kinds: Mapping[Kind, int]) -> PhaseMemory:
+        """Return this record with other bytes of some kinds on the device, by arithmetic."""
+        return PhaseMemory({**self.device, **kinds}, self.host, "computed")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record for JSON, with its sums."""

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,33 +73,41 @@ def loading_states(optimizer: Any) -> Iterator[None]:
     torch would convert fp32 states to the dtype of bf16 weights, and fail at its first step with other groups.
     """
     inner, saved = getattr(optimizer, "optimizer", optimizer), dict[Any, Mapping[str, Any]]()
-
-    def remember(_: Any, state_dict: dict[str, Any]) -> None:
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-        saved.update({p: state_dict["state"].get(number, {}) for p, number in zip(parameters, numbers, strict=False)})
-
-    def restore(_: Any) -> None:
-        for parameter, states in saved.items():
-            for key, value in states.items():
-                loaded = inner.state[parameter].get(key)
-                if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                    inner.state[parameter][key] = value.to(loaded.device)
-
     # DeepSpeed's optimizers have no hooks, and convert nothing.
-    is_torchs = isinstance(inner, torch.optim.Optimizer)
-    before = inner.register_load_state_dict_pre_hook(remember) if is_torchs else None
-    after = inner.register_load_state_dict_post_hook(restore) if is_torchs else None
+    hooks = (
+        []
+        if not isinstance(inner, torch.optim.Optimizer)
+        else [
+            inner.register_load_state_dict_pre_hook(partial(_remember_states, saved)),
+            inner.register_load_state_dict_post_hook(partial(_restore_dtypes, saved)),
+        ]
+    )
     try:
         yield
     finally:
-        for handle in filter(None, (before, after)):
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
     # Loading makes torch add "differentiable" to the defaults, also of optimizers without it, such as Adafactor.
     names = [name for name in optimizer.defaults if name != "differentiable"]
     missing = [name for group in optimizer.param_groups for name in names if name not in group]
     if missing:
         raise ValueError(f"they have no {missing[0]}")
+
+
+def _remember_states(saved: dict[Any, Mapping[str, Any]], optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Fill `saved` with the states that are about to be loaded, by parameter."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    saved.update({p: state_dict["state"].get(number, {}) for p, number in zip(parameters, numbers, strict=False)})
+
+
+def _restore_dtypes(saved: Mapping[Any, Mapping[str, Any]], optimizer: Any) -> None:
+    """Replace each loaded state that torch has converted by the saved one."""
+    for parameter, states in saved.items():
+        for key, value in states.items():
+            loaded = optimizer.state[parameter].get(key)
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)
 
 
 def _sums_exactly(group: dict[str, Any]) -> bool:

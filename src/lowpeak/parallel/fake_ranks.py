@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lowpeak.errors import ArgumentError
-from lowpeak.memory import Kind
+from lowpeak.memory import Kind, run_methods_inside
 from lowpeak.parallel.fsdp2 import reshard
 from lowpeak.parallel.parameters import FlatShard, fsdp_shard
 from lowpeak.parallel.partial_gather import Gatherer
@@ -111,28 +112,12 @@ def gather_on_fake_ranks(
         yield
 
 
-@contextmanager
-def tag_fsdp_memory(counting_as: Callable[[Kind], AbstractContextManager[None]]) -> Iterator[None]:
-    """Run FSDP2's gathers and reductions inside `counting_as` the kind of their memory."""
+def tag_fsdp_memory(counting_as: Callable[[Kind], AbstractContextManager[None]]) -> AbstractContextManager[None]:
+    """Return a context in which FSDP2's gathers and reductions run inside `counting_as` the kind of their memory."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     kinds = {"unshard": Kind.GATHERED, "wait_for_unshard": Kind.GATHERED, "post_backward": Kind.BUCKETS}
-    methods = {name: getattr(FSDPParamGroup, name) for name in kinds}
-
-    def tagged(name: str) -> Callable[..., Any]:
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with counting_as(kinds[name]):
-                return methods[name](self, *args, **kwargs)
-
-        return run
-
-    for name in kinds:
-        setattr(FSDPParamGroup, name, tagged(name))
-    try:
-        yield
-    finally:
-        for name, method in methods.items():
-            setattr(FSDPParamGroup, name, method)
+    return run_methods_inside(FSDPParamGroup, {name: partial(counting_as, kind) for name, kind in kinds.items()})
 
 
 def prepare_like_accelerate(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Planning: what a run takes on each device and in host memory, which settings make it fit, and how long a step lasts."""
+"""Plans of runs: memory on each device and in host memory, settings that fit, and the seconds of a step."""
 
 from lowpeak.exports import lazy_exports
 

@@ -42,11 +42,11 @@ class Advice:
     added_seconds: float
 
 
-def advise(plan: Plan, work: Work, count: int = 3) -> list[Advice]:
+def advise(plan: Plan, count: int = 3) -> list[Advice]:
     """Return the changes that lower the plan's peak most, the best first."""
-    before = sum(step_seconds(work, plan.request.machine).values())
+    before = sum(step_seconds(plan.work, plan.request.machine).values())
     found = []
-    for change in _changes(plan, work):
+    for change in _changes(plan, plan.work):
         peak = max(
             int(sum(value * change.scale(name, kind) for kind, value in phase.device.items()))
             for name, phase in plan.phases.items()

@@ -7,6 +7,7 @@ rehearsal, and stays "rehearsed" if they only add a margin.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lowpeak.arguments import ColocateSettings
@@ -26,6 +27,9 @@ PROCESS_BYTES = 3 * GB
 # vLLM beside weights and KV cache: its context, CUDA graphs and the activations of a profiling forward.
 VLLM_BYTES = int(2.5 * GB)
 VLLM_ASLEEP_BYTES = int(1.2 * GB)
+GENERATION = ("sync", "rollout", "reward")  # phases in which an engine is awake
+_PASSES = ("rollout", "score", "forward", "backward")
+_STATE = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
 _ADAM_BYTES = 12  # of DeepSpeed's fp32 weights and both moments
 _HALF = 2
 
@@ -38,50 +42,51 @@ def margin(machine: Machine, tensors: int) -> int:
     return CONTEXT_BYTES + network + int(FRAGMENTATION * tensors)
 
 
-def zero_kinds(inputs: RunInputs, num_parameters: int, largest_layer: int, head: int) -> dict[str, Mapping[Kind, int]]:
-    """Return weights, gradients and states under DeepSpeed ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+def zero_shares(stage: int, parameters: int, ranks: int) -> dict[Kind, int]:
+    """Return a rank's weights, gradients and states under DeepSpeed ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 
     Mixed precision stores 2 bytes of weight and 2 of gradient per parameter, and 12 of fp32 weight and moments. Stage 1 shards
-    the 12, stage 2 the gradients too, stage 3 the weights too. Stage 3 gathers a layer, the next one and the head; gradients
-    are reduced in two buckets of hidden x hidden values.
+    the 12, stage 2 the gradients too, stage 3 the weights too.
     """
-    request, world = inputs.request, inputs.request.world_size
-    stage, offloads = int(request.base_strategy[-1]), request.strategy.endswith("-offload")
-    hidden = inputs.config.get_text_config().hidden_size
-    bucket = 2 * _HALF * hidden * hidden
-    sharded = num_parameters // world
-    weights = _HALF * (sharded if stage == 3 else num_parameters)
-    gradients = _HALF * (sharded if stage >= 2 else num_parameters)
-    states = _ADAM_BYTES * sharded
-    gathered = _HALF * (2 * largest_layer + head) if stage == 3 else 0
-    on_device = {
-        Kind.WEIGHTS: 0 if offloads and stage == 3 else weights,
-        Kind.OPTIMIZER: 0 if offloads else states,
-    }
-    passes = {**on_device, Kind.GATHERED: gathered}
-    trains = {**passes, Kind.GRADIENTS: 0 if offloads else gradients, Kind.BUCKETS: bucket}
+    sharded = parameters // ranks
     return {
-        "load": on_device,
-        "sync": on_device,
-        "rollout": passes,
-        "reward": on_device,
-        "score": passes,
-        "forward": trains,
-        "backward": trains,
-        "optimizer": {**on_device, Kind.GRADIENTS: 0 if offloads else gradients},
-    }
-
-
-def zero_host(inputs: RunInputs, num_parameters: int) -> dict[Kind, int]:
-    """Return what a rank of a ZeRO preset with offload keeps in host memory: states, gradients, and stage 3's weights."""
-    if not inputs.request.strategy.endswith("-offload"):
-        return {}
-    sharded = num_parameters // inputs.request.world_size
-    return {
+        Kind.WEIGHTS: _HALF * (sharded if stage == 3 else parameters),
+        Kind.GRADIENTS: _HALF * (sharded if stage >= 2 else parameters),
         Kind.OPTIMIZER: _ADAM_BYTES * sharded,
-        Kind.GRADIENTS: _HALF * sharded,
-        Kind.WEIGHTS: _HALF * sharded,
     }
+
+
+def place_by_strategy(inputs: RunInputs, phases: Mapping[str, PhaseMemory]) -> dict[str, PhaseMemory]:
+    """Return the phases with what a rehearsal on FSDP2 or one device lacks: ZeRO's shares, and shards in host memory.
+
+    ZeRO-3 gathers a layer, the next one and the head. ZeRO reduces gradients in two buckets of hidden x hidden values.
+    """
+    request, counts = inputs.request, inputs.counts
+    if not request.base_strategy.startswith("zero"):
+        return _offloaded(phases) if request.strategy.endswith("-offload") else dict(phases)
+    stage = int(request.base_strategy[-1])
+    shares = zero_shares(stage, counts.trained, request.world_size)
+    gathered = _HALF * (2 * counts.largest_layer + counts.head) if stage == 3 else 0
+    bucket = 2 * _HALF * inputs.config.get_text_config().hidden_size ** 2
+    placed = {}
+    for name, phase in phases.items():
+        kinds = {**shares, Kind.GATHERED: gathered if name in _PASSES else 0, Kind.BUCKETS: 0}
+        if name in ("forward", "backward"):
+            kinds[Kind.BUCKETS] = bucket
+        elif name != "optimizer":
+            kinds[Kind.GRADIENTS] = 0
+        placed[name] = phase.computed(kinds)
+    return _offloaded(placed) if request.strategy.endswith("-offload") else placed
+
+
+def _offloaded(phases: Mapping[str, PhaseMemory]) -> dict[str, PhaseMemory]:
+    """Return the phases with weights, gradients and states in host memory, as the presets with offload keep them."""
+    moved = {}
+    for name, phase in phases.items():
+        away = {kind: phase.device.get(kind, 0) for kind in _STATE}
+        host = {**phase.host, **{kind: phase.host.get(kind, 0) + value for kind, value in away.items()}}
+        moved[name] = replace(phase.computed(dict.fromkeys(_STATE, 0)), host=host)
+    return moved
 
 
 def engine_bytes(inputs: RunInputs, num_parameters: int) -> tuple[int, int]:
@@ -115,8 +120,8 @@ def host_of_process(
     for name, phase in phases.items():
         host = {**phase.host, Kind.MARGIN: PROCESS_BYTES if on_device else 0}
         if name == "load" and on_device and inputs.request.base_strategy in ("fsdp2", "hsdp"):
-            host[Kind.WEIGHTS] = model_bytes  # rank 0 reads the checkpoint for all ranks of its host
-        if name in ("sync", "rollout", "reward") and memory.offload_during_rollout:
+            host[Kind.CHECKPOINT] = model_bytes
+        if name in GENERATION and memory.offload_during_rollout:
             for kind in (Kind.GRADIENTS, Kind.OPTIMIZER):
                 host[kind] = host.get(kind, 0) + phases["optimizer"].device.get(kind, 0)
         if memory.offload_frozen_models:

@@ -22,7 +22,7 @@ BANDWIDTH_SHARE = 0.6
 LINK_SHARE = 0.7
 # Of the shorter of computation and communication: what does not overlap.
 _EXPOSED = 0.2
-_KERNEL_LATENCY = 2e-4  # seconds of a layer's kernels in a decode step, whatever their size
+_LAYER_LATENCY = {"cuda": 2e-4, "cpu": 3e-4}  # seconds of a layer's forward, however few tokens it has
 _HALF = 2
 
 
@@ -90,8 +90,12 @@ def _rollout(work: Work, machine: Machine) -> float:
     cache = slots * work.kv_bytes / parts * (work.prompt + work.completion / 2)
     gathers = _HALF * work.parameters * (1 - work.gathered_share) / _link(machine, work.strategy)
     token = max((weights + cache) / bandwidth, 2 * work.active_parameters / parts * slots / flops)
-    latency = _KERNEL_LATENCY * work.layers if machine.device == "cuda" else 0.0
-    return prefill + waves * work.completion * (max(token, latency) + gathers)
+    return prefill + waves * work.completion * (max(token, _pass_latency(work, machine)) + gathers)
+
+
+def _pass_latency(work: Work, machine: Machine) -> float:
+    """Return the least seconds of a forward pass: those of its kernels' starts."""
+    return _LAYER_LATENCY[machine.device] * work.layers
 
 
 def _score(work: Work, machine: Machine) -> float:
@@ -104,7 +108,9 @@ def _score(work: Work, machine: Machine) -> float:
 def _train(work: Work, machine: Machine) -> float:
     factor = 2 + (4 if work.trained > 0.5 * work.parameters else 2) + (2 if work.checkpointing else 0)
     flops = factor * work.active_parameters / work.tensor_parallel * work.train_tokens
-    computing = flops / (FLOPS_SHARE * machine.card.flops)
+    passes = 3 + work.checkpointing  # a backward has two forwards' kernels
+    latency = work.num_batches * passes * _pass_latency(work, machine)
+    computing = max(latency, flops / (FLOPS_SHARE * machine.card.flops))
     return _overlapped(computing, _sent_bytes(work, machine) / _link(machine, work.strategy)) + _tensor_sums(
         work, machine
     )

@@ -16,7 +16,7 @@ from lowpeak.arguments import StorageFormat
 from lowpeak.device_kind import rehearse_device
 from lowpeak.memory import Kind
 from lowpeak.models import rehearse_experts
-from lowpeak.plan.computed import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, PROCESS_BYTES
+from lowpeak.plan.computed import PROCESS_BYTES, margin, zero_shares
 from lowpeak.plan.cost import Work, step_seconds, work_of
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import PlanRequest, RunInputs
@@ -104,7 +104,7 @@ class Search:
         report: Callable[[str], object] = lambda text: None,
         factors: Mapping[str, float] | None = None,
     ) -> None:
-        self._request, self._report, self._factors = request, report, factors
+        self._request, self._report, self._factors = request, report, factors or {}
         self._given: frozenset[str] = frozenset(request.args.given)
 
     def run(self) -> Fit:
@@ -116,7 +116,7 @@ class Search:
         for estimate in fitting[:_MOST_REHEARSED]:
             request, arguments = self._applied(estimate.candidate)
             self._report(f"rehearsing {estimate.candidate}")
-            plan = make_plan(request, self._report, self._factors)
+            plan = make_plan(request, self._report).calibrated(self._factors)
             if plan.fits:
                 slower = [e for e in _best_by_strategy(fitting) if e.candidate.strategy != estimate.candidate.strategy]
                 rejected += [(e.candidate, f"{e.seconds:.1f} s a step") for e in slower]
@@ -200,13 +200,10 @@ class Search:
         if candidate.strategy in ("fsdp2", "hsdp", "tp", "zero3") and shards > 1:
             gathered = _HALF * 2 * (counts.largest_layer + 2 * counts.head) // candidate.tensor_parallel
         tensors = device + passes + gathered
-        margin = 0
-        if machine.device == "cuda":
-            margin = CONTEXT_BYTES + (NCCL_BYTES if machine.num_devices > 1 else 0) + int(FRAGMENTATION * tensors)
-            host += PROCESS_BYTES
+        host += PROCESS_BYTES if machine.device == "cuda" else 0
         work = self._work(candidate, request, update)
         seconds = sum(step_seconds(work, machine, self._factors).values())
-        return Estimate(candidate, tensors + margin, host * machine.devices_on_host, seconds, work)
+        return Estimate(candidate, tensors + margin(machine, tensors), host * machine.devices_on_host, seconds, work)
 
     def _work(self, candidate: Candidate, request: PlanRequest, update: int) -> Work:
         inputs = self._inputs
@@ -300,9 +297,8 @@ class Search:
         )
         for factor in (2, 4, 8):
             larger = replace(machine, num_devices=machine.num_devices * factor)
-            search = Search(replace(self._request, machine=larger), factors=self._factors)
-            search.__dict__["_passes"] = self._passes
-            search.__dict__["_inputs"] = self._inputs
+            search = copy.copy(self)  # which has the rehearsals of this one
+            search._request = replace(self._request, machine=larger)
             if any(search._fits(search._estimate(candidate)) for candidate in search._candidates()):
                 return f"{needs}. The smallest change that fits: {larger.num_devices} such devices (--gpus {larger.num_devices})."
         if self._request.peft_config is None:
@@ -317,12 +313,8 @@ def _held(candidate: Candidate, counts: ModelCounts, inputs: RunInputs, machine:
     checkpoint = inputs.checkpoint_dtype.itemsize
     reference = checkpoint * counts.total if inputs.has_separate_reference else 0
     if candidate.strategy.startswith("zero"):
-        stage = int(candidate.strategy[-1])
-        weights = _HALF * trained // (world if stage == 3 else 1)
-        gradients = _HALF * trained // (world if stage >= 2 else 1)
-        states = 12 * trained // world
-        reference = reference // world if stage == 3 else reference
-        return weights + gradients + states + reference, 0, weights + gradients + states
+        update = sum(zero_shares(int(candidate.strategy[-1]), trained, world).values())
+        return update + reference // shards, 0, update
     storage = candidate.storage
     weight_bytes = 4 if storage is None else storage.weight_bytes
     beside = 12.0 if storage is None else storage.gradient_bits / 8 + storage.state_bytes
@@ -339,10 +331,15 @@ def _shards(candidate: Candidate, machine: Machine) -> int:
     return {"fsdp2": world, "tp": world, "zero3": world, "hsdp": machine.devices_on_host}.get(candidate.strategy, 1)
 
 
-def _preference(estimate: Estimate) -> float:
-    """Return the seconds of a step; weights of 16 bits, whose rounding has noise, must save a tenth to be chosen."""
-    storage = estimate.candidate.storage
-    return estimate.seconds * (1.1 if storage is not None and storage.weight_bits == 16 else 1.0)
+def _preference(estimate: Estimate) -> tuple[float, int]:
+    """Return what the search minimises: the seconds of a step, then the peak.
+
+    Another format than the run's must save time, since its numbers differ: bf16 weights with their low bits 3 %, and weights of
+    16 bits, whose rounding has noise, a tenth.
+    """
+    arguments = estimate.candidate.arguments
+    least_gain = {None: 1.0, 32: 1.03, 16: 1.1}[arguments.get("weight_bits")]
+    return estimate.seconds * least_gain, estimate.peak
 
 
 def _best_by_strategy(estimates: Sequence[Estimate]) -> list[Estimate]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import lowpeak
 from lowpeak.algorithms import Algorithm, make_reward_model, make_supervised
 from lowpeak.arguments import (
+    CLASS_PREFIXES,
     StorageFormat,
     check_and_reset_arguments,
     resolve_critic,
@@ -32,13 +33,12 @@ from lowpeak.models import SCORE_HEAD, add_training_adapter, convert_trainable, 
 from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
 from lowpeak.plan.hardware import Machine
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
+from lowpeak.rewards import REWARD_BATCH_TOKENS
 from lowpeak.rollout.native import bytes_per_token
 from lowpeak.trainers import attach_critic
 from lowpeak.training import LogprobSettings, ModelShape, Sizes, choose_layout
 
-_PREFIXES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO", "sft": "SFT", "reward": "Reward"}
 OFFLINE = ("sft", "reward")
-REWARD_BATCH_TOKENS = 16_384  # of rewards.ModelReward
 
 
 @dataclass(frozen=True)
@@ -332,8 +332,8 @@ def _acting_arguments(request: PlanRequest) -> Any:
 
 
 def _resolve(request: PlanRequest, args: Any) -> tuple[Any, Algorithm]:
-    if request.kind not in _PREFIXES:
-        raise ArgumentError(f"{request.kind!r} is not an algorithm; use one of {', '.join(_PREFIXES)}.")
+    if request.kind not in CLASS_PREFIXES:
+        raise ArgumentError(f"{request.kind!r} is not an algorithm; use one of {', '.join(CLASS_PREFIXES)}.")
     if request.kind == "sft":
         args = check_and_reset_arguments(args)
         supervised = resolve_supervised(args)
@@ -343,7 +343,7 @@ def _resolve(request: PlanRequest, args: Any) -> tuple[Any, Algorithm]:
         settings = resolve_reward_model(args)
         return settings, make_reward_model(settings.center_rewards_coefficient)
     online = resolve_online(args, request.world_size, request.num_rewards)
-    trainer = getattr(lowpeak, f"{_PREFIXES[request.kind]}Trainer")
+    trainer = getattr(lowpeak, f"{CLASS_PREFIXES[request.kind]}Trainer")
     return online, trainer.make_algorithm(args, online)
 
 

@@ -42,7 +42,11 @@ def _title(plan: Plan) -> str:
     machine = plan.request.machine
     devices = "device" if machine.num_devices == 1 else "devices"
     where = f"{machine.num_devices} {devices} of {machine.memory / GIB:.0f} GiB"
-    return f"{plan.request.kind}, {plan.counts.total / 1e9:.2f}B parameters, {plan.request.strategy} on {where}: GiB per device"
+    return f"{plan.request.kind}, {_millions(plan.counts.total)} parameters, {plan.request.strategy} on {where}: GiB per device"
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e9:.2f}B" if number >= 10**8 else f"{number / 1e6:.2f}M"
 
 
 def _gib(num_bytes: int) -> str:
@@ -60,13 +64,13 @@ def summary(plan: Plan, advice: Sequence[Advice]) -> list[str]:
     )
     lines.append(f"{host}{'' if machine.host_memory is None else f', of {machine.host_memory / GIB:.0f}'}.")
     sizes = ", ".join(f"{name}={value}" for name, value in plan.sizes.items())
-    lines.append(f"Sizes: {sizes}; {plan.num_batches} micro-batches a step, the largest of {plan.tokens:,} tokens.")
-    seconds = ", ".join(f"{phase} {value:.1f}" for phase, value in plan.seconds.items())
-    lines.append(f"A step takes about {sum(plan.seconds.values()):.1f} s by the cost model ({seconds}).")
+    lines.append(f"Sizes: {sizes}; micro-batches a step: {plan.num_batches}, the largest of {plan.tokens:,} tokens.")
+    seconds = ", ".join(f"{phase} {value:.2g}" for phase, value in plan.seconds.items())
+    lines.append(f"A step takes about {sum(plan.seconds.values()):.2g} s by the cost model ({seconds}).")
     if advice:
         lines.append(f"What lowers the peak of {peak:.1f} GiB most:")
     lines += [
-        f"  {each.setting}: about {each.peak / GIB:.1f} GiB, {each.added_seconds:+.1f} s a step" for each in advice
+        f"  {each.setting}: about {each.peak / GIB:.1f} GiB, {each.added_seconds:+.2g} s a step" for each in advice
     ]
     computed = [name for name, phase in plan.phases.items() if phase.source == "computed"]
     lines.append(

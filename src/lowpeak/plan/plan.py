@@ -14,12 +14,13 @@ from lowpeak.memory import Kind, PhaseMemories, PhaseMemory, Rehearsal, rehearse
 from lowpeak.models import rehearse_experts
 from lowpeak.parallel import decoder_layers
 from lowpeak.plan.computed import (
+    GENERATION,
     engine_bytes,
     host_of_process,
     margin,
+    place_by_strategy,
     sync_bytes,
-    zero_host,
-    zero_kinds,
+    zero_shares,
 )
 from lowpeak.plan.cost import step_seconds, with_plan, work_of
 from lowpeak.plan.inputs import PlanRequest, RunInputs
@@ -117,14 +118,17 @@ class Plan:
 
     @staticmethod
     def _host_of(phase: PhaseMemory, processes: int) -> int:
-        # Rank 0 alone has read the checkpoint.
-        once = phase.host.get(Kind.WEIGHTS, 0)
+        once = phase.host.get(Kind.CHECKPOINT, 0)
         return (phase.host_peak - once) * processes + once
 
     @property
     def fits(self) -> bool:
         host = self.request.machine.host_memory
         return self.peak <= self.request.machine.memory and (host is None or self.host_peak <= host)
+
+    def calibrated(self, factors: Mapping[str, float]) -> Plan:
+        """Return the plan with the seconds of each phase times a factor; see `calibration`."""
+        return replace(self, seconds={phase: factors.get(phase, 1.0) * value for phase, value in self.seconds.items()})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for JSON."""
@@ -152,15 +156,8 @@ class Plan:
         }
 
 
-def make_plan(
-    request: PlanRequest,
-    report: Callable[[str], object] = lambda text: None,
-    factors: Mapping[str, float] | None = None,
-) -> Plan:
-    """Rehearse and compute a run; `report` gets the name of each part when it begins.
-
-    `factors` calibrate the seconds of each phase; see `calibration`.
-    """
+def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda text: None) -> Plan:
+    """Rehearse and compute a run; `report` gets the name of each part when it begins."""
     with rehearse_device(request.machine.device), rehearse_experts():
         report("counting parameters")
         inputs = RunInputs(request, free_bytes)
@@ -168,7 +165,7 @@ def make_plan(
         batches = inputs.step_batches()
         report(f"rehearsing a step of {len(batches)} micro-batches")
         rehearsal = rehearse_inputs(inputs, batches)
-        phases = _complete(inputs, dict(rehearsal.phases), counts)
+        phases = _complete(inputs, rehearsal.phases)
     rehearsed = max(1, min(len(batches), _REHEARSED_BATCHES))
     plan = Plan(
         request,
@@ -183,7 +180,7 @@ def make_plan(
         inputs=inputs,
     )
     work = with_plan(work_of(inputs, batches), plan)
-    return replace(plan, work=work, seconds=step_seconds(work, request.machine, factors))
+    return replace(plan, work=work, seconds=step_seconds(work, request.machine))
 
 
 def rehearse_inputs(inputs: RunInputs, batches: list[Any]) -> Rehearsal:
@@ -207,35 +204,37 @@ def rehearse_inputs(inputs: RunInputs, batches: list[Any]) -> Rehearsal:
     )
 
 
-def _complete(inputs: RunInputs, phases: dict[str, PhaseMemory], counts: ModelCounts) -> PhaseMemories:
+def _complete(inputs: RunInputs, rehearsed: Mapping[str, PhaseMemory]) -> PhaseMemories:
     """Add the phases that have no tensors of their own, engines, host memory and the margin."""
-    request = inputs.request
-    if request.base_strategy.startswith("zero"):
-        replaced = zero_kinds(inputs, counts.trained, counts.largest_layer, counts.head)
-        host = zero_host(inputs, counts.trained)
-        zeros = dict.fromkeys((Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER, Kind.GATHERED, Kind.BUCKETS), 0)
-        phases = {
-            name: PhaseMemory({**phase.device, **zeros, **replaced[name]}, host, "computed")
-            for name, phase in phases.items()
-        }
+    phases = _with_buckets(inputs, place_by_strategy(inputs, rehearsed))
+    awake, otherwise = engine_bytes(inputs, inputs.counts.total)
+    for name, phase in phases.items():
+        generates = name in GENERATION
+        device = {**phase.device, **_moved_to_host(inputs, name)}
+        device[Kind.ENGINE] = 0 if name == "load" else awake if generates else otherwise
+        device[Kind.MARGIN] = margin(inputs.request.machine, sum(device.values()))
+        phases[name] = replace(phase, device=device)
+    hosts = host_of_process(inputs, phases, inputs.counts.loaded_bytes)
+    return {name: replace(phases[name], host=hosts[name]) for name in PHASES if name in phases}
+
+
+def _with_buckets(inputs: RunInputs, phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:
+    """Add sync and save, and the rollout of an engine and rewards by functions, to what is in memory between steps."""
     resting = phases.pop("sync")
     if inputs.is_online:
-        phases["sync"] = resting.with_device(BUCKETS=sync_bytes(inputs))
-        phases = {"rollout": resting, "reward": resting, **phases}
-    phases["save"] = resting.with_device(BUCKETS=_save_bytes(inputs, counts))
-    awake, otherwise = engine_bytes(inputs, counts.total)
+        phases["sync"] = resting.computed({Kind.BUCKETS: sync_bytes(inputs)})
+        phases = {"rollout": resting.computed({}), "reward": resting.computed({}), **phases}
+    phases["save"] = resting.computed({Kind.BUCKETS: _save_bytes(inputs, inputs.counts)})
+    return phases
+
+
+def _moved_to_host(inputs: RunInputs, phase: str) -> dict[Kind, int]:
+    """Return zeros for the kinds that the run's offloads keep in host memory during a phase."""
     memory = inputs.settings.memory
-    for name, phase in phases.items():
-        device = dict(phase.device)
-        if name in ("sync", "rollout", "reward") and memory.offload_during_rollout:
-            device |= {Kind.GRADIENTS: 0, Kind.OPTIMIZER: 0}
-        if memory.offload_frozen_models and name != "score" and name != "reward":
-            device[Kind.FROZEN] = 0
-        device[Kind.ENGINE] = 0 if name == "load" else awake if name in ("sync", "rollout", "reward") else otherwise
-        device[Kind.MARGIN] = margin(request.machine, sum(device.values()))
-        phases[name] = replace(phase, device=device)
-    hosts = host_of_process(inputs, phases, counts.loaded_bytes)
-    return {name: replace(phases[name], host=hosts[name]) for name in PHASES if name in phases}
+    moved = [Kind.GRADIENTS, Kind.OPTIMIZER] if phase in GENERATION and memory.offload_during_rollout else []
+    if memory.offload_frozen_models and phase not in ("score", "reward"):
+        moved.append(Kind.FROZEN)
+    return dict.fromkeys(moved, 0)
 
 
 def _save_bytes(inputs: RunInputs, counts: ModelCounts) -> int:
@@ -261,8 +260,10 @@ def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
     """Return what training leaves free of a device, as a run finds out when it starts; or a rollout, without gradients."""
     request, counts = inputs.request, inputs.counts
     shards = request.placement.shards
-    if request.base_strategy.startswith("zero"):
-        held = sum(zero_kinds(inputs, counts.trained, counts.largest_layer, counts.head)["optimizer"].values())
+    if request.strategy.endswith("-offload"):
+        held = 0
+    elif request.base_strategy.startswith("zero"):
+        held = sum(zero_shares(int(request.base_strategy[-1]), counts.trained, request.world_size).values())
     else:
         weights = inputs.trained_dtype.itemsize * counts.trained + counts.frozen_bytes
         share = float(gradients)

@@ -28,6 +28,7 @@ from lowpeak.rewards.function import callable_name as callable_name
 from lowpeak.rewards.judge import NO_PREFERENCE as NO_PREFERENCE
 from lowpeak.rewards.judge import JudgeReward as JudgeReward
 from lowpeak.rewards.judge import resolve_reward_funcs as resolve_reward_funcs
+from lowpeak.rewards.model import REWARD_BATCH_TOKENS as REWARD_BATCH_TOKENS
 from lowpeak.rewards.model import ModelReward as ModelReward
 from lowpeak.rewards.model import batches_by_length as batches_by_length
 from lowpeak.rewards.model import load_classifier as load_classifier

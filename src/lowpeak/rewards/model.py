@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+REWARD_BATCH_TOKENS = 16_384  # of a forward pass, padding included
+
+
 class ModelReward:
     """The logit of a one-label sequence classifier: `model(tokenizer(prompt + completion)).logits[:, 0]`.
 
@@ -50,7 +53,7 @@ class ModelReward:
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str | None = None,
         *,
-        max_tokens: int = 16384,
+        max_tokens: int = REWARD_BATCH_TOKENS,
         model_kwargs: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         device: torch.device | None = None,

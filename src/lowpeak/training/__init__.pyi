@@ -30,6 +30,7 @@ from lowpeak.training.engines import within_rotations as within_rotations
 from lowpeak.training.evaluation import Evaluation as Evaluation
 from lowpeak.training.evaluation import evaluate_prompts as evaluate_prompts
 from lowpeak.training.overridden_arguments import warn_of_overridden_arguments as warn_of_overridden_arguments
+from lowpeak.training.planned_memory import run_description as run_description
 from lowpeak.training.prepare_run import OnlineInputs as OnlineInputs
 from lowpeak.training.prepare_run import prepare_online as prepare_online
 from lowpeak.training.rollout import Rollout as Rollout

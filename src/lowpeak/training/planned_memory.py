@@ -22,6 +22,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
+from lowpeak.arguments import CLASS_PREFIXES
 from lowpeak.attention import ATTENTION_NAME
 from lowpeak.logprobs import causal_lm
 from lowpeak.memory import free_bytes, has_device_memory
@@ -30,14 +31,7 @@ from lowpeak.rewards import ModelReward
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {
-    "GRPOConfig": "grpo",
-    "RLOOConfig": "rloo",
-    "PPOConfig": "ppo",
-    "OnlineDPOConfig": "online-dpo",
-    "SFTConfig": "sft",
-    "RewardConfig": "reward",
-}
+_KINDS = {f"{prefix}Config": kind for kind, prefix in CLASS_PREFIXES.items()}
 _MORE = 1.1  # of the planned bytes, from which a measured peak is named
 _OF_LAUNCHERS = (
     "RANK",
@@ -104,7 +98,9 @@ class PlannedMemory:
             return None
         text = self._output.read_text(encoding="utf-8")
         if status != 0:
-            logger.info("The run has no plan of its memory: %s", text.strip().splitlines()[-1:] or f"status {status}")
+            logger.info(
+                "The run has no plan of its memory: %s", (text.strip().splitlines() or [f"status {status}"])[-1]
+            )
             return {}
         return {phase: float(planned) + self._beside for phase, planned in json.loads(text.splitlines()[-1]).items()}
 
@@ -142,6 +138,7 @@ def run_description(context: Any, policy: nn.Module, memory: int) -> dict[str, A
         "args": args,
         "config": _plain_config(transformers_model(causal_lm(policy)).config),
         "peft_config": _peft_config(policy),
+        "quantized_bits": _quantized_bits(policy),
         "reward_configs": [_plain_config(reward.model.config) for reward in rewards],
         "num_rewards": 1 if parts is None else len(parts.rewards),
         "strategy": strategy_name(context.accelerator, run.strategy),
@@ -161,6 +158,8 @@ def _plain_config(config: Any) -> Any:
     config = copy.deepcopy(config)
     if config._attn_implementation == ATTENTION_NAME:
         config._attn_implementation = "sdpa"
+    if getattr(config, "quantization_config", None) is not None:  # the plan has layers of its own for it
+        del config.quantization_config
     return config
 
 
@@ -181,6 +180,14 @@ def strategy_name(accelerator: Any, strategy: Any) -> str:
 
 def _peft_config(policy: Any) -> Any:
     return policy.peft_config[policy.active_adapters[0]] if is_peft(policy) else None
+
+
+def _quantized_bits(policy: Any) -> int | None:
+    """Return the bits of a base that bitsandbytes has quantised, None for another."""
+    model = transformers_model(causal_lm(policy))
+    return (
+        4 if getattr(model, "is_loaded_in_4bit", False) else 8 if getattr(model, "is_loaded_in_8bit", False) else None
+    )
 
 
 def _longest_prompt(context: Any) -> int:

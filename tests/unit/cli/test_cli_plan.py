@@ -128,6 +128,8 @@ def test_a_plot_is_a_page_without_a_network(model, tmp_path):
         ({"--gpus": 0}, "gpus"),
         ({"--format": "xml"}, "format"),
         ({"--emit": "slurm"}, "emit"),
+        ({"--output": "folder"}, "output"),
+        ({"--gpu": "h100", "--use_cpu": True}, "gpu"),
         ({"--algorithm": "dpo"}, "dpo"),
         ({"--accelerate_config": "fsdp2"}, "gpus"),
         ({"--gpus": 3, "--accelerate_config": "fsdp2-tp"}, "3"),
@@ -167,6 +169,8 @@ def test_a_machine_is_checked_against_a_config(model, tmp_path, capsys):
         "ok    device memory",
         "ok    disk",
     }
+    with pytest.raises(ArgumentError, match="plot"):
+        dispatch(["env", "--config", str(run), "--plot", "page.html"])
     run.write_text(yaml.safe_dump({**settings, "use_cpu": False, "num_processes": 512}))
     assert dispatch(["env", str(run)]) == 1
     assert "FAIL  devices" in capsys.readouterr().out

@@ -7,8 +7,13 @@ import time
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from small_runs import journal, make, trained
+from lowpeak.training import run_description
+from small_runs import journal, make, saved, trained
+from tiny_models import tiny_model
 
 pytestmark = pytest.mark.processes
 LIMIT = 240  # seconds for a process that imports torch on a busy machine
@@ -44,6 +49,23 @@ def test_a_phase_far_beyond_its_plan_is_named_once(tmp_path, caplog):
                 planned(trainer, {"peak_memory/train": factor * row["planned_memory/train"]})
         (message,) = [record.getMessage() for record in caplog.records if "planned" in record.getMessage()]
         assert "train" in message
+    finally:
+        trainer.run.planned.close()
+
+
+def test_a_quantised_base_is_planned_in_its_bits(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        saved(tmp_path / "base", tiny_model(hidden=64)), quantization_config=config
+    )
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    trainer = make("GRPO", tmp_path / "run", model, plan_memory=True, peft_config=lora)
+    described = run_description(trainer, trainer.model, 1 << 30)
+    assert described["quantized_bits"] == 4
+    assert getattr(described["config"], "quantization_config", None) is None
+    try:
+        assert planned(trainer)
     finally:
         trainer.run.planned.close()
 

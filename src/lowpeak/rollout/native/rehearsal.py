@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
 from lowpeak.arguments import Sampling
+from lowpeak.memory import run_methods_inside
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import ROOM, SlotLayer, bytes_per_token
 from lowpeak.rollout.native.decode_loop import DecodeLoop
@@ -32,7 +33,7 @@ def rehearse_decoding(
     output = EndlessOutput(num_rows, sampling.max_new_tokens, frozenset((0,)), StopStrings(None, ()), None, device)
     lengths, max_tokens = [len(prompt.ids) for prompt in prompts], kv_cache_bytes // bytes_per_token(model)
     queue = PromptQueue(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
-    with _count_cache(counting_cache):
+    with run_methods_inside(SlotLayer, dict.fromkeys(("__init__", "resize"), counting_cache)):
         loop = DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output)
         for _ in range(2):
             loop.rehearse_wave(ROOM)
@@ -44,24 +45,3 @@ class EndlessOutput(OutputBuffer):
     def add(self, rows_N: Tensor, tokens_N: Tensor, logprobs_N: Tensor, num_computed: int) -> list[bool]:
         self.write(rows_N, tokens_N, logprobs_N)
         return [False] * len(rows_N)
-
-
-@contextmanager
-def _count_cache(counting: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Make and resize the cache's buffers inside `counting()`."""
-    methods = {name: getattr(SlotLayer, name) for name in ("__init__", "resize")}
-
-    def counted(name: str) -> Callable[..., None]:
-        def run(self: SlotLayer, *args: object) -> None:
-            with counting():
-                methods[name](self, *args)
-
-        return run
-
-    for name in methods:
-        setattr(SlotLayer, name, counted(name))
-    try:
-        yield
-    finally:
-        for name, method in methods.items():
-            setattr(SlotLayer, name, method)
