@@ -34,6 +34,23 @@ def char_tokenizer(alphabet: str = "0123456789=", chat: bool = False) -> PreTrai
     return tokenizer
 
 
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, so that a character may take four tokens."""
+    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocabulary, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """Pieces that carry their leading space, which is lost when a piece is decoded alone."""
+    pieces = ["▁a", "b", "▁b", "ab", "▁", "ba", "▁aab"]
+    inner = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="b"))
+    inner.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
 def tiny_model(
     vocab_size: int = 13,
     seed: int = 0,

@@ -8,30 +8,11 @@ import re
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from lowpeak.logprobs import naive_logprobs
 from lowpeak.training import choose_evenly, token_texts
 from small_runs import SAVED, journal, make, rows, spread, trained
-from tiny_models import char_tokenizer, tiny_model
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that a character may take four tokens."""
-    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    inner = Tokenizer(models.BPE(vocabulary, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
-
-
-def metaspace_tokenizer() -> PreTrainedTokenizerFast:
-    """Pieces that carry their leading space, which is lost when a piece is decoded alone."""
-    pieces = ["▁a", "b", "▁b", "ab", "▁", "ba", "▁aab"]
-    inner = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="b"))
-    inner.decoder = decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
+from tiny_models import byte_tokenizer, char_tokenizer, metaspace_tokenizer, tiny_model
 
 
 def test_a_character_stands_at_the_last_of_its_tokens():

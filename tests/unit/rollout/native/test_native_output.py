@@ -6,32 +6,14 @@ import random
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig
 
 from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.rollout.native import OutputBuffer, StopStrings, end_token_ids
-from tiny_models import char_tokenizer, tiny_model
+from tiny_models import byte_tokenizer, char_tokenizer, metaspace_tokenizer, tiny_model
 
 SAMPLING = Sampling(num_generations=1, max_new_tokens=1)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that a character may take four tokens."""
-    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    inner = Tokenizer(models.BPE(vocabulary, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
-
-
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Pieces that carry their leading space, which is lost when a piece is decoded alone."""
-    pieces = ["▁a", "b", "▁b", "ab", "▁", "ba", "▁aab"]
-    inner = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="b"))
-    inner.decoder = decoders.Metaspace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
 def _first_hit_naively(tokenizer, stop: list[str], ids: list[int]) -> int | None:
@@ -48,7 +30,7 @@ def _first_hit(stops: StopStrings, ids: list[int]) -> int | None:
 
 @pytest.mark.parametrize("stop", [["ab"], [" b"], ["b "], ["aab", "bb"], ["b ba b"]])
 def test_pieces_with_spaces_stop_where_the_whole_text_does(stop):
-    tokenizer, generator = word_tokenizer(), random.Random(0)
+    tokenizer, generator = metaspace_tokenizer(), random.Random(0)
     stops = StopStrings(tokenizer, stop)
     for _ in range(200):
         ids = [generator.randrange(7) for _ in range(30)]
