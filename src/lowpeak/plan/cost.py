@@ -23,6 +23,7 @@ LINK_SHARE = 0.7
 # Of the shorter of computation and communication: what does not overlap.
 _EXPOSED = 0.2
 _LAYER_LATENCY = {"cuda": 2e-4, "cpu": 3e-4}  # seconds of a layer's forward, however few tokens it has
+_COLLECTIVE_LATENCY = 3e-5  # seconds of a collective inside a host, however small
 _HALF = 2
 
 
@@ -88,9 +89,12 @@ def _rollout(work: Work, machine: Machine) -> float:
     waves = -(-work.sequences // slots)
     weights = _HALF * work.parameters / parts
     cache = slots * work.kv_bytes / parts * (work.prompt + work.completion / 2)
-    gathers = _HALF * work.parameters * (1 - work.gathered_share) / _link(machine, work.strategy)
+    gather = _HALF * work.parameters * _is_sharded(work.strategy) / _link(machine, work.strategy)
+    gathers = (1 - work.gathered_share) * gather
     token = max((weights + cache) / bandwidth, 2 * work.active_parameters / parts * slots / flops)
-    return prefill + waves * work.completion * (max(token, _pass_latency(work, machine)) + gathers)
+    sums = 2 * work.layers * _COLLECTIVE_LATENCY if parts > 1 else 0.0
+    # What stays gathered is gathered once.
+    return gather + prefill + waves * work.completion * (max(token, _pass_latency(work, machine)) + gathers + sums)
 
 
 def _pass_latency(work: Work, machine: Machine) -> float:
@@ -136,7 +140,8 @@ def _tensor_sums(work: Work, machine: Machine) -> float:
     part = 2 * (work.tensor_parallel - 1) / work.tensor_parallel
     passes = 6 if work.checkpointing else 4
     num_bytes = passes * work.layers * work.train_tokens * work.hidden * _HALF * part
-    return num_bytes / (LINK_SHARE * machine.card.link)
+    latency = work.num_batches * passes * work.layers * _COLLECTIVE_LATENCY
+    return latency + num_bytes / (LINK_SHARE * machine.card.link)
 
 
 def _optimizer(work: Work, machine: Machine) -> float:

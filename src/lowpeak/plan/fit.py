@@ -28,6 +28,7 @@ _MOST_REHEARSED = 4  # candidates that are rehearsed with all layers before the 
 _HEADROOM = 0.97
 _PASS_KINDS = (Kind.ACTIVATIONS, Kind.LOGITS, Kind.KV_CACHE)
 _HALF = 2
+_BATCH = "per_device_train_batch_size"
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ class Search:
                 for checkpointing in self._checkpointing():
                     for tokens in self._token_sizes:
                         changes = {**arguments, "micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing}
+                        if tensor_parallel > 1:  # its devices are one rank: as many sequences a step as without it
+                            changes[_BATCH] = tensor_parallel * self._request.args.per_device_train_batch_size
                         yield Candidate(strategy, tensor_parallel, changes, storage, checkpointing, tokens)
 
     def _strategies(self) -> list[tuple[str, int]]:
@@ -201,7 +204,10 @@ class Search:
             gathered = _HALF * 2 * (counts.largest_layer + 2 * counts.head) // candidate.tensor_parallel
         tensors = device + passes + gathered
         host += PROCESS_BYTES if machine.device == "cuda" else 0
-        work = self._work(candidate, request, update)
+        model_bytes = _HALF * counts.total // candidate.tensor_parallel
+        # By default half of the free memory keeps layers gathered in a rollout.
+        kept = 1.0 if gathered == 0 else min(1.0, max(0, machine.memory - tensors) / 2 / model_bytes)
+        work = replace(self._work(candidate, request, update), gathered_share=kept)
         seconds = sum(step_seconds(work, machine, self._factors).values())
         return Estimate(candidate, tensors + margin(machine, tensors), host * machine.devices_on_host, seconds, work)
 
@@ -270,7 +276,8 @@ class Search:
     # results
 
     def _applied(self, candidate: Candidate) -> tuple[PlanRequest, dict[str, Any]]:
-        arguments = {name: value for name, value in candidate.arguments.items() if name not in self._given}
+        kept = self._given - {_BATCH}
+        arguments = {name: value for name, value in candidate.arguments.items() if name not in kept}
         args = with_arguments(self._request.args, arguments)
         request = replace(
             self._request, args=args, strategy=candidate.strategy, tensor_parallel=candidate.tensor_parallel
@@ -334,11 +341,13 @@ def _shards(candidate: Candidate, machine: Machine) -> int:
 def _preference(estimate: Estimate) -> tuple[float, int]:
     """Return what the search minimises: the seconds of a step, then the peak.
 
-    Another format than the run's must save time, since its numbers differ: bf16 weights with their low bits 3 %, and weights of
-    16 bits, whose rounding has noise, a tenth.
+    What changes a run's numbers, or needs another package, must save time: bf16 weights with their low bits and DeepSpeed 3 %, and
+    weights of 16 bits, whose rounding has noise, a tenth.
     """
-    arguments = estimate.candidate.arguments
-    least_gain = {None: 1.0, 32: 1.03, 16: 1.1}[arguments.get("weight_bits")]
+    candidate = estimate.candidate
+    least_gain = {None: 1.0, 32: 1.03, 16: 1.1}[candidate.arguments.get("weight_bits")]
+    if candidate.strategy.startswith("zero"):
+        least_gain *= 1.03
     return estimate.seconds * least_gain, estimate.peak
 
 
