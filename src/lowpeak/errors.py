@@ -102,7 +102,9 @@ class RankError(LowpeakError, RuntimeError):
 
 
 class MemoryExhaustedError(LowpeakError, MemoryError):
-    """A phase ran out of memory."""
+    """A phase ran out of memory; `after_recovery`: on all ranks, and smaller sizes were of no use."""
+
+    after_recovery = False
 
 
 class MissingPackageError(LowpeakError, ImportError):

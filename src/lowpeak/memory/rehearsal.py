@@ -71,7 +71,7 @@ class RewardPass:
 class Placement:
     """How the policy is placed on fake ranks: sharded over `shards` of them by FSDP2, in `replicas` copies.
 
-    With one shard, several replicas are DDP's.
+    With one shard, several replicas are those of DDP.
     """
 
     shards: int = 1
@@ -144,8 +144,7 @@ def rehearse(
         stage = _Stage(meter, core, make_model, mesh, compute, storage)
         stage.load_frozen(make_reference, rewards)
         optimizer = stage.make_optimizer(make_optimizer, placement)
-        inplace = placement.world_size == 1 or stage.sums_gradients
-        stage.strategy = FakeStrategy(meter.begin, inplace)
+        stage.strategy = FakeStrategy(meter.begin, inplace=placement.shards == 1)
         step = partial(stage.step, micro_batches, algorithm, cast(Strategy, stage.strategy), optimizer, max_grad_norm)
         meter.begin(None)
         load = meter.live.copy()
@@ -185,7 +184,6 @@ class _Stage:
             convert_trainable(model, ModelSettings(storage=storage))
         self._unprepared = model
         self.model = prepare_like_accelerate(model, mesh, compute)
-        self.sums_gradients = False
         self.strategy = FakeStrategy()
         head = causal_lm(model).get_output_embeddings()
         if head is not None:
@@ -232,9 +230,6 @@ class _Stage:
             optimizer = _compact_optimizer(named, self._storage, self.host, placement)
         self._trained = list(named.values())
         self._meter.before_snapshot = self._tag_gradients
-        self.sums_gradients = any(map(find_sum, named.values()))
-        if placement.shards == 1 and placement.replicas > 1 and not self.sums_gradients:
-            self._add_ddp_buckets(list(named.values()))
         return optimizer
 
     def _tag_gradients(self) -> None:
@@ -244,19 +239,6 @@ class _Stage:
             gradient: Any = parameter.grad if found is None else found.total()
             if gradient is not None:
                 self._meter.retag(getattr(gradient, "_local_tensor", gradient), Kind.GRADIENTS)
-
-    def _add_ddp_buckets(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace each gradient by a view of a bucket in the last backward, as DDP does with `gradient_as_bucket_view`."""
-        with self._meter.counting_as(Kind.GRADIENTS):
-            buckets = {parameter: torch.empty_like(parameter) for parameter in parameters}
-
-        def take(parameter: nn.Parameter) -> None:
-            if parameter.grad is not None and self.strategy.is_last:
-                buckets[parameter].copy_(parameter.grad)
-                parameter.grad = buckets[parameter].view_as(parameter)
-
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(take)
 
     def _tag_head(self, head: nn.Module) -> None:
         inside = ExitStack()
@@ -314,7 +296,7 @@ class _Stage:
     def score(self, algorithm: Algorithm, batches: Sequence[MicroBatch]) -> None:
         needs, model = algorithm.needs, self.model.eval()
         if needs & {"old", "entropy", "values"}:
-            requested = {"entropy": "entropy" in needs, "values": "values" in needs}
+            requested: dict[str, Any] = {"entropy": "entropy" in needs, "values": "values" in needs}
             score(model, batches, self._core, **requested, logprobs=bool(needs & {"old", "entropy"}))
         if "reference" not in needs:
             return

@@ -28,6 +28,7 @@ from lowpeak.parallel.fake_ranks import tag_fsdp_memory as tag_fsdp_memory
 from lowpeak.parallel.fake_ranks import wrap_shape_propagation as wrap_shape_propagation
 from lowpeak.parallel.fsdp2 import Fsdp2 as Fsdp2
 from lowpeak.parallel.gradients import clip_grad_norm as clip_grad_norm
+from lowpeak.parallel.gradients import discard_gradients as discard_gradients
 from lowpeak.parallel.gradients import place_optimizer as place_optimizer
 from lowpeak.parallel.gradients import remove_sums as remove_sums
 from lowpeak.parallel.parameters import active_adapters as active_adapters
@@ -45,5 +46,6 @@ from lowpeak.parallel.partial_gather import decoder_layers as decoder_layers
 from lowpeak.parallel.partial_gather import find_sharded_parameters as find_sharded_parameters
 from lowpeak.parallel.strategy import FrozenModel as FrozenModel
 from lowpeak.parallel.strategy import Strategy as Strategy
+from lowpeak.parallel.strategy import TrainingStrategy as TrainingStrategy
 from lowpeak.parallel.tensor_parallel import shard_like as shard_like
 from lowpeak.parallel.zero import Zero as Zero

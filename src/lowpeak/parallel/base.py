@@ -1,14 +1,14 @@
-"""The base class of all strategies, DDP, and frozen models such as reference and reward models.
+"""The base class of all strategies, replicas, and frozen models such as reference and reward models.
 
-Under DDP each parameter is replicated; under other strategies this rank stores a flat shard of it. Frozen models are sharded in
-the same way as the policy, layer by layer, so that an average of both needs no communication. They run in
+Under `Replicated` each rank has every parameter; under other strategies it stores a flat shard of each. Frozen models are sharded
+in the same way as the policy, layer by layer, so that an average of both needs no communication. They run in
 `Gatherer.gathered_model`, one layer at a time and in lockstep on all ranks. A separate DeepSpeed engine, or one FSDP unit around
 the whole model, would gather the whole model in each forward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, cpu_offload
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +29,7 @@ from lowpeak.parallel.checkpoint_state import (
     torch_training_state,
     trained_parameters,
 )
-from lowpeak.parallel.gradients import average_sums, place_optimizer, remove_sums, sums_gradients
+from lowpeak.parallel.gradients import average_gradients, place_optimizer, remove_sums
 from lowpeak.parallel.parameters import (
     FlatShard,
     ShardOf,
@@ -167,48 +166,41 @@ class AccelerateStrategy(Strategy):
 
 
 class Replicated(AccelerateStrategy):
-    """A replica of the model on each rank: DDP, or one device as its degenerate case."""
+    """A replica on each rank, whose gradients are averaged after the step's last backward; one device is the degenerate case.
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator)
-        if accelerator.ddp_handler is not None:
-            # Gradients are views of DDP's buckets: otherwise each rank stores them twice.
-            accelerator.ddp_handler.gradient_as_bucket_view = True
-        self._averages_sums = False  # in the place of DDP
+    torch's DDP is not used: a forward and backward has no collective, so a rank can fail in it without the others waiting.
+    """
 
     @property
     def inplace_grad_scale(self) -> float | None:
-        is_single = self._accelerator.distributed_type == DistributedType.NO and self.ranks.world_size == 1
-        if not (is_single or self._averages_sums) or self._accelerator.scaler is not None:
+        if self._accelerator.scaler is not None:
             return None
         return self.ranks.world_size / self._accelerator.gradient_accumulation_steps
 
     @contextmanager
     def micro_batch_context(self, model: nn.Module, last: bool) -> Iterator[None]:
         self._accelerator.gradient_state._set_sync_gradients(last)
-        with nullcontext() if last else self._accelerator.no_sync(model):
-            yield
-        if last and self._averages_sums:
-            average_sums(model, self.ranks, self._device)
+        yield
+
+    @property
+    def survives_failed_passes(self) -> bool:
+        return True
+
+    def average_gradients(self, model: nn.Module) -> None:
+        if self.ranks.world_size > 1:
+            average_gradients(model.parameters(), self.ranks, self._device)
 
     def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> None:
         named = trained_parameters(self._unwrapped(model))
         remove_sums(named.values())
         if storage is not None:
             place_optimizer(optimizer, named, storage, self.ranks)
-        self._averages_sums = storage is not None and sums_gradients(named, storage) and self.ranks.world_size > 1
 
 
 @contextmanager
-def prepare_without_ddp(
-    accelerator: Accelerator, strategy: Strategy, model: nn.Module, storage: StorageFormat | None
-) -> Iterator[None]:
-    """Let `accelerator.prepare` build no DDP if `Replicated` sums gradients outside of `.grad` and averages the sums.
-
-    DDP's buckets are as large as all gradients. Rank 0's weights are broadcast, as by DDP.
-    """
-    replicated = isinstance(strategy, Replicated) and strategy.ranks.world_size > 1
-    if storage is None or not replicated or not sums_gradients(trained_parameters(model), storage):
+def prepare_without_ddp(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Iterator[None]:
+    """Let `accelerator.prepare` build no DDP around a replicated model; broadcast rank 0's weights, as DDP does."""
+    if not isinstance(strategy, Replicated) or strategy.ranks.world_size == 1:
         yield
         return
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)

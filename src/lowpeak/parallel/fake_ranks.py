@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind, run_methods_inside
 from lowpeak.parallel.fsdp2 import reshard
+from lowpeak.parallel.gradients import average_gradients
 from lowpeak.parallel.parameters import FlatShard, fsdp_shard
 from lowpeak.parallel.partial_gather import Gatherer
 from lowpeak.parallel.strategy import TrainingStrategy
@@ -36,8 +38,9 @@ class FakeStrategy(TrainingStrategy):
 
     def __init__(self, begin: Callable[[str], object] = lambda phase: None, inplace: bool = True) -> None:
         self._begin, self._inplace = begin, inplace
-        self.is_last = True  # the micro-batch whose backward runs is the step's last one
-        self.ranks = Ranks()
+        # Its collectives of numbers return this rank's: those of fake ranks could not be read.
+        self.ranks = copy.copy(_ALONE)
+        self.ranks.world_size = Ranks().world_size
 
     @property
     def inplace_grad_scale(self) -> float | None:
@@ -49,8 +52,11 @@ class FakeStrategy(TrainingStrategy):
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self._begin("backward")
-        self.is_last = last
         loss.backward()
+
+    def average_gradients(self, model: nn.Module) -> None:
+        if self._inplace and self.ranks.world_size > 1:
+            average_gradients(model.parameters(), self.ranks, torch.device("cpu"))
 
 
 @contextmanager

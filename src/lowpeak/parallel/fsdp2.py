@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
+from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from lowpeak.arguments import StorageFormat
 from lowpeak.parallel.base import AccelerateStrategy, freeze, fsdp_mesh, shard_layers
 from lowpeak.parallel.parameters import FlatShard, fsdp_shard
 from lowpeak.parallel.strategy import FrozenModel
@@ -19,9 +23,27 @@ class Fsdp2(AccelerateStrategy):
     shards_parameters = True
     shards_states = True
 
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        self._collectives = PassCollectives()
+
     def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         self._accelerator.gradient_state._set_sync_gradients(True)
         return nullcontext()
+
+    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> None:
+        super().place_optimizer(model, optimizer, storage)
+        if self.survives_failed_passes:
+            self._collectives.attach(super()._unwrapped(model))
+
+    @property
+    def survives_failed_passes(self) -> bool:
+        # Replicas of shards also sum gradients outside of the interface that FSDP2 has for its collectives.
+        mesh = fsdp_mesh(self._accelerator)
+        return hasattr(FSDPModule, "reset_iter_state") and (mesh is None or mesh.ndim == 1)
+
+    def finish_failed_pass(self, model: nn.Module, run_masked: Callable[[], object]) -> None:
+        self._collectives.finish(super()._unwrapped(model), run_masked)
 
     @contextmanager
     def gather_for_inference(
@@ -46,6 +68,61 @@ class Fsdp2(AccelerateStrategy):
         policy = self._accelerator.state.fsdp_plugin.mixed_precision_policy
         compute = getattr(policy, "param_dtype", None) if parameter.is_floating_point() else None
         return fsdp_shard(parameter, compute, self._device)
+
+
+class PassCollectives:
+    """Counts the collectives of a pass, so that a rank on which it fails can take part in the rest of them.
+
+    All ranks run the same collectives in a pass, in the same order, whatever their micro-batches are.
+    """
+
+    def __init__(self) -> None:
+        self._num_begun = self._num_skipped = 0
+        self._root: nn.Module | None = None
+
+    def attach(self, root: nn.Module) -> None:
+        """Count the collectives of all FSDP units of a model from now on."""
+        if root is self._root:
+            return
+        self._root = root
+        root.register_forward_pre_hook(self._begin, prepend=True)
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(_CountedAllGather(self))
+                module.set_custom_reduce_scatter(_CountedReduceScatter(self))
+
+    def count(self) -> bool:
+        """Return whether this collective is run: not if this rank took part in it before the pass failed."""
+        self._num_begun += 1
+        return self._num_begun > self._num_skipped
+
+    def finish(self, root: nn.Module, run_masked: Callable[[], object]) -> None:
+        """Run a masked pass without its first collectives, those that this rank took part in."""
+        self._num_skipped = self._num_begun
+        try:
+            cast(FSDPModule, root).reset_iter_state()
+            run_masked()
+        finally:
+            self._num_begun = self._num_skipped = 0
+
+    def _begin(self, *_: object) -> None:
+        self._num_begun = 0
+
+
+class _CountedAllGather(DefaultAllGather):
+    def __init__(self, collectives: PassCollectives) -> None:
+        self._collectives = collectives
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs) if self._collectives.count() else None
+
+
+class _CountedReduceScatter(DefaultReduceScatter):
+    def __init__(self, collectives: PassCollectives) -> None:
+        self._collectives = collectives
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs) if self._collectives.count() else None
 
 
 def reshard(model: nn.Module) -> None:

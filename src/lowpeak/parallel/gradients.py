@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -26,8 +26,8 @@ def place_optimizer(
 ) -> None:
     """Tell a CompactAdamW which values this rank updates, and sum gradients outside of `.grad` where the format needs it.
 
-    `replicas` are ranks with the same parameters: with `shard_states` each updates its rows alone. If they sum the gradients of
-    one parameter, they sum those of all, because DDP averages all or none. ArgumentError for another optimizer.
+    `replicas` are ranks with the same parameters: with `shard_states` each updates its rows alone. ArgumentError for another
+    optimizer.
     """
     compact = find_compact(optimizer)
     if compact is None:
@@ -37,21 +37,11 @@ def place_optimizer(
             "or remove dtype, weight_bits and the other storage arguments."
         )
     remove_sums(named.values())
-    all_or_none = replicas is not None and replicas.world_size > 1 and sums_gradients(named, storage)
     for name, parameter in named.items():
-        if all_or_none or _needs_sum(name, parameter, storage):
+        if storage.offload or _sum_dtype(name, parameter, storage) != parameter.dtype:
             GradientSum(parameter, _sum_dtype(name, parameter, storage), compact.host(parameter))
     rows_of = replicas if storage.shard_states else None
     compact.place({parameter: _updated_shard(name, parameter, rows_of) for name, parameter in named.items()})
-
-
-def sums_gradients(named: Mapping[str, nn.Parameter], storage: StorageFormat) -> bool:
-    """Return whether the format sums the gradients of any of these parameters outside of `.grad`."""
-    return any(_needs_sum(name, parameter, storage) for name, parameter in named.items())
-
-
-def _needs_sum(name: str, parameter: nn.Parameter, storage: StorageFormat) -> bool:
-    return storage.offload or _sum_dtype(name, parameter, storage) != parameter.dtype
 
 
 def remove_sums(parameters: Iterable[nn.Parameter]) -> None:
@@ -89,15 +79,57 @@ def _publish(parameter: nn.Parameter, bounds: list[int]) -> None:
         each.wait()
 
 
-def average_sums(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
-    """Average the gradient sums of replicas over ranks, piece by piece; a rank without a gradient adds zeros."""
-    found = [each for parameter in model.parameters() if (each := find_sum(parameter)) is not None]
-    totals = [each.total() for each in found]
-    anywhere = ranks.max([float(total is not None) for total in totals])
-    for each, total, has_gradient in zip(found, totals, anywhere, strict=True):
-        if not has_gradient:
+def average_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks, device: torch.device) -> None:
+    """Average the gradients of replicas over ranks, in place; a rank without a gradient adds zeros.
+
+    Large ones are reduced piece by piece, small ones of the same dtype together.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    anywhere = ranks.max([float(gradient_of(parameter) is not None) for parameter in trained])
+    gradients = [_gradient_or_zeros(parameter) for parameter, present in zip(trained, anywhere, strict=True) if present]
+    for bucket in _buckets(gradients):
+        if len(bucket) == 1:
+            _all_reduce(bucket[0], device, ranks.world_size)
             continue
-        _all_reduce(each.zero() if total is None else total, device, ranks.world_size)
+        joined = torch.cat(bucket)
+        _all_reduce(joined, device, ranks.world_size)
+        for gradient, average in zip(bucket, joined.split([each.numel() for each in bucket]), strict=True):
+            gradient.copy_(average)
+
+
+def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
+    """Return the flat gradient of a replica, in the memory that the optimizer reads."""
+    found = find_sum(parameter)
+    if found is not None:
+        total = found.total()
+        return found.zero() if total is None else total
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif not parameter.grad.is_contiguous():
+        parameter.grad = parameter.grad.contiguous()
+    return parameter.grad.view(-1)
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield neighbouring gradients of one dtype and device whose sum is at most a piece; a larger one is alone."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        fits = sum(each.numel() for each in bucket) + gradient.numel() <= _PIECE
+        if bucket and not (fits and (bucket[0].dtype, bucket[0].device) == (gradient.dtype, gradient.device)):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+def discard_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Forget all gradients of a step that is run again."""
+    for parameter in parameters:
+        parameter.grad = None
+        found = find_sum(parameter)
+        if found is not None:
+            found.clear()
 
 
 def sum_replicated_gradient(parameter: nn.Parameter, device: torch.device, group: Any) -> None:

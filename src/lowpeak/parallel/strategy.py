@@ -28,7 +28,7 @@ class FrozenModel:
 
 
 class TrainingStrategy(Protocol):
-    """A training step's gradients: backward, reduction over ranks, norm and update."""
+    """A training step's gradients: backward and reduction over ranks."""
 
     ranks: Ranks
 
@@ -41,12 +41,32 @@ class TrainingStrategy(Protocol):
         return None
 
     def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch's forward and backward; ranks average gradients in the step's `last` one."""
+        """Return the context of a micro-batch's forward and backward; some strategies average gradients in the `last` one."""
         return nullcontext()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the loss's gradients to the parameters'; they are averaged over ranks after the step's `last` micro-batch."""
+        """Add the loss's gradients to the parameters'."""
         ...
+
+    def average_gradients(self, model: nn.Module) -> None:
+        """Average gradients over ranks after the step's last backward, unless the backwards do that."""
+        return
+
+    @property
+    def survives_failed_passes(self) -> bool:
+        """Whether a rank can fail in a pass without ending the others: `finish_failed_pass` works."""
+        return False
+
+    def finish_failed_pass(self, model: nn.Module, run_masked: Callable[[], object]) -> None:
+        """Take part in the rest of the collectives of a pass that has failed on this rank, or has not begun.
+
+        `run_masked` is the same pass with a masked micro-batch. What it computes is discarded.
+        """
+        return
+
+
+class OptimizerStrategy(Protocol):
+    """The optimizer's step: DeepSpeed's, and which values a rank updates."""
 
     def deepspeed_grad_norm(self) -> Tensor | None:
         """Return the norm of all ranks' gradients before clipping if the strategy's engine stores them; else None."""
@@ -142,5 +162,5 @@ class ShardedState(Protocol):
         ...
 
 
-class Strategy(TrainingStrategy, InferenceStrategy, ParameterExport, ShardedState, Protocol):
+class Strategy(TrainingStrategy, OptimizerStrategy, InferenceStrategy, ParameterExport, ShardedState, Protocol):
     """A parallel strategy of a run: one device, DDP, FSDP2, ZeRO or tensor parallelism."""

@@ -7,8 +7,6 @@ rows over the data ranks, so that a gather returns the part, never the whole par
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,15 +63,15 @@ class TensorParallel(Fsdp2):
         # Sharded over data ranks only: the parts of a TP group are never gathered.
         self.shards_parameters = self.ranks.world_size > 1
 
-    @contextmanager
-    def micro_batch_context(self, model: nn.Module, last: bool) -> Iterator[None]:
-        with super().micro_batch_context(model, last):
-            yield
-        if last:
-            group = self._accelerator.torch_device_mesh[_TP_AXIS].get_group()
-            for module in modules_with_style(self._accelerator.unwrap_model(model), GRAD_ALLREDUCE_STYLE):
-                for parameter in module.parameters(recurse=False):
-                    sum_replicated_gradient(parameter, self._device, group)
+    def average_gradients(self, model: nn.Module) -> None:
+        group = self._accelerator.torch_device_mesh[_TP_AXIS].get_group()
+        for module in modules_with_style(self._accelerator.unwrap_model(model), GRAD_ALLREDUCE_STYLE):
+            for parameter in module.parameters(recurse=False):
+                sum_replicated_gradient(parameter, self._device, group)
+
+    @property
+    def survives_failed_passes(self) -> bool:
+        return False
 
     def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> FrozenModel:
         if on_host:

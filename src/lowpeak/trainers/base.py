@@ -21,15 +21,16 @@ from torch.utils.data import DataLoader
 
 from lowpeak.checkpoint import (
     RunState,
+    capture_rng_state,
     check_run_identity,
     load_run_state,
     lock_run_folder,
     restore_rng_state,
     verify_manifest,
 )
-from lowpeak.errors import DataError, EngineError, StoppedError
+from lowpeak.errors import DataError, EngineError, MemoryExhaustedError, StoppedError
 from lowpeak.memory import Phase
-from lowpeak.parallel import clip_grad_norm, remove_sums
+from lowpeak.parallel import clip_grad_norm, discard_gradients, remove_sums
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_best_metric,
@@ -43,6 +44,7 @@ from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
     CONTROL_FLAGS,
     STOP_FLAGS,
+    Demand,
     Run,
     StepBatches,
     StepCallback,
@@ -54,6 +56,7 @@ from lowpeak.training import (
     gather_metrics,
     gather_usage,
     require_finite_step,
+    retry_with_smaller_sizes,
     run_step,
     usage_metrics,
 )
@@ -68,6 +71,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     scratch             numbers of the step under way
     algorithm_state     the algorithm's numbers that change during the run, such as an adaptive KL coefficient
     unlogged_metrics    metrics of the steps since the last log
+    step_start          the state before the step under way
     """
 
     control: Any
@@ -75,6 +79,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     scratch: StepScratch
     algorithm_state: Mapping[str, float]
     unlogged_metrics: Mapping[str, Metric]
+    step_start: RunState
 
     def num_steps_per_epoch(self) -> int | None:
         """Return the optimizer steps that use each row of the data once; None for data without a length."""
@@ -115,7 +120,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             checkpoint = self._start(output_dir, resume_from_checkpoint)
             signals.enter_context(self.run.interrupts.watched())
             try:
-                with self._save_if_stopped_while_waiting(output_dir):
+                with self._save_before_errors(output_dir):
                     result = super().train(None if checkpoint is None else os.fspath(checkpoint), *args, **kwargs)
                     self._agree_to_stop(0.0)
             except EngineError:
@@ -143,14 +148,20 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         return checkpoint
 
     @contextmanager
-    def _save_if_stopped_while_waiting(self, output_dir: Path) -> Iterator[None]:
-        """Save and stop if a rank is asked to stop while it waits for an engine, also if other ranks gave up waiting.
+    def _save_before_errors(self, output_dir: Path) -> Iterator[None]:
+        """Save if memory ran out with the smallest sizes, or if a rank is asked to stop while it waits for an engine.
 
-        The saved state is that before the step under way, whose prompts are drawn again on resume.
+        The saved state is that before the step under way. Prompts of a rollout that is not complete are drawn again on resume.
         """
         self.scratch.start_state = None
         try:
             yield
+        except MemoryExhaustedError as error:
+            if error.after_recovery:
+                discard_gradients(self.model.parameters())
+                self.write_checkpoint(None, self.scratch.start_state or self.state_before_step())
+                self.callback_handler.on_save(self.args, self.state, self.control)
+            raise
         except (EngineError, StoppedError) as error:
             ranks, step = self.run.strategy.ranks, self.state.global_step
             if not ranks.max([float(isinstance(error, StoppedError))])[0]:
@@ -179,7 +190,8 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             self.control.should_training_stop = True
             return [], None
         start = time.perf_counter()
-        self.scratch = StepScratch(start_state=self.run_state())
+        self.step_start = self.run_state()
+        self.scratch = StepScratch(start_state=self.step_start)
         batches = self.next_step()
         self.scratch.start_state = None
         return [{"step": batches, "start": start}], None
@@ -191,14 +203,38 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        run, step, coefficients = self.run, inputs["step"], self.coefficients()
-        algorithm, settings = step.observer.attach(run.algorithm), run.logprob_settings
-        with run.tracker.phase(Phase.TRAIN):
-            loss, metrics = run_step(model, step.micro_batches, algorithm, settings, run.strategy, coefficients)
+        step, random, coefficients = inputs["step"], capture_rng_state(), self.coefficients()
+        failed = False
+
+        def attempt() -> tuple[Tensor, dict[str, Metric]]:
+            nonlocal step, failed
+            if failed:
+                step = self.repack_step(step)
+                restore_rng_state(random)
+                model.train()
+            failed, run = True, self.run
+            algorithm, guard = step.observer.attach(run.algorithm), run.guard_passes(model)
+            with run.tracker.phase(Phase.TRAIN):
+                return run_step(
+                    model, step.micro_batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard
+                )
+
+        unit = self.run.algorithm.unit
+        loss, metrics = retry_with_smaller_sizes(
+            self, Phase.TRAIN, attempt, lambda: Demand.of_batches(step.micro_batches, unit)
+        )
         metrics["useful_tokens/train"] = Metric(float(step.num_useful), float(step.num_computed))
         self.scratch.measured = StepMetrics(loss, metrics, self._get_learning_rate(), tokens=step.observer.values)
         self.scratch.seconds, self.scratch.num_new = time.perf_counter() - inputs["start"], step.num_new
-        return loss * run.strategy.ranks.world_size
+        return loss * self.run.strategy.ranks.world_size
+
+    def state_before_step(self) -> RunState:
+        """Return the state with which a resumed run takes the step under way again."""
+        return self.step_start
+
+    def repack_step(self, step: StepBatches) -> StepBatches:
+        """Return the same step in micro-batches of the run's present sizes."""
+        return StepBatches.pack(self.run, step.records, step.indices, step.num_new, step.observed)
 
     def coefficients(self) -> dict[str, float]:
         """Return the algorithm's scheduled and adaptive coefficients at this point of the run."""

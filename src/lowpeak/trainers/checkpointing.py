@@ -75,7 +75,7 @@ class CheckpointingTrainer(Trainer):
         """
         ranks, resumed = self.run.strategy.ranks, self.resumed
         sharded = resume_from_checkpoint is None or has_shards(Path(resume_from_checkpoint))
-        with prepare_without_ddp(self.accelerator, self.run.strategy, self.model, self.run.storage):
+        with prepare_without_ddp(self.accelerator, self.run.strategy, self.model):
             states = None if sharded else resume_from_checkpoint
             prepared = super()._prepare_for_training(max_steps, train_dataloader, states)
         if sharded:

@@ -63,7 +63,6 @@ from lowpeak.training import (
     describe_offline,
     gather_metrics,
     make_run,
-    make_step_batches,
     measure_step,
 )
 from lowpeak.watchdog import detect_failures
@@ -261,9 +260,7 @@ class OfflineTrainer(StepTrainer):
             return PredictionOutput(predictions.predictions, predictions.label_ids, metrics)
 
     def _step_batches(self, records: list[Record]) -> StepBatches:
-        run, indices = self.run, range(len(records))
-        batches = make_step_batches(records, indices, run.algorithm, run.budget, run.strategy.ranks)
-        return StepBatches(batches, self.num_tokens(records))
+        return StepBatches.pack(self.run, records, range(len(records)), self.num_tokens(records))
 
     def num_tokens(self, records: Sequence[Record]) -> int:
         return sum(record.num_tokens for record in records)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,8 +48,6 @@ from lowpeak.training import (
     describe_run,
     evaluate_prompts,
     load_extra_weights,
-    make_step_batches,
-    observe_records,
     prepare_online,
     print_completions,
     records_of_step,
@@ -185,13 +184,24 @@ class OnlineTrainer(StepTrainer):
 
     def next_step(self) -> StepBatches:
         """Stages 1 to 10: collect a new rollout if the last one has served its steps; return the micro-batches."""
-        run, rollout, settings = self.run, self._current_rollout(), self.collector.settings.rollout
+        rollout, settings = self._current_rollout(), self.collector.settings.rollout
+        run = self.run  # collecting the rollout may have lowered its sizes
         step, self.steps_used = self.steps_used, self.steps_used + 1
         indices = records_of_step(rollout, settings, self.acting_args.seed, step, run.algorithm.unit)
-        batches = make_step_batches(rollout.records, indices, run.algorithm, run.budget, run.strategy.ranks)
         self.observed = self._choose_observed(rollout, indices) if step == 0 else ()
-        observer = observe_records(batches, self.observed)
-        return StepBatches(batches, rollout.num_tokens if step == 0 else 0, observer)
+        return StepBatches.pack(run, rollout.records, indices, rollout.num_tokens if step == 0 else 0, self.observed)
+
+    def state_before_step(self) -> RunState:
+        assert self.rollout is not None
+        saved = SavedRollout(self.rollout.records, self.rollout.number, self.steps_used - 1)
+        return replace(self.run_state(), rollout=saved, random=self.step_start.random)
+
+    def repack_step(self, step: StepBatches) -> StepBatches:
+        """Pack the step again; score its rollout again, too, while the weights are those that generated it."""
+        assert self.rollout is not None
+        if self.steps_used == 1:
+            self.rollout = self.collector.rescore(self.rollout, self.coefficients())
+        return super().repack_step(replace(step, records=self.rollout.records))
 
     def _choose_observed(self, rollout: Rollout, indices: Sequence[int]) -> tuple[int, ...]:
         most = self.collector.settings.num_completions_with_tokens

@@ -33,6 +33,10 @@ from lowpeak.training.overridden_arguments import warn_of_overridden_arguments a
 from lowpeak.training.planned_memory import run_description as run_description
 from lowpeak.training.prepare_run import OnlineInputs as OnlineInputs
 from lowpeak.training.prepare_run import prepare_online as prepare_online
+from lowpeak.training.recovery import Demand as Demand
+from lowpeak.training.recovery import lower_run_sizes as lower_run_sizes
+from lowpeak.training.recovery import retry_with_smaller_sizes as retry_with_smaller_sizes
+from lowpeak.training.recovery import smaller_sizes as smaller_sizes
 from lowpeak.training.rollout import Rollout as Rollout
 from lowpeak.training.rollout import StepBatches as StepBatches
 from lowpeak.training.rollout import make_step_batches as make_step_batches

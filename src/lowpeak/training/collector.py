@@ -12,6 +12,8 @@ from lowpeak.algorithms import Advantages, call_advantages, call_select, with_lo
 from lowpeak.arguments import OnlineSettings, Sampling
 from lowpeak.batching import assign_completions, balanced_partition
 from lowpeak.data import DatasetCursor, PromptReader
+from lowpeak.errors import MemoryExhaustedError, RewardError
+from lowpeak.logprobs import causal_lm
 from lowpeak.memory import Phase, RolloutOffloader
 from lowpeak.ranks import Ranks
 from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
@@ -23,8 +25,10 @@ from lowpeak.rewards import (
     warn_of_unrewarded,
 )
 from lowpeak.rollout import RolloutEngine
+from lowpeak.rollout.native import bytes_per_token
+from lowpeak.training.recovery import Demand, retry_with_smaller_sizes
 from lowpeak.training.rollout import Rollout, RolloutStats, completion_rows, length_metrics, score_records
-from lowpeak.training.run import RunContext
+from lowpeak.training.run import RunContext, explain_out_of_memory
 from lowpeak.training.weight_sync import WeightSync
 
 
@@ -67,17 +71,11 @@ class RolloutCollector:
             self.stats.pop_useful_share()
             rewarded, selected = self._collect_full_groups(number, trainer_state)
         warn_of_unrewarded(self.panel.names, rewarded)
-        algorithm = self.context.run.algorithm
         records = with_loss_masks([rewarded.records[i] for i in selected], self.settings.mask_truncated)
-        records, score_metrics = score_records(self.context, records, algorithm.needs, Phase.SCORE)
         if coefficients is None:
-            coefficients = algorithm.coefficients()
-        advantages = call_advantages(algorithm.advantages, records, coefficients)
-        records = with_advantages(records, advantages)
-        if self.settings.rollout.num_steps == 1:  # old is the policy's own log-prob in the step
-            records = tuple(replace(record, old=None) for record in records)
-        metrics = merge_metrics(rewarded.metrics, advantages.metrics)
-        metrics = merge_metrics(merge_metrics(metrics, length_metrics(rewarded.records)), score_metrics)
+            coefficients = self.context.run.algorithm.coefficients()
+        records, score_metrics = self._score(records, coefficients)
+        metrics = merge_metrics(merge_metrics(rewarded.metrics, length_metrics(rewarded.records)), score_metrics)
         metrics = merge_metrics(metrics, self.stats.pop_pushes() | self._offload_metrics() | self._overlong_metrics())
         reported = list(rewarded.records)
         for i, record in zip(selected, records, strict=True):
@@ -86,6 +84,24 @@ class RolloutCollector:
         rows = completion_rows(rewarded, reported, self.panel.names)
         return Rollout(number, records, metrics, rows, num_tokens, tuple(selected))
 
+    def rescore(self, rollout: Rollout, coefficients: Mapping[str, float]) -> Rollout:
+        """Score a rollout again within the run's present sizes; the policy must be the one that generated it."""
+        if not self.context.run.algorithm.needs:
+            return rollout
+        return replace(rollout, records=self._score(rollout.records, coefficients)[0])
+
+    def _score(
+        self, records: tuple[Record, ...], coefficients: Mapping[str, float]
+    ) -> tuple[tuple[Record, ...], dict[str, Metric]]:
+        """Stages 7 to 9: return the records with scores and advantages, and metrics of both."""
+        algorithm = self.context.run.algorithm
+        records, metrics = score_records(self.context, records, algorithm.needs, Phase.SCORE)
+        advantages = call_advantages(algorithm.advantages, records, coefficients)
+        records = with_advantages(records, advantages)
+        if self.settings.rollout.num_steps == 1:  # old is the policy's own log-prob in the step
+            records = tuple(replace(record, old=None) for record in records)
+        return records, merge_metrics(advantages.metrics, metrics)
+
     @contextmanager
     def engine_awake(self) -> Iterator[None]:
         """Offload tensors that a rollout does not need and wake the engine for the block; undo both after it."""
@@ -93,14 +109,32 @@ class RolloutCollector:
             with self._ranks.propagate_errors():
                 if self.offloader is not None:
                     stack.enter_context(self.offloader.offloaded())
-                self.engine.wake()
+            self._wake_engine()
             yield
             self.engine.sleep()
             with self._ranks.propagate_errors():
                 stack.close()
 
+    def _wake_engine(self) -> None:
+        def wake() -> None:
+            with self._ranks.propagate_errors(), explain_out_of_memory(Phase.ROLLOUT, self.context):
+                self.engine.wake()
+
+        retry_with_smaller_sizes(self.context, Phase.ROLLOUT, wake, Demand, self.engine.close)
+
     def sync_weights(self, policy_version: int) -> None:
-        self.weight_sync.sync_weights(self.engine, policy_version)
+        retry_with_smaller_sizes(
+            self.context,
+            Phase.SYNC,
+            lambda: self.weight_sync.sync_weights(self.engine, policy_version),
+            Demand,
+            self._restart_engine,
+        )
+
+    def _restart_engine(self) -> None:
+        """Build a vLLM of this process again, which gets the weights before it generates."""
+        self.engine.close()
+        self._wake_engine()
 
     def generate_and_reward(
         self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase
@@ -108,8 +142,27 @@ class RolloutCollector:
         """Stages 4 and 5: return all ranks' groups with their rewards, numbered from `first_group`.
 
         Each group is generated and rewarded on the rank that owns it. Fewer groups than ranks are generated in parts.
-        After an engine was lost, only ranks without completions generate again.
+        After an engine was lost, only ranks without completions generate again; after one ran out of memory, all ranks do.
         """
+        return retry_with_smaller_sizes(
+            self.context,
+            phase,
+            lambda: self._generate_and_reward(prompts, sampling, state, first_group, phase),
+            lambda: self._demand(prompts, sampling),
+            self._restart_engine,
+        )
+
+    def _demand(self, prompts: Sequence[Prompt], sampling: Sampling) -> Demand:
+        """Return the KV cache that these sequences would fill on a rank."""
+        policy = causal_lm(self.context.model_wrapped)
+        tokens = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
+        num_sequences = -(-len(prompts) * sampling.num_generations // self._ranks.world_size)
+        per_sequence = tokens * bytes_per_token(policy)
+        return Demand(cache_bytes=num_sequences * per_sequence, sequence_bytes=per_sequence)
+
+    def _generate_and_reward(
+        self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase
+    ) -> RewardedCompletions:
         ranks, tracker = self._ranks, self.context.run.tracker
         owned = balanced_partition([len(prompt.ids) for prompt in prompts], ranks.world_size)[ranks.rank]
         splits_groups = self.engine.supports_partial_groups and 0 < len(prompts) < ranks.world_size
@@ -126,7 +179,7 @@ class RolloutCollector:
             # If rewards take all ranks, every rank raises for an engine that one of them lost, before they meet there.
             with ranks.propagate_errors() if self.panel.needs_all_ranks else nullcontext():
                 groups = generate_owned() if all_groups is None else [all_groups[i] for i in owned]
-            with tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
+            with _reward_errors(), tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
                 rewarded = self.panel.compute_rewards(groups if ranks.is_tp_leader else [], trainer_state=state)
             useful = self.stats.pop_useful_share() if phase is Phase.ROLLOUT else {}
             return owned, replace(rewarded, metrics=rewarded.metrics | useful)
@@ -196,6 +249,15 @@ class RolloutCollector:
             return {}
         num_bytes, seconds = self._ranks.max([float(number) for number in self.offloader.pop_usage()])
         return {"offload/bytes": Metric(num_bytes, 1.0, "max"), "time/offload": Metric(seconds)}
+
+
+@contextmanager
+def _reward_errors() -> Iterator[None]:
+    """Raise RewardError for memory that ran out in a reward: generating again, in smaller waves, would not help."""
+    try:
+        yield
+    except MemoryExhaustedError as error:
+        raise RewardError(str(error)) from error
 
 
 def with_advantages(records: Sequence[Record], advantages: Advantages) -> tuple[Record, ...]:

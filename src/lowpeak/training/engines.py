@@ -24,6 +24,7 @@ from lowpeak.rollout.native import NativeEngine, bytes_per_token, end_token_ids,
 from lowpeak.training.prepare_run import OnlineParts
 from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import Run, RunContext
+from lowpeak.training.run_sizes import Sizes
 from lowpeak.vllm import (
     ColocatedModelSpec,
     ColocatedVllm,
@@ -85,7 +86,7 @@ def make_engine(
     else:
         if rollout_func is not None:
             check_function(parts.settings.vllm)
-        engine = vllm_engine(parts, run, device, stats)
+        engine = vllm_engine(context, parts, run, device, stats)
         gather_for_function = partial(gather_policy, 0)
     if rollout_func is None:
         return engine
@@ -106,7 +107,9 @@ def make_engine(
     )
 
 
-def vllm_engine(parts: OnlineParts, run: Run, device: torch.device, stats: RolloutStats) -> VllmEngine:
+def vllm_engine(
+    context: RunContext, parts: OnlineParts, run: Run, device: torch.device, stats: RolloutStats
+) -> VllmEngine:
     """Return the engine over vLLM in this process, or over servers."""
     settings, policy, tokenizer = parts.settings.vllm, causal_lm(parts.policy), parts.tokenizer
     assert settings is not None, "the run has vLLM"
@@ -127,14 +130,22 @@ def vllm_engine(parts: OnlineParts, run: Run, device: torch.device, stats: Rollo
     if isinstance(where, ColocateSettings):
         check_colocated(where, device)
         sharing = EngineSharing(ranks.subgroup(where.tensor_parallel_size))
-        connect = partial(_colocated, _model_spec(parts, where, policy, run, device), settings, sharing.engine_ranks)
+        spec = _model_spec(parts, where, policy, run, device)
+        connect = partial(_colocated, spec, settings, sharing.engine_ranks, lambda: context.run.sizes)
     else:
         sharing = EngineSharing(ranks.subgroup(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
         connect = partial(connect_checked, where, policy, tokenizer, lambda: run.interrupts.stopping)
     return VllmEngine(connect, settings, policy_facts, sharing, stats.add_push)
 
 
-def _colocated(spec: ColocatedModelSpec, settings: VllmSettings, engine_ranks: Ranks) -> Sequence[Vllm]:
+def _colocated(
+    spec: ColocatedModelSpec, settings: VllmSettings, engine_ranks: Ranks, sizes: Callable[[], Sizes]
+) -> Sequence[Vllm]:
+    if "kv_cache_bytes" in sizes().lowered:
+        num_bytes, where = sizes().kv_cache_bytes, settings.where
+        assert isinstance(where, ColocateSettings)
+        spec = replace(spec, kv_cache_bytes=num_bytes)
+        settings = replace(settings, where=replace(where, kv_cache_bytes=num_bytes))
     return [ColocatedVllm(spec, settings, engine_ranks)]
 
 

@@ -21,7 +21,8 @@ from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
 from lowpeak.rewards import RewardedCompletions
-from lowpeak.training.run import RunContext
+from lowpeak.training.recovery import Demand, retry_with_smaller_sizes
+from lowpeak.training.run import Run, RunContext
 from lowpeak.training.step import score
 from lowpeak.training.token_values import TokenObserver
 from lowpeak.vllm.weight_sync import PushReport
@@ -55,17 +56,20 @@ def score_records(
     """
     if not needs:
         return records, {}
-    run = context.run
-    ranks = run.strategy.ranks
-    indices = assign_to_ranks(records, range(len(records)), run.budget, ranks.world_size)[ranks.rank]
-    batches = pad_batches_across_ranks(pack(records, indices, run.budget), run.budget, ranks)
     context.model_wrapped.eval()
+    batches: list[MicroBatch] = []
 
     def run_passes() -> tuple[Scores, dict[str, Metric]]:
-        with run.tracker.phase(phase):
+        with context.run.tracker.phase(phase):
             return _score_batches(context, records, batches, needs), {"useful_tokens/score": _useful_share(batches)}
 
-    gathered = ranks.call_on_all(run_passes)
+    def attempt() -> list[tuple[Scores, dict[str, Metric]]]:
+        budget, ranks = context.run.budget, context.run.strategy.ranks
+        indices = assign_to_ranks(records, range(len(records)), budget, ranks.world_size)[ranks.rank]
+        batches[:] = pad_batches_across_ranks(pack(records, indices, budget), budget, ranks)
+        return ranks.call_on_all(run_passes)
+
+    gathered = retry_with_smaller_sizes(context, Phase.SCORE, attempt, lambda: Demand.of_batches(batches))
     scores = {i: values for rank_scores, _ in gathered for i, values in rank_scores.items()}
     scored = tuple(_with_scores(record, scores.get(i, {}), needs) for i, record in enumerate(records))
     return scored, reduce(merge_metrics, [metrics for _, metrics in gathered])
@@ -75,15 +79,21 @@ def _score_batches(
     context: RunContext, records: Sequence[Record], batches: Sequence[MicroBatch], needs: frozenset[Need]
 ) -> Scores:
     run, model = context.run, context.model_wrapped
+    guard = run.guard_passes(model)
     passes: dict[str, list[dict[str, Tensor]]] = {}
     if needs & {"old", "entropy", "values"}:
         request_fields = {"entropy": "entropy" in needs, "values": "values" in needs}
         request_fields["logprobs"] = bool(needs & {"old", "entropy"})
-        passes["old"] = score(model, batches, run.logprob_settings, **request_fields)
+        passes["old"] = score(model, batches, run.logprob_settings, guard, **request_fields)
+        guard.raise_on_all_ranks()
     if "reference" in needs:
         assert run.reference is not None
+        separate = run.reference.model
         with run.reference.ready():
-            passes["reference"] = score(run.reference.model or model, batches, run.logprob_settings)
+            # A separate one has no collectives, or runs in lockstep: its errors need no guard.
+            passes["reference"] = score(separate or model, batches, run.logprob_settings, None if separate else guard)
+        if separate is None:
+            guard.raise_on_all_ranks()
     return _read_scores(records, batches, passes)
 
 
@@ -131,12 +141,24 @@ class StepBatches:
     """This rank's micro-batches of one optimizer step, and the number of the step's new tokens.
 
     `num_new` counts tokens of all ranks that no earlier step has seen: prompts, and tokens that the policy wrote. The
-    first step of a rollout counts those of the whole rollout. `observer` keeps token values of some records.
+    first step of a rollout counts those of the whole rollout. They were packed of `records[indices]`; `observer` keeps token
+    values of the `observed` ones.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     num_new: int
+    records: Sequence[Record] = ()
+    indices: Sequence[int] = ()
+    observed: tuple[int, ...] = ()
     observer: TokenObserver = field(default_factory=TokenObserver)
+
+    @classmethod
+    def pack(
+        cls, run: Run, records: Sequence[Record], indices: Sequence[int], num_new: int, observed: tuple[int, ...] = ()
+    ) -> StepBatches:
+        """Pack this rank's share of `records[indices]` into micro-batches within the run's sizes."""
+        batches = make_step_batches(records, indices, run.algorithm, run.budget, run.strategy.ranks)
+        return cls(batches, num_new, records, indices, observed, observe_records(batches, observed))
 
     @property
     def num_useful(self) -> int:

@@ -20,6 +20,7 @@ from lowpeak.errors import ArgumentError
 from lowpeak.memory import free_bytes
 from lowpeak.parallel import DeviceFractions, is_sharded
 from lowpeak.ranks import Ranks
+from lowpeak.records import SLICE_BYTES
 
 _CHUNK_SHARE = 64
 _ACTIVATION_SHARE = 4
@@ -222,14 +223,29 @@ def _share_and_bytes(parameter: nn.Parameter, shares: DeviceFractions) -> tuple[
 _NUMBERS = ("micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes")
 
 
+ACTIVATION_OFFLOAD = "activation_offloading"
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of a micro-batch and of a log-prob chunk, bytes of the engine's KV cache, and the layout."""
+    """Tokens of a micro-batch and of a log-prob chunk, bytes of the engine's KV cache, and the layout.
+
+    slice_bytes             most bytes of a slice of weights on its way to an engine
+    activation_offloading   saved activations are moved to the host because memory ran out
+    lowered                 names of the sizes that an out-of-memory error has lowered
+    """
 
     micro_batch_tokens: int
     logprob_chunk_size: int
     kv_cache_bytes: int
     layout_choice: LayoutChoice
+    slice_bytes: int = SLICE_BYTES
+    activation_offloading: bool = False
+    lowered: frozenset[str] = frozenset()
+
+    def lower(self, **values: Any) -> Sizes:
+        """Return these sizes with smaller values, named as lowered."""
+        return replace(self, **values, lowered=self.lowered | values.keys())
 
     @classmethod
     def of(
@@ -268,14 +284,27 @@ class Sizes:
             layout_choice,
         )
 
-    def as_dict(self) -> dict[str, int | str]:
-        return {**{name: getattr(self, name) for name in _NUMBERS}, "layout": self.layout_choice.layout}
+    def as_dict(self) -> dict[str, Any]:
+        """Return the values for checkpoints and reports; `lowered` ones are there only if there are any."""
+        numbers: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
+        numbers |= {"layout": self.layout_choice.layout}
+        if self.lowered:
+            numbers |= {name: getattr(self, name) for name in self.lowered} | {"lowered": sorted(self.lowered)}
+        return numbers
 
     def resumed(self, saved: Mapping[str, Any], memory: MemorySettings) -> Sizes:
-        """Return these sizes, with `auto` ones and the layout as the checkpoint's run had them."""
-        numbers = {name: int(saved[name]) for name in _NUMBERS if name in saved and getattr(memory, name) is None}
+        """Return these sizes, with `auto` and lowered ones and the layout as the checkpoint's run had them."""
+        lowered = frozenset(saved.get("lowered", ()))
+        numbers: dict[str, Any] = {
+            name: int(saved[name]) for name in _NUMBERS if name in saved and getattr(memory, name) is None
+        }
+        numbers |= {name: saved[name] for name in lowered}
+        if lowered:
+            values = ", ".join(f"{name}={saved[name]}" for name in sorted(lowered))
+            logger.info("The run continues with the sizes to which it went after running out of memory: %s.", values)
         # A checkpoint without a layout is of a version that always padded.
-        return replace(self, **numbers, layout_choice=self.layout_choice.resumed(saved.get("layout", "padded")))
+        layout_choice = self.layout_choice.resumed(saved.get("layout", "padded"))
+        return replace(self, **numbers, layout_choice=layout_choice, lowered=lowered)
 
     def budget(self, memory: MemorySettings, pad_id: int, config: Any) -> Budget:
         shape = ModelShape.of(config, 4)

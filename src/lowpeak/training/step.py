@@ -29,6 +29,7 @@ from lowpeak.models import LoadBalance, RoutingRequest, balance_loss, sequences_
 from lowpeak.parallel import Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
+from lowpeak.training.guarded_passes import GuardedPasses, run_guarded
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,20 @@ def score(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     settings: LogprobSettings,
+    guard: GuardedPasses | None = None,
     **request_fields: bool,
 ) -> list[dict[str, Tensor]]:
     """Return the log-probs of each micro-batch's loss tokens, by name and without gradients: stage 8.
 
     `request_fields` are fields of HeadRequest that add entropies (`entropy`) or a critic's values (`values`), or leave the
-    log-probs out (`logprobs=False`).
+    log-probs out (`logprobs=False`). With a `guard` results are missing after a pass ran out of memory.
     """
+
+    def forward(batch: MicroBatch) -> dict[str, Tensor]:
+        return _forward(model, batch.to(settings.device), settings, **request_fields)
+
     with torch.no_grad():
-        return [_forward(model, batch.to(settings.device), settings, **request_fields) for batch in micro_batches]
+        return list(run_guarded(guard, forward, micro_batches))
 
 
 def run_step(
@@ -69,24 +75,33 @@ def run_step(
     settings: LogprobSettings,
     strategy: Strategy,
     coefficients: Mapping[str, float],
+    guard: GuardedPasses | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Run forward and backward of a step's micro-batches; return this rank's loss and metrics: stage 11.
 
     loss = sum over micro-batches of sum(weights_U * loss_U). Ranks average gradients, so each backward is scaled by
-    their number. After an error `.grad` holds gradients of a part of the step: zero them before another step.
+    their number. After an error `.grad` holds gradients of a part of the step: discard them before another step. With a
+    `guard` all ranks raise MemoryExhaustedError if one of them ran out of memory.
     """
     total = torch.zeros((), device=settings.device)
     metrics: dict[str, Metric] = {}
-    choices_E = _choices_of_step(model, micro_batches, settings, strategy.ranks)
-    for number, batch in enumerate(micro_batches):
-        last = number == len(micro_batches) - 1
+    choices_E = _choices_of_step(model, micro_batches, settings, strategy.ranks, guard)
+
+    def forward_and_backward(batch: MicroBatch, last: bool) -> tuple[Tensor, dict[str, Metric]]:
         batch = _with_coefficients(batch, coefficients)
         with strategy.micro_batch_context(model, last):
             with settings.activation_context():
                 loss, measured = loss_of(model, batch, algorithm, settings, strategy.inplace_grad_scale, choices_E)
             strategy.backward(loss * strategy.ranks.world_size, last)
-        total += loss.detach()
+        return loss.detach(), measured
+
+    lasts = [number == len(micro_batches) - 1 for number in range(len(micro_batches))]
+    for loss, measured in run_guarded(guard, forward_and_backward, micro_batches, lasts):
+        total += loss
         metrics = merge_metrics(metrics, measured)
+    if guard is not None:
+        guard.raise_on_all_ranks()
+    strategy.average_gradients(model)
     return total, metrics
 
 
@@ -159,7 +174,11 @@ def loss_of_outputs(
 
 
 def _choices_of_step(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], settings: LogprobSettings, ranks: Ranks
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    settings: LogprobSettings,
+    ranks: Ranks,
+    guard: GuardedPasses | None = None,
 ) -> Tensor | None:
     """Count how often the step's tokens choose each expert, [E]; None if one micro-batch is the whole step.
 
@@ -167,15 +186,16 @@ def _choices_of_step(
     """
     if settings.load_balance is None or len(micro_batches) * ranks.world_size == 1:
         return None
-    with eval_mode(model):
-        outputs = (
-            _forward(
-                model, batch.to(settings.device), settings, logprobs=False, routing=_routing_request(batch, settings)
-            )
-            for batch in micro_batches
-        )
-        choices_E = reduce(torch.add, (output["routing"][0] for output in outputs))
-    return ranks.sum_tensor(choices_E)
+
+    def count(batch: MicroBatch) -> Tensor:
+        routing = _routing_request(batch, settings)
+        return _forward(model, batch.to(settings.device), settings, logprobs=False, routing=routing)["routing"][0]
+
+    with torch.no_grad(), eval_mode(model):
+        counts = list(run_guarded(guard, count, micro_batches))
+    if guard is not None:
+        guard.raise_on_all_ranks()
+    return ranks.sum_tensor(reduce(torch.add, counts))
 
 
 def _routing_request(batch: MicroBatch, settings: LogprobSettings) -> RoutingRequest | None:

@@ -47,7 +47,7 @@ class TokenObserver:
         @wraps(algorithm.measure)
         def measure(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> dict[str, Metric]:
             columns = (logprobs_T,) if entropy_T is None else (logprobs_T, entropy_T)
-            for index, (start, stop) in next(remaining).items():
+            for index, (start, stop) in next(remaining, {}).items():
                 self.values[index] = tuple(column[start:stop].clone() for column in columns)
             return algorithm.measure(logprobs_T, entropy_T, tokens)
 

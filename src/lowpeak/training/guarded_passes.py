@@ -1,0 +1,85 @@
+"""Passes of a rank that may run out of memory while the other ranks wait in the same pass's collectives."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from lowpeak.errors import MemoryExhaustedError, RankError, first_line
+from lowpeak.memory import has_device_memory, is_out_of_memory
+from lowpeak.parallel import TrainingStrategy
+from lowpeak.records import MicroBatch
+
+Result = TypeVar("Result")
+
+
+class GuardedPasses:
+    """Runs passes until one runs out of memory; after that this rank only takes part in the others' collectives.
+
+    `masked` is the micro-batch of these passes. What ranks computed beside a failed pass is discarded: `raise_on_all_ranks`
+    comes after the last pass.
+    """
+
+    def __init__(self, model: nn.Module, strategy: TrainingStrategy, device: torch.device, masked: MicroBatch) -> None:
+        self._model, self._strategy, self._device = model, strategy, device
+        self.masked = masked
+        self._error: MemoryExhaustedError | None = None
+
+    def run(self, run_pass: Callable[[MicroBatch], Result], batch: MicroBatch) -> Result | None:
+        """Return `run_pass(batch)`; None after a failure, when the pass runs on the masked micro-batch.
+
+        An error that is not of memory, or one under a strategy that cannot go on after it, is raised.
+        """
+        if self._error is None:
+            try:
+                return run_pass(batch)
+            except (MemoryError, RuntimeError) as error:
+                if not (is_out_of_memory(error) and self._strategy.survives_failed_passes):
+                    raise
+                self._error = MemoryExhaustedError(first_line(error))
+            # Outside of the except block: until it ends, the error's traceback keeps the tensors of the failed pass.
+            free_unused(self._device)
+        try:
+            self._strategy.finish_failed_pass(self._model, lambda: run_pass(self.masked))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RankError(
+                f"this rank ran out of memory ({self._error}), and again when it took part in the other ranks' pass with a "
+                f"micro-batch of two tokens ({first_line(error)}), so no smaller size would help: shard over more ranks, or store "
+                "fewer bytes per parameter."
+            ) from error
+        return None
+
+    def raise_on_all_ranks(self) -> None:
+        """Raise MemoryExhaustedError on all ranks if a pass has failed on any; all ranks must call it."""
+        with self._strategy.ranks.propagate_errors():
+            if self._error is not None:
+                raise self._error
+
+
+def run_guarded(
+    guard: GuardedPasses | None, run_pass: Callable[..., Result], batches: Sequence[MicroBatch], *more: Sequence[object]
+) -> Iterator[Result]:
+    """Yield the results of a pass on each micro-batch, up to one that ran out of memory; `more` are other arguments."""
+    for batch, *others in zip(batches, *more, strict=True):
+        run = partial(_with_others, run_pass, others)
+        result = run(batch) if guard is None else guard.run(run, batch)
+        if result is not None:
+            yield result
+
+
+def _with_others(run_pass: Callable[..., Result], others: Sequence[object], batch: MicroBatch) -> Result:
+    return run_pass(batch, *others)
+
+
+def free_unused(device: torch.device) -> None:
+    """Free tensors in reference cycles, and return cached memory of torch's allocator."""
+    gc.collect()
+    if has_device_memory(device):
+        torch.get_device_module(device).empty_cache()

@@ -1,0 +1,155 @@
+"""Recovery from out-of-memory errors: all ranks lower the run's sizes, and what failed runs again from its start.
+
+The groups, the weights of the loss and the random numbers stay, so the result is that of a run with the smaller sizes. The new
+sizes stay for the run, are journaled with the reason, and are in its checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from lowpeak.errors import MemoryExhaustedError
+from lowpeak.memory import ActivationOffload, AsyncHostMover, Phase, free_bytes, has_device_memory
+from lowpeak.optim import gradient_of
+from lowpeak.parallel import discard_gradients
+from lowpeak.records import MicroBatch, Unit
+from lowpeak.training.guarded_passes import free_unused
+from lowpeak.training.run import Run, RunContext
+from lowpeak.training.run_sizes import ACTIVATION_OFFLOAD, Sizes
+
+logger = logging.getLogger(__name__)
+
+LEAST_CHUNK = 16  # tokens whose logits are in memory together: below it, a pass takes longer and hardly less
+LEAST_SLICE = 1 << 18  # bytes of a slice of weights
+_PASSES = (Phase.SCORE, Phase.TRAIN)
+_ENGINES = (Phase.ROLLOUT, Phase.EVALUATE)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a failed phase had in memory at a time, on the rank that had most.
+
+    batch_tokens, batch_units       of its largest micro-batch; a unit (a sequence or a pair) is never split
+    cache_bytes, sequence_bytes     of the KV cache that all its sequences would fill, and of one sequence
+    """
+
+    batch_tokens: int = 0
+    batch_units: int = 0
+    cache_bytes: int = 0
+    sequence_bytes: int = 0
+
+    @classmethod
+    def of_batches(cls, batches: Sequence[MicroBatch], unit: Unit = "token") -> Demand:
+        num_sequences = max((batch.tokens.num_sequences for batch in batches), default=0)
+        num_tokens = max((batch.input_ids_BL.numel() for batch in batches), default=0)
+        return cls(num_tokens, num_sequences // 2 if unit == "pair" else num_sequences)
+
+
+def retry_with_smaller_sizes(
+    context: RunContext,
+    phase: Phase,
+    attempt: Callable[[], Result],
+    demand: Callable[[], Demand],
+    prepare: Callable[[], object] = lambda: None,
+) -> Result:
+    """Return `attempt()`; after an out-of-memory error on any rank, lower the run's sizes and call it again.
+
+    All ranks must raise MemoryExhaustedError if one does. `demand` describes the attempt that failed, `prepare` comes before
+    the next one. Raises MemoryExhaustedError, `after_recovery` set, if the smallest sizes do not suffice.
+    """
+    while True:
+        try:
+            return attempt()
+        except MemoryExhaustedError as error:
+            if error.after_recovery or (phase in _PASSES and not context.run.strategy.survives_failed_passes):
+                raise
+            reason = str(error)
+        # Outside of the except block: until it ends, the error's traceback keeps tensors of the attempt.
+        discard_gradients(context.model_wrapped.parameters())
+        free_unused(context.accelerator.device)
+        lower_run_sizes(context, phase, reason, demand())
+        prepare()
+
+
+def lower_run_sizes(context: RunContext, phase: Phase, reason: str, demand: Demand) -> None:
+    """Replace the run by one with the next smaller sizes for `phase`; log and journal the change, on all ranks alike."""
+    run, ranks = context.run, context.run.strategy.ranks
+    most = Demand(*(int(number) for number in ranks.max([float(number) for number in vars(demand).values()])))
+    sizes = smaller_sizes(run.sizes, phase, most, offloads=_can_offload(context))
+    if sizes is None:
+        error = MemoryExhaustedError(
+            f"out of memory in phase {phase}, also with the smallest sizes ({_describe(run.sizes)}): {reason.rstrip('.')}. "
+            f"In memory were {_describe_memory(context)}. Shard over more ranks (FSDP2), store fewer bytes per parameter "
+            "(dtype='bfloat16', offload_optimizer), train an adapter, or shorten the sequences."
+        )
+        error.after_recovery = True
+        raise error
+    changed = {name: value for name, value in sizes.as_dict().items() if value != run.sizes.as_dict().get(name)}
+    changed.pop("lowered", None)
+    context.run = _run_with(context, sizes)
+    words = ", ".join(f"{name} {run.sizes.as_dict().get(name, False)} -> {value}" for name, value in changed.items())
+    logger.warning(
+        "Out of memory in phase %s: it runs again with %s, which stays for the run. (%s)", phase, words, reason
+    )
+    step = 0 if context.state is None else context.state.global_step
+    run.journal.write_event(step, "out of memory", phase=phase.value, reason=reason, **changed)
+
+
+def smaller_sizes(sizes: Sizes, phase: Phase, demand: Demand, *, offloads: bool = False) -> Sizes | None:
+    """Return the sizes for another attempt at `phase`; None if nothing of it can be smaller.
+
+    Passes split micro-batches in halves until each has one sequence, then chunks of log-probs; then training moves saved
+    activations to the host (`offloads`: if it can and does not yet). Engines halve the KV cache down to one sequence; a sync
+    of weights halves the slices.
+    """
+    if phase in _PASSES:
+        return _smaller_passes(sizes, demand, offloads and phase is Phase.TRAIN)
+    if phase in _ENGINES:
+        cache = _half(min(sizes.kv_cache_bytes, demand.cache_bytes or sizes.kv_cache_bytes))
+        return None if cache < max(1, demand.sequence_bytes) else sizes.lower(kv_cache_bytes=cache)
+    slice_bytes = sizes.slice_bytes // 2
+    return None if phase is not Phase.SYNC or slice_bytes < LEAST_SLICE else sizes.lower(slice_bytes=slice_bytes)
+
+
+def _smaller_passes(sizes: Sizes, demand: Demand, offloads: bool) -> Sizes | None:
+    if demand.batch_units > 1:
+        return sizes.lower(micro_batch_tokens=_half(min(sizes.micro_batch_tokens, demand.batch_tokens)))
+    if sizes.logprob_chunk_size > LEAST_CHUNK:
+        return sizes.lower(logprob_chunk_size=max(LEAST_CHUNK, _half(sizes.logprob_chunk_size)))
+    return sizes.lower(activation_offloading=True) if offloads and not sizes.activation_offloading else None
+
+
+def _half(value: int) -> int:
+    """Return the power of two that is at most half of `value`, and above a quarter of it."""
+    return 1 << max(0, (value // 2).bit_length() - 1)
+
+
+def _can_offload(context: RunContext) -> bool:
+    return has_device_memory(context.accelerator.device) and not context.acting_args.activation_offloading
+
+
+def _run_with(context: RunContext, sizes: Sizes) -> Run:
+    run = context.run.with_sizes(sizes)
+    if ACTIVATION_OFFLOAD not in sizes.lowered or ACTIVATION_OFFLOAD in context.run.sizes.lowered:
+        return run
+    offload = ActivationOffload(context.model_wrapped, AsyncHostMover(context.accelerator.device))
+    return replace(run, logprob_settings=replace(run.logprob_settings, activation_context=offload.saving))
+
+
+def _describe(sizes: Sizes) -> str:
+    return ", ".join(f"{name} {value}" for name, value in sizes.as_dict().items() if name not in ("layout", "lowered"))
+
+
+def _describe_memory(context: RunContext) -> str:
+    """Return the bytes of weights, gradients and optimizer states on this rank's device, and what is free."""
+    device, strategy = context.accelerator.device, context.run.strategy
+    weights = sum(shard.nbytes for shard in strategy.shards(context.model_wrapped).values())
+    gradients = sum(each.nbytes for p in context.model_wrapped.parameters() if (each := gradient_of(p)) is not None)
+    states = sum(each.nbytes for each in strategy.offloadable_tensors(context.model_wrapped, context.optimizer))
+    kinds = {"weights": weights, "gradients": gradients, "optimizer states": states, "free": free_bytes(device)}
+    return ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in kinds.items())
