@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lowpeak.memory import Phase, StorageMeter
 
@@ -18,7 +19,13 @@ class AllocationCap(StorageMeter):
         super().__init__(block=1)
         self.most, self.highest, self.num_errors = most, 0, 0
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._sizes or tensor.untyped_storage()._cdata in self._ignored
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if type(leaf) in (torch.Tensor, torch.nn.Parameter) and not self.knows(leaf):
+                self.ignore(leaf.untyped_storage())  # made before
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.live_bytes > self.most:
             del out

@@ -102,9 +102,12 @@ class RankError(LowpeakError, RuntimeError):
 
 
 class MemoryExhaustedError(LowpeakError, MemoryError):
-    """A phase ran out of memory; `after_recovery`: on all ranks, and smaller sizes were of no use."""
+    """A phase ran out of memory.
 
-    after_recovery = False
+    `on_all_ranks`: all ranks have agreed on the error. `after_recovery`: so they have, and the smallest sizes were of no use.
+    """
+
+    on_all_ranks = after_recovery = False
 
 
 class MissingPackageError(LowpeakError, ImportError):

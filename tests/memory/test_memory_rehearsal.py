@@ -70,14 +70,15 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_both_states():
     assert many.peak("optimizer") == one.peak("optimizer")
 
 
-def test_ddp_has_gradients_beside_its_buckets_until_the_last_micro_batch():
+def test_replicas_have_one_gradient_of_each_parameter_however_many_micro_batches_a_step_has():
     batches = micro_batches(8, 64, 4, 100)
     assert len(batches) > 1
-    ddp = {"placement": Placement(1, 2)}
-    one, several = (rehearse(lambda: make_model(WIDE), part, ALGORITHM, CORE, **ddp) for part in (batches[:1], batches))
-    size = one.phases["load"].device[Kind.WEIGHTS]
-    assert one.phases["load"].device[Kind.GRADIENTS] == pytest.approx(size, rel=0.001)
-    assert several.peak("backward") - one.peak("backward") > 0.8 * size
+    one, two = (
+        rehearse(lambda: make_model(WIDE), batches, ALGORITHM, CORE, placement=Placement(1, number))
+        for number in (1, 2)
+    )
+    piece = 4 << 22  # bytes of the small gradients that are averaged together
+    assert one.peak("backward") <= two.peak("backward") <= one.peak("backward") + piece
 
 
 def bytes_per_parameter(found: Rehearsal, config: Qwen2Config, world_size: int = 1) -> dict[str, float]:

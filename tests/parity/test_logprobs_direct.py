@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 
 from lowpeak.logprobs import ChunkSettings, HeadRequest, allows_inplace_grad, chunked_logprobs, fused_loss, install_head
@@ -209,26 +208,19 @@ def test_saved_tensors_that_go_elsewhere_and_come_back_change_nothing(tied, visi
     assert_same_gradients(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-def accelerated(kind=DistributedType.NO, scaler=None):
+def accelerated(scaler=None):
     """What a strategy reads off an accelerator to promise a scale."""
     return SimpleNamespace(
-        ddp_handler=None,
-        distributed_type=kind,
-        scaler=scaler,
-        device=torch.device("cpu"),
-        gradient_accumulation_steps=1,
-        parallelism_config=None,
+        scaler=scaler, device=torch.device("cpu"), gradient_accumulation_steps=1, parallelism_config=None
     )
 
 
-@pytest.mark.parametrize("kind", DistributedType)
 @pytest.mark.parametrize("scaler", [None, object()], ids=["", "scaler"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_no_scale_is_promised_where_something_must_see_gradients_on_their_way_or_ranks_average(kind, scaler, num_ranks):
-    strategy = Replicated(accelerated(kind, scaler))
+def test_no_scale_is_promised_where_a_loss_scaler_must_see_gradients_on_their_way(scaler, num_ranks):
+    strategy = Replicated(accelerated(scaler))
     strategy.ranks.world_size = num_ranks
-    plain = kind == DistributedType.NO and scaler is None and num_ranks == 1
-    assert strategy.inplace_grad_scale == (1.0 if plain else None)
+    assert strategy.inplace_grad_scale == (float(num_ranks) if scaler is None else None)
 
 
 def test_a_model_with_the_core_installed_compiles_whole():

@@ -29,7 +29,7 @@ from lowpeak.parallel.checkpoint_state import (
     torch_training_state,
     trained_parameters,
 )
-from lowpeak.parallel.gradients import average_gradients, place_optimizer, remove_sums
+from lowpeak.parallel.gradients import GradientAverage, place_optimizer, remove_sums
 from lowpeak.parallel.parameters import (
     FlatShard,
     ShardOf,
@@ -171,6 +171,10 @@ class Replicated(AccelerateStrategy):
     torch's DDP is not used: a forward and backward has no collective, so a rank can fail in it without the others waiting.
     """
 
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        self._average = GradientAverage(self.ranks, self._device) if self.ranks.world_size > 1 else None
+
     @property
     def inplace_grad_scale(self) -> float | None:
         if self._accelerator.scaler is not None:
@@ -187,8 +191,8 @@ class Replicated(AccelerateStrategy):
         return True
 
     def average_gradients(self, model: nn.Module) -> None:
-        if self.ranks.world_size > 1:
-            average_gradients(model.parameters(), self.ranks, self._device)
+        if self._average is not None:
+            self._average.average(model.parameters())
 
     def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> None:
         named = trained_parameters(self._unwrapped(model))
@@ -200,7 +204,7 @@ class Replicated(AccelerateStrategy):
 @contextmanager
 def prepare_without_ddp(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Iterator[None]:
     """Let `accelerator.prepare` build no DDP around a replicated model; broadcast rank 0's weights, as DDP does."""
-    if not isinstance(strategy, Replicated) or strategy.ranks.world_size == 1:
+    if not isinstance(strategy, Replicated):
         yield
         return
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
@@ -208,7 +212,8 @@ def prepare_without_ddp(accelerator: Accelerator, strategy: Strategy, model: nn.
         yield
     finally:
         del accelerator.prepare_model
-    _broadcast_weights(model, accelerator.device)
+    if strategy.ranks.world_size > 1:
+        _broadcast_weights(model, accelerator.device)
 
 
 _PIECE_BYTES = 8 << 20

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind, run_methods_inside
 from lowpeak.parallel.fsdp2 import reshard
-from lowpeak.parallel.gradients import average_gradients
 from lowpeak.parallel.parameters import FlatShard, fsdp_shard
 from lowpeak.parallel.partial_gather import Gatherer
 from lowpeak.parallel.strategy import TrainingStrategy
@@ -53,10 +52,6 @@ class FakeStrategy(TrainingStrategy):
     def backward(self, loss: Tensor, last: bool) -> None:
         self._begin("backward")
         loss.backward()
-
-    def average_gradients(self, model: nn.Module) -> None:
-        if self._inplace and self.ranks.world_size > 1:
-            average_gradients(model.parameters(), self.ranks, torch.device("cpu"))
 
 
 @contextmanager

@@ -98,14 +98,18 @@ class PassCollectives:
 
     def finish(self, root: nn.Module, run_masked: Callable[[], object]) -> None:
         """Run a masked pass without its first collectives, those that this rank took part in."""
+        unit = cast(FSDPModule, root)
+        unit.reset_iter_state()
         self._num_skipped = self._num_begun
         try:
-            cast(FSDPModule, root).reset_iter_state()
             run_masked()
         finally:
             self._num_begun = self._num_skipped = 0
+            unit.reset_iter_state()  # what a skipped gather left is not the weights
 
-    def _begin(self, *_: object) -> None:
+    def _begin(self, root: nn.Module, *_: object) -> None:
+        # A pass without gradients leaves embedding, norm and head gathered: the next one would have a collective less.
+        reshard(root)
         self._num_begun = 0
 
 

@@ -19,6 +19,7 @@ from lowpeak.parallel.checkpoint_state import first_position
 from lowpeak.ranks import Ranks
 
 _PIECE = 1 << 22  # values that are reduced, or widened for a norm, at a time
+_BUFFER_BYTES = 4 << 20
 
 
 def place_optimizer(
@@ -79,22 +80,41 @@ def _publish(parameter: nn.Parameter, bounds: list[int]) -> None:
         each.wait()
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks, device: torch.device) -> None:
-    """Average the gradients of replicas over ranks, in place; a rank without a gradient adds zeros.
+class GradientAverage:
+    """Averages gradients of replicas over ranks, in place and without an allocation: a rank must not fail between collectives.
 
-    Large ones are reduced piece by piece, small ones of the same dtype together.
+    Large gradients are reduced as they are; small ones, and those in host memory, in a buffer of a few MB.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    anywhere = ranks.max([float(gradient_of(parameter) is not None) for parameter in trained])
-    gradients = [_gradient_or_zeros(parameter) for parameter, present in zip(trained, anywhere, strict=True) if present]
-    for bucket in _buckets(gradients):
-        if len(bucket) == 1:
-            _all_reduce(bucket[0], device, ranks.world_size)
-            continue
-        joined = torch.cat(bucket)
-        _all_reduce(joined, device, ranks.world_size)
-        for gradient, average in zip(bucket, joined.split([each.numel() for each in bucket]), strict=True):
-            gradient.copy_(average)
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, device=device)
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average the gradients of these parameters; a rank without a gradient adds zeros."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        anywhere = self._ranks.max([float(gradient_of(parameter) is not None) for parameter in trained])
+        gradients = [
+            _gradient_or_zeros(parameter) for parameter, is_any in zip(trained, anywhere, strict=True) if is_any
+        ]
+        for bucket in _buckets(gradients, self._buffer.device):
+            if len(bucket) == 1 and self._reduces_in_place(bucket[0]):
+                self._average(bucket[0])
+                continue
+            joined = self._buffer.view(bucket[0].dtype)[: sum(each.numel() for each in bucket)]
+            pieces = joined.split([each.numel() for each in bucket])
+            for piece, gradient in zip(pieces, bucket, strict=True):
+                piece.copy_(gradient)
+            self._average(joined)
+            for piece, gradient in zip(pieces, bucket, strict=True):
+                gradient.copy_(piece)
+
+    def _reduces_in_place(self, gradient: Tensor) -> bool:
+        return gradient.device == self._buffer.device
+
+    def _average(self, values: Tensor) -> None:
+        dist.all_reduce(values)
+        values.div_(self._ranks.world_size)
 
 
 def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
@@ -110,15 +130,17 @@ def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.view(-1)
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield neighbouring gradients of one dtype and device whose sum is at most a piece; a larger one is alone."""
+def _buckets(gradients: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
+    """Yield neighbours of one dtype and device that fit into the buffer together; larger ones alone, or in pieces of it."""
     bucket: list[Tensor] = []
     for gradient in gradients:
-        fits = sum(each.numel() for each in bucket) + gradient.numel() <= _PIECE
-        if bucket and not (fits and (bucket[0].dtype, bucket[0].device) == (gradient.dtype, gradient.device)):
-            yield bucket
-            bucket = []
-        bucket.append(gradient)
+        most = _BUFFER_BYTES // gradient.element_size()
+        for piece in (gradient,) if gradient.device == device else gradient.split(most):
+            fits = sum(each.numel() for each in bucket) + piece.numel() <= most
+            if bucket and not (fits and (bucket[0].dtype, bucket[0].device) == (piece.dtype, piece.device)):
+                yield bucket
+                bucket = []
+            bucket.append(piece)
     if bucket:
         yield bucket
 
@@ -137,21 +159,13 @@ def sum_replicated_gradient(parameter: nn.Parameter, device: torch.device, group
     found, gradient = find_sum(parameter), parameter.grad
     if found is not None:
         total = found.total()
-        if total is not None:
-            _all_reduce(total, device, 1, group)
+        for piece in () if total is None else total.split(_PIECE):  # one in host memory passes through the device
+            here = piece.to(device)
+            dist.all_reduce(here, group=group)
+            if here is not piece:
+                piece.copy_(here)
     elif gradient is not None:
         dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
-
-
-def _all_reduce(total: Tensor, device: torch.device, divisor: int, group: Any = None) -> None:
-    """Sum flat values over a group, and divide them; those in host memory pass through the device."""
-    for piece in total.split(_PIECE):
-        here = piece.to(device)
-        dist.all_reduce(here, group=group)
-        if divisor > 1:
-            here.div_(divisor)
-        if here is not piece:
-            piece.copy_(here)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, device: torch.device) -> Tensor:

@@ -58,9 +58,13 @@ class GuardedPasses:
 
     def raise_on_all_ranks(self) -> None:
         """Raise MemoryExhaustedError on all ranks if a pass has failed on any; all ranks must call it."""
-        with self._strategy.ranks.propagate_errors():
-            if self._error is not None:
-                raise self._error
+        try:
+            with self._strategy.ranks.propagate_errors():
+                if self._error is not None:
+                    raise self._error
+        except MemoryExhaustedError as error:
+            error.on_all_ranks = True
+            raise
 
 
 def run_guarded(

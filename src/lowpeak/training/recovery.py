@@ -59,14 +59,16 @@ def retry_with_smaller_sizes(
 ) -> Result:
     """Return `attempt()`; after an out-of-memory error on any rank, lower the run's sizes and call it again.
 
-    All ranks must raise MemoryExhaustedError if one does. `demand` describes the attempt that failed, `prepare` comes before
-    the next one. Raises MemoryExhaustedError, `after_recovery` set, if the smallest sizes do not suffice.
+    All ranks must raise MemoryExhaustedError if one does; in training those count that are `on_all_ranks`. `demand` describes
+    the attempt that failed, `prepare` comes before the next one. Raises MemoryExhaustedError, `after_recovery` set, if the
+    smallest sizes do not suffice.
     """
     while True:
         try:
             return attempt()
         except MemoryExhaustedError as error:
-            if error.after_recovery or (phase in _PASSES and not context.run.strategy.survives_failed_passes):
+            is_single = context.run.strategy.ranks.processes.world_size == 1
+            if error.after_recovery or (phase is Phase.TRAIN and not (error.on_all_ranks or is_single)):
                 raise
             reason = str(error)
         # Outside of the except block: until it ends, the error's traceback keeps tensors of the attempt.

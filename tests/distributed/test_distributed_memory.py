@@ -1,0 +1,111 @@
+"""Memory runs out in one phase of a run, on one rank: the run goes on with smaller sizes, to the bits of a run that had them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from setups import TOLERANCE, assert_same_bits, build, forget, prepare, rank, result_of
+
+from allocation_cap import CappedPhases
+from child_processes import succeed_on_ranks
+from lowpeak.memory import Phase
+from preference_data import tiny_classifier
+from tiny_models import char_tokenizer
+
+LARGE: dict[str, Any] = {"micro_batch_tokens": 512, "logprob_chunk_size": 64, "kv_cache_bytes": 1 << 20}
+SMALL: dict[str, Any] = {"micro_batch_tokens": 8, "logprob_chunk_size": 16, "kv_cache_bytes": 1 << 14}
+ROLLOUT: dict[str, Any] = {"max_completion_length": 24}
+ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GRPO, reused rollouts": ("GRPO", {**ROLLOUT, "num_iterations": 2, "beta": 0.1}),
+    "RLOO": ("RLOO", {**ROLLOUT, "beta": 0.1}),
+    "PPO": ("PPO", {**ROLLOUT, "num_iterations": 2}),
+    "OnlineDPO": ("OnlineDPO", ROLLOUT),
+    "SFT": ("SFT", {}),
+    "Reward": ("Reward", {}),
+}
+ONLINE = (Phase.ROLLOUT, Phase.SCORE, Phase.TRAIN)
+STRATEGIES = {"fsdp2": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A phase in which `victim` has half of what the large sizes take beyond the small ones."""
+
+    strategy: str
+    algorithm: str
+    phase: Phase
+    victim: int
+
+    def __str__(self) -> str:
+        return f"{self.strategy}-{self.algorithm}-{self.phase.value}-{self.victim}"
+
+
+def cases_of(strategy: str) -> Iterator[Case]:
+    for algorithm in ALGORITHMS:
+        phases = (Phase.TRAIN,) if algorithm in ("SFT", "Reward") else ONLINE
+        for phase in phases:
+            for victim in range(STRATEGIES[strategy]):
+                yield Case(strategy, algorithm, phase, victim)
+
+
+CASES = [case for strategy in STRATEGIES for case in cases_of(strategy)]
+
+
+def sizes_for(algorithm: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    left_out = {"SFT": ("kv_cache_bytes",), "Reward": ("kv_cache_bytes", "logprob_chunk_size")}.get(algorithm, ())
+    return {name: value for name, value in sizes.items() if name in LARGE and name not in left_out}
+
+
+def run(strategy: str, algorithm: str, folder: Path, sizes: Mapping[str, Any], caps: dict[Phase, int]) -> Any:
+    """A trainer of two steps that has trained; what its phases took; its result."""
+    name, arguments = ALGORITHMS[algorithm]
+    given = {**prepare(strategy), "max_steps": 2, **arguments, **sizes_for(algorithm, sizes)}
+    model = tiny_classifier(len(char_tokenizer())) if algorithm == "Reward" else None
+    trainer = build(name, folder, given, model)
+    phases = CappedPhases(trainer, caps)
+    trainer.train()
+    result = {**result_of(trainer), "sizes": trainer.run.sizes.as_dict(), "highest": phases.highest}
+    forget()
+    return result
+
+
+def each_case(place: Path, out: Path, strategy: str) -> None:
+    for algorithm in ALGORITHMS:
+        large = run(strategy, algorithm, out / "large", LARGE, {})
+        small = run(strategy, algorithm, out / "small", SMALL, {})
+        same_sizes: dict[str, Any] = {}
+        for case in cases_of(strategy):
+            if case.algorithm != algorithm:
+                continue
+            phase = case.phase.value
+            cap = (large["highest"][phase] + small["highest"][phase]) // 2
+            found = run(strategy, algorithm, out / str(case), LARGE, {case.phase: cap} if rank() == case.victim else {})
+            sizes = sizes_for(algorithm, found["sizes"])
+            key = repr(sizes)
+            if key not in same_sizes:
+                same_sizes[key] = run(strategy, algorithm, out / "same", sizes, {})
+            if rank() == 0:
+                torch.save([found, same_sizes[key], large], out / f"{case}.pt")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    out = tmp_path_factory.mktemp("memory")
+    for strategy, world_size in STRATEGIES.items():
+        succeed_on_ranks(each_case, out / strategy, out, strategy, world_size=world_size, seconds=900)
+    return lambda case: torch.load(out / f"{case}.pt", weights_only=False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_phase_that_runs_out_of_memory_runs_again_to_the_bits_of_a_run_with_the_smaller_sizes(runs, case):
+    found, same, large = runs(case)
+    expected = {Phase.ROLLOUT: ["kv_cache_bytes"]}.get(case.phase, found["sizes"]["lowered"])
+    assert found["sizes"]["lowered"] == expected != []
+    assert_same_bits(found["weights"], same["weights"])
+    for name, values in large["weights"].items():
+        torch.testing.assert_close(found["weights"][name], values, atol=TOLERANCE, rtol=0)
