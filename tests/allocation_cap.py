@@ -41,12 +41,12 @@ class CappedPhases:
     def __init__(self, trainer: Any, caps: dict[Phase, int]) -> None:
         self.highest: dict[str, int] = {}
         self.num_errors = 0
-        self._caps, self._phase = caps, trainer.run.tracker.phase
+        self.caps, self._phase = caps, trainer.run.tracker.phase
         trainer.run.tracker.phase = self.phase
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        cap = AllocationCap(self._caps.get(phase, 1 << 60))
+        cap = AllocationCap(self.caps.get(phase, 1 << 60))
         try:
             with self._phase(phase), cap:
                 yield

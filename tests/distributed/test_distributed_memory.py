@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from setups import TOLERANCE, assert_same_bits, build, forget, prepare, rank, result_of
+from setups import TOLERANCE, assert_same_bits, build, error_of, forget, note, noted, prepare, rank, result_of
+from transformers import TrainerCallback
 
 from allocation_cap import CappedPhases
-from child_processes import succeed_on_ranks
+from child_processes import run_ranks, succeed_on_ranks
+from lowpeak.journal import read_rows
 from lowpeak.memory import Phase
 from preference_data import tiny_classifier
 from tiny_models import char_tokenizer
@@ -24,12 +28,12 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO, reused rollouts": ("GRPO", {**ROLLOUT, "num_iterations": 2, "beta": 0.1}),
     "RLOO": ("RLOO", {**ROLLOUT, "beta": 0.1}),
     "PPO": ("PPO", {**ROLLOUT, "num_iterations": 2}),
-    "OnlineDPO": ("OnlineDPO", ROLLOUT),
+    "OnlineDPO": ("OnlineDPO", {"max_completion_length": 48}),
     "SFT": ("SFT", {}),
     "Reward": ("Reward", {}),
 }
 ONLINE = (Phase.ROLLOUT, Phase.SCORE, Phase.TRAIN)
-STRATEGIES = {"fsdp2": 2}
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp2": 2, "zero3": 2}
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,15 @@ class Case:
     victim: int
 
     def __str__(self) -> str:
-        return f"{self.strategy}-{self.algorithm}-{self.phase.value}-{self.victim}"
+        algorithm = self.algorithm.partition(",")[0]
+        return f"{self.strategy}-{algorithm}-{self.phase.value}-{self.victim}"
 
 
 def cases_of(strategy: str) -> Iterator[Case]:
     for algorithm in ALGORITHMS:
         phases = (Phase.TRAIN,) if algorithm in ("SFT", "Reward") else ONLINE
+        if strategy == "zero3":  # its passes cannot go on after an error
+            phases = tuple(phase for phase in phases if phase is Phase.ROLLOUT)
         for phase in phases:
             for victim in range(STRATEGIES[strategy]):
                 yield Case(strategy, algorithm, phase, victim)
@@ -75,7 +82,7 @@ def run(strategy: str, algorithm: str, folder: Path, sizes: Mapping[str, Any], c
 
 
 def each_case(place: Path, out: Path, strategy: str) -> None:
-    for algorithm in ALGORITHMS:
+    for algorithm in {case.algorithm: case for case in cases_of(strategy)}:
         large = run(strategy, algorithm, out / "large", LARGE, {})
         small = run(strategy, algorithm, out / "small", SMALL, {})
         same_sizes: dict[str, Any] = {}
@@ -96,9 +103,16 @@ def each_case(place: Path, out: Path, strategy: str) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("memory")
-    for strategy, world_size in STRATEGIES.items():
-        succeed_on_ranks(each_case, out / strategy, out, strategy, world_size=world_size, seconds=900)
-    return lambda case: torch.load(out / f"{case}.pt", weights_only=False)
+
+    @cache
+    def run_all(strategy: str) -> None:
+        succeed_on_ranks(each_case, out / strategy, out, strategy, world_size=STRATEGIES[strategy], seconds=900)
+
+    def results_of(case: Case) -> Any:
+        run_all(case.strategy)
+        return torch.load(out / f"{case}.pt", weights_only=False)
+
+    return results_of
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -109,3 +123,46 @@ def test_a_phase_that_runs_out_of_memory_runs_again_to_the_bits_of_a_run_with_th
     assert_same_bits(found["weights"], same["weights"])
     for name, values in large["weights"].items():
         torch.testing.assert_close(found["weights"][name], values, atol=TOLERANCE, rtol=0)
+
+
+def ending_case(place: Path, out: Path, strategy: str, victim: int, phase: str) -> None:
+    """A run whose strategy cannot go on after an error in a pass; then the same run, resumed without the cap."""
+    name, arguments = ALGORITHMS["GRPO, reused rollouts"]
+    given = {**prepare(strategy), **arguments, **LARGE, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer = build(name, out / "run", given)
+    phases = CappedPhases(trainer, {})
+    if rank() == victim:
+        trainer.add_callback(CapAfter(2, phases, Phase(phase)))
+    note(place, error=error_of(trainer.train))
+
+
+def resumed_case(place: Path, out: Path, strategy: str) -> None:
+    name, arguments = ALGORITHMS["GRPO, reused rollouts"]
+    given = {**prepare(strategy), **arguments, **LARGE, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer = build(name, out / "run", given)
+    trainer.train(resume_from_checkpoint=True)
+    note(place, lowered=trainer.run.sizes.as_dict().get("lowered"), steps=trainer.state.global_step)
+
+
+class CapAfter(TrainerCallback):
+    """Caps a phase from a step on, at what has always been too little."""
+
+    def __init__(self, step: int, phases: CappedPhases, phase: Phase) -> None:
+        self._step, self._phases, self._phase = step, phases, phase
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self._phases.caps[self._phase] = 1000
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("phase", [Phase.SCORE, Phase.TRAIN])
+def test_under_zero3_the_run_ends_within_seconds_and_is_resumed_with_smaller_sizes(tmp_path, victim, phase):
+    # A hang would take until the limit of collectives, half an hour.
+    run_ranks(ending_case, tmp_path / "first", tmp_path, "zero3", victim, phase.value, seconds=90)
+    recorded = json.loads((tmp_path / "run/.lowpeak.sizes.json").read_text())
+    assert (recorded["phase"], list(recorded["sizes"])) == (phase.value, ["micro_batch_tokens"])
+    succeed_on_ranks(resumed_case, tmp_path / "again", tmp_path, "zero3")
+    found = noted(tmp_path / "again", 0)
+    assert (found["lowered"], found["steps"]) == (["micro_batch_tokens"], 4)
+    assert [row["event"] for row in read_rows(tmp_path / "run/journal", "events")] == ["resumed", "out of memory"]

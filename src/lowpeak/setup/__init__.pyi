@@ -1,4 +1,5 @@
 from lowpeak.setup.elastic_restart import limit_collectives_on_cpu as limit_collectives_on_cpu
+from lowpeak.setup.elastic_restart import num_restarts as num_restarts
 from lowpeak.setup.elastic_restart import record_launch as record_launch
 from lowpeak.setup.elastic_restart import renew_master_port as renew_master_port
 from lowpeak.setup.optimization import check_best_metric as check_best_metric

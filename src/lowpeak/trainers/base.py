@@ -55,6 +55,7 @@ from lowpeak.training import (
     check_training_state,
     gather_metrics,
     gather_usage,
+    guard_passes,
     require_finite_step,
     retry_with_smaller_sizes,
     run_step,
@@ -213,7 +214,8 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
                 restore_rng_state(random)
                 model.train()
             failed, run = True, self.run
-            algorithm, guard = step.observer.attach(run.algorithm), run.guard_passes(model)
+            algorithm = step.observer.attach(run.algorithm)
+            guard = guard_passes(self, Phase.TRAIN, step.micro_batches)
             with run.tracker.phase(Phase.TRAIN):
                 return run_step(
                     model, step.micro_batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard

@@ -17,9 +17,10 @@ from lowpeak.checkpoint import RunState, stage_files
 from lowpeak.memory import Phase
 from lowpeak.optim import clear_low_bits, loading_states
 from lowpeak.parallel import has_shards, prepare_without_ddp
-from lowpeak.setup import clear_output_dir
+from lowpeak.setup import clear_output_dir, num_restarts
 from lowpeak.training import (
     Run,
+    apply_recorded_sizes,
     check_loaded_names,
     explain_load_errors,
     export_model,
@@ -85,6 +86,7 @@ class CheckpointingTrainer(Trainer):
                 self.load_states(Path(resume_from_checkpoint))
         step = None if resumed is None else resumed.policy_version
         ranks.call_on_first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
+        apply_recorded_sizes(self, is_new=step is None and not num_restarts())
         return prepared
 
     def load_states(self, checkpoint: Path) -> None:

@@ -34,6 +34,8 @@ from lowpeak.training.planned_memory import run_description as run_description
 from lowpeak.training.prepare_run import OnlineInputs as OnlineInputs
 from lowpeak.training.prepare_run import prepare_online as prepare_online
 from lowpeak.training.recovery import Demand as Demand
+from lowpeak.training.recovery import apply_recorded_sizes as apply_recorded_sizes
+from lowpeak.training.recovery import guard_passes as guard_passes
 from lowpeak.training.recovery import lower_run_sizes as lower_run_sizes
 from lowpeak.training.recovery import retry_with_smaller_sizes as retry_with_smaller_sizes
 from lowpeak.training.recovery import smaller_sizes as smaller_sizes

@@ -154,7 +154,7 @@ class RolloutCollector:
 
     def _demand(self, prompts: Sequence[Prompt], sampling: Sampling) -> Demand:
         """Return the KV cache that these sequences would fill on a rank."""
-        policy = causal_lm(self.context.model_wrapped)
+        policy = causal_lm(self.context.accelerator.unwrap_model(self.context.model_wrapped))
         tokens = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
         num_sequences = -(-len(prompts) * sampling.num_generations // self._ranks.world_size)
         per_sequence = tokens * bytes_per_token(policy)

@@ -22,11 +22,18 @@ class GuardedPasses:
     """Runs passes until one runs out of memory; after that this rank only takes part in the others' collectives.
 
     `masked` is the micro-batch of these passes. What ranks computed beside a failed pass is discarded: `raise_on_all_ranks`
-    comes after the last pass.
+    comes after the last pass. `before_end` is called for an error that will end the run on all ranks.
     """
 
-    def __init__(self, model: nn.Module, strategy: TrainingStrategy, device: torch.device, masked: MicroBatch) -> None:
-        self._model, self._strategy, self._device = model, strategy, device
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: TrainingStrategy,
+        device: torch.device,
+        masked: MicroBatch,
+        before_end: Callable[[str], object] = lambda reason: None,
+    ) -> None:
+        self._model, self._strategy, self._device, self._before_end = model, strategy, device, before_end
         self.masked = masked
         self._error: MemoryExhaustedError | None = None
 
@@ -39,7 +46,10 @@ class GuardedPasses:
             try:
                 return run_pass(batch)
             except (MemoryError, RuntimeError) as error:
-                if not (is_out_of_memory(error) and self._strategy.survives_failed_passes):
+                if not is_out_of_memory(error):
+                    raise
+                if not self._strategy.survives_failed_passes:
+                    self._before_end(first_line(error))
                     raise
                 self._error = MemoryExhaustedError(first_line(error))
             # Outside of the except block: until it ends, the error's traceback keeps the tensors of the failed pass.

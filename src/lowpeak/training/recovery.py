@@ -6,23 +6,28 @@ sizes stay for the run, are journaled with the reason, and are in its checkpoint
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
+from lowpeak.batching import masked_batch
 from lowpeak.errors import MemoryExhaustedError
 from lowpeak.memory import ActivationOffload, AsyncHostMover, Phase, free_bytes, has_device_memory
 from lowpeak.optim import gradient_of
 from lowpeak.parallel import discard_gradients
 from lowpeak.records import MicroBatch, Unit
-from lowpeak.training.guarded_passes import free_unused
+from lowpeak.training.guarded_passes import GuardedPasses, free_unused
 from lowpeak.training.run import Run, RunContext
 from lowpeak.training.run_sizes import ACTIVATION_OFFLOAD, Sizes
 
 logger = logging.getLogger(__name__)
 
 LEAST_CHUNK = 16  # tokens whose logits are in memory together: below it, a pass takes longer and hardly less
+SIZES_FILE = ".lowpeak.sizes.json"  # in output_dir
 LEAST_SLICE = 1 << 18  # bytes of a slice of weights
 _PASSES = (Phase.SCORE, Phase.TRAIN)
 _ENGINES = (Phase.ROLLOUT, Phase.EVALUATE)
@@ -100,6 +105,57 @@ def lower_run_sizes(context: RunContext, phase: Phase, reason: str, demand: Dema
     )
     step = 0 if context.state is None else context.state.global_step
     run.journal.write_event(step, "out of memory", phase=phase.value, reason=reason, **changed)
+
+
+def guard_passes(context: RunContext, phase: Phase, batches: Sequence[MicroBatch]) -> GuardedPasses:
+    """Return a guard of the policy's passes on these micro-batches.
+
+    Where a failed pass ends the run (ZeRO, tensor parallelism), the next smaller sizes are recorded in the output folder first,
+    for the ranks that a launcher or the user starts again.
+    """
+    run = context.run
+    record = partial(_record_smaller_sizes, context, phase, Demand.of_batches(batches, run.algorithm.unit))
+    device = context.accelerator.device
+    return GuardedPasses(context.model_wrapped, run.strategy, device, masked_batch(run.budget), record)
+
+
+def _record_smaller_sizes(context: RunContext, phase: Phase, demand: Demand, reason: str) -> None:
+    sizes = smaller_sizes(context.run.sizes, phase, demand, offloads=_can_offload(context))
+    if sizes is None:
+        return
+    path = Path(context.args.output_dir) / SIZES_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = {name: getattr(sizes, name) for name in sizes.lowered}
+    partial_path = path.with_name(f"{path.name}.{context.args.process_index}")
+    partial_path.write_text(json.dumps({"phase": phase.value, "reason": reason, "sizes": values}), encoding="utf-8")
+    partial_path.replace(path)
+    logger.warning(
+        "Out of memory in phase %s, where %s cannot go on: the run ends. Resumed or restarted it continues with %s.",
+        *(phase, type(context.run.strategy).__name__, ", ".join(f"{name} {value}" for name, value in values.items())),
+    )
+
+
+def apply_recorded_sizes(context: RunContext, *, is_new: bool) -> None:
+    """Lower the sizes of a run that is resumed or restarted to those that were recorded when it ended; all ranks call it.
+
+    A new run forgets those of an earlier one in its folder.
+    """
+    path, run = Path(context.args.output_dir) / SIZES_FILE, context.run
+    found: dict[str, Any] = run.strategy.ranks.processes.call_on_first(lambda: _read_record(path, remove=is_new))
+    if not found:
+        return
+    lower = {name: value for name, value in found["sizes"].items() if value != getattr(run.sizes, name)}
+    context.run = _run_with(context, run.sizes.lower(**lower))
+    step = 0 if context.state is None else context.state.global_step
+    run.journal.write_event(step, "out of memory", phase=found["phase"], reason=found["reason"], **lower)
+
+
+def _read_record(path: Path, *, remove: bool) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found: dict[str, Any] = {} if remove else json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    return found
 
 
 def smaller_sizes(sizes: Sizes, phase: Phase, demand: Demand, *, offloads: bool = False) -> Sizes | None:

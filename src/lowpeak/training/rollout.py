@@ -21,7 +21,7 @@ from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
 from lowpeak.rewards import RewardedCompletions
-from lowpeak.training.recovery import Demand, retry_with_smaller_sizes
+from lowpeak.training.recovery import Demand, guard_passes, retry_with_smaller_sizes
 from lowpeak.training.run import Run, RunContext
 from lowpeak.training.step import score
 from lowpeak.training.token_values import TokenObserver
@@ -79,7 +79,7 @@ def _score_batches(
     context: RunContext, records: Sequence[Record], batches: Sequence[MicroBatch], needs: frozenset[Need]
 ) -> Scores:
     run, model = context.run, context.model_wrapped
-    guard = run.guard_passes(model)
+    guard = guard_passes(context, Phase.SCORE, batches)
     passes: dict[str, list[dict[str, Tensor]]] = {}
     if needs & {"old", "entropy", "values"}:
         request_fields = {"entropy": "entropy" in needs, "values": "values" in needs}

@@ -13,7 +13,7 @@ from transformers.trainer_callback import ProgressCallback, TrainerCallback
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import StorageFormat
-from lowpeak.batching import Budget, masked_batch
+from lowpeak.batching import Budget
 from lowpeak.checkpoint import RunState
 from lowpeak.errors import MemoryExhaustedError, first_line
 from lowpeak.journal import Journal
@@ -22,7 +22,6 @@ from lowpeak.models import Reference
 from lowpeak.optim import find_compact, warn_of_lost_updates
 from lowpeak.parallel import Strategy
 from lowpeak.records import Metric
-from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.planned_memory import PlannedMemory
 from lowpeak.training.run_sizes import Sizes
 from lowpeak.training.signals import Interrupts
@@ -70,10 +69,6 @@ class Run:
     def writes_shards(self) -> bool:
         """Whether checkpoints have sharded training states: trained weights in fp32, and optimizer states."""
         return self.loads_only_shards or self.storage is not None
-
-    def guard_passes(self, model: nn.Module) -> GuardedPasses:
-        """Return a guard for passes of `model` within the run's sizes."""
-        return GuardedPasses(model, self.strategy, self.logprob_settings.device, masked_batch(self.budget))
 
     def with_sizes(self, sizes: Sizes) -> Run:
         """Return this run with every pass within `sizes`."""
