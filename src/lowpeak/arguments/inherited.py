@@ -5,16 +5,15 @@ All others always act. A key of `NEVER_ACT` or `ACT_IF` may be missing in the in
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 from lowpeak.arguments.declare import EffectCondition, never
-from lowpeak.arguments.parallelism import is_switched_on
 
 _NO_LOADER = "a cursor draws the rows, there is no data loader; remove it"
 _EVALUATION = "evaluation runs in micro-batches under a token budget, as training does; remove it"
 _COMPILED = "batches differ in size, and each new size would recompile the model; remove it"
+_NO_DDP = "replicas average their gradients once, after a step's last backward, without torch's DDP; remove it"
 _NO_LABELS = "the loss uses the tokens' log-probs, not labels; remove it"
 
 # Ignoring these would change what is learned, so they are errors.
@@ -46,6 +45,8 @@ _CHANGES_NOTHING: dict[str, str] = {
     "save_on_each_node": "all ranks write one checkpoint to a folder that all hosts share; remove it",
     "use_cache": "generation always uses a KV cache and training never does; remove it",
     "include_num_input_tokens_seen": "num_tokens is always logged; remove it",
+    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb"), _NO_DDP),
+    **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), _NO_DDP),
     "enable_jit_checkpoint": "SIGTERM and SIGINT always finish the step and save; remove it",
 }
 NEVER_ACT: dict[str, EffectCondition] = {
@@ -94,16 +95,6 @@ def _schedule(holds: Callable[[Any], bool]) -> EffectCondition:
     )
 
 
-def _is_ddp(args: Any) -> bool:
-    shards = (
-        args.fsdp
-        or args.deepspeed_plugin
-        or args.model_parallel.tensor > 1
-        or is_switched_on(os.environ, "ACCELERATE_USE_FSDP")
-    )
-    return bool(args.world_size > 1 and not shards)
-
-
 def _evaluates(args: Any) -> bool:
     return bool(args.eval_strategy != "no")
 
@@ -118,9 +109,6 @@ _UPLOADING = "push_to_hub is off, so the run uploads nothing; set push_to_hub=Tr
 _ON_HUB = _if(lambda args: args.push_to_hub, _UPLOADING, keeps_value=True)
 _TRACKIO = _if(
     lambda args: "trackio" in args.report_to, "report_to has no trackio; add it or remove this", keeps_value=True
-)
-_DDP = _if(
-    _is_ddp, "the run has one process, or shards its parameters or optimizer states, so DDP is not used; remove it"
 )
 _SEVERAL_PROCESSES = _if(lambda args: args.world_size > 1, "the run has one process; remove it")
 _CHECKPOINTED = _if(
@@ -178,8 +166,6 @@ ACT_IF: dict[str, EffectCondition] = {
     "warmup_steps": _schedule(_warms_up),
     **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), _CHECKPOINTED),
     "fsdp_config": _if(lambda args: args.fsdp, "fsdp is not set; set fsdp=True or remove it"),
-    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb"), _DDP),
-    **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), _DDP),
     **dict.fromkeys(("ddp_backend", "ddp_timeout", "log_level_replica", "log_on_each_node"), _SEVERAL_PROCESSES),
 }
 # Fields of accelerator_config without effect, with their defaults; None is also ignored.

@@ -25,6 +25,7 @@ from lowpeak.memory.usage import Kind, PhaseMemory
 from lowpeak.models import convert_trainable, is_peft, keep_critic_trainable
 from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device, find_sum
 from lowpeak.parallel import (
+    AVERAGE_BYTES,
     FakeStrategy,
     Strategy,
     clip_grad_norm,
@@ -230,6 +231,9 @@ class _Stage:
             optimizer = _compact_optimizer(named, self._storage, self.host, placement)
         self._trained = list(named.values())
         self._meter.before_snapshot = self._tag_gradients
+        if placement.shards == 1 and placement.replicas > 1:
+            with self._meter.counting_as(Kind.BUCKETS):
+                self._average = torch.empty(AVERAGE_BYTES, dtype=torch.uint8)
         return optimizer
 
     def _tag_gradients(self) -> None:

@@ -27,6 +27,7 @@ from lowpeak.parallel.fake_ranks import prepare_like_accelerate as prepare_like_
 from lowpeak.parallel.fake_ranks import tag_fsdp_memory as tag_fsdp_memory
 from lowpeak.parallel.fake_ranks import wrap_shape_propagation as wrap_shape_propagation
 from lowpeak.parallel.fsdp2 import Fsdp2 as Fsdp2
+from lowpeak.parallel.gradients import AVERAGE_BYTES as AVERAGE_BYTES
 from lowpeak.parallel.gradients import clip_grad_norm as clip_grad_norm
 from lowpeak.parallel.gradients import discard_gradients as discard_gradients
 from lowpeak.parallel.gradients import place_optimizer as place_optimizer

@@ -19,7 +19,7 @@ from lowpeak.parallel.checkpoint_state import first_position
 from lowpeak.ranks import Ranks
 
 _PIECE = 1 << 22  # values that are reduced, or widened for a norm, at a time
-_BUFFER_BYTES = 4 << 20
+AVERAGE_BYTES = 4 << 20  # of the buffer in which small gradients are averaged
 
 
 def place_optimizer(
@@ -88,7 +88,7 @@ class GradientAverage:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
-        self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, device=device)
+        self._buffer = torch.empty(AVERAGE_BYTES, dtype=torch.uint8, device=device)
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of these parameters; a rank without a gradient adds zeros."""
@@ -134,7 +134,7 @@ def _buckets(gradients: Sequence[Tensor], device: torch.device) -> Iterator[list
     """Yield neighbours of one dtype and device that fit into the buffer together; larger ones alone, or in pieces of it."""
     bucket: list[Tensor] = []
     for gradient in gradients:
-        most = _BUFFER_BYTES // gradient.element_size()
+        most = AVERAGE_BYTES // gradient.element_size()
         for piece in (gradient,) if gradient.device == device else gradient.split(most):
             fits = sum(each.numel() for each in bucket) + piece.numel() <= most
             if bucket and not (fits and (bucket[0].dtype, bucket[0].device) == (piece.dtype, piece.device)):

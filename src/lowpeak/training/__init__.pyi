@@ -36,13 +36,11 @@ from lowpeak.training.prepare_run import prepare_online as prepare_online
 from lowpeak.training.recovery import Demand as Demand
 from lowpeak.training.recovery import apply_recorded_sizes as apply_recorded_sizes
 from lowpeak.training.recovery import guard_passes as guard_passes
-from lowpeak.training.recovery import lower_run_sizes as lower_run_sizes
 from lowpeak.training.recovery import retry_with_smaller_sizes as retry_with_smaller_sizes
 from lowpeak.training.recovery import smaller_sizes as smaller_sizes
 from lowpeak.training.rollout import Rollout as Rollout
 from lowpeak.training.rollout import StepBatches as StepBatches
 from lowpeak.training.rollout import make_step_batches as make_step_batches
-from lowpeak.training.rollout import observe_records as observe_records
 from lowpeak.training.rollout import records_of_step as records_of_step
 from lowpeak.training.rollout import score_records as score_records
 from lowpeak.training.rollout import trained_records as trained_records

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -188,7 +189,8 @@ def _half(value: int) -> int:
 
 
 def _can_offload(context: RunContext) -> bool:
-    return has_device_memory(context.accelerator.device) and not context.acting_args.activation_offloading
+    is_kept = context.run.logprob_settings.activation_context is nullcontext
+    return is_kept and has_device_memory(context.accelerator.device)
 
 
 def _run_with(context: RunContext, sizes: Sizes) -> Run:

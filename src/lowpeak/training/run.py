@@ -103,7 +103,6 @@ class RunContext(Protocol):
 
     run: Run
     args: Any
-    acting_args: Any
     state: Any
     accelerator: Any
     model_wrapped: nn.Module

@@ -1,0 +1,59 @@
+"""Which sizes a phase that ran out of memory gets next, and what of them checkpoints and resumed runs have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lowpeak.arguments import MemorySettings
+from lowpeak.memory import Phase
+from lowpeak.training import Demand, Sizes, choose_layout, smaller_sizes
+
+SIZES = Sizes(4096, 64, 1 << 30, choose_layout(MemorySettings(), None))
+ONE_EACH = Demand(batch_tokens=700, batch_units=1)
+
+
+@pytest.mark.parametrize("phase", [Phase.SCORE, Phase.TRAIN])
+def test_passes_halve_what_micro_batches_had_then_chunks_and_then_nothing(phase):
+    split = smaller_sizes(SIZES, phase, Demand(batch_tokens=3000, batch_units=4))
+    assert (split.micro_batch_tokens, split.logprob_chunk_size) == (1024, 64)
+    chunks = [64]
+    sizes = split
+    while (smaller := smaller_sizes(sizes, phase, ONE_EACH)) is not None:
+        sizes = smaller
+        chunks.append(sizes.logprob_chunk_size)
+    assert chunks == [64, 32, 16]
+    assert sizes.micro_batch_tokens == 1024
+    assert sizes.lowered == {"micro_batch_tokens", "logprob_chunk_size"}
+
+
+def test_training_alone_offloads_activations_at_last_and_once():
+    least = replace(SIZES, logprob_chunk_size=16)
+    assert smaller_sizes(least, Phase.SCORE, ONE_EACH, offloads=True) is None
+    offloading = smaller_sizes(least, Phase.TRAIN, ONE_EACH, offloads=True)
+    assert offloading.activation_offloading
+    assert smaller_sizes(offloading, Phase.TRAIN, ONE_EACH, offloads=True) is None
+
+
+def test_generation_halves_the_cache_that_its_sequences_would_fill_down_to_one_sequence():
+    demand = Demand(cache_bytes=5 << 20, sequence_bytes=1 << 20)
+    sizes, caches = SIZES, []
+    while (smaller := smaller_sizes(sizes, Phase.ROLLOUT, demand)) is not None:
+        sizes = smaller
+        caches.append(sizes.kv_cache_bytes >> 20)
+    assert caches == [2, 1]
+
+
+def test_a_sync_halves_its_slices_and_other_phases_have_no_size():
+    assert smaller_sizes(SIZES, Phase.SYNC, Demand()).slice_bytes == SIZES.slice_bytes // 2
+    assert smaller_sizes(replace(SIZES, slice_bytes=1 << 18), Phase.SYNC, Demand()) is None
+    assert smaller_sizes(SIZES, Phase.OPTIMIZER, Demand()) is None
+
+
+def test_a_resumed_run_has_lowered_sizes_whatever_the_arguments_say():
+    lowered = smaller_sizes(SIZES, Phase.TRAIN, Demand(batch_tokens=3000, batch_units=4))
+    memory = MemorySettings(micro_batch_tokens=4096, logprob_chunk_size=32, kv_cache_bytes=None)
+    resumed = SIZES.resumed(lowered.as_dict(), memory)
+    assert (resumed.micro_batch_tokens, resumed.logprob_chunk_size, resumed.lowered) == (1024, 64, lowered.lowered)
+    assert "lowered" not in SIZES.as_dict()
