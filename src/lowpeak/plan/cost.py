@@ -24,7 +24,7 @@ LINK_SHARE = 0.7
 _EXPOSED = 0.2
 _LAYER_LATENCY = {"cuda": 2e-4, "cpu": 3e-4}  # seconds of a layer's forward, however few tokens it has
 _COLLECTIVE_LATENCY = 3e-5  # seconds of a collective inside a host, however small
-_HALF = 2
+_HALF, _FULL = 2, 4  # bytes of a number in bf16 and fp32
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Work:
     num_batches                micro-batches of a step
     steps                      steps that a rollout serves
     checkpointing              whether activations are recomputed
+    in_bf16                    whether passes compute in bf16, as they do on every GPU
     """
 
     parameters: int
@@ -66,6 +67,7 @@ class Work:
     gathered_share: float = 1.0
     update_bytes: int = 0
     host_bytes: int = 0
+    in_bf16: bool = True
 
 
 def step_seconds(work: Work, machine: Machine, factors: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -83,11 +85,11 @@ def _rollout(work: Work, machine: Machine) -> float:
     if not work.sequences:
         return 0.0
     card, parts = machine.card, work.tensor_parallel
-    flops, bandwidth = FLOPS_SHARE * card.flops, BANDWIDTH_SHARE * card.bandwidth
+    flops, bandwidth = _flops(work, machine), BANDWIDTH_SHARE * card.bandwidth
     prefill = 2 * work.active_parameters / parts * work.prompts * work.prompt / flops
     slots = max(1, min(work.slots, work.sequences))
     waves = -(-work.sequences // slots)
-    weights = _HALF * work.parameters / parts
+    weights = (_HALF if work.in_bf16 else _FULL) * work.parameters / parts
     cache = slots * work.kv_bytes / parts * (work.prompt + work.completion / 2)
     gather = _HALF * work.parameters * _is_sharded(work.strategy) / _link(machine, work.strategy)
     gathers = (1 - work.gathered_share) * gather
@@ -97,6 +99,11 @@ def _rollout(work: Work, machine: Machine) -> float:
     return gather + prefill + waves * work.completion * (max(token, _pass_latency(work, machine)) + gathers + sums)
 
 
+def _flops(work: Work, machine: Machine) -> float:
+    card = machine.card
+    return FLOPS_SHARE * (card.flops if work.in_bf16 or card.fp32_flops is None else card.fp32_flops)
+
+
 def _pass_latency(work: Work, machine: Machine) -> float:
     """Return the least seconds of a forward pass: those of its kernels' starts."""
     return _LAYER_LATENCY[machine.device] * work.layers
@@ -104,7 +111,7 @@ def _pass_latency(work: Work, machine: Machine) -> float:
 
 def _score(work: Work, machine: Machine) -> float:
     flops = 2 * work.active_parameters / work.tensor_parallel * work.score_tokens * work.score_passes
-    computing = flops / (FLOPS_SHARE * machine.card.flops)
+    computing = flops / _flops(work, machine)
     sending = _HALF * work.parameters * work.score_passes * _is_sharded(work.strategy) / _link(machine, work.strategy)
     return _overlapped(computing, sending)
 
@@ -114,7 +121,9 @@ def _train(work: Work, machine: Machine) -> float:
     flops = factor * work.active_parameters / work.tensor_parallel * work.train_tokens
     passes = 3 + work.checkpointing  # a backward has two forwards' kernels
     latency = work.num_batches * passes * _pass_latency(work, machine)
-    computing = max(latency, flops / (FLOPS_SHARE * machine.card.flops))
+    products = flops / _flops(work, machine)
+    # A GPU starts kernels while others run; a CPU does one after the other.
+    computing = latency + products if machine.device == "cpu" else max(latency, products)
     return _overlapped(computing, _sent_bytes(work, machine) / _link(machine, work.strategy)) + _tensor_sums(
         work, machine
     )
@@ -198,7 +207,13 @@ def work_of(inputs: Any, batches: Sequence[Any]) -> Work:
         checkpointing=inputs.args.checkpoints_activations,
         strategy=request.strategy,
         tensor_parallel=request.tensor_parallel,
+        in_bf16=computes_in_bf16(inputs, inputs.storage),
     )
+
+
+def computes_in_bf16(inputs: Any, storage: Any) -> bool:
+    """Return whether a planned run's passes compute in bf16: by autocast, or on bf16 weights of a storage format."""
+    return bool(inputs.request.machine.device == "cuda" or inputs.args.bf16 or storage is not None)
 
 
 def with_plan(work: Work, plan: Any) -> Work:
@@ -221,16 +236,19 @@ def calibration(rows: Sequence[Mapping[str, Any]], predicted: Mapping[str, float
 
 
 def measure_cpu() -> Card:
-    """Return this host's CPU as a card, by two short measurements: an fp32 product, and a copy."""
-    size = 1024
-    left, right = torch.rand(size, size), torch.rand(size, size)
-    torch.mm(left, right)
-    flops = 2 * size**3 / _seconds(lambda: torch.mm(left, right))
+    """Return this host's CPU as a card, by short measurements: products in bf16 and fp32, and a copy."""
+    fp32, bf16 = (_measure_flops(dtype) / FLOPS_SHARE for dtype in (torch.float32, torch.bfloat16))
     source = torch.rand(1 << 23)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _seconds(lambda: target.copy_(source))
     # The model takes shares of a data sheet's numbers, and these are reached.
-    return Card(0, flops / FLOPS_SHARE, bandwidth / BANDWIDTH_SHARE, bandwidth / 4, bandwidth)
+    return Card(0, bf16, bandwidth / BANDWIDTH_SHARE, bandwidth / 4, bandwidth, fp32)
+
+
+def _measure_flops(dtype: torch.dtype, size: int = 1024) -> float:
+    left, right = (torch.rand(size, size).to(dtype) for _ in range(2))
+    torch.mm(left, right)
+    return 2 * size**3 / _seconds(lambda: torch.mm(left, right))
 
 
 def _seconds(call: Any) -> float:

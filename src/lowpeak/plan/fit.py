@@ -17,7 +17,7 @@ from lowpeak.device_kind import rehearse_device
 from lowpeak.memory import Kind
 from lowpeak.models import rehearse_experts
 from lowpeak.plan.computed import PROCESS_BYTES, margin, zero_shares
-from lowpeak.plan.cost import Work, step_seconds, work_of
+from lowpeak.plan.cost import Work, computes_in_bf16, step_seconds, work_of
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import PlanRequest, RunInputs
 from lowpeak.plan.plan import ModelCounts, Plan, free_bytes, make_plan, rehearse_inputs
@@ -233,6 +233,7 @@ class Search:
             tensor_parallel=candidate.tensor_parallel,
             update_bytes=update,
             host_bytes=copies,
+            in_bf16=computes_in_bf16(inputs, candidate.storage),
         )
 
     @property

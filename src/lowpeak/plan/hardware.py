@@ -20,6 +20,7 @@ class Card:
     bandwidth     bytes per second of the device memory
     link          bytes per second, one way, to another device of the host
     host_link     bytes per second to host memory
+    fp32_flops    fp32 products per second of a CPU; None: a GPU, whose passes compute in bf16
     """
 
     memory: int
@@ -27,6 +28,7 @@ class Card:
     bandwidth: float
     link: float
     host_link: float
+    fp32_flops: float | None = None
 
 
 # Dense bf16 throughput without sparsity, and one direction of each link.
