@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -68,10 +69,17 @@ def sizes_for(algorithm: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sizes.items() if name in LARGE and name not in left_out}
 
 
-def run(strategy: str, algorithm: str, folder: Path, sizes: Mapping[str, Any], caps: dict[Phase, int]) -> Any:
-    """A trainer of two steps that has trained; what its phases took; its result."""
+def run(
+    strategy: str,
+    algorithm: str,
+    folder: Path,
+    sizes: Mapping[str, Any],
+    caps: dict[Phase, int],
+    max_steps: int = 2,
+) -> Any:
+    """What a run came to, with its sizes and what its phases took at most."""
     name, arguments = ALGORITHMS[algorithm]
-    given = {**prepare(strategy), "max_steps": 2, **arguments, **sizes_for(algorithm, sizes)}
+    given = {**prepare(strategy), "max_steps": max_steps, **arguments, **sizes_for(algorithm, sizes)}
     model = tiny_classifier(len(char_tokenizer())) if algorithm == "Reward" else None
     trainer = build(name, folder, given, model)
     phases = CappedPhases(trainer, caps)
@@ -145,7 +153,7 @@ def resumed_case(place: Path, out: Path, strategy: str) -> None:
 
 
 class CapAfter(TrainerCallback):
-    """Caps a phase from a step on, at what has always been too little."""
+    """Caps a phase from a step on, at what is always too little."""
 
     def __init__(self, step: int, phases: CappedPhases, phase: Phase) -> None:
         self._step, self._phases, self._phase = step, phases, phase
@@ -166,3 +174,37 @@ def test_under_zero3_the_run_ends_within_seconds_and_is_resumed_with_smaller_siz
     found = noted(tmp_path / "again", 0)
     assert (found["lowered"], found["steps"]) == (["micro_batch_tokens"], 4)
     assert [row["event"] for row in read_rows(tmp_path / "run/journal", "events")] == ["resumed", "out of memory"]
+
+
+def last_case(place: Path, out: Path, strategy: str) -> None:
+    """Nothing suffices for the second step of a rollout, on the last rank; then the run is resumed without the cap."""
+    name, arguments = ALGORITHMS["GRPO, reused rollouts"]
+    given = {**prepare(strategy), **arguments, **LARGE, "max_steps": 4}
+    whole = run(strategy, "GRPO, reused rollouts", out / "whole", LARGE, {}, max_steps=4)
+    given = prepare(strategy) | given
+    trainer = build(name, out / "run", given)
+    phases = CappedPhases(trainer, {})
+    if rank() == STRATEGIES[strategy] - 1:
+        trainer.add_callback(CapAfter(3, phases, Phase.TRAIN))
+    error = error_of(trainer.train)
+    forget()
+    prepare(strategy)
+    again = build(name, out / "run", given)
+    again.train(resume_from_checkpoint=True)
+    resumed = result_of(again)
+    if rank() == 0:
+        note(place, error=error, steps=sorted(resumed["steps"]))
+        torch.save([resumed["weights"], whole["weights"]], place / "weights.pt")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_if_the_smallest_sizes_fail_the_step_is_saved_with_its_rollout_and_taken_again(tmp_path, strategy):
+    succeed_on_ranks(last_case, tmp_path / "ranks", tmp_path, strategy, world_size=STRATEGIES[strategy])
+    found = noted(tmp_path / "ranks", 0)
+    assert re.match("MemoryExhaustedError: .*phase train.*smallest sizes.*weights.*gradients", found["error"])
+    assert found["steps"] == [1, 2, 3, 4]
+    resumed, whole = torch.load(tmp_path / "ranks/weights.pt")
+    for name, values in whole.items():
+        torch.testing.assert_close(resumed[name], values, atol=TOLERANCE, rtol=0)
+    events = [row["event"] for row in read_rows(tmp_path / "run/journal", "events")]
+    assert events.count("out of memory") >= 2

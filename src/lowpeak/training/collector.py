@@ -15,6 +15,7 @@ from lowpeak.data import DatasetCursor, PromptReader
 from lowpeak.errors import MemoryExhaustedError, RewardError
 from lowpeak.logprobs import causal_lm
 from lowpeak.memory import Phase, RolloutOffloader
+from lowpeak.models import context_length
 from lowpeak.ranks import Ranks
 from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
 from lowpeak.rewards import (
@@ -153,8 +154,11 @@ class RolloutCollector:
         )
 
     def _demand(self, prompts: Sequence[Prompt], sampling: Sampling) -> Demand:
-        """Return the KV cache that these sequences would fill on a rank."""
+        """Return the KV cache that these sequences would fill on a rank; vLLM allocates all of its cache, for any sequences."""
         policy = causal_lm(self.context.accelerator.unwrap_model(self.context.model_wrapped))
+        if self.settings.vllm is not None:
+            context = self.settings.prompts.vllm_max_model_length or context_length(policy) or 0
+            return Demand(sequence_bytes=2 * context * bytes_per_token(policy))  # one sequence, in whole blocks
         tokens = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
         num_sequences = -(-len(prompts) * sampling.num_generations // self._ranks.world_size)
         per_sequence = tokens * bytes_per_token(policy)
