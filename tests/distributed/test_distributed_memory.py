@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from setups import TOLERANCE, assert_same_bits, build, error_of, forget, note, noted, prepare, rank, result_of
+from setups import TOLERANCE, assert_same_bits, build, error_of, forget, keep, note, noted, prepare, rank, result_of
+from test_distributed_combinations import answer
 from transformers import TrainerCallback
 
 from allocation_cap import CappedPhases
 from child_processes import run_ranks, succeed_on_ranks
+from fake_vllm import engine_over, scripted
 from lowpeak.journal import read_rows
 from lowpeak.memory import Phase
+from lowpeak.ranks import Ranks
+from lowpeak.vllm import EngineSharing
 from preference_data import tiny_classifier
 from tiny_models import char_tokenizer
 
@@ -131,6 +135,27 @@ def test_a_phase_that_runs_out_of_memory_runs_again_to_the_bits_of_a_run_with_th
     assert_same_bits(found["weights"], same["weights"])
     for name, values in large["weights"].items():
         torch.testing.assert_close(found["weights"][name], values, atol=TOLERANCE, rtol=0)
+
+
+def sync_case(place: Path, out: Path) -> None:
+    """A push to a vLLM whose buckets do not fit on the last rank."""
+    for name, cap in (("large", 1 << 60), ("capped", 60 << 20)):
+        given = {"use_vllm": True, "vllm_mode": "server", "kv_cache_bytes": None, "max_steps": 2}
+        trainer = build("GRPO", out / name, {**prepare("ddp"), **given})
+        engine = engine_over(scripted(answer), sharing=EngineSharing(Ranks().subgroup(1)))
+        engine.bucket_limit = lambda trainer=trainer: trainer.run.sizes.sync_bytes
+        trainer.collector.engine = engine
+        CappedPhases(trainer, {Phase.SYNC: cap} if rank() == 1 else {})
+        trainer.train()
+        keep(trainer, [result_of(trainer)["weights"], sorted(trainer.run.sizes.lowered)], out / f"{name}.pt")
+        forget()
+
+
+def test_buckets_of_weights_that_do_not_fit_are_sent_in_smaller_ones(tmp_path):
+    succeed_on_ranks(sync_case, tmp_path / "ranks", tmp_path)
+    (large, no), (capped, lowered) = (torch.load(tmp_path / f"{name}.pt") for name in ("large", "capped"))
+    assert (no, lowered) == ([], ["sync_bytes"])
+    assert_same_bits(capped, large)
 
 
 def ending_case(place: Path, out: Path, strategy: str, victim: int, phase: str) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_runs import grpo_arguments, grpo_trainer, weights_of
 
 from allocation_cap import CappedPhases
 from lowpeak.memory import Phase
+from vllm_runs import grpo_arguments, grpo_trainer, weights_of
 
 SIZES: dict[str, Any] = {"micro_batch_tokens": 256, "logprob_chunk_size": 64, "beta": 0.1, "num_iterations": 2,
     "max_completion_length": 64}  # fmt: skip

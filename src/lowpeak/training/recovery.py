@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_CHUNK = 16  # tokens whose logits are in memory together: below it, a pass takes longer and hardly less
 SIZES_FILE = ".lowpeak.sizes.json"  # in output_dir
-LEAST_SLICE = 1 << 18  # bytes of a slice of weights
+LEAST_SYNC = 1 << 20  # bytes of a bucket of weights
 _PASSES = (Phase.SCORE, Phase.TRAIN)
 _ENGINES = (Phase.ROLLOUT, Phase.EVALUATE)
 
@@ -100,7 +100,7 @@ def lower_run_sizes(context: RunContext, phase: Phase, reason: str, demand: Dema
     changed = {name: value for name, value in sizes.as_dict().items() if value != run.sizes.as_dict().get(name)}
     changed.pop("lowered", None)
     context.run = _run_with(context, sizes)
-    words = ", ".join(f"{name} {run.sizes.as_dict().get(name, False)} -> {value}" for name, value in changed.items())
+    words = ", ".join(f"{name} {getattr(run.sizes, name)} -> {value}" for name, value in changed.items())
     logger.warning(
         "Out of memory in phase %s: it runs again with %s, which stays for the run. (%s)", phase, words, reason
     )
@@ -164,15 +164,15 @@ def smaller_sizes(sizes: Sizes, phase: Phase, demand: Demand, *, offloads: bool 
 
     Passes split micro-batches in halves until each has one sequence, then chunks of log-probs; then training moves saved
     activations to the host (`offloads`: if it can and does not yet). Engines halve the KV cache down to one sequence; a sync
-    of weights halves the slices.
+    of weights halves its buckets.
     """
     if phase in _PASSES:
         return _smaller_passes(sizes, demand, offloads and phase is Phase.TRAIN)
     if phase in _ENGINES:
         cache = _half(min(sizes.kv_cache_bytes, demand.cache_bytes or sizes.kv_cache_bytes))
         return None if cache < max(1, demand.sequence_bytes) else sizes.lower(kv_cache_bytes=cache)
-    slice_bytes = sizes.slice_bytes // 2
-    return None if phase is not Phase.SYNC or slice_bytes < LEAST_SLICE else sizes.lower(slice_bytes=slice_bytes)
+    sync_bytes = sizes.sync_bytes // 2
+    return None if phase is not Phase.SYNC or sync_bytes < LEAST_SYNC else sizes.lower(sync_bytes=sync_bytes)
 
 
 def _smaller_passes(sizes: Sizes, demand: Demand, offloads: bool) -> Sizes | None:

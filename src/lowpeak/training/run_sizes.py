@@ -20,7 +20,6 @@ from lowpeak.errors import ArgumentError
 from lowpeak.memory import free_bytes
 from lowpeak.parallel import DeviceFractions, is_sharded
 from lowpeak.ranks import Ranks
-from lowpeak.records import SLICE_BYTES
 
 _CHUNK_SHARE = 64
 _ACTIVATION_SHARE = 4
@@ -224,13 +223,14 @@ _NUMBERS = ("micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes")
 
 
 ACTIVATION_OFFLOAD = "activation_offloading"
+SYNC_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Tokens of a micro-batch and of a log-prob chunk, bytes of the engine's KV cache, and the layout.
 
-    slice_bytes             most bytes of a slice of weights on its way to an engine
+    sync_bytes              most bytes of a bucket of weights, and of a slice, on their way to an engine
     activation_offloading   saved activations are moved to the host because memory ran out
     lowered                 names of the sizes that an out-of-memory error has lowered
     """
@@ -239,7 +239,7 @@ class Sizes:
     logprob_chunk_size: int
     kv_cache_bytes: int
     layout_choice: LayoutChoice
-    slice_bytes: int = SLICE_BYTES
+    sync_bytes: int = SYNC_BYTES
     activation_offloading: bool = False
     lowered: frozenset[str] = frozenset()
 

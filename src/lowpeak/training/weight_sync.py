@@ -60,7 +60,7 @@ class WeightSync:
             forms = strategy.ranks.call_on_all(lambda: engine.slice_form)
             form = next((form for form in forms if form.weights == "base"), forms[0])
             with strategy.ranks.propagate_errors(), self.context.run.tracker.phase(Phase.SYNC):
-                max_bytes = min(form.max_bytes, self.context.run.sizes.slice_bytes)
+                max_bytes = min(form.max_bytes, self.context.run.sizes.sync_bytes)
                 slices = strategy.slices(self.context.model_wrapped, max_bytes, form.dtype, form.weights)
                 engine.load(slices, version, form.weights)
             self.weights_changed = False

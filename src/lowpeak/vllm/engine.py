@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -81,7 +82,7 @@ class VllmEngine:
     """Rollout engine over vLLMs, which `connect()` returns at the first `wake` and at the first after `close`.
 
     If an engine is lost during `generate`, completed answers are kept: the same call after the next `load` of the same version
-    requests only the others. `on_push` receives each push's report.
+    requests only the others. `on_push` receives each push's report; `bucket_limit()` bounds the bytes of its buckets.
     """
 
     connect: Callable[[], Sequence[Vllm]]
@@ -89,6 +90,7 @@ class VllmEngine:
     policy: PolicyFacts
     sharing: EngineSharing
     on_push: Callable[[PushReport], None] = lambda report: None
+    bucket_limit: Callable[[], float] = lambda: math.inf
     supports_partial_groups = True
 
     def __post_init__(self) -> None:
@@ -203,10 +205,10 @@ class VllmEngine:
         try:
             for vllm in self._vllms:
                 vllm.pause()
+            bucket_bytes = int(min(self.settings.bucket_bytes, self.bucket_limit()))
+            settings = replace(self.settings, bucket_bytes=bucket_bytes)
             unchanged = self.policy.unchanged
-            report = push_weights(
-                slices, self._vllms, self.settings, policy_version, unchanged=unchanged, adapter=adapter
-            )
+            report = push_weights(slices, self._vllms, settings, policy_version, unchanged=unchanged, adapter=adapter)
         except Exception:
             # A vLLM that fails to resume may be the one that caused the error.
             with suppress(EngineError):

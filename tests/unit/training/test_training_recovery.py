@@ -45,9 +45,9 @@ def test_generation_halves_the_cache_that_its_sequences_would_fill_down_to_one_s
     assert caches == [2, 1]
 
 
-def test_a_sync_halves_its_slices_and_other_phases_have_no_size():
-    assert smaller_sizes(SIZES, Phase.SYNC, Demand()).slice_bytes == SIZES.slice_bytes // 2
-    assert smaller_sizes(replace(SIZES, slice_bytes=1 << 18), Phase.SYNC, Demand()) is None
+def test_a_sync_halves_its_buckets_and_other_phases_have_no_size():
+    assert smaller_sizes(SIZES, Phase.SYNC, Demand()).sync_bytes == SIZES.sync_bytes // 2
+    assert smaller_sizes(replace(SIZES, sync_bytes=1 << 20), Phase.SYNC, Demand()) is None
     assert smaller_sizes(SIZES, Phase.OPTIMIZER, Demand()) is None
 
 
