@@ -222,9 +222,9 @@ def _with_buckets(inputs: RunInputs, phases: dict[str, PhaseMemory]) -> dict[str
     """Add sync and save, and the rollout of an engine and rewards by functions, to what is in memory between steps."""
     resting = phases.pop("sync")
     if inputs.is_online:
-        phases["sync"] = resting.computed({Kind.BUCKETS: sync_bytes(inputs)})
+        phases["sync"] = _add_buckets(resting, sync_bytes(inputs))
         phases = {"rollout": resting.computed({}), "reward": resting.computed({}), **phases}
-    phases["save"] = resting.computed({Kind.BUCKETS: _save_bytes(inputs, inputs.counts)})
+    phases["save"] = _add_buckets(resting, _save_bytes(inputs, inputs.counts))
     return phases
 
 
@@ -235,6 +235,11 @@ def _moved_to_host(inputs: RunInputs, phase: str) -> dict[Kind, int]:
     if memory.offload_frozen_models and phase not in ("score", "reward"):
         moved.append(Kind.FROZEN)
     return dict.fromkeys(moved, 0)
+
+
+def _add_buckets(phase: PhaseMemory, num_bytes: int) -> PhaseMemory:
+    """Return a phase with bytes of buckets beside those that it has."""
+    return phase.computed({Kind.BUCKETS: phase.device.get(Kind.BUCKETS, 0) + num_bytes})
 
 
 def _save_bytes(inputs: RunInputs, counts: ModelCounts) -> int:

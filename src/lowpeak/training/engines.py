@@ -135,9 +135,7 @@ def vllm_engine(
     else:
         sharing = EngineSharing(ranks.subgroup(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
         connect = partial(connect_checked, where, policy, tokenizer, lambda: run.interrupts.stopping)
-    return VllmEngine(
-        connect, settings, policy_facts, sharing, stats.add_push, lambda: context.run.sizes.sync_bytes
-    )
+    return VllmEngine(connect, settings, policy_facts, sharing, stats.add_push, lambda: context.run.sizes.sync_bytes)
 
 
 def _colocated(
