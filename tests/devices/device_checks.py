@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from device_runs import AWAY, CASES, KL, Case, build, sliding, twin, wide
 from second_device import TwinModule, ledger
 from torch import nn
 
+from lowpeak.memory import Phase
 from lowpeak.rewards import ModelReward
 from tiny_models import digest, footprint
 
@@ -189,3 +191,28 @@ def measure(name: str, place: Path, device: torch.device) -> list[dict[str, Any]
         crossed = {"down": sum(ledger.downloaded.values()), "up": sum(ledger.uploaded.values())}
         found.append({"peaks": peaks, "reference": size, **crossed})
     return found
+
+
+def offload_when_nothing_is_smaller(name: str, place: Path) -> None:
+    """Training that does not fit with a sequence a micro-batch moves activations to the host, as a run told to do so does."""
+    device, case = twin(), CASES["offloads: activations, all of them"]
+    sizes = {"micro_batch_tokens": 2, "logprob_chunk_size": 16, "max_steps": 2}
+    least = replace(case, args={**case.args, **sizes})
+    away, trainer = (
+        build(replace(least, device_args=args), place / f"run{number}", device)
+        for number, args in enumerate((case.device_args, {}))
+    )
+    away.train()
+    phase = trainer.run.tracker.phase
+
+    @contextmanager
+    def full_without_offload(each: Phase) -> Iterator[None]:
+        with phase(each):
+            if each is Phase.TRAIN and trainer.run.logprob_settings.activation_context is nullcontext:
+                raise torch.OutOfMemoryError("activations do not fit")
+            yield
+
+    trainer.run.tracker.phase = full_without_offload
+    trainer.train()
+    assert trainer.run.sizes.lowered == {"activation_offloading"}, trainer.run.sizes
+    assert digest(trainer.model) == digest(away.model)

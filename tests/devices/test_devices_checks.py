@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from device_checks import leave_by_exception, leave_on_host, measure_all, refuse_and_count
+from device_checks import (
+    leave_by_exception,
+    leave_on_host,
+    measure_all,
+    offload_when_nothing_is_smaller,
+    refuse_and_count,
+)
 
 from child_processes import succeed
 
@@ -28,6 +34,10 @@ MEASURED = {
 )
 def test_the_device_refuses_what_accelerators_refuse_and_a_rollout_that_raises_leaves_all_as_it_was(tmp_path, check):
     succeed(check, "", tmp_path, seconds=SECONDS)
+
+
+def test_activations_go_to_the_host_when_memory_runs_out_and_nothing_can_be_smaller(tmp_path):
+    succeed(offload_when_nothing_is_smaller, "", tmp_path, seconds=SECONDS)
 
 
 @pytest.fixture(scope="module")

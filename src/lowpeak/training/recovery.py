@@ -22,7 +22,7 @@ from lowpeak.optim import gradient_of
 from lowpeak.parallel import discard_gradients
 from lowpeak.records import MicroBatch, Unit
 from lowpeak.training.guarded_passes import GuardedPasses, free_unused
-from lowpeak.training.run import Run, RunContext
+from lowpeak.training.run import Run, RunContext, allocators_words
 from lowpeak.training.run_sizes import ACTIVATION_OFFLOAD, Sizes
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def retry_with_smaller_sizes(
             is_single = context.run.strategy.ranks.processes.world_size == 1
             if error.after_recovery or (phase is Phase.TRAIN and not (error.on_all_ranks or is_single)):
                 raise
-            reason = str(error)
+            reason = allocators_words(error)
         # Outside of the except block: until it ends, the error's traceback keeps tensors of the attempt.
         discard_gradients(context.model_wrapped.parameters())
         free_unused(context.accelerator.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -134,6 +135,13 @@ def explain_out_of_memory(phase: Phase, context: RunContext) -> Iterator[None]:
             raise
         remedy = _REMEDIES.get(phase, "free memory on that device for it").format(**context.run.sizes.as_dict())
         raise MemoryExhaustedError(f"out of memory in phase {phase}: {remedy}. ({first_line(error)})") from error
+
+
+def allocators_words(error: MemoryExhaustedError) -> str:
+    """Return what the allocator said, with the rank if it is another one's, without the remedy."""
+    found = re.search(r"out of memory in phase \w+: .*\((.*)\)$", str(error), re.DOTALL)
+    words = found.group(1) if found else str(error).partition("so all ranks stop: ")[2] or str(error)
+    return words if error.rank is None else f"rank {error.rank}: {words}"
 
 
 _PROGRESS_TEXTS = {
