@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from lowpeak.arguments import parse_budget
 from lowpeak.device_kind import rehearse_device
 from lowpeak.memory import Kind, PhaseMemory
 from lowpeak.plan.advice import advise
@@ -25,6 +26,7 @@ _LEAST_CHUNK, _MOST_CHUNK = 16, 1024
 # A head's products lose speed below this many tokens, so that micro-batches do not grow at their cost.
 _GOOD_CHUNK = 256
 _MOST_TRIALS = 4  # plans of choices, before the least sizes are taken
+_WIDEST = 4  # bytes of a gathered parameter
 _SHARDED = ("fsdp2", "hsdp", "tp", "zero3")
 
 Sizes = dict[str, int]
@@ -50,6 +52,14 @@ def fit_sizes(
     return _SizeSearch(request, budget, beside, report).run()
 
 
+def budget_of(request: PlanRequest) -> int | None:
+    """Return the bytes of a planned run's memory_budget on the machine; None without one."""
+    budget, memory = parse_budget(request.args.memory_budget), request.machine.memory
+    if budget is None or isinstance(budget, str):
+        return None if budget is None else memory
+    return int(budget * memory if budget <= 1 else budget)
+
+
 class _SizeSearch:
     def __init__(self, request: PlanRequest, budget: int, beside: int, report: Callable[[str], object]) -> None:
         self._request, self._report = request, report
@@ -59,11 +69,13 @@ class _SizeSearch:
         self._values = {name: values for name, values in self._possible() if self._set_value(name) is None}
 
     def run(self) -> BudgetFit:
-        ends = ({name: values[end] for name, values in self._values.items()} for end in (0, -1))
-        least, most = ends
+        least = {name: values[0] for name, values in self._values.items()}
         smallest = self._plan(least)
         if smallest.peak > self._limit:
             return BudgetFit(least, smallest, self._problem(smallest, least))
+        if GATHER in self._values:
+            self._values[GATHER].append(_WIDEST * smallest.counts.total)
+        most = {name: values[-1] for name, values in self._values.items()}
         largest = self._plan(most) if most != least else smallest
         if largest.peak <= self._limit:
             return BudgetFit(most, largest)
@@ -90,7 +102,7 @@ class _SizeSearch:
         least = inputs.least_cache_bytes
         yield CACHE, _powers(least, inputs.sequences_of_rank * least)
         if self._request.base_strategy in _SHARDED and self._request.world_size > 1:
-            yield GATHER, [0]  # what the other sizes leave of a rollout
+            yield GATHER, [0]
 
     def _largest_batch(self, tokens: int) -> int:
         """Return the most tokens of a micro-batch with this size: those of a step are even, up to one sequence."""
@@ -193,7 +205,7 @@ class _Between:
 
     def left_in_rollout(self, sizes: Sizes, limit: int) -> int:
         """Return the bytes that gathered layers may take in a rollout: all of the model at most."""
-        whole = 4 * self._least.counts.total
+        whole = _WIDEST * self._least.counts.total
         tensors = self._tensors("rollout", sizes)
         left = limit - tensors - margin(self._machine, tensors)
         per_byte = (margin(self._machine, 2 * whole) - margin(self._machine, whole)) / whole + 1
@@ -213,6 +225,8 @@ class _Between:
 
     def _bytes(self, kind: Kind, least: PhaseMemory, most: PhaseMemory, size: str | None, sizes: Sizes) -> int:
         low, high = least.device.get(kind, 0), most.device.get(kind, 0)
+        if kind == Kind.GATHERED:
+            return low + sizes.get(GATHER, 0)
         if size is None:
             return max(low, high)
         first, last = (plan.tokens if size == TOKENS else plan.sizes[size] for plan in (self._least, self._most))

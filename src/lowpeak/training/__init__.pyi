@@ -29,7 +29,6 @@ from lowpeak.training.engines import why_adapters_idle as why_adapters_idle
 from lowpeak.training.engines import within_rotations as within_rotations
 from lowpeak.training.evaluation import Evaluation as Evaluation
 from lowpeak.training.evaluation import evaluate_prompts as evaluate_prompts
-from lowpeak.training.memory_budget import MemoryLimit as MemoryLimit
 from lowpeak.training.memory_budget import PassPeak as PassPeak
 from lowpeak.training.memory_budget import budget_bytes as budget_bytes
 from lowpeak.training.memory_budget import correct_sizes as correct_sizes

@@ -23,7 +23,6 @@ from lowpeak.arguments import (
     OnlineSettings,
     PromptSettings,
     RunSettings,
-    StorageFormat,
     report_idle_arguments,
     warn_or_raise,
 )
@@ -52,12 +51,12 @@ from lowpeak.records import Prompt
 from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
 from lowpeak.training.collector import RolloutCollector
 from lowpeak.training.engines import make_engine, why_adapters_idle
-from lowpeak.training.memory_budget import MemoryLimit, budget_bytes, limit_allocator, plan_sizes
+from lowpeak.training.memory_budget import budget_bytes, resolve_sizes
 from lowpeak.training.planned_memory import PlannedMemory
 from lowpeak.training.prepare_run import OnlineParts
 from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import ProgressTracker, Run, RunContext
-from lowpeak.training.run_sizes import LayoutChoice, Sizes, prepare_layout, training_bytes
+from lowpeak.training.run_sizes import LayoutChoice, prepare_layout, training_bytes
 from lowpeak.training.step import LogprobSettings
 from lowpeak.training.storage import acting_storage, report_idle_storage, set_optimizer, storage_fractions
 from lowpeak.training.weight_sync import WeightSync
@@ -89,6 +88,7 @@ def connect_online(
     reader = new_reader()
     with strategy.ranks.propagate_errors():
         cursor = _prompt_cursor(context.train_dataset, reader, settings, args)
+        longest = reader.longest
     is_offloadable = _has_frozen_models(parts) or not states_on_host(context.accelerator.state)
     offloads = settings.memory.offload_during_rollout and is_offloadable
     offloader = make_rollout_offloader(context, parts.policy, strategy) if offloads else None
@@ -102,15 +102,7 @@ def connect_online(
             )
     pad_id = padding_id(parts.tokenizer)
     run = make_run(
-        context,
-        args,
-        settings,
-        parts.algorithm,
-        strategy,
-        parts.policy,
-        pad_id,
-        reference,
-        prompt_tokens=reader.longest,
+        context, args, settings, parts.algorithm, strategy, parts.policy, pad_id, reference, prompt_tokens=longest
     )
     stats = RolloutStats()
     collector = RolloutCollector(
@@ -156,7 +148,10 @@ def make_run(
     choice = _check_models(context, strategy, policy, reference, memory, head, load_balance)
     storage = acting_storage(settings.model, policy)
     report_idle_storage(args, settings.model, policy, storage)
-    sizes, memory_limit, phases = _plan_sizes(context, args, memory, policy, strategy, choice, storage, prompt_tokens)
+    shares = storage_fractions(context, storage)
+    sizes, memory_limit, planned = resolve_sizes(
+        context, memory, policy, strategy, choice, shares, storage, prompt_tokens
+    )
     materialize_meta_params(policy)
     if storage is not None:
         set_optimizer(context, args, storage)
@@ -176,39 +171,8 @@ def make_run(
         storage=storage,
         converts_weights=_converts_weights(policy, strategy),
         reference=reference,
-        planned=PlannedMemory(context, policy, phases) if memory.plan_memory and ranks.processes.rank == 0 else None,
+        planned=PlannedMemory(context, policy, planned) if memory.plan_memory and ranks.processes.rank == 0 else None,
     )
-
-
-def _plan_sizes(
-    context: RunContext,
-    args: Any,
-    memory: MemorySettings,
-    policy: nn.Module,
-    strategy: Strategy,
-    choice: LayoutChoice,
-    storage: StorageFormat | None,
-    prompt_tokens: int | None,
-) -> tuple[Sizes, MemoryLimit, Mapping[str, float]]:
-    """Return the run's sizes, its limit of memory, and the bytes by phase of a plan that was made for its budget."""
-    device, shares = context.accelerator.device, storage_fractions(context, storage)
-    budget = budget_bytes(memory, device, strategy.ranks)
-    limit_allocator(memory, budget, device)
-    plan = plan_sizes(context, policy, strategy, budget, prompt_tokens)
-    sizes = Sizes.of(
-        replace(memory, **plan.sizes),
-        policy,
-        device,
-        choice,
-        strategy.ranks,
-        bf16=bool(args.bf16),
-        checkpointing=args.checkpoints_activations,
-        shares=shares,
-        storage=storage,
-        budget=budget,
-    )
-    sizes = replace(sizes, gather_budget=plan.sizes.get("gather_budget"))
-    return sizes, MemoryLimit.of(memory, budget, policy, device, shares, storage), plan.phases
 
 
 def _converts_weights(policy: nn.Module, strategy: Strategy) -> bool:

@@ -28,7 +28,7 @@ from lowpeak.parallel import DeviceFractions, Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric
 from lowpeak.training.planned_memory import bytes_beside_tensors, run_description, start_plan
-from lowpeak.training.run_sizes import gradient_bytes
+from lowpeak.training.run_sizes import LayoutChoice, Sizes, gradient_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,39 @@ def budget_bytes(memory: MemorySettings, device: torch.device, ranks: Ranks) -> 
     return int(ranks.processes.min([budget])[0])
 
 
-def limit_allocator(memory: MemorySettings, budget: int | None, device: torch.device) -> None:
-    """Let torch raise an out-of-memory error where this process would exceed an explicit budget on a GPU."""
+def resolve_sizes(
+    context: Any,
+    memory: MemorySettings,
+    policy: nn.Module,
+    strategy: Strategy,
+    choice: LayoutChoice,
+    shares: DeviceFractions,
+    storage: StorageFormat | None,
+    prompt_tokens: int | None,
+) -> tuple[Sizes, MemoryLimit, Mapping[str, float]]:
+    """Return the run's sizes, its limit of memory, and the bytes by phase of a plan that was made for its budget.
+
+    With an explicit budget on a GPU, torch raises an out-of-memory error from here on where this process would exceed it.
+    """
+    device, args = context.accelerator.device, context.acting_args
+    budget = budget_bytes(memory, device, strategy.ranks)
     if budget is not None and memory.memory_budget != "auto" and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(budget / total_bytes(device), device)
+    plan = plan_sizes(context, policy, strategy, budget, prompt_tokens)
+    sizes = Sizes.of(
+        replace(memory, **plan.sizes),
+        policy,
+        device,
+        choice,
+        strategy.ranks,
+        bf16=bool(args.bf16),
+        checkpointing=args.checkpoints_activations,
+        shares=shares,
+        storage=storage,
+        budget=budget,
+    )
+    sizes = replace(sizes, gather_budget=plan.sizes.get("gather_budget"))
+    return sizes, MemoryLimit.of(memory, budget, policy, device, shares, storage), plan.phases
 
 
 @dataclass(frozen=True)
