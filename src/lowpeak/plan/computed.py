@@ -61,7 +61,8 @@ def place_by_strategy(
 ) -> dict[str, PhaseMemory]:
     """Return the phases with what a rehearsal on FSDP2 or one device lacks: ZeRO's shares, and shards in host memory.
 
-    ZeRO-3 gathers a layer, the next one and the head, and in a rollout of the native engine up to `gather_budget`. ZeRO reduces gradients in two buckets of hidden x hidden values.
+    ZeRO-3 gathers a layer, the next one and the head, and in a rollout of the native engine up to `gather_budget`. ZeRO reduces
+    gradients in two buckets of hidden x hidden values.
     """
     request, counts = inputs.request, inputs.counts
     if not request.base_strategy.startswith("zero"):

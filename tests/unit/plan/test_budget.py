@@ -1,4 +1,4 @@
-"""Sizes within a memory budget: they grow with it, every phase of their plan stays below, and what cannot fit says what to change."""
+"""Sizes within a memory budget: they grow with it, every phase stays below, and what cannot fit says what to change."""
 
 from __future__ import annotations
 

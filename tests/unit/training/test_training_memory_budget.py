@@ -11,13 +11,13 @@ import psutil
 import pytest
 import torch
 
-from lowpeak import GRPOConfig
+from lowpeak import GRPOConfig, GRPOTrainer
 from lowpeak.arguments import MemorySettings, parse_budget, resolve_online
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import free_bytes
 from lowpeak.ranks import Ranks
 from lowpeak.training import PassPeak, budget_bytes, corrected_tokens
-from small_runs import SAVED, journal, make, rows
+from small_runs import COMMON, ONLINE, SAVED, TOKENIZER, journal, make, ones, rows
 from tiny_models import tiny_model
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -84,13 +84,13 @@ def budgeted(kind: str, folder: Path, mebibytes: int, **changes: Any) -> Any:
 @pytest.mark.parametrize("kind", ["GRPO", "SFT"])
 def test_sizes_follow_from_the_plan_and_grow_with_the_budget(kind, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lowpeak"):
-        small, large = (budgeted(kind, tmp_path / str(more), more) for more in (24, 400))
+        small, large = (budgeted(kind, tmp_path / str(more), more) for more in (100, 600))
     told = [record.getMessage() for record in caplog.records if "Memory budget" in record.getMessage()]
     assert len(told) == 2
     assert f"micro_batch_tokens={small.run.sizes.micro_batch_tokens}" in told[0]
     assert small.run.sizes.micro_batch_tokens < large.run.sizes.micro_batch_tokens
     large.train()
-    (first, *_) = journal(tmp_path / "400")
+    (first, *_) = journal(tmp_path / "600")
     assert first["memory_budget"] == large.run.memory_limit.budget
     planned = {name: value for name, value in first.items() if name.startswith("planned_memory/")}
     assert {"planned_memory/train", "planned_memory/optimizer", "planned_memory/save"} <= planned.keys()
@@ -109,17 +109,27 @@ def test_a_run_that_cannot_fit_stops_before_it_trains(tmp_path):
 @pytest.mark.processes
 def test_an_explicit_size_is_what_to_lower(tmp_path):
     with pytest.raises(ArgumentError, match=r"lower micro_batch_tokens \(now 16384\)"):
-        budgeted("SFT", tmp_path, 24, micro_batch_tokens=16384)
+        budgeted("SFT", tmp_path, 100, micro_batch_tokens=16384)
+
+
+class Unknown(GRPOConfig):
+    """A config that the planning process cannot read, since it does not find this file."""
 
 
 @pytest.mark.processes
 def test_without_a_plan_one_warning_says_so_and_sizes_are_shares_of_what_the_budget_leaves(tmp_path, caplog):
-    class Unplanned(GRPOConfig):
-        """A config that the planning process cannot load, since its class is inside of a function."""
+    def shares(budget: int) -> int:
+        given = {**COMMON, **ONLINE, **AUTO, "num_generations": 4, "output_dir": str(tmp_path)}
+        args = Unknown(**given, memory_budget=budget)
+        trainer = GRPOTrainer(tiny_model(), ones, args, train_dataset=rows(), processing_class=TOKENIZER)
+        return trainer.run.sizes.kv_cache_bytes
 
-    Unplanned.__qualname__, Unplanned.__module__ = "Missing", "small_runs"
-    trainer = make("GRPO", tmp_path, memory_budget=0.5, **AUTO)
-    assert trainer.run.planned is not None
+    resident = psutil.Process().memory_info().rss
+    with caplog.at_level(logging.WARNING, "lowpeak"):
+        assert shares(resident + GIB) <= GIB // 4
+    (told,) = [r.getMessage() for r in caplog.records if "memory_budget" in r.getMessage()]
+    assert "shares of free memory" in told
+    assert "test_training_memory_budget" in told
 
 
 # the correction
@@ -162,20 +172,19 @@ def corrections(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "SFT"])
-@pytest.mark.parametrize(("budget", "tokens"), [(MIB, 16), (1 << 50, 128)])
+@pytest.mark.parametrize(("budget", "tokens"), [(MIB, 8), (1 << 50, 64)])
 def test_a_run_is_corrected_once_after_ten_steps(kind, budget, tokens, tmp_path, caplog):
-    trainer = limited(make(kind, tmp_path, micro_batch_tokens=None, max_steps=12, **SAVED), budget, 32)
+    trainer = limited(make(kind, tmp_path, micro_batch_tokens=None, max_steps=12, **SAVED), budget, 16)
     with caplog.at_level(logging.INFO, "lowpeak"):
         trainer.train()
     assert trainer.run.sizes.micro_batch_tokens == trainer.run.budget.max_tokens == tokens
     (event,) = corrections(tmp_path)
     assert (event["step"], event["micro_batch_tokens"], event["limit"]) == (10, tokens, budget)
-    rows = journal(tmp_path)
-    assert event["peaks"]["train"] == max(row["peak_memory/train"] for row in rows[:10])
+    assert event["peaks"]["train"] == max(row["peak_memory/train"] for row in journal(tmp_path)[:10])
     (told,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("After 10 steps")]
-    assert f"32 -> {tokens}" in told
+    assert f"16 -> {tokens}" in told
 
-    again = limited(make(kind, tmp_path, micro_batch_tokens=None, max_steps=14, **SAVED), MIB, 32)
+    again = limited(make(kind, tmp_path, micro_batch_tokens=None, max_steps=14, **SAVED), MIB, 16)
     again.train(resume_from_checkpoint=True)
     assert again.run.sizes.micro_batch_tokens == tokens
     assert len(corrections(tmp_path)) == 1
