@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from device_checks import leave_by_exception, leave_on_host, measure_all, refuse_and_count
+from device_checks import correct_by_peaks, leave_by_exception, leave_on_host, measure_all, refuse_and_count
 
 from child_processes import succeed
 
@@ -28,6 +28,10 @@ MEASURED = {
 )
 def test_the_device_refuses_what_accelerators_refuse_and_a_rollout_that_raises_leaves_all_as_it_was(tmp_path, check):
     succeed(check, "", tmp_path, seconds=SECONDS)
+
+
+def test_measured_peaks_enlarge_micro_batches_which_take_at_most_what_was_predicted(tmp_path):
+    succeed(correct_by_peaks, "", tmp_path, seconds=SECONDS)
 
 
 @pytest.fixture(scope="module")
