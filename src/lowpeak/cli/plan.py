@@ -87,13 +87,18 @@ def _planned(options: PlanArguments, request: PlanRequest) -> Plan:
     """
     from lowpeak.plan import advise, budget_of, fit_sizes, make_plan, print_plan
 
-    budget = budget_of(request)
-    plan = make_plan(request, _progress) if budget is None else fit_sizes(request, budget, report=_progress).plan
-    plan = dataclasses.replace(plan, request=_within_budget(plan.request))
+    budget, problem = budget_of(request), ""
+    if budget is None:
+        plan = make_plan(request, _progress)
+    else:
+        fit = fit_sizes(request, budget, report=_progress)
+        plan, problem = dataclasses.replace(fit.plan, request=_within_budget(fit.plan.request)), fit.problem
     if options.journal is not None:
         plan = plan.calibrated(_calibration(options.journal, plan))
     advice = advise(plan)
     _progress("")
+    if problem:
+        print_once(problem)
     if options.format == "json":
         print(json.dumps({**plan.as_dict(), "advice": [dataclasses.asdict(each) for each in advice]}, indent=2))
     else:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from lowpeak.arguments import parse_budget
 from lowpeak.device_kind import rehearse_device
 from lowpeak.memory import Kind, PhaseMemory
 from lowpeak.plan.advice import advise
@@ -54,8 +53,10 @@ def fit_sizes(
 
 def budget_of(request: PlanRequest) -> int | None:
     """Return the bytes of a planned run's memory_budget on the machine; None without one."""
-    budget, memory = parse_budget(request.args.memory_budget), request.machine.memory
-    if budget is None or isinstance(budget, str):
+    with rehearse_device(request.machine.device):
+        budget = RunInputs(request).settings.memory.memory_budget
+    memory = request.machine.memory
+    if budget is None or budget == "auto":
         return None if budget is None else memory
     return int(budget * memory if budget <= 1 else budget)
 

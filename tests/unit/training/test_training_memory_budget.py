@@ -64,7 +64,7 @@ def test_a_budget_is_of_what_the_process_has_and_could_have():
 
 
 def test_a_budget_beyond_the_device_is_an_error():
-    with pytest.raises(ArgumentError, match=r"memory_budget=.* is .* and cpu has .*: lower it"):
+    with pytest.raises(ArgumentError, match=f"memory_budget={1 << 60} .*cpu"):
         budget_bytes(MemorySettings(memory_budget=1 << 60), CPU, Ranks())
 
 
@@ -100,7 +100,7 @@ def test_sizes_follow_from_the_plan_and_grow_with_the_budget(kind, tmp_path, cap
 @pytest.mark.processes
 def test_a_run_that_cannot_fit_stops_before_it_trains(tmp_path):
     with pytest.raises(
-        ArgumentError, match=r"does not fit: phase \w+ takes .* with the smallest sizes .*memory_budget"
+        ArgumentError, match=r"backward .*micro_batch_tokens=256, logprob_chunk_size=16\) .*memory_budget"
     ):
         budgeted("SFT", tmp_path, -40)
     assert not (tmp_path / "journal").exists()
@@ -108,7 +108,7 @@ def test_a_run_that_cannot_fit_stops_before_it_trains(tmp_path):
 
 @pytest.mark.processes
 def test_an_explicit_size_is_what_to_lower(tmp_path):
-    with pytest.raises(ArgumentError, match=r"lower micro_batch_tokens \(now 16384\)"):
+    with pytest.raises(ArgumentError, match=r"micro_batch_tokens \(now 16384\)"):
         budgeted("SFT", tmp_path, 100, micro_batch_tokens=16384)
 
 
