@@ -4,7 +4,7 @@
     rollouts.jsonl      each completion, with its rewards
     tokens.jsonl        token values of some completions: text, log-prob, entropy, mismatch and loss mask
     evaluations.jsonl   the metrics of each evaluation during training
-    events.jsonl        resumed runs and lost engines
+    events.jsonl        resumed runs, lost engines, and sizes that measured peaks corrected
 
 pandas (`read_json(path, lines=True)`) and polars (`read_ndjson(path, infer_schema_length=None)`) read these files. Each line
 is one append, so a kill between lines leaves only complete ones. Linux can end even one write early when it kills a process

@@ -2,6 +2,7 @@ from lowpeak.arguments.base import MemorySettings as MemorySettings
 from lowpeak.arguments.base import ModelSettings as ModelSettings
 from lowpeak.arguments.base import RunSettings as RunSettings
 from lowpeak.arguments.base import check_and_reset_arguments as check_and_reset_arguments
+from lowpeak.arguments.base import parse_budget as parse_budget
 from lowpeak.arguments.base import run_facts as run_facts
 from lowpeak.arguments.configs import CommonConfig as CommonConfig
 from lowpeak.arguments.configs import GRPOConfig as GRPOConfig

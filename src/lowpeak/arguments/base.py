@@ -29,6 +29,7 @@ from lowpeak.arguments.declare import (
 )
 from lowpeak.arguments.inherited import ACT_IF, NEVER_ACT, idle_of_accelerate
 from lowpeak.arguments.storage import StorageFormat, dtype_argument, resolve_adapter_storage, resolve_storage
+from lowpeak.arguments.text import parse_bytes
 from lowpeak.arguments.validation import check_values, reset_idle_arguments
 
 _LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
@@ -76,6 +77,20 @@ def padding_multiple(value: Any) -> int | None:
     if text in ("auto", "none", "null"):
         return 1
     return int(text) if text.isdigit() and int(text) >= 1 else None
+
+
+def parse_budget(value: Any) -> float | str | None:
+    """Return a memory budget: "auto", a number up to 1 (a fraction), or more (bytes); None for an invalid value."""
+    text = str(value).strip()
+    if text == "auto":
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        return parse_bytes(text) or None
+    if 0 < number <= 1:
+        return number
+    return int(number) if 1 < number < float("inf") and number.is_integer() else None
 
 
 HAS_DEVICE_MEMORY = EffectCondition(
@@ -175,7 +190,16 @@ class CommonArguments:
     plan_memory: bool | None = memory_argument(
         None,
         "Plan the memory of each phase in another process while the first steps train, and write it into the journal beside the "
-        "measured peaks (None: on GPUs).",
+        "measured peaks (None: on GPUs, and with memory_budget, for which the plan is made at the start).",
+    )
+    memory_budget: float | str | None = memory_argument(
+        None,
+        "Memory of a device that each rank may take: 20GiB, a number of bytes, a fraction of the device's memory such as 0.9, or "
+        "auto, all that is free; sizes that are not set follow from a plan (None: no plan, they are shares of free memory).",
+        Check(
+            lambda x: x is None or parse_budget(x) is not None,
+            "must be a number of bytes, a size such as '20GiB', a fraction above 0 and up to 1, or 'auto'",
+        ),
     )
     weight_bits: int | None = memory_argument(
         None,
@@ -260,6 +284,7 @@ class ModelSettings:
 class MemorySettings:
     """Sizes that bound memory, and the layout of sequences; None is `auto`, resolved once and then checkpointed.
 
+    `memory_budget` is "auto", a fraction of a device's memory (up to 1) or bytes (above 1); None plans nothing at the start.
     `gather_budget` is the bytes of a sharded model that stay gathered during generation. `offload_frozen_models` keeps frozen
     models in host memory; `offload_during_rollout` moves training state there during a rollout. `packing`, like `padding_free`
     True, requires sequences without padding.
@@ -277,6 +302,7 @@ class MemorySettings:
     offload_frozen_models: bool = False
     offload_during_rollout: bool = False
     plan_memory: bool = False
+    memory_budget: float | str | None = None
 
 
 @dataclass(frozen=True)
@@ -343,11 +369,14 @@ def resolve_memory(args: Any, **computed: Any) -> MemorySettings:
         "share_prompt=True contradicts padding_free=False: sequences that share a prompt are concatenated without padding; remove "
         "one of the two.",
     )
+    budget = None if args.memory_budget is None else parse_budget(args.memory_budget)
+    plans = args.device.type == "cuda" or budget is not None if args.plan_memory is None else args.plan_memory
     return make_settings(
         MemorySettings,
         args,
         pad_to_multiple_of=padding_multiple(args.pad_to_multiple_of) or 1,
         share_prompt=share_prompt,
-        plan_memory=args.device.type == "cuda" if args.plan_memory is None else args.plan_memory,
+        plan_memory=plans,
+        memory_budget=budget,
         **computed,
     )

@@ -62,7 +62,7 @@ def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
     """Plan a run and print the plan; return 0 if it fits, 1 if it does not."""
     options, job = parse_plan(argv, library)
     request = plan_request(options, job, machine_of(options, job))
-    plan = _fitted(options, job, request) if options.fit else _planned(options, request)
+    plan = _fitted(options, job, _within_budget(request)) if options.fit else _planned(options, request)
     if plan is not None and options.plot is not None:
         from lowpeak.plan import write_plot
 
@@ -70,15 +70,35 @@ def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
     return 0 if plan is not None and plan.fits else 1
 
 
-def _planned(options: PlanArguments, request: PlanRequest) -> Plan:
-    """Print the plan of a run with its settings, and what would lower its peak."""
-    from lowpeak.plan import advise, make_plan, print_plan
+def _within_budget(request: PlanRequest) -> PlanRequest:
+    """Return the request for a device with no more memory than the run's memory_budget."""
+    from lowpeak.plan import budget_of
 
-    plan = make_plan(request, _progress)
+    budget = budget_of(request)
+    machine = request.machine
+    memory = machine.memory if budget is None else min(budget, machine.memory)
+    return dataclasses.replace(request, machine=dataclasses.replace(machine, memory=memory))
+
+
+def _planned(options: PlanArguments, request: PlanRequest) -> Plan:
+    """Print the plan of a run with its settings, and what would lower its peak.
+
+    With a memory_budget these are the sizes that keep to it.
+    """
+    from lowpeak.plan import advise, budget_of, fit_sizes, make_plan, print_plan
+
+    budget, problem = budget_of(request), ""
+    if budget is None:
+        plan = make_plan(request, _progress)
+    else:
+        fit = fit_sizes(request, budget, report=_progress)
+        plan, problem = dataclasses.replace(fit.plan, request=_within_budget(fit.plan.request)), fit.problem
     if options.journal is not None:
         plan = plan.calibrated(_calibration(options.journal, plan))
     advice = advise(plan)
     _progress("")
+    if problem:
+        print_once(problem)
     if options.format == "json":
         print(json.dumps({**plan.as_dict(), "advice": [dataclasses.asdict(each) for each in advice]}, indent=2))
     else:

@@ -53,7 +53,7 @@ class PromptReader(RowReader[Prompt]):
 
     As in TRL, strings are tokenized with the tokenizer's special tokens (a BOS if it adds one), and messages as the chat
     template writes them. `max_prompt_tokens` None means no limit; `limit_reason` names the source of the limit in errors.
-    With `overlong` "drop", a prompt that is too long is dropped.
+    With `overlong` "drop", a prompt that is too long is dropped. `longest` is the length of the longest prompt read so far.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class PromptReader(RowReader[Prompt]):
         self._overlong = overlong
         self._limit_reason = limit_reason
         self._conversational: bool | None = None
+        self.longest = 0
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Prompt | None:
         return self._read([row], serial, serial if index is None else index)[0]
@@ -141,5 +142,6 @@ class PromptReader(RowReader[Prompt]):
                 f"{where}: the prompt has {len(ids)} tokens; {self._limit_reason} leaves {self._max_tokens}; "
                 "shorten it or set overlong_prompts='drop'."
             )
+        self.longest = max(self.longest, len(ids))
         columns = {name: value for name, value in row.items() if name != "prompt"}
         return Prompt(serial, tuple(ids), row["prompt"], columns, continued_text(row["prompt"], options))

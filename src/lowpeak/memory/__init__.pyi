@@ -1,11 +1,14 @@
 from lowpeak.memory.activation_offload import ActivationOffload as ActivationOffload
 from lowpeak.memory.activation_offload import AsyncHostMover as AsyncHostMover
 from lowpeak.memory.cpu_scratch import CpuScratch as CpuScratch
+from lowpeak.memory.device_memory import attainable_bytes as attainable_bytes
 from lowpeak.memory.device_memory import cgroup_headrooms as cgroup_headrooms
 from lowpeak.memory.device_memory import free_bytes as free_bytes
 from lowpeak.memory.device_memory import has_device_memory as has_device_memory
 from lowpeak.memory.device_memory import is_out_of_memory as is_out_of_memory
 from lowpeak.memory.device_memory import limit_onednn_caches as limit_onednn_caches
+from lowpeak.memory.device_memory import room_in_budget as room_in_budget
+from lowpeak.memory.device_memory import total_bytes as total_bytes
 from lowpeak.memory.phases import Phase as Phase
 from lowpeak.memory.rehearsal import Placement as Placement
 from lowpeak.memory.rehearsal import Rehearsal as Rehearsal

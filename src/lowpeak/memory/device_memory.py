@@ -55,6 +55,26 @@ def free_bytes(device: torch.device | str) -> int:
     return min([psutil.virtual_memory().available, *cgroup_headrooms(Path("/"))])
 
 
+def attainable_bytes(device: torch.device) -> int:
+    """Return the bytes that this process has on the device, and those that it could allocate now."""
+    if has_device_memory(device):
+        return int(torch.get_device_module(device).memory_allocated(device)) + free_bytes(device)
+    return int(psutil.Process().memory_info().rss) + free_bytes(device)
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the memory of a device, whoever uses it; on a CPU the bytes that this process could have."""
+    if has_device_memory(device):
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
+    return attainable_bytes(device)
+
+
+def room_in_budget(device: torch.device, budget: int | None) -> int:
+    """Return the bytes that this process could allocate on the device within `budget` bytes of its own; None: all free ones."""
+    free = free_bytes(device)
+    return free if budget is None else max(0, min(free, budget - attainable_bytes(device) + free))
+
+
 def cgroup_headrooms(root: Path) -> Iterator[int]:
     """Yield limit minus use of each limited cgroup (version 2) that contains the process.
 

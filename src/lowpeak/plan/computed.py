@@ -56,10 +56,13 @@ def zero_shares(stage: int, parameters: int, ranks: int) -> dict[Kind, int]:
     }
 
 
-def place_by_strategy(inputs: RunInputs, phases: Mapping[str, PhaseMemory]) -> dict[str, PhaseMemory]:
+def place_by_strategy(
+    inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int
+) -> dict[str, PhaseMemory]:
     """Return the phases with what a rehearsal on FSDP2 or one device lacks: ZeRO's shares, and shards in host memory.
 
-    ZeRO-3 gathers a layer, the next one and the head. ZeRO reduces gradients in two buckets of hidden x hidden values.
+    ZeRO-3 gathers a layer, the next one and the head, and in a rollout of the native engine up to `gather_budget`. ZeRO reduces
+    gradients in two buckets of hidden x hidden values.
     """
     request, counts = inputs.request, inputs.counts
     if not request.base_strategy.startswith("zero"):
@@ -67,10 +70,13 @@ def place_by_strategy(inputs: RunInputs, phases: Mapping[str, PhaseMemory]) -> d
     stage = int(request.base_strategy[-1])
     shares = zero_shares(stage, counts.trained, request.world_size)
     gathered = _HALF * (2 * counts.largest_layer + counts.head) if stage == 3 else 0
+    kept = min(gather_budget, _HALF * counts.total) if stage == 3 and inputs.rollout(0) is not None else 0
     bucket = 2 * _HALF * inputs.config.get_text_config().hidden_size ** 2
     placed = {}
     for name, phase in phases.items():
         kinds = {**shares, Kind.GATHERED: gathered if name in _PASSES else 0, Kind.BUCKETS: 0}
+        if name == "rollout":
+            kinds[Kind.GATHERED] += kept
         if name in ("forward", "backward"):
             kinds[Kind.BUCKETS] = bucket
         elif name != "optimizer":

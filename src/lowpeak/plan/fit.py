@@ -23,6 +23,7 @@ from lowpeak.plan.inputs import PlanRequest, RunInputs
 from lowpeak.plan.plan import ModelCounts, Plan, free_bytes, make_plan, rehearse_inputs
 
 _FEW, _MORE = 2, 4  # layers of the small rehearsals
+_LEAST_TOKENS, _MOST_TOKENS = 1 << 9, 1 << 17  # of a candidate's micro-batch
 _MOST_REHEARSED = 4  # candidates that are rehearsed with all layers before the search gives up
 # What a step keeps free: estimates of peaks are a little below those of all layers.
 _HEADROOM = 0.97
@@ -179,10 +180,8 @@ class Search:
         given = self._inputs.settings.memory.micro_batch_tokens
         if given is not None:
             return [int(given)]
-        longest = self._inputs.request.prompt_tokens + self._inputs.completion_tokens
-        rows = -(-self._inputs.rows_per_step // self._inputs.request.world_size)
-        sizes = [1 << power for power in range(9, 18) if longest <= 1 << power <= 2 * rows * longest]
-        return sizes or [longest]
+        sizes = [size for size in self._inputs.token_sizes if _LEAST_TOKENS <= size <= _MOST_TOKENS]
+        return sizes or [self._inputs.longest_sequence]
 
     # estimates
 

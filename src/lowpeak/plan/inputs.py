@@ -186,7 +186,7 @@ class RunInputs:
     @property
     def rewards(self) -> list[RewardPass]:
         """Return the largest batch of each reward model; `dtype` is its checkpoint's."""
-        length = self.request.prompt_tokens + self.completion_tokens
+        length = self.longest_sequence
         rows = max(1, min(self.sequences_of_rank, REWARD_BATCH_TOKENS // length))
         return [
             RewardPass(partial(self.make_classifier, config, config.dtype or torch.float32), (rows, length))
@@ -247,6 +247,17 @@ class RunInputs:
         return max(1, length - self.request.prompt_tokens)
 
     @property
+    def longest_sequence(self) -> int:
+        return int(self.request.prompt_tokens) + self.completion_tokens
+
+    @property
+    def token_sizes(self) -> list[int]:
+        """Return the powers of two from the longest sequence to all tokens of a rank in a step."""
+        rows = -(-self.rows_per_step // self.request.world_size)
+        longest = self.longest_sequence
+        return [1 << power for power in range(31) if longest <= 1 << power <= 2 * rows * longest]
+
+    @property
     def rows_per_step(self) -> int:
         """Return the sequences of a step over all ranks."""
         if self.is_online:
@@ -259,10 +270,16 @@ class RunInputs:
         """Return the sequences that one rank generates and rewards for a rollout."""
         return -(-self.settings.rollout.num_sequences // self.request.world_size) if self.is_online else 0
 
-    def step_batches(self) -> list[MicroBatch]:
-        """Return all micro-batches of rank 0 in a step in which every sequence has its maximal length."""
+    def step_batches(self, tokens: int | None = None) -> list[MicroBatch]:
+        """Return all micro-batches of rank 0 in a step in which every sequence has its maximal length.
+
+        `tokens` replaces the run's micro_batch_tokens.
+        """
         records = self._selected_records(self.rows_per_step)
-        ranks, budget = self.request.world_size, self.budget
+        ranks, budget = (
+            self.request.world_size,
+            replace(self.budget, max_tokens=tokens or self.sizes.micro_batch_tokens),
+        )
         mine = assign_to_ranks(records, range(len(records)), budget, ranks, self.algorithm.unit)[0]
         return pack(records, mine, budget, lambda tokens: 1.0 / max(1, tokens), unit=self.algorithm.unit)
 
@@ -310,8 +327,7 @@ class RunInputs:
     @property
     def least_cache_bytes(self) -> int:
         """Return the bytes of one sequence's keys and values."""
-        tokens = self.request.prompt_tokens + self.completion_tokens
-        return tokens * bytes_per_token(self._plain_model, torch.float32)
+        return self.longest_sequence * bytes_per_token(self._plain_model, torch.float32)
 
 
 def _acting_arguments(request: PlanRequest) -> Any:

@@ -1,4 +1,7 @@
-"""The plan of a run that trains, in a process of its own: `python -m lowpeak.plan.of_run REQUEST` prints bytes by phase."""
+"""The plan of a run that trains, made by a separate process: `python -m lowpeak.plan.of_run REQUEST`.
+
+It prints the bytes by phase. If the request has a budget, it prints the sizes that keep to it, too.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowpeak.memory import Kind
+from lowpeak.plan.budget import fit_sizes
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import Plan, make_plan
@@ -28,10 +32,17 @@ def planned_bytes(plan: Plan) -> dict[str, int]:
 
 def main(path: str) -> None:
     """Plan the run of a pickled description."""
-    os.nice(_LOWEST_PRIORITY)
     description: dict[str, Any] = pickle.loads(Path(path).read_bytes())  # written by the run itself
-    machine = Machine(**description.pop("machine"))
-    print(json.dumps(planned_bytes(make_plan(PlanRequest(**description, machine=machine)))))
+    budget, beside = description.pop("budget", None), description.pop("beside", 0)
+    request = PlanRequest(**{**description, "machine": Machine(**description["machine"])})
+    if budget is None:
+        # The run trains meanwhile; with a budget it waits.
+        os.nice(_LOWEST_PRIORITY)
+        print(json.dumps(planned_bytes(make_plan(request))))
+        return
+    fit = fit_sizes(request, budget, beside)
+    found = {"sizes": dict(fit.sizes), "problem": fit.problem, "phases": planned_bytes(fit.plan)}
+    print(json.dumps({**found, "peak": fit.plan.peak, "peak_phase": fit.plan.peak_phase}))
 
 
 if __name__ == "__main__":

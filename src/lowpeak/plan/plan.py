@@ -206,7 +206,7 @@ def rehearse_inputs(inputs: RunInputs, batches: list[Any]) -> Rehearsal:
 
 def _complete(inputs: RunInputs, rehearsed: Mapping[str, PhaseMemory]) -> PhaseMemories:
     """Add the phases that have no tensors of their own, engines, host memory and the margin."""
-    phases = _with_buckets(inputs, place_by_strategy(inputs, rehearsed))
+    phases = _with_buckets(inputs, place_by_strategy(inputs, rehearsed, _gather_budget(inputs)))
     awake, otherwise = engine_bytes(inputs, inputs.counts.total)
     for name, phase in phases.items():
         generates = name in GENERATION

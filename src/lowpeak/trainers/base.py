@@ -53,6 +53,7 @@ from lowpeak.training import (
     StepUsage,
     agree_on_flags,
     check_training_state,
+    correct_sizes,
     gather_metrics,
     gather_usage,
     guard_passes,
@@ -276,9 +277,9 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
         self.algorithm_state = self.run.algorithm.next_state(self.algorithm_state, values)
-        planned = {} if self.run.planned is None else self.run.planned.row(values)
-        row = {**measured.numbers(), **values, **planned, "epoch": self.state.epoch}
+        row = {**measured.numbers(), **values, **self.run.memory_row(values), "epoch": self.state.epoch}
         self.run.journal.write_step(self.state.global_step, row)
+        correct_sizes(self, metrics)
         self.unlogged_metrics = merge_metrics(self.unlogged_metrics, metrics)
         return values
 

@@ -29,6 +29,10 @@ from lowpeak.training.engines import why_adapters_idle as why_adapters_idle
 from lowpeak.training.engines import within_rotations as within_rotations
 from lowpeak.training.evaluation import Evaluation as Evaluation
 from lowpeak.training.evaluation import evaluate_prompts as evaluate_prompts
+from lowpeak.training.memory_budget import PassPeak as PassPeak
+from lowpeak.training.memory_budget import budget_bytes as budget_bytes
+from lowpeak.training.memory_budget import correct_sizes as correct_sizes
+from lowpeak.training.memory_budget import corrected_tokens as corrected_tokens
 from lowpeak.training.overridden_arguments import warn_of_overridden_arguments as warn_of_overridden_arguments
 from lowpeak.training.planned_memory import run_description as run_description
 from lowpeak.training.prepare_run import OnlineInputs as OnlineInputs

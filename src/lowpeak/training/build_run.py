@@ -31,7 +31,7 @@ from lowpeak.data import DatasetCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
 from lowpeak.logprobs import causal_lm, install_head, verify_load_balance
-from lowpeak.memory import LEAST_BYTES, ActivationOffload, AsyncHostMover, HostMover, RolloutOffloader, free_bytes
+from lowpeak.memory import LEAST_BYTES, ActivationOffload, AsyncHostMover, HostMover, RolloutOffloader, room_in_budget
 from lowpeak.models import (
     LOGPROB_HEAD,
     HeadKind,
@@ -51,11 +51,12 @@ from lowpeak.records import Prompt
 from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
 from lowpeak.training.collector import RolloutCollector
 from lowpeak.training.engines import make_engine, why_adapters_idle
+from lowpeak.training.memory_budget import budget_bytes, resolve_sizes
 from lowpeak.training.planned_memory import PlannedMemory
 from lowpeak.training.prepare_run import OnlineParts
 from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import ProgressTracker, Run, RunContext
-from lowpeak.training.run_sizes import LayoutChoice, Sizes, prepare_layout, training_bytes
+from lowpeak.training.run_sizes import LayoutChoice, prepare_layout, training_bytes
 from lowpeak.training.step import LogprobSettings
 from lowpeak.training.storage import acting_storage, report_idle_storage, set_optimizer, storage_fractions
 from lowpeak.training.weight_sync import WeightSync
@@ -84,8 +85,10 @@ def connect_online(
         num_embeddings=num_embeddings(parts.policy),
         report_idle=partial(warn_or_raise, args),
     )
+    reader = new_reader()
     with strategy.ranks.propagate_errors():
-        cursor = _prompt_cursor(context.train_dataset, new_reader(), settings, args)
+        cursor = _prompt_cursor(context.train_dataset, reader, settings, args)
+        longest = reader.longest
     is_offloadable = _has_frozen_models(parts) or not states_on_host(context.accelerator.state)
     offloads = settings.memory.offload_during_rollout and is_offloadable
     offloader = make_rollout_offloader(context, parts.policy, strategy) if offloads else None
@@ -98,7 +101,9 @@ def connect_online(
                 frozen, strategy.ranks if is_sharded(frozen.model) else None, context.accelerator.device
             )
     pad_id = padding_id(parts.tokenizer)
-    run = make_run(context, args, settings, parts.algorithm, strategy, parts.policy, pad_id, reference)
+    run = make_run(
+        context, args, settings, parts.algorithm, strategy, parts.policy, pad_id, reference, prompt_tokens=longest
+    )
     stats = RolloutStats()
     collector = RolloutCollector(
         context=context,
@@ -124,10 +129,12 @@ def make_run(
     pad_id: int,
     reference: Reference | None = None,
     head: HeadKind = LOGPROB_HEAD,
+    prompt_tokens: int | None = None,
 ) -> Run:
     """Install the log-prob head in the policy, check it against the model's logits, and return the run.
 
-    A separate `reference` gets the policy's layout of sequences. The checks run as sharded models do.
+    A separate `reference` gets the policy's layout of sequences. The checks run as sharded models do. With a memory budget,
+    sizes follow from a plan for prompts of up to `prompt_tokens`.
     """
     device, ranks = context.accelerator.device, strategy.ranks
     memory, passes, cast_head = settings.memory, settings.passes, settings.model.cast_lm_head_to_fp32
@@ -142,16 +149,8 @@ def make_run(
     storage = acting_storage(settings.model, policy)
     report_idle_storage(args, settings.model, policy, storage)
     shares = storage_fractions(context, storage)
-    sizes = Sizes.of(
-        memory,
-        policy,
-        device,
-        choice,
-        ranks,
-        bf16=bool(args.bf16),
-        checkpointing=args.checkpoints_activations,
-        shares=shares,
-        storage=storage,
+    sizes, memory_limit, planned = resolve_sizes(
+        context, memory, policy, strategy, choice, shares, storage, prompt_tokens
     )
     materialize_meta_params(policy)
     if storage is not None:
@@ -168,10 +167,11 @@ def make_run(
         sizes=sizes,
         budget=sizes.budget(memory, pad_id, policy.config),
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
+        memory_limit=memory_limit,
         storage=storage,
         converts_weights=_converts_weights(policy, strategy),
         reference=reference,
-        planned=PlannedMemory(context, policy) if memory.plan_memory and ranks.processes.rank == 0 else None,
+        planned=PlannedMemory(context, policy, planned) if memory.plan_memory and ranks.processes.rank == 0 else None,
     )
 
 
@@ -281,7 +281,10 @@ def _freezer(
     """
     device = context.accelerator.device
     storage = acting_storage(parts.settings.model, parts.policy)
-    free = free_bytes(device) - training_bytes(parts.policy, device, storage_fractions(context, storage), storage)
+    budget = budget_bytes(parts.settings.memory, device, strategy.ranks)
+    free = room_in_budget(device, budget) - training_bytes(
+        parts.policy, device, storage_fractions(context, storage), storage
+    )
     room = int(strategy.ranks.min([max(0, free)])[0]) // 2
     on_host = parts.settings.memory.offload_frozen_models
     return lambda model: add_to_offloader(offloader, strategy, strategy.prepare_frozen(model, room, on_host))

@@ -231,8 +231,10 @@ def check_function(settings: VllmSettings) -> None:
 
 
 def _free_to_gather(context: RunContext) -> int:
-    """Return half of the memory that the KV cache leaves free, on the rank that has least."""
+    """Return the gather budget of a plan, or half of what the KV cache leaves free on the rank that has least."""
     if not context.run.strategy.shards_parameters:
         return GATHER_ALL
+    if context.run.sizes.gather_budget is not None:
+        return context.run.sizes.gather_budget
     free = free_bytes(context.accelerator.device) - context.run.sizes.kv_cache_bytes
     return int(context.run.strategy.ranks.min([max(0, free)])[0]) // 2

@@ -1,4 +1,4 @@
-"""The plan of a run's memory beside what is measured: another process makes the plan while the run trains.
+"""The plan of a run's memory beside what is measured: another process makes the plan while the run trains, or before.
 
 Its phases are in the journal as `planned_memory/<phase>`, next to `peak_memory/<phase>`, with the device's memory as
 `memory_limit`. One warning names a phase that took more than a tenth beyond its plan.
@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-import torch
 from torch import nn
 
 from lowpeak.arguments import CLASS_PREFIXES
 from lowpeak.attention import ATTENTION_NAME
 from lowpeak.logprobs import causal_lm
-from lowpeak.memory import free_bytes, has_device_memory
+from lowpeak.memory import has_device_memory, total_bytes
 from lowpeak.models import is_peft, transformers_model
 from lowpeak.rewards import ModelReward
 
@@ -46,18 +45,18 @@ _OF_LAUNCHERS = (
 
 
 class PlannedMemory:
-    """The plan of one run, started with its first finished step; `row` returns what is known of it so far."""
+    """The plan of one run, started with its first finished step; `row` returns what is known of it so far.
 
-    def __init__(self, context: Any, policy: nn.Module) -> None:
+    `planned` are the bytes by phase of a plan that is made already.
+    """
+
+    def __init__(self, context: Any, policy: nn.Module, planned: Mapping[str, float] | None = None) -> None:
         self._context, self._policy = context, policy
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="lowpeak-plan-")
-        self._planned: dict[str, float] | None = None
         self._warned = False
-        # What a process on a CPU has resident beside tensors; an allocator of a device counts tensors alone.
-        device = context.accelerator.device
-        loaded = sum(parameter.nbytes for parameter in policy.parameters())
-        self._beside = 0 if has_device_memory(device) else max(0, psutil.Process().memory_info().rss - loaded)
+        self._beside = bytes_beside_tensors(context, policy)
+        self._planned = self._with_beside(planned) if planned else None
 
     def row(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the planned numbers for a step's row; compare them with the measured ones in `values`."""
@@ -102,36 +101,63 @@ class PlannedMemory:
                 "The run has no plan of its memory: %s", (text.strip().splitlines() or [f"status {status}"])[-1]
             )
             return {}
-        return {phase: float(planned) + self._beside for phase, planned in json.loads(text.splitlines()[-1]).items()}
+        return self._with_beside(json.loads(text.splitlines()[-1]))
+
+    def _with_beside(self, planned: Mapping[str, float]) -> dict[str, float]:
+        return {phase: float(tensors) + self._beside for phase, tensors in planned.items()}
 
     def _start(self) -> None:
-        folder = Path(self._folder.name)
-        request, self._output = folder / "request.pkl", folder / "plan.json"
-        request.write_bytes(pickle.dumps(run_description(self._context, self._policy, self._limit)))
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "lowpeak.plan.of_run", str(request)]
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        context = self._context
+        description = run_description(
+            context, self._policy, context.run.strategy, self._limit, context.run.sizes.as_dict()
+        )
+        self._process, self._output = start_plan(description, Path(self._folder.name))
 
     @property
     def _limit(self) -> int:
-        device = self._context.accelerator.device
-        if not has_device_memory(device):
-            return psutil.Process().memory_info().rss + free_bytes(device)
-        return int(torch.get_device_module(device).mem_get_info(device)[1])
+        return total_bytes(self._context.accelerator.device)
 
 
-def run_description(context: Any, policy: nn.Module, memory: int) -> dict[str, Any]:
-    """Return what a plan needs of a run: arguments with the run's sizes, configs of its models, and its placement."""
-    run, ranks = context.run, context.run.strategy.ranks
-    args = copy.copy(context.acting_args)
-    names = [name for name in run.sizes.as_dict() if hasattr(args, name)]
+def start_plan(description: Mapping[str, Any], folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start a process that plans the described run; return it, and the file of what it prints."""
+    request, printed = folder / "request.pkl", folder / "plan.json"
+    request.write_bytes(pickle.dumps(dict(description)))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "lowpeak.plan.of_run", str(request)]
+    with printed.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment), printed
+
+
+def bytes_beside_tensors(context: Any, policy: nn.Module) -> int:
+    """Return what a process on a CPU has resident beside its models; 0 on a device, whose allocator counts tensors alone."""
+    if has_device_memory(context.accelerator.device):
+        return 0
+    parts = getattr(context, "parts", None)
+    reference = None if parts is None else parts.reference_model
+    models = [policy, *([] if reference is None else [reference]), *(reward.model for reward in _reward_models(parts))]
+    loaded = sum(parameter.nbytes for model in models for parameter in model.parameters())
+    return max(0, int(psutil.Process().memory_info().rss) - loaded)
+
+
+def run_description(
+    context: Any,
+    policy: nn.Module,
+    strategy: Any,
+    memory: int,
+    sizes: Mapping[str, Any],
+    prompt_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Return what a plan needs of a run: arguments with the run's sizes, configs of its models, and its placement.
+
+    `prompt_tokens` is the length of its longest prompt, if there is no rollout to read it from.
+    """
+    ranks, args = strategy.ranks, copy.copy(context.acting_args)
+    names = [name for name in sizes if hasattr(args, name)]
     for name in names:
-        setattr(args, name, run.sizes.as_dict()[name])
+        setattr(args, name, sizes[name])
     args.given = frozenset(args.given) | frozenset((*names, "bf16"))
     parts = getattr(context, "parts", None)
-    rewards = [] if parts is None else [reward for reward in parts.rewards if isinstance(reward, ModelReward)]
     processes = ranks.processes.world_size
     return {
         "kind": kind_of(args),
@@ -139,11 +165,11 @@ def run_description(context: Any, policy: nn.Module, memory: int) -> dict[str, A
         "config": _plain_config(transformers_model(causal_lm(policy)).config),
         "peft_config": _peft_config(policy),
         "quantized_bits": _quantized_bits(policy),
-        "reward_configs": [_plain_config(reward.model.config) for reward in rewards],
+        "reward_configs": [_plain_config(reward.model.config) for reward in _reward_models(parts)],
         "num_rewards": 1 if parts is None else len(parts.rewards),
-        "strategy": strategy_name(context.accelerator, run.strategy),
+        "strategy": strategy_name(context.accelerator, strategy),
         "tensor_parallel": processes // ranks.world_size,
-        "prompt_tokens": _longest_prompt(context),
+        "prompt_tokens": prompt_tokens or _longest_prompt(context),
         "machine": {
             "num_devices": processes,
             "memory": memory,
@@ -151,6 +177,10 @@ def run_description(context: Any, policy: nn.Module, memory: int) -> dict[str, A
             "device": "cuda" if has_device_memory(context.accelerator.device) else "cpu",
         },
     }
+
+
+def _reward_models(parts: Any) -> list[ModelReward]:
+    return [] if parts is None else [reward for reward in parts.rewards if isinstance(reward, ModelReward)]
 
 
 def _plain_config(config: Any) -> Any:

@@ -163,14 +163,13 @@ def smaller_sizes(sizes: Sizes, phase: Phase, demand: Demand, *, offloads: bool 
     """Return the sizes for another attempt at `phase`; None if nothing of it can be smaller.
 
     Passes split micro-batches in halves until each has one sequence, then chunks of log-probs; then training moves saved
-    activations to the host (`offloads`: if it can and does not yet). Engines halve the KV cache down to one sequence; a sync
-    of weights halves its buckets.
+    activations to the host (`offloads`: if it can and does not yet). Engines halve the KV cache down to one sequence, then a
+    planned gather budget; a sync of weights halves its buckets.
     """
     if phase in _PASSES:
         return _smaller_passes(sizes, demand, offloads and phase is Phase.TRAIN)
     if phase in _ENGINES:
-        cache = _half(min(sizes.kv_cache_bytes, demand.cache_bytes or sizes.kv_cache_bytes))
-        return None if cache < max(1, demand.sequence_bytes) else sizes.lower(kv_cache_bytes=cache)
+        return _smaller_generation(sizes, demand)
     sync_bytes = sizes.sync_bytes // 2
     return None if phase is not Phase.SYNC or sync_bytes < LEAST_SYNC else sizes.lower(sync_bytes=sync_bytes)
 
@@ -181,6 +180,15 @@ def _smaller_passes(sizes: Sizes, demand: Demand, offloads: bool) -> Sizes | Non
     if sizes.logprob_chunk_size > LEAST_CHUNK:
         return sizes.lower(logprob_chunk_size=max(LEAST_CHUNK, _half(sizes.logprob_chunk_size)))
     return sizes.lower(activation_offloading=True) if offloads and not sizes.activation_offloading else None
+
+
+def _smaller_generation(sizes: Sizes, demand: Demand) -> Sizes | None:
+    cache = _half(min(sizes.kv_cache_bytes, demand.cache_bytes or sizes.kv_cache_bytes))
+    if cache >= max(1, demand.sequence_bytes):
+        return sizes.lower(kv_cache_bytes=cache)
+    if not sizes.gather_budget:  # a budget that no plan has set follows from free memory
+        return None
+    return sizes.lower(gather_budget=sizes.gather_budget // 2 if sizes.gather_budget > LEAST_SYNC else 0)
 
 
 def _half(value: int) -> int:

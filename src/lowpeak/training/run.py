@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from lowpeak.models import Reference
 from lowpeak.optim import find_compact, warn_of_lost_updates
 from lowpeak.parallel import Strategy
 from lowpeak.records import Metric
+from lowpeak.training.memory_budget import MemoryLimit
 from lowpeak.training.planned_memory import PlannedMemory
 from lowpeak.training.run_sizes import Sizes
 from lowpeak.training.signals import Interrupts
@@ -44,6 +45,7 @@ class Run:
     converts_weights    whether transformers stores the model's weights under other names or in other shapes
     reference           the reference policy, if the algorithm needs one
     planned             the plan of its memory, on the rank that writes the journal
+    memory_limit        the memory budget, and what the correction of automatic sizes needs
     interrupts          requests to stop, by signals
     """
 
@@ -55,6 +57,7 @@ class Run:
     sizes: Sizes
     budget: Budget
     num_parameters: int
+    memory_limit: MemoryLimit
     storage: StorageFormat | None = None
     converts_weights: bool = False
     reference: Reference | None = None
@@ -70,6 +73,12 @@ class Run:
     def writes_shards(self) -> bool:
         """Whether checkpoints have sharded training states: trained weights in fp32, and optimizer states."""
         return self.loads_only_shards or self.storage is not None
+
+    def memory_row(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return what a step's row has of the budget and of the plan, which is compared with the measured `values`."""
+        budget = self.memory_limit.budget
+        row = {} if budget is None else {"memory_budget": float(budget)}
+        return row if self.planned is None else {**row, **self.planned.row(values)}
 
     def with_sizes(self, sizes: Sizes) -> Run:
         """Return this run with every pass within `sizes`."""

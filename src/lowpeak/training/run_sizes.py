@@ -17,7 +17,7 @@ from lowpeak.arguments import MemorySettings, StorageFormat
 from lowpeak.attention import install_attention, packing_mismatch, packing_unsupported_reason, uninstall_attention
 from lowpeak.batching import Budget, LayerCosts, Layout
 from lowpeak.errors import ArgumentError
-from lowpeak.memory import free_bytes
+from lowpeak.memory import room_in_budget
 from lowpeak.parallel import DeviceFractions, is_sharded
 from lowpeak.ranks import Ranks
 
@@ -211,6 +211,17 @@ def training_bytes(
     return int(total)
 
 
+def gradient_bytes(model: nn.Module, shares: DeviceFractions, storage: StorageFormat | None = None) -> int:
+    """Return the bytes of a rank's gradients, or of their sums, on its device."""
+    total = 0.0
+    for parameter in model.parameters():
+        share, size = _share_and_bytes(parameter, shares)
+        count = size / parameter.element_size()
+        if parameter.requires_grad:
+            total += share.gradients * size if storage is None else count * storage.device_bytes(share.gradients, 0.0)
+    return int(total)
+
+
 def _share_and_bytes(parameter: nn.Parameter, shares: DeviceFractions) -> tuple[DeviceFractions, int]:
     """Return which share of how many bytes a rank keeps; all of the local part of one that is sharded already."""
     local = getattr(parameter, "_local_tensor", None)
@@ -220,6 +231,7 @@ def _share_and_bytes(parameter: nn.Parameter, shares: DeviceFractions) -> tuple[
 
 
 _NUMBERS = ("micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes")
+_GATHER = "gather_budget"
 
 
 ACTIVATION_OFFLOAD = "activation_offloading"
@@ -230,6 +242,7 @@ SYNC_BYTES = 64 << 20
 class Sizes:
     """Tokens of a micro-batch and of a log-prob chunk, bytes of the engine's KV cache, and the layout.
 
+    gather_budget           bytes that stay gathered, of a plan within a memory budget; None: set when a rollout starts
     sync_bytes              most bytes of a bucket of weights, and of a slice, on their way to an engine
     activation_offloading   saved activations are moved to the host because memory ran out
     lowered                 names of the sizes that an out-of-memory error has lowered
@@ -239,6 +252,7 @@ class Sizes:
     logprob_chunk_size: int
     kv_cache_bytes: int
     layout_choice: LayoutChoice
+    gather_budget: int | None = None
     sync_bytes: int = SYNC_BYTES
     activation_offloading: bool = False
     lowered: frozenset[str] = frozenset()
@@ -260,16 +274,19 @@ class Sizes:
         checkpointing: bool,
         shares: DeviceFractions,
         storage: StorageFormat | None = None,
+        budget: int | None = None,
     ) -> Sizes:
         """Return explicit sizes as they are, and `auto` ones fitted to the memory that training leaves free.
 
-        All ranks get the sizes of the rank with the least memory. `shares` is how the policy will be sharded.
+        All ranks get the sizes of the rank with the least memory. `shares` is how the policy will be sharded, `budget` what the
+        process may take of its device.
         """
         itemsize = 2 if bf16 else 4
         shape = ModelShape.of(
             policy.config, itemsize, max(itemsize, policy.get_input_embeddings().weight.element_size())
         )
-        free = int(ranks.min([max(0, free_bytes(device) - training_bytes(policy, device, shares, storage))])[0])
+        room = room_in_budget(device, budget) - training_bytes(policy, device, shares, storage)
+        free = int(ranks.min([max(0, room)])[0])
         return cls.resolve(memory, shape, free, layout_choice, checkpointing)
 
     @classmethod
@@ -287,7 +304,9 @@ class Sizes:
     def as_dict(self) -> dict[str, Any]:
         """Return the values for checkpoints and reports; `lowered` ones are there only if there are any."""
         numbers: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
-        numbers |= {"layout": self.layout_choice.layout}
+        if self.gather_budget is not None:
+            numbers[_GATHER] = self.gather_budget
+        numbers["layout"] = self.layout_choice.layout
         if self.lowered:
             numbers |= {name: getattr(self, name) for name in self.lowered} | {"lowered": sorted(self.lowered)}
         return numbers
@@ -295,8 +314,9 @@ class Sizes:
     def resumed(self, saved: Mapping[str, Any], memory: MemorySettings) -> Sizes:
         """Return these sizes, with `auto` and lowered ones and the layout as the checkpoint's run had them."""
         lowered = frozenset(saved.get("lowered", ()))
+        names = (*_NUMBERS, _GATHER)
         numbers: dict[str, Any] = {
-            name: int(saved[name]) for name in _NUMBERS if name in saved and getattr(memory, name) is None
+            name: int(saved[name]) for name in names if name in saved and getattr(memory, name) is None
         }
         numbers |= {name: saved[name] for name in lowered}
         if lowered:

@@ -53,6 +53,15 @@ def test_a_plan_is_a_table_with_the_phase_that_peaks(model, capsys):
         assert word in text
 
 
+def test_a_plan_within_a_budget_has_the_sizes_that_keep_to_it(model, capsys):
+    small, large = (planned(capsys, model, {"--memory_budget": budget}) for budget in ("900MiB", "4GiB"))
+    assert small["peak"] <= small["device_memory"] == 900 << 20
+    assert small["sizes"]["kv_cache_bytes"] <= large["sizes"]["kv_cache_bytes"]
+    assert small["sizes"]["logprob_chunk_size"] == 1024
+    assert dispatch(words(model, {"--memory_budget": "20MiB"})) == 1
+    assert "memory_budget is 0.02 GiB" in capsys.readouterr().err
+
+
 def test_a_plan_in_json_adds_up(model, capsys):
     found = planned(capsys, model)
     assert found["fits"]

@@ -43,6 +43,11 @@ def test_generation_halves_the_cache_that_its_sequences_would_fill_down_to_one_s
         sizes = smaller
         caches.append(sizes.kv_cache_bytes >> 20)
     assert caches == [2, 1]
+    planned, budgets = replace(sizes, gather_budget=3 << 20), []
+    while (smaller := smaller_sizes(planned, Phase.ROLLOUT, demand)) is not None:
+        planned = smaller
+        budgets.append(planned.gather_budget)
+    assert budgets == [3 << 19, 3 << 18, 0]
 
 
 def test_a_sync_halves_its_buckets_and_other_phases_have_no_size():

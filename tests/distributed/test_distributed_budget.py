@@ -1,0 +1,53 @@
+"""A memory budget on two ranks: one plan, the same sizes and the same correction on both, or the same error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from setups import build, error_of, note, prepare, rank, seen
+
+from child_processes import succeed_on_ranks
+from lowpeak.arguments import MemorySettings
+from lowpeak.training import budget_bytes
+
+AUTO = {"micro_batch_tokens": None, "logprob_chunk_size": None, "kv_cache_bytes": None}
+
+
+def train(place: Path, strategy: str) -> None:
+    """Train with a budget, and then with limits of which rank 1 exceeds its own."""
+    trainer = build("GRPO", place / "run", {**prepare(strategy), **AUTO, "memory_budget": 0.5, "max_steps": 11})
+    sizes, limit = trainer.run.sizes.as_dict(), trainer.run.memory_limit
+    own = MemorySettings(memory_budget=(1 + rank()) << 30)
+    least = budget_bytes(own, torch.device("cpu"), trainer.run.strategy.ranks)
+    run = trainer.run.with_sizes(replace(trainer.run.sizes, micro_batch_tokens=64))
+    trainer.run = replace(run, memory_limit=replace(limit, budget=1 << 20 if rank() else 1 << 50))
+    trainer.train()
+    tokens = trainer.run.sizes.micro_batch_tokens
+    note(place, sizes=sizes, budget=limit.budget, least=least, tokens=tokens)
+
+
+def exceed(place: Path) -> None:
+    """Ask for less than the model takes."""
+    arguments: dict[str, Any] = {**prepare("ddp"), **AUTO, "memory_budget": 1 << 20}
+    note(place, error=error_of(lambda: build("GRPO", place / "run", arguments)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_budget_of_the_rank_that_has_least_counts_on_all(tmp_path, strategy):
+    succeed_on_ranks(train, tmp_path, strategy)
+    first, second = seen(tmp_path)
+    assert first["sizes"] == second["sizes"]
+    assert first["budget"] == second["budget"]
+    assert first["least"] == second["least"] == 1 << 30
+    assert first["tokens"] == second["tokens"] == 32
+
+
+def test_a_run_that_cannot_fit_is_the_same_error_on_all_ranks(tmp_path):
+    succeed_on_ranks(exceed, tmp_path)
+    first, second = (found["error"] for found in seen(tmp_path))
+    assert first == second
+    assert "ArgumentError: the run does not fit: phase" in first

@@ -1,0 +1,116 @@
+"""Sizes within a memory budget: they grow with it, every phase stays below, and what cannot fit says what to change."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config
+
+from lowpeak import GRPOConfig, SFTConfig
+from lowpeak.plan import GIB, Machine, PlanRequest, budget_of, fit_sizes, make_plan
+
+MIB = 1 << 20
+MODEL = Qwen2Config(
+    vocab_size=8_192, hidden_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
+    intermediate_size=1_024, tie_word_embeddings=False, dtype="bfloat16",
+)  # fmt: skip
+AUTO = {"micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes"}
+
+
+def request(kind: str = "grpo", strategy: str = "single", device: Any = "cpu", **changes: Any) -> PlanRequest:
+    devices = 1 if strategy == "single" else 4
+    online = {"num_generations": 4, "max_completion_length": 64} if kind == "grpo" else {"max_length": 96}
+    arguments = {"output_dir": "unused", "use_cpu": True, "per_device_train_batch_size": 64, **online, **changes}
+    args = {"grpo": GRPOConfig, "sft": SFTConfig}[kind](**arguments)
+    return PlanRequest(kind, args, MODEL, Machine(devices, 80 * GIB, device=device), strategy, prompt_tokens=32)
+
+
+@cache
+def fitted(kind: str, mebibytes: int) -> Any:
+    return fit_sizes(request(kind), mebibytes * MIB)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+@pytest.mark.parametrize("mebibytes", [290, 400, 2_000])
+def test_every_phase_stays_within_the_budget_and_the_plan_is_that_of_the_sizes(kind, mebibytes):
+    found = fitted(kind, mebibytes)
+    assert not found.problem
+    assert set(found.sizes) == (AUTO if kind == "grpo" else AUTO - {"kv_cache_bytes"})
+    assert found.plan.peak <= mebibytes * MIB
+    again = make_plan(request(kind, **found.sizes))
+    assert {name: phase.peak for name, phase in again.phases.items()} == {
+        name: phase.peak for name, phase in found.plan.phases.items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_a_larger_budget_has_larger_micro_batches(kind):
+    tokens = [fitted(kind, mebibytes).sizes["micro_batch_tokens"] for mebibytes in (290, 400, 2_000)]
+    assert tokens == sorted(set(tokens))
+
+
+def test_twice_the_tokens_would_exceed_the_budget():
+    found = fitted("sft", 400)
+    twice = {**found.sizes, "micro_batch_tokens": 2 * found.sizes["micro_batch_tokens"]}
+    assert make_plan(request("sft", **twice)).peak > 400 * MIB
+
+
+def test_with_room_a_step_is_one_micro_batch_and_a_rollout_one_wave():
+    found = fitted("grpo", 2_000)
+    assert found.plan.num_batches == 1
+    assert found.sizes["logprob_chunk_size"] == 1024
+    assert found.plan.work.slots >= 64
+
+
+def test_bytes_beside_tensors_count():
+    assert fit_sizes(request("sft"), 900 * MIB, beside=500 * MIB).sizes == fitted("sft", 400).sizes
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_sharded_rollout_keeps_gathered_what_the_cache_leaves(strategy):
+    large_cache = request("grpo", strategy, "cuda", kv_cache_bytes=1 << 28, per_device_train_batch_size=512)
+    found = fit_sizes(large_cache, 4 * GIB)
+    assert found.plan.peak <= 4 * GIB
+    assert found.sizes["gather_budget"] >= 2 * found.plan.counts.total
+    budget = found.plan.phases["rollout"].peak - 16 * MIB
+    less = fit_sizes(large_cache, budget)
+    assert less.plan.peak <= budget
+    assert 0 < less.sizes["gather_budget"] < found.sizes["gather_budget"]
+
+
+def test_explicit_sizes_stay_and_the_others_follow():
+    found = fit_sizes(request(micro_batch_tokens=256, kv_cache_bytes=1 << 21), 400 * MIB)
+    assert set(found.sizes) == {"logprob_chunk_size"}
+    assert found.plan.tokens <= 256
+
+
+def test_an_explicit_size_that_exceeds_the_budget_is_named_as_what_to_lower():
+    found = fit_sizes(request("sft", micro_batch_tokens=8192), 350 * MIB)
+    assert "lower micro_batch_tokens (now 8192)" in found.problem
+    assert "phase backward" in found.problem
+    assert f"{350 / 1024:.2f} GiB" in found.problem
+
+
+def test_a_cache_that_exceeds_the_budget_is_named_as_what_to_lower():
+    wide = request(kv_cache_bytes=1 << 31, per_device_train_batch_size=4096, gradient_accumulation_steps=1)
+    assert "lower kv_cache_bytes (now 2147483648)" in fit_sizes(wide, 400 * MIB).problem
+
+
+def test_what_cannot_fit_names_phase_bytes_budget_and_the_smallest_change_that_does():
+    found = fit_sizes(request("sft"), 200 * MIB)
+    assert "phase backward takes 0.2" in found.problem
+    assert "memory_budget is 0.20 GiB" in found.problem
+    assert "the smallest change is weight_bits" in found.problem
+
+
+def test_what_no_change_makes_fit_says_so():
+    assert "raise memory_budget" in fit_sizes(request("sft"), 20 * MIB).problem
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [(None, None), ("auto", 80 * GIB), (0.5, 40 * GIB), ("0.25", 20 * GIB), ("3GiB", 3 * GIB)]
+)
+def test_a_planned_budget_is_of_the_planned_device(said, expected):
+    assert budget_of(request(memory_budget=said)) == expected
