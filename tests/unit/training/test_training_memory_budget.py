@@ -100,7 +100,7 @@ def test_sizes_follow_from_the_plan_and_grow_with_the_budget(kind, tmp_path, cap
 @pytest.mark.processes
 def test_a_run_that_cannot_fit_stops_before_it_trains(tmp_path):
     with pytest.raises(
-        ArgumentError, match=r"backward .*micro_batch_tokens=256, logprob_chunk_size=16\) .*memory_budget"
+        ArgumentError, match=r"backward .*micro_batch_tokens=256, logprob_chunk_size=16\).*memory_budget"
     ):
         budgeted("SFT", tmp_path, -40)
     assert not (tmp_path / "journal").exists()
