@@ -205,14 +205,14 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        step, random, coefficients = inputs["step"], capture_rng_state(), self.coefficients()
-        failed = False
+        step, coefficients, failed = inputs["step"], self.coefficients(), False
+        self.scratch.random = capture_rng_state()
 
         def attempt() -> tuple[Tensor, dict[str, Metric]]:
             nonlocal step, failed
             if failed:
                 step = self.repack_step(step)
-                restore_rng_state(random)
+                restore_rng_state(self.scratch.random)
                 model.train()
             failed, run = True, self.run
             algorithm = step.observer.attach(run.algorithm)

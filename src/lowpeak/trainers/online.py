@@ -194,7 +194,7 @@ class OnlineTrainer(StepTrainer):
     def state_before_step(self) -> RunState:
         assert self.rollout is not None
         saved = SavedRollout(self.rollout.records, self.rollout.number, self.steps_used - 1)
-        return replace(self.run_state(), rollout=saved, random=self.step_start.random)
+        return replace(self.run_state(), rollout=saved, random=self.scratch.random)
 
     def repack_step(self, step: StepBatches) -> StepBatches:
         """Pack the step again; score its rollout again, too, while the weights are those that generated it."""

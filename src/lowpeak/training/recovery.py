@@ -104,8 +104,7 @@ def lower_run_sizes(context: RunContext, phase: Phase, reason: str, demand: Dema
     logger.warning(
         "Out of memory in phase %s: it runs again with %s, which stays for the run. (%s)", phase, words, reason
     )
-    step = 0 if context.state is None else context.state.global_step
-    run.journal.write_event(step, "out of memory", phase=phase.value, reason=reason, **changed)
+    run.journal.write_event(context.state.global_step, "out of memory", phase=phase.value, reason=reason, **changed)
 
 
 def guard_passes(context: RunContext, phase: Phase, batches: Sequence[MicroBatch]) -> GuardedPasses:
@@ -147,8 +146,9 @@ def apply_recorded_sizes(context: RunContext, *, is_new: bool) -> None:
         return
     lower = {name: value for name, value in found["sizes"].items() if value != getattr(run.sizes, name)}
     context.run = _run_with(context, run.sizes.lower(**lower))
-    step = 0 if context.state is None else context.state.global_step
-    run.journal.write_event(step, "out of memory", phase=found["phase"], reason=found["reason"], **lower)
+    run.journal.write_event(
+        context.state.global_step, "out of memory", phase=found["phase"], reason=found["reason"], **lower
+    )
 
 
 def _read_record(path: Path, *, remove: bool) -> dict[str, Any]:

@@ -91,6 +91,7 @@ class StepScratch:
     """Numbers of the step under way; each step gets a new record.
 
     start_state     state to save if the run stops while the step's batches are made; None before and after that
+    random          random states with which the step's passes begin
     metrics         metrics known before the step trains, such as those of its rollout
     measured        loss and metrics of the step, from its backward until they are reported
     seconds         duration of the step
@@ -98,6 +99,7 @@ class StepScratch:
     """
 
     start_state: RunState | None = None
+    random: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
     measured: StepMetrics | None = None
     seconds: float = 0.0
