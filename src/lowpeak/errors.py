@@ -40,9 +40,13 @@ def first_line(error: BaseException | None) -> str:
 
 
 class LowpeakError(Exception):
-    """The base class of lowpeak's errors; `rank` is the rank that failed, if it is another one."""
+    """The base class of lowpeak's errors; `rank` is the rank that failed, if it is another one.
+
+    `is_awaited`: every rank will reach the agreement on this error by itself, so none is ended for it.
+    """
 
     rank: int | None = None
+    is_awaited = False
 
     def __str__(self) -> str:
         return show_controls(super().__str__())
@@ -104,7 +108,7 @@ class RankError(LowpeakError, RuntimeError):
 class MemoryExhaustedError(LowpeakError, MemoryError):
     """A phase ran out of memory.
 
-    `on_all_ranks`: all ranks have agreed on the error. `after_recovery`: so they have, and the smallest sizes were of no use.
+    `on_all_ranks`: all ranks have agreed on the error. `after_recovery`: they have, and the smallest sizes failed too.
     """
 
     on_all_ranks = after_recovery = False

@@ -177,7 +177,7 @@ class Ranks:
         return items
 
     def _report(self, error: Exception) -> Exception:
-        if self._on_error is not None:
+        if self._on_error is not None and not getattr(error, "is_awaited", False):
             self._on_error(error)
         return error
 

@@ -130,8 +130,9 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_phase_that_runs_out_of_memory_runs_again_to_the_bits_of_a_run_with_the_smaller_sizes(runs, case):
     found, same, large = runs(case)
-    expected = {Phase.ROLLOUT: ["kv_cache_bytes"]}.get(case.phase, found["sizes"]["lowered"])
-    assert found["sizes"]["lowered"] == expected != []
+    possible = {"kv_cache_bytes"} if case.phase is Phase.ROLLOUT else {"micro_batch_tokens", "logprob_chunk_size"}
+    assert {*found["sizes"]["lowered"]} <= possible
+    assert found["sizes"]["lowered"]
     assert_same_bits(found["weights"], same["weights"])
     for name, values in large["weights"].items():
         torch.testing.assert_close(found["weights"][name], values, atol=TOLERANCE, rtol=0)

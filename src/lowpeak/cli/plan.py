@@ -168,7 +168,7 @@ def _algorithm(argv: Sequence[str]) -> str:
     """Return the algorithm that the command line or a YAML file names; its config decides which other names exist."""
     from lowpeak.arguments import load_yaml
 
-    words = list(argv)
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else (word,))]
     kind = PlanArguments.algorithm
     for word, value in pairwise(words):
         if word == "--config":

@@ -81,9 +81,10 @@ def _publish(parameter: nn.Parameter, bounds: list[int]) -> None:
 
 
 class GradientAverage:
-    """Averages gradients of replicas over ranks, in place and without an allocation: a rank must not fail between collectives.
+    """Averages gradients of replicas over ranks, in place: a rank must not fail between collectives.
 
-    Large gradients are reduced as they are; small ones, and those in host memory, in a buffer of a few MB.
+    Large gradients are reduced as they are; small ones, and those in host memory, in a buffer of a few MB. Only a rank without
+    a gradient that another rank has allocates memory: zeros.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:

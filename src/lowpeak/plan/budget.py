@@ -163,15 +163,16 @@ class _SizeSearch:
                 then = ", ".join(f"{name}={value}" for name, value in lower.items())
                 return f"lower {now}, or remove it; with {then} the run takes {self._gib(small.peak)}"
             plan = small
+        first = "".join(f"lower {name} to {value}; then " for name, value in lower.items())
         changes = [each for each in advise(plan, len(least) + 99) if each.setting.split("=")[0] not in self._values]
         fitting = [each for each in changes if each.peak <= self._limit]
         if fitting:
             best = min(fitting, key=lambda each: each.added_seconds)
-            return f"the smallest change is {best.setting}, with which it takes about {self._gib(best.peak)}"
+            return f"{first}the smallest change is {best.setting}, with which it takes about {self._gib(best.peak)}"
         if changes:
             best = changes[0]
             peak = f"with which it takes about {self._gib(best.peak)}"
-            return f"no single change is enough; {best.setting} helps most, {peak}; raise memory_budget, too"
+            return f"{first}no single change is enough; {best.setting} helps most, {peak}; raise memory_budget, too"
         return "raise memory_budget, or train a smaller model"
 
     def _smaller_explicit(self, plan: Plan) -> Sizes:

@@ -42,15 +42,15 @@ def margin(machine: Machine, tensors: int) -> int:
     return CONTEXT_BYTES + network + int(FRAGMENTATION * tensors)
 
 
-def zero_shares(stage: int, parameters: int, ranks: int) -> dict[Kind, int]:
+def zero_shares(stage: int, parameters: int, frozen_bytes: int, ranks: int) -> dict[Kind, int]:
     """Return a rank's weights, gradients and states under DeepSpeed ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 
-    Mixed precision stores 2 bytes of weight and 2 of gradient per parameter, and 12 of fp32 weight and moments. Stage 1 shards
-    the 12, stage 2 the gradients too, stage 3 the weights too.
+    Mixed precision stores 2 bytes of weight and 2 of gradient per trained parameter, and 12 of fp32 weight and moments. Stage 1
+    shards the 12, stage 2 the gradients too, stage 3 the weights too, also frozen ones.
     """
-    sharded = parameters // ranks
+    sharded, weights = parameters // ranks, _HALF * parameters + frozen_bytes
     return {
-        Kind.WEIGHTS: _HALF * (sharded if stage == 3 else parameters),
+        Kind.WEIGHTS: weights // ranks if stage == 3 else weights,
         Kind.GRADIENTS: _HALF * (sharded if stage >= 2 else parameters),
         Kind.OPTIMIZER: _ADAM_BYTES * sharded,
     }
@@ -68,7 +68,7 @@ def place_by_strategy(
     if not request.base_strategy.startswith("zero"):
         return _offloaded(phases) if request.strategy.endswith("-offload") else dict(phases)
     stage = int(request.base_strategy[-1])
-    shares = zero_shares(stage, counts.trained, request.world_size)
+    shares = zero_shares(stage, counts.trained, counts.frozen_bytes, request.world_size)
     gathered = _HALF * (2 * counts.largest_layer + counts.head) if stage == 3 else 0
     kept = min(gather_budget, _HALF * counts.total) if stage == 3 and inputs.rollout(0) is not None else 0
     bucket = 2 * _HALF * inputs.config.get_text_config().hidden_size ** 2

@@ -43,6 +43,7 @@ class Work:
     steps                      steps that a rollout serves
     checkpointing              whether activations are recomputed
     in_bf16                    whether passes compute in bf16, as they do on every GPU
+    gradient_bytes             bytes of a gradient that replicas average
     """
 
     parameters: int
@@ -68,6 +69,7 @@ class Work:
     update_bytes: int = 0
     host_bytes: int = 0
     in_bf16: bool = True
+    gradient_bytes: int = 2
 
 
 def step_seconds(work: Work, machine: Machine, factors: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -124,9 +126,10 @@ def _train(work: Work, machine: Machine) -> float:
     products = flops / _flops(work, machine)
     # A GPU starts kernels while others run; a CPU does one after the other.
     computing = latency + products if machine.device == "cpu" else max(latency, products)
-    return _overlapped(computing, _sent_bytes(work, machine) / _link(machine, work.strategy)) + _tensor_sums(
-        work, machine
-    )
+    sending = _sent_bytes(work, machine) / _link(machine, work.strategy)
+    # Replicas average their gradients after the last backward.
+    both = computing + sending if work.strategy == "ddp" else _overlapped(computing, sending)
+    return both + _tensor_sums(work, machine)
 
 
 def _sent_bytes(work: Work, machine: Machine) -> float:
@@ -139,7 +142,7 @@ def _sent_bytes(work: Work, machine: Machine) -> float:
         return work.num_batches * (2 * _HALF * work.parameters * part + gradients)
     if kind == "zero2":
         return work.num_batches * gradients + _HALF * work.trained * part
-    return 0.0 if world == 1 else 2 * gradients
+    return 0.0 if world == 1 else 2 * work.gradient_bytes * work.trained * part
 
 
 def _tensor_sums(work: Work, machine: Machine) -> float:
@@ -208,6 +211,7 @@ def work_of(inputs: Any, batches: Sequence[Any]) -> Work:
         strategy=request.strategy,
         tensor_parallel=request.tensor_parallel,
         in_bf16=computes_in_bf16(inputs, inputs.storage),
+        gradient_bytes=4 if inputs.storage is None else 2,
     )
 
 

@@ -233,6 +233,7 @@ class Search:
             update_bytes=update,
             host_bytes=copies,
             in_bf16=computes_in_bf16(inputs, candidate.storage),
+            gradient_bytes=4 if candidate.storage is None else 2,
         )
 
     @property
@@ -320,7 +321,7 @@ def _held(candidate: Candidate, counts: ModelCounts, inputs: RunInputs, machine:
     checkpoint = inputs.checkpoint_dtype.itemsize
     reference = checkpoint * counts.total if inputs.has_separate_reference else 0
     if candidate.strategy.startswith("zero"):
-        update = sum(zero_shares(int(candidate.strategy[-1]), trained, world).values())
+        update = sum(zero_shares(int(candidate.strategy[-1]), trained, counts.frozen_bytes, world).values())
         return update + reference // shards, 0, update
     storage = candidate.storage
     weight_bytes = 4 if storage is None else storage.weight_bytes

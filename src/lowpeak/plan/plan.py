@@ -268,7 +268,11 @@ def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
     if request.strategy.endswith("-offload"):
         held = 0
     elif request.base_strategy.startswith("zero"):
-        held = sum(zero_shares(int(request.base_strategy[-1]), counts.trained, request.world_size).values())
+        held = sum(
+            zero_shares(
+                int(request.base_strategy[-1]), counts.trained, counts.frozen_bytes, request.world_size
+            ).values()
+        )
     else:
         weights = inputs.trained_dtype.itemsize * counts.trained + counts.frozen_bytes
         share = float(gradients)

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from lowpeak.checkpoint import (
 )
 from lowpeak.errors import DataError, EngineError, MemoryExhaustedError, StoppedError
 from lowpeak.memory import Phase
-from lowpeak.parallel import clip_grad_norm, discard_gradients, remove_sums
+from lowpeak.parallel import clip_grad_norm, remove_sums
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_best_metric,
@@ -160,8 +161,10 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             yield
         except MemoryExhaustedError as error:
             if error.after_recovery:
-                discard_gradients(self.model.parameters())
-                self.write_checkpoint(None, self.scratch.start_state or self.state_before_step())
+                state = self.scratch.start_state or (
+                    self.state_before_step() if self.scratch.random else self.run_state()
+                )
+                self.write_checkpoint(None, replace(state, resolved=self.run.sizes.as_dict()))
                 self.callback_handler.on_save(self.args, self.state, self.control)
             raise
         except (EngineError, StoppedError) as error:
@@ -205,26 +208,26 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        step, coefficients, failed = inputs["step"], self.coefficients(), False
+        step, coefficients = inputs["step"], self.coefficients()
         self.scratch.random = capture_rng_state()
+        guard = guard_passes(self, Phase.TRAIN, step.micro_batches)
+
+        def prepare_again() -> None:
+            nonlocal step, guard
+            step = self.repack_step(step)
+            guard = guard_passes(self, Phase.TRAIN, step.micro_batches)
+            restore_rng_state(self.scratch.random)
+            model.train()
 
         def attempt() -> tuple[Tensor, dict[str, Metric]]:
-            nonlocal step, failed
-            if failed:
-                step = self.repack_step(step)
-                restore_rng_state(self.scratch.random)
-                model.train()
-            failed, run = True, self.run
-            algorithm = step.observer.attach(run.algorithm)
-            guard = guard_passes(self, Phase.TRAIN, step.micro_batches)
+            run, algorithm = self.run, step.observer.attach(self.run.algorithm)
             with run.tracker.phase(Phase.TRAIN):
                 return run_step(
                     model, step.micro_batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard
                 )
 
-        unit = self.run.algorithm.unit
         loss, metrics = retry_with_smaller_sizes(
-            self, Phase.TRAIN, attempt, lambda: Demand.of_batches(step.micro_batches, unit)
+            self, Phase.TRAIN, attempt, lambda: Demand.of_passes(self, guard, step.micro_batches), prepare_again
         )
         metrics["useful_tokens/train"] = Metric(float(step.num_useful), float(step.num_computed))
         self.scratch.measured = StepMetrics(loss, metrics, self._get_learning_rate(), tokens=step.observer.values)

@@ -64,6 +64,7 @@ from lowpeak.training import (
     gather_metrics,
     make_run,
     measure_step,
+    run_with_sizes,
 )
 from lowpeak.watchdog import detect_failures
 
@@ -280,7 +281,7 @@ class OfflineTrainer(StepTrainer):
 
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
         self.cursor.load_state_dict(state.cursor)
-        self.run = self.run.with_sizes(self.run.sizes.resumed(state.resolved, self.settings.memory))
+        self.run = run_with_sizes(self, self.run.sizes.resumed(state.resolved, self.settings.memory))
 
 
 def _named_numbers(computed: Any) -> Mapping[str, float]:

@@ -51,6 +51,7 @@ from lowpeak.training import (
     prepare_online,
     print_completions,
     records_of_step,
+    run_with_sizes,
     save_extra_weights,
     token_rows,
     track_completions,
@@ -348,7 +349,7 @@ class OnlineTrainer(StepTrainer):
         if start and self.is_world_process_zero():
             values = ", ".join(f"{name}={value:.4g}" for name, value in self.algorithm_state.items())
             logger.info("The algorithm continues with the checkpoint's numbers: %s.", values)
-        self.run = self.run.with_sizes(self.run.sizes.resumed(state.resolved, self.collector.settings.memory))
+        self.run = run_with_sizes(self, self.run.sizes.resumed(state.resolved, self.collector.settings.memory))
         self.rollout, self.steps_used = None, 0
         if state.rollout is not None:
             self._check_records(state.rollout.records, checkpoint)

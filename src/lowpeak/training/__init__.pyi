@@ -41,6 +41,7 @@ from lowpeak.training.recovery import Demand as Demand
 from lowpeak.training.recovery import apply_recorded_sizes as apply_recorded_sizes
 from lowpeak.training.recovery import guard_passes as guard_passes
 from lowpeak.training.recovery import retry_with_smaller_sizes as retry_with_smaller_sizes
+from lowpeak.training.recovery import run_with_sizes as run_with_sizes
 from lowpeak.training.recovery import smaller_sizes as smaller_sizes
 from lowpeak.training.rollout import Rollout as Rollout
 from lowpeak.training.rollout import StepBatches as StepBatches

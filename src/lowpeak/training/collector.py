@@ -103,6 +103,15 @@ class RolloutCollector:
             records = tuple(replace(record, old=None) for record in records)
         return records, merge_metrics(advantages.metrics, metrics)
 
+    def _vllm_demand(self) -> Demand:
+        """Return one sequence's part of vLLM's KV cache, in whole blocks; vLLM allocates all of it, for any sequences."""
+        policy = self._policy()
+        context = self.settings.prompts.vllm_max_model_length or context_length(policy) or 0
+        return Demand(sequence_bytes=2 * context * bytes_per_token(policy))
+
+    def _policy(self) -> Any:
+        return causal_lm(self.context.accelerator.unwrap_model(self.context.model_wrapped))
+
     @contextmanager
     def engine_awake(self) -> Iterator[None]:
         """Offload tensors that a rollout does not need and wake the engine for the block; undo both after it."""
@@ -118,10 +127,11 @@ class RolloutCollector:
 
     def _wake_engine(self) -> None:
         def wake() -> None:
-            with self._ranks.propagate_errors(), explain_out_of_memory(Phase.ROLLOUT, self.context):
+            explained = explain_out_of_memory(Phase.ROLLOUT, self.context)
+            with self._ranks.propagate_errors(), _awaited_errors(), explained:
                 self.engine.wake()
 
-        retry_with_smaller_sizes(self.context, Phase.ROLLOUT, wake, Demand, self.engine.close)
+        retry_with_smaller_sizes(self.context, Phase.ROLLOUT, wake, self._vllm_demand, self.engine.close)
 
     def sync_weights(self, policy_version: int) -> None:
         retry_with_smaller_sizes(
@@ -154,11 +164,10 @@ class RolloutCollector:
         )
 
     def _demand(self, prompts: Sequence[Prompt], sampling: Sampling) -> Demand:
-        """Return the KV cache that these sequences would fill on a rank; vLLM allocates all of its cache, for any sequences."""
-        policy = causal_lm(self.context.accelerator.unwrap_model(self.context.model_wrapped))
+        """Return the KV cache that these sequences would fill on a rank."""
         if self.settings.vllm is not None:
-            context = self.settings.prompts.vllm_max_model_length or context_length(policy) or 0
-            return Demand(sequence_bytes=2 * context * bytes_per_token(policy))  # one sequence, in whole blocks
+            return self._vllm_demand()
+        policy = self._policy()
         tokens = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
         num_sequences = -(-len(prompts) * sampling.num_generations // self._ranks.world_size)
         per_sequence = tokens * bytes_per_token(policy)
@@ -175,7 +184,7 @@ class RolloutCollector:
         @cache
         def generate_owned() -> list[Group]:
             # A rank without a prompt calls the engine too: generating under a sharded strategy takes all ranks.
-            with tracker.phase(phase):
+            with _awaited_errors(), tracker.phase(phase):
                 return self.engine.generate([prompts[i] for i in owned], sampling)
 
         @cache
@@ -199,7 +208,7 @@ class RolloutCollector:
 
         @cache
         def generate() -> tuple[int, int, tuple[Completion, ...]]:
-            with self.context.run.tracker.phase(phase):
+            with _awaited_errors(), self.context.run.tracker.phase(phase):
                 groups = self.engine.generate([prompts[number]] if part else [], part_sampling)
             return number, part.start, groups[0].completions if groups else ()
 
@@ -253,6 +262,16 @@ class RolloutCollector:
             return {}
         num_bytes, seconds = self._ranks.max([float(number) for number in self.offloader.pop_usage()])
         return {"offload/bytes": Metric(num_bytes, 1.0, "max"), "time/offload": Metric(seconds)}
+
+
+@contextmanager
+def _awaited_errors() -> Iterator[None]:
+    """Mark memory errors of engines: the other ranks generate to their end, or in lockstep, before they agree on the error."""
+    try:
+        yield
+    except MemoryExhaustedError as error:
+        error.is_awaited = True
+        raise
 
 
 @contextmanager

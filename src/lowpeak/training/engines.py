@@ -80,7 +80,7 @@ def make_engine(
     engine: RolloutEngine
     gather_for_function: Callable[[], AbstractContextManager[nn.Module]]
     if parts.settings.vllm is None:
-        kv_cache_bytes = lambda: context.run.sizes.kv_cache_bytes  # noqa: E731  # a resumed run replaces them
+        kv_cache_bytes = lambda: context.run.sizes.kv_cache_bytes  # noqa: E731  # they change
         engine = NativeEngine(gather_policy, parts.tokenizer, kv_cache_bytes, stats.add, device)
         gather_for_function = engine.keep_gathered
     else:

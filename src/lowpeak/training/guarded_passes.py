@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -21,8 +22,8 @@ Result = TypeVar("Result")
 class GuardedPasses:
     """Runs passes until one runs out of memory; after that this rank only takes part in the others' collectives.
 
-    `masked` is the micro-batch of these passes. What ranks computed beside a failed pass is discarded: `raise_on_all_ranks`
-    comes after the last pass. `before_end` is called for an error that will end the run on all ranks.
+    `masked` is the micro-batch of these passes; `failed` is the one that ran out of memory. Run all passes inside `agreement`.
+    `on_fatal_error` is called for an error that will end the run on all ranks.
     """
 
     def __init__(
@@ -31,10 +32,11 @@ class GuardedPasses:
         strategy: TrainingStrategy,
         device: torch.device,
         masked: MicroBatch,
-        before_end: Callable[[str], object] = lambda reason: None,
+        on_fatal_error: Callable[[str], object] = lambda reason: None,
     ) -> None:
-        self._model, self._strategy, self._device, self._before_end = model, strategy, device, before_end
+        self._model, self._strategy, self._device, self._on_fatal_error = model, strategy, device, on_fatal_error
         self.masked = masked
+        self.failed: MicroBatch | None = None
         self._error: MemoryExhaustedError | None = None
 
     def run(self, run_pass: Callable[[MicroBatch], Result], batch: MicroBatch) -> Result | None:
@@ -49,9 +51,10 @@ class GuardedPasses:
                 if not is_out_of_memory(error):
                     raise
                 if not self._strategy.survives_failed_passes:
-                    self._before_end(first_line(error))
+                    self._on_fatal_error(first_line(error))
                     raise
-                self._error = MemoryExhaustedError(first_line(error))
+                self._error, self.failed = MemoryExhaustedError(first_line(error)), batch
+                self._error.is_awaited = True
             # Outside of the except block: until it ends, the error's traceback keeps the tensors of the failed pass.
             free_unused(self._device)
         try:
@@ -66,10 +69,12 @@ class GuardedPasses:
             ) from error
         return None
 
-    def raise_on_all_ranks(self) -> None:
-        """Raise MemoryExhaustedError on all ranks if a pass has failed on any; all ranks must call it."""
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """Raise an error of the block, or MemoryExhaustedError for a failed pass, on all ranks; all ranks must enter it."""
         try:
             with self._strategy.ranks.propagate_errors():
+                yield
                 if self._error is not None:
                     raise self._error
         except MemoryExhaustedError as error:
@@ -79,13 +84,16 @@ class GuardedPasses:
 
 def run_guarded(
     guard: GuardedPasses | None, run_pass: Callable[..., Result], batches: Sequence[MicroBatch], *more: Sequence[object]
-) -> Iterator[Result]:
-    """Yield the results of a pass on each micro-batch, up to one that ran out of memory; `more` are other arguments."""
-    for batch, *others in zip(batches, *more, strict=True):
-        run = partial(_with_others, run_pass, others)
-        result = run(batch) if guard is None else guard.run(run, batch)
-        if result is not None:
-            yield result
+) -> list[Result]:
+    """Return the results of a pass on each micro-batch, up to one that ran out of memory; `more` are other arguments."""
+    results = []
+    with nullcontext() if guard is None else guard.agreement():
+        for batch, *others in zip(batches, *more, strict=True):
+            run = partial(_with_others, run_pass, others)
+            result = run(batch) if guard is None else guard.run(run, batch)
+            if result is not None:
+                results.append(result)
+    return results
 
 
 def _with_others(run_pass: Callable[..., Result], others: Sequence[object], batch: MicroBatch) -> Result:

@@ -23,11 +23,12 @@ from lowpeak.parallel import discard_gradients
 from lowpeak.records import MicroBatch, Unit
 from lowpeak.training.guarded_passes import GuardedPasses, free_unused
 from lowpeak.training.run import Run, RunContext, allocators_words
-from lowpeak.training.run_sizes import ACTIVATION_OFFLOAD, Sizes
+from lowpeak.training.run_sizes import Sizes
 
 logger = logging.getLogger(__name__)
 
 LEAST_CHUNK = 16  # tokens whose logits are in memory together: below it, a pass takes longer and hardly less
+LEAST_CACHE = 1 << 24  # bytes of a KV cache for sequences of unknown length
 SIZES_FILE = ".lowpeak.sizes.json"  # in output_dir
 LEAST_SYNC = 1 << 20  # bytes of a bucket of weights
 _PASSES = (Phase.SCORE, Phase.TRAIN)
@@ -38,7 +39,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Demand:
-    """What a failed phase had in memory at a time, on the rank that had most.
+    """What a failed phase had in memory at a time; each field is the largest of all ranks.
 
     batch_tokens, batch_units       of its largest micro-batch; a unit (a sequence or a pair) is never split
     cache_bytes, sequence_bytes     of the KV cache that all its sequences would fill, and of one sequence
@@ -51,9 +52,18 @@ class Demand:
 
     @classmethod
     def of_batches(cls, batches: Sequence[MicroBatch], unit: Unit = "token") -> Demand:
+        """Return the demand of the largest micro-batch."""
         num_sequences = max((batch.tokens.num_sequences for batch in batches), default=0)
         num_tokens = max((batch.input_ids_BL.numel() for batch in batches), default=0)
         return cls(num_tokens, num_sequences // 2 if unit == "pair" else num_sequences)
+
+    @classmethod
+    def of_passes(cls, context: RunContext, guard: GuardedPasses, batches: Sequence[MicroBatch]) -> Demand:
+        """Return the demand of the micro-batch that failed on this rank, if any rank knows its own; all ranks must call it."""
+        unit, ranks = context.run.algorithm.unit, context.run.strategy.ranks
+        if not ranks.max([float(guard.failed is not None)])[0]:
+            return cls.of_batches(batches, unit)
+        return cls() if guard.failed is None else cls.of_batches([guard.failed], unit)
 
 
 def retry_with_smaller_sizes(
@@ -65,46 +75,57 @@ def retry_with_smaller_sizes(
 ) -> Result:
     """Return `attempt()`; after an out-of-memory error on any rank, lower the run's sizes and call it again.
 
-    All ranks must raise MemoryExhaustedError if one does; in training those count that are `on_all_ranks`. `demand` describes
-    the attempt that failed, `prepare` comes before the next one. Raises MemoryExhaustedError, `after_recovery` set, if the
-    smallest sizes do not suffice.
+    All ranks must raise MemoryExhaustedError if one does. In training only errors that the ranks have agreed on
+    (`on_all_ranks`) are retried. `demand` describes the attempt that failed, `prepare` comes before the next one. Raises
+    MemoryExhaustedError, `after_recovery` set, if the smallest sizes do not suffice.
     """
     while True:
         try:
             return attempt()
         except MemoryExhaustedError as error:
-            is_single = context.run.strategy.ranks.processes.world_size == 1
-            if error.after_recovery or (phase is Phase.TRAIN and not (error.on_all_ranks or is_single)):
+            if error.after_recovery or not _can_retry(context, phase, error):
                 raise
-            reason = allocators_words(error)
+            reason, alive = allocators_words(error), _describe_memory(context)
         # Outside of the except block: until it ends, the error's traceback keeps tensors of the attempt.
         discard_gradients(context.model_wrapped.parameters())
         free_unused(context.accelerator.device)
-        lower_run_sizes(context, phase, reason, demand())
+        lower_run_sizes(context, phase, reason, demand(), alive)
         prepare()
 
 
-def lower_run_sizes(context: RunContext, phase: Phase, reason: str, demand: Demand) -> None:
-    """Replace the run by one with the next smaller sizes for `phase`; log and journal the change, on all ranks alike."""
+def _can_retry(context: RunContext, phase: Phase, error: MemoryExhaustedError) -> bool:
+    strategy = context.run.strategy
+    if phase not in _PASSES:
+        return True
+    is_agreed = phase is Phase.SCORE or error.on_all_ranks or strategy.ranks.processes.world_size == 1
+    return strategy.survives_failed_passes and is_agreed
+
+
+def lower_run_sizes(context: RunContext, phase: Phase, reason: str, demand: Demand, alive: str) -> None:
+    """Replace the run by one with the next smaller sizes for `phase`; log and journal the change, on all ranks alike.
+
+    `alive` says what was in memory.
+    """
     run, ranks = context.run, context.run.strategy.ranks
     most = Demand(*(int(number) for number in ranks.max([float(number) for number in vars(demand).values()])))
     sizes = smaller_sizes(run.sizes, phase, most, offloads=_can_offload(context))
     if sizes is None:
         error = MemoryExhaustedError(
             f"out of memory in phase {phase}, also with the smallest sizes ({_describe(run.sizes)}): {reason.rstrip('.')}. "
-            f"In memory were {_describe_memory(context)}. Shard over more ranks (FSDP2), store fewer bytes per parameter "
-            "(dtype='bfloat16', offload_optimizer), train an adapter, or shorten the sequences."
+            f"In device memory were {alive}. Shard over more ranks, store fewer bytes per parameter (dtype='bfloat16', "
+            "offload_optimizer), train an adapter, or shorten the sequences."
         )
         error.after_recovery = True
         raise error
     changed = {name: value for name, value in sizes.as_dict().items() if value != run.sizes.as_dict().get(name)}
     changed.pop("lowered", None)
-    context.run = _run_with(context, sizes)
+    context.run = run_with_sizes(context, sizes)
     words = ", ".join(f"{name} {getattr(run.sizes, name)} -> {value}" for name, value in changed.items())
     logger.warning(
-        "Out of memory in phase %s: it runs again with %s, which stays for the run. (%s)", phase, words, reason
+        "Out of memory in phase %s: the phase runs again with %s, and the run keeps that. (%s)", phase, words, reason
     )
-    run.journal.write_event(context.state.global_step, "out of memory", phase=phase.value, reason=reason, **changed)
+    if context.is_in_train:  # an evaluation by itself would begin a new journal
+        run.journal.write_event(context.state.global_step, "out of memory", phase=phase.value, reason=reason, **changed)
 
 
 def guard_passes(context: RunContext, phase: Phase, batches: Sequence[MicroBatch]) -> GuardedPasses:
@@ -114,12 +135,13 @@ def guard_passes(context: RunContext, phase: Phase, batches: Sequence[MicroBatch
     for the ranks that a launcher or the user starts again.
     """
     run = context.run
-    record = partial(_record_smaller_sizes, context, phase, Demand.of_batches(batches, run.algorithm.unit))
+    record = partial(_record_smaller_sizes, context, phase, batches)
     device = context.accelerator.device
     return GuardedPasses(context.model_wrapped, run.strategy, device, masked_batch(run.budget), record)
 
 
-def _record_smaller_sizes(context: RunContext, phase: Phase, demand: Demand, reason: str) -> None:
+def _record_smaller_sizes(context: RunContext, phase: Phase, batches: Sequence[MicroBatch], reason: str) -> None:
+    demand = Demand.of_batches(batches, context.run.algorithm.unit)
     sizes = smaller_sizes(context.run.sizes, phase, demand, offloads=_can_offload(context))
     if sizes is None:
         return
@@ -145,7 +167,7 @@ def apply_recorded_sizes(context: RunContext, *, is_new: bool) -> None:
     if not found:
         return
     lower = {name: value for name, value in found["sizes"].items() if value != getattr(run.sizes, name)}
-    context.run = _run_with(context, run.sizes.lower(**lower))
+    context.run = run_with_sizes(context, run.sizes.lower(**lower))
     run.journal.write_event(
         context.state.global_step, "out of memory", phase=found["phase"], reason=found["reason"], **lower
     )
@@ -183,8 +205,9 @@ def _smaller_passes(sizes: Sizes, demand: Demand, offloads: bool) -> Sizes | Non
 
 
 def _smaller_generation(sizes: Sizes, demand: Demand) -> Sizes | None:
-    cache = _half(min(sizes.kv_cache_bytes, demand.cache_bytes or sizes.kv_cache_bytes))
-    if cache >= max(1, demand.sequence_bytes):
+    used = min(sizes.kv_cache_bytes, demand.cache_bytes or sizes.kv_cache_bytes)
+    cache = max(_half(used), demand.sequence_bytes or LEAST_CACHE)
+    if cache < used:
         return sizes.lower(kv_cache_bytes=cache)
     if not sizes.gather_budget:  # a budget that no plan has set follows from free memory
         return None
@@ -201,9 +224,10 @@ def _can_offload(context: RunContext) -> bool:
     return is_kept and has_device_memory(context.accelerator.device)
 
 
-def _run_with(context: RunContext, sizes: Sizes) -> Run:
+def run_with_sizes(context: RunContext, sizes: Sizes) -> Run:
+    """Return the run with other sizes, and with the offload of activations that they may have."""
     run = context.run.with_sizes(sizes)
-    if ACTIVATION_OFFLOAD not in sizes.lowered or ACTIVATION_OFFLOAD in context.run.sizes.lowered:
+    if not sizes.activation_offloading or run.logprob_settings.activation_context is not nullcontext:
         return run
     offload = ActivationOffload(context.model_wrapped, AsyncHostMover(context.accelerator.device))
     return replace(run, logprob_settings=replace(run.logprob_settings, activation_context=offload.saving))
@@ -214,10 +238,13 @@ def _describe(sizes: Sizes) -> str:
 
 
 def _describe_memory(context: RunContext) -> str:
-    """Return the bytes of weights, gradients and optimizer states on this rank's device, and what is free."""
-    device, strategy = context.accelerator.device, context.run.strategy
-    weights = sum(shard.nbytes for shard in strategy.shards(context.model_wrapped).values())
-    gradients = sum(each.nbytes for p in context.model_wrapped.parameters() if (each := gradient_of(p)) is not None)
-    states = sum(each.nbytes for each in strategy.offloadable_tensors(context.model_wrapped, context.optimizer))
-    kinds = {"weights": weights, "gradients": gradients, "optimizer states": states, "free": free_bytes(device)}
-    return ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in kinds.items())
+    """Return the bytes of weights, gradients and optimizer states on this rank's device, with what is free."""
+    device, strategy, model = context.accelerator.device, context.run.strategy, context.model_wrapped
+    kinds = {
+        "weights": strategy.shards(model).values(),
+        "gradients": [each for parameter in model.parameters() if (each := gradient_of(parameter)) is not None],
+        "optimizer states": strategy.offloadable_tensors(model, context.optimizer),
+    }
+    sizes = {name: sum(t.nbytes for t in tensors if t.device.type == device.type) for name, tensors in kinds.items()}
+    shown = ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in sizes.items())
+    return f"{shown}, and {free_bytes(device) / 2**30:.2f} GiB were free"

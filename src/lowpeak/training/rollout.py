@@ -21,6 +21,7 @@ from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
 from lowpeak.rewards import RewardedCompletions
+from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.recovery import Demand, guard_passes, retry_with_smaller_sizes
 from lowpeak.training.run import Run, RunContext
 from lowpeak.training.step import score
@@ -58,42 +59,47 @@ def score_records(
         return records, {}
     context.model_wrapped.eval()
     batches: list[MicroBatch] = []
+    guard = guard_passes(context, Phase.SCORE, batches)
 
     def run_passes() -> tuple[Scores, dict[str, Metric]]:
         with context.run.tracker.phase(phase):
-            return _score_batches(context, records, batches, needs), {"useful_tokens/score": _useful_share(batches)}
+            scores = _score_batches(context, records, batches, needs, guard)
+        return scores, {"useful_tokens/score": _useful_share(batches)}
 
     def attempt() -> list[tuple[Scores, dict[str, Metric]]]:
+        nonlocal guard
         budget, ranks = context.run.budget, context.run.strategy.ranks
         indices = assign_to_ranks(records, range(len(records)), budget, ranks.world_size)[ranks.rank]
         batches[:] = pad_batches_across_ranks(pack(records, indices, budget), budget, ranks)
+        guard = guard_passes(context, Phase.SCORE, batches)
         return ranks.call_on_all(run_passes)
 
-    gathered = retry_with_smaller_sizes(context, Phase.SCORE, attempt, lambda: Demand.of_batches(batches))
+    demand = lambda: Demand.of_passes(context, guard, batches)  # noqa: E731  # of the last attempt's guard
+    gathered = retry_with_smaller_sizes(context, Phase.SCORE, attempt, demand)
     scores = {i: values for rank_scores, _ in gathered for i, values in rank_scores.items()}
     scored = tuple(_with_scores(record, scores.get(i, {}), needs) for i, record in enumerate(records))
     return scored, reduce(merge_metrics, [metrics for _, metrics in gathered])
 
 
 def _score_batches(
-    context: RunContext, records: Sequence[Record], batches: Sequence[MicroBatch], needs: frozenset[Need]
+    context: RunContext,
+    records: Sequence[Record],
+    batches: Sequence[MicroBatch],
+    needs: frozenset[Need],
+    guard: GuardedPasses,
 ) -> Scores:
     run, model = context.run, context.model_wrapped
-    guard = guard_passes(context, Phase.SCORE, batches)
     passes: dict[str, list[dict[str, Tensor]]] = {}
     if needs & {"old", "entropy", "values"}:
         request_fields = {"entropy": "entropy" in needs, "values": "values" in needs}
         request_fields["logprobs"] = bool(needs & {"old", "entropy"})
         passes["old"] = score(model, batches, run.logprob_settings, guard, **request_fields)
-        guard.raise_on_all_ranks()
     if "reference" in needs:
         assert run.reference is not None
         separate = run.reference.model
         with run.reference.ready():
             # A separate one has no collectives, or runs in lockstep: its errors need no guard.
             passes["reference"] = score(separate or model, batches, run.logprob_settings, None if separate else guard)
-        if separate is None:
-            guard.raise_on_all_ranks()
     return _read_scores(records, batches, passes)
 
 

@@ -33,7 +33,7 @@ from lowpeak.training.step_metrics import StepMetrics
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run, made once; only a resumed run replaces its sizes.
+    """The parts of a run, made once; only its sizes change: on resume, after errors of memory, by measured peaks.
 
     algorithm           the losses, and what they need
     logprob_settings    how every pass computes log-probs
@@ -116,6 +116,7 @@ class RunContext(Protocol):
     run: Run
     args: Any
     state: Any
+    is_in_train: bool
     accelerator: Any
     model_wrapped: nn.Module
     optimizer: Any
@@ -150,7 +151,7 @@ def explain_out_of_memory(phase: Phase, context: RunContext) -> Iterator[None]:
 
 def allocators_words(error: MemoryExhaustedError) -> str:
     """Return what the allocator said, with the rank if it is another one's, without the remedy."""
-    found = re.search(r"out of memory in phase \w+: .*\((.*)\)$", str(error), re.DOTALL)
+    found = re.search(r"out of memory in phase \w+: .*?\. \((.*)\)$", str(error), re.DOTALL)
     words = found.group(1) if found else str(error).partition("so all ranks stop: ")[2] or str(error)
     return words if error.rank is None else f"rank {error.rank}: {words}"
 

@@ -1,7 +1,8 @@
 """The passes of a step: micro-batches are scored without gradients, or run with a loss and gradients.
 
-Nothing here reads a device (`.item()`, `.tolist()`, `bool(tensor)`): sizes come in as numbers and metrics leave as
-tensors, so a phase can be rehearsed on fake tensors. Models, strategies and algorithms are seen through protocols.
+Nothing here reads a device (`.item()`, `.tolist()`, `bool(tensor)`), except when several ranks agree on errors: sizes come in
+as numbers and metrics leave as tensors, so a phase can be rehearsed on fake tensors. Models, strategies and algorithms are seen
+through protocols.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ def score(
     """Return the log-probs of each micro-batch's loss tokens, by name and without gradients: stage 8.
 
     `request_fields` are fields of HeadRequest that add entropies (`entropy`) or a critic's values (`values`), or leave the
-    log-probs out (`logprobs=False`). With a `guard` results are missing after a pass ran out of memory.
+    log-probs out (`logprobs=False`). With a `guard` all ranks raise the error of one of them.
     """
 
     def forward(batch: MicroBatch) -> dict[str, Tensor]:
         return _forward(model, batch.to(settings.device), settings, **request_fields)
 
     with torch.no_grad():
-        return list(run_guarded(guard, forward, micro_batches))
+        return run_guarded(guard, forward, micro_batches)
 
 
 def run_step(
@@ -81,7 +82,7 @@ def run_step(
 
     loss = sum over micro-batches of sum(weights_U * loss_U). Ranks average gradients, so each backward is scaled by
     their number. After an error `.grad` holds gradients of a part of the step: discard them before another step. With a
-    `guard` all ranks raise MemoryExhaustedError if one of them ran out of memory.
+    `guard` all ranks raise the error of one of them, MemoryExhaustedError if it ran out of memory.
     """
     total = torch.zeros((), device=settings.device)
     metrics: dict[str, Metric] = {}
@@ -99,8 +100,6 @@ def run_step(
     for loss, measured in run_guarded(guard, forward_and_backward, micro_batches, lasts):
         total += loss
         metrics = merge_metrics(metrics, measured)
-    if guard is not None:
-        guard.raise_on_all_ranks()
     strategy.average_gradients(model)
     return total, metrics
 
@@ -192,9 +191,7 @@ def _choices_of_step(
         return _forward(model, batch.to(settings.device), settings, logprobs=False, routing=routing)["routing"][0]
 
     with torch.no_grad(), eval_mode(model):
-        counts = list(run_guarded(guard, count, micro_batches))
-    if guard is not None:
-        guard.raise_on_all_ranks()
+        counts = run_guarded(guard, count, micro_batches)
     return ranks.sum_tensor(reduce(torch.add, counts))
 
 
