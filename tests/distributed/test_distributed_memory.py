@@ -22,6 +22,7 @@ from fake_vllm import engine_over, scripted
 from lowpeak.journal import read_rows
 from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
+from lowpeak.training import run_with_sizes
 from lowpeak.vllm import EngineSharing
 from preference_data import tiny_classifier
 from tiny_models import char_tokenizer
@@ -73,41 +74,59 @@ def sizes_for(algorithm: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sizes.items() if name in LARGE and name not in left_out}
 
 
+class LowerAfter(TrainerCallback):
+    """Lowers a run's sizes between two steps; `schedule` has the sizes by the number of steps done."""
+
+    def __init__(self, trainer: Any, schedule: Mapping[int, Mapping[str, Any]]) -> None:
+        self._trainer, self._schedule = trainer, schedule
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        lower = self._schedule.get(state.global_step)
+        if lower:
+            self._trainer.run = run_with_sizes(self._trainer, self._trainer.run.sizes.lower(**lower))
+
+
 def run(
     strategy: str,
     algorithm: str,
     folder: Path,
-    sizes: Mapping[str, Any],
     caps: dict[Phase, int],
+    schedule: Mapping[int, Mapping[str, Any]],
     max_steps: int = 2,
 ) -> Any:
-    """What a run came to, with its sizes and what its phases took at most."""
+    """What a run came to, what its phases took at most, and the sizes that it lowered, by the number of steps done."""
     name, arguments = ALGORITHMS[algorithm]
-    given = {**prepare(strategy), "max_steps": max_steps, **arguments, **sizes_for(algorithm, sizes)}
+    sizes = sizes_for(algorithm, {**LARGE, **schedule.get(0, {})})
+    given = {**prepare(strategy), "max_steps": max_steps, **arguments, **sizes}
     model = tiny_classifier(len(char_tokenizer())) if algorithm == "Reward" else None
     trainer = build(name, folder, given, model)
     phases = CappedPhases(trainer, caps)
+    trainer.add_callback(LowerAfter(trainer, schedule))
     trainer.train()
-    result = {**result_of(trainer), "sizes": trainer.run.sizes.as_dict(), "highest": phases.highest}
+    lowered: dict[int, dict[str, Any]] = {}
+    for event in read_rows(folder / "journal", "events"):
+        lowered.setdefault(event["step"], {}).update({name: event[name] for name in LARGE if name in event})
+    result = {**result_of(trainer), "lowered": lowered, "highest": phases.highest}
     forget()
     return result
 
 
 def each_case(place: Path, out: Path, strategy: str) -> None:
     for algorithm in {case.algorithm: case for case in cases_of(strategy)}:
-        large = run(strategy, algorithm, out / "large", LARGE, {})
-        small = run(strategy, algorithm, out / "small", SMALL, {})
+        large = run(strategy, algorithm, out / "large" / algorithm, {}, {})
+        small = run(strategy, algorithm, out / "small" / algorithm, {}, {0: SMALL})
         same_sizes: dict[str, Any] = {}
         for case in cases_of(strategy):
             if case.algorithm != algorithm:
                 continue
             phase = case.phase.value
             cap = (large["highest"][phase] + small["highest"][phase]) // 2
-            found = run(strategy, algorithm, out / str(case), LARGE, {case.phase: cap} if rank() == case.victim else {})
-            sizes = sizes_for(algorithm, found["sizes"])
-            key = repr(sizes)
+            caps = {case.phase: cap} if rank() == case.victim else {}
+            found = run(strategy, algorithm, out / str(case), caps, {})
+            key = repr(found["lowered"])
             if key not in same_sizes:
-                same_sizes[key] = run(strategy, algorithm, out / "same", sizes, {})
+                same = run(strategy, algorithm, out / "same" / str(case), {}, found["lowered"])
+                same_sizes[key] = same
             if rank() == 0:
                 torch.save([found, same_sizes[key], large], out / f"{case}.pt")
 
@@ -131,8 +150,9 @@ def runs(tmp_path_factory):
 def test_a_phase_that_runs_out_of_memory_runs_again_to_the_bits_of_a_run_with_the_smaller_sizes(runs, case):
     found, same, large = runs(case)
     possible = {"kv_cache_bytes"} if case.phase is Phase.ROLLOUT else {"micro_batch_tokens", "logprob_chunk_size"}
-    assert {*found["sizes"]["lowered"]} <= possible
-    assert found["sizes"]["lowered"]
+    lowered = {name for sizes in found["lowered"].values() for name in sizes}
+    assert lowered
+    assert lowered <= possible
     assert_same_bits(found["weights"], same["weights"])
     for name, values in large["weights"].items():
         torch.testing.assert_close(found["weights"][name], values, atol=TOLERANCE, rtol=0)
@@ -206,7 +226,7 @@ def last_case(place: Path, out: Path, strategy: str) -> None:
     """Nothing suffices for the second step of a rollout, on the last rank; then the run is resumed without the cap."""
     name, arguments = ALGORITHMS["GRPO, reused rollouts"]
     given = {**prepare(strategy), **arguments, **LARGE, "max_steps": 4}
-    whole = run(strategy, "GRPO, reused rollouts", out / "whole", LARGE, {}, max_steps=4)
+    whole = run(strategy, "GRPO, reused rollouts", out / "whole", {}, {}, max_steps=4)
     given = prepare(strategy) | given
     trainer = build(name, out / "run", given)
     phases = CappedPhases(trainer, {})
