@@ -66,6 +66,7 @@ def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
     if plan is not None and options.plot is not None:
         from lowpeak.plan import write_plot
 
+        Path(options.plot).parent.mkdir(parents=True, exist_ok=True)
         write_plot(plan, Path(options.plot))
     return 0 if plan is not None and plan.fits else 1
 
@@ -157,6 +158,8 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak) -> tuple[PlanArgumen
         config=None,
         given={**rest, "use_cpu": True},
     )
+    if (job.model.load_in_4bit or job.model.load_in_8bit) and not job.model.use_peft:
+        raise ArgumentError("a quantised model is frozen, so that nothing would be trained: add --use_peft.")
     # bitsandbytes is not needed to plan a quantised base.
     plain = dataclasses.replace(job.model, load_in_4bit=False, load_in_8bit=False)
     job = dataclasses.replace(with_config(dataclasses.replace(job, model=plain), library), model=job.model)
@@ -190,6 +193,8 @@ def _check_options(options: PlanArguments) -> None:
             raise ArgumentError(
                 f"--{name} must be one of {', '.join(filter(None, choices))}, got {getattr(options, name)!r}."
             )
+    if options.plot is not None and not options.plot.endswith((".html", ".htm")):
+        raise ArgumentError(f"--plot writes an HTML page, got {options.plot!r}: name a file that ends in .html.")
     for name in ("gpus", "gpus_per_host", "prompt_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:

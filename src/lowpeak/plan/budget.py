@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from lowpeak.device_kind import rehearse_device
+from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind, PhaseMemory
 from lowpeak.plan.advice import advise
 from lowpeak.plan.computed import margin
@@ -58,7 +59,12 @@ def budget_of(request: PlanRequest) -> int | None:
     memory = request.machine.memory
     if budget is None or budget == "auto":
         return None if budget is None else memory
-    return int(budget * memory if budget <= 1 else budget)
+    number = int(budget * memory if budget <= 1 else budget)
+    if number > memory:
+        raise ArgumentError(
+            f"memory_budget={budget} is {_gib(number)}, and a device has {_gib(memory)}: lower it, or set memory_budget='auto'."
+        )
+    return number
 
 
 class _SizeSearch:

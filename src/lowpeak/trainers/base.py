@@ -55,6 +55,7 @@ from lowpeak.training import (
     agree_on_flags,
     check_training_state,
     correct_sizes,
+    explain_out_of_memory,
     gather_metrics,
     gather_usage,
     guard_passes,
@@ -177,6 +178,11 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
                 self.callback_handler.on_save(self.args, self.state, self.control)
             self.callback_handler.on_train_end(self.args, self.state, self.control)
             self.run.interrupts.raise_if_stopped(output_dir, step)
+        except (MemoryError, RuntimeError):
+            if self.run.tracker.current_phase == f"phase {Phase.OPTIMIZER}":  # transformers makes the step
+                with explain_out_of_memory(Phase.OPTIMIZER, self):
+                    raise
+            raise
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a stand-in that counts steps: the cursor draws the data."""
@@ -226,9 +232,10 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
                     model, step.micro_batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard
                 )
 
-        loss, metrics = retry_with_smaller_sizes(
-            self, Phase.TRAIN, attempt, lambda: Demand.of_passes(self, guard, step.micro_batches), prepare_again
-        )
+        def demand() -> Demand:
+            return Demand.of_passes(self, guard, step.micro_batches, self.run.algorithm.unit)
+
+        loss, metrics = retry_with_smaller_sizes(self, Phase.TRAIN, attempt, demand, prepare_again)
         metrics["useful_tokens/train"] = Metric(float(step.num_useful), float(step.num_computed))
         self.scratch.measured = StepMetrics(loss, metrics, self._get_learning_rate(), tokens=step.observer.values)
         self.scratch.seconds, self.scratch.num_new = time.perf_counter() - inputs["start"], step.num_new

@@ -57,13 +57,16 @@ from lowpeak.trainers.constructor import (
     reject_virtual_tokens,
 )
 from lowpeak.training import (
+    Demand,
     StepBatches,
     StepMetrics,
     computes_in_fp32,
     describe_offline,
     gather_metrics,
+    guard_passes,
     make_run,
     measure_step,
+    retry_with_smaller_sizes,
     run_with_sizes,
 )
 from lowpeak.watchdog import detect_failures
@@ -116,8 +119,10 @@ class OfflineTrainer(StepTrainer):
     def measure(self, step: StepBatches) -> dict[str, float]:
         """Return the loss and the algorithm's metrics over all ranks, with `num_tokens` trained on so far."""
         run = self.run
-        ranks = run.strategy.ranks
-        loss, metrics = measure_step(self.model_wrapped, step.micro_batches, run.algorithm, run.logprob_settings, ranks)
+        ranks, guard = run.strategy.ranks, guard_passes(self, Phase.SCORE, step.micro_batches)
+        loss, metrics = measure_step(
+            self.model_wrapped, step.micro_batches, run.algorithm, run.logprob_settings, ranks, guard
+        )
         numbers = gather_metrics(StepMetrics(loss, metrics), None, ranks)
         values = {name: metric.value() for name, metric in numbers.metrics.items()}
         return {"loss": float(numbers.loss), **values, "num_tokens": float(self.state.num_input_tokens_seen)}
@@ -250,8 +255,17 @@ class OfflineTrainer(StepTrainer):
                 records = self.read(data)
             start = time.perf_counter()
             step = self._step_batches(records)
-            self.model_wrapped.eval()
-            measured = self.measure(step)
+
+            def attempt() -> dict[str, float]:
+                nonlocal step
+                step = self._step_batches(records)
+                self.model_wrapped.eval()
+                return self.measure(step)
+
+            unit = self.run.algorithm.unit
+            measured = retry_with_smaller_sizes(
+                self, Phase.SCORE, attempt, lambda: Demand.of_batches(step.micro_batches, unit)
+            )
             predictions = self.predict_rows(step, records) if predicts else EvalPrediction(None, None)
             if self.compute_metrics is not None:
                 with ranks.propagate_errors(), fail_on_exit(LowpeakError, "compute_metrics"):

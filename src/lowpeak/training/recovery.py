@@ -58,9 +58,14 @@ class Demand:
         return cls(num_tokens, num_sequences // 2 if unit == "pair" else num_sequences)
 
     @classmethod
-    def of_passes(cls, context: RunContext, guard: GuardedPasses, batches: Sequence[MicroBatch]) -> Demand:
-        """Return the demand of the micro-batch that failed on this rank, if any rank knows its own; all ranks must call it."""
-        unit, ranks = context.run.algorithm.unit, context.run.strategy.ranks
+    def of_passes(
+        cls, context: RunContext, guard: GuardedPasses, batches: Sequence[MicroBatch], unit: Unit = "token"
+    ) -> Demand:
+        """Return the demand of the micro-batch that failed on this rank, if any rank knows its own; all ranks must call it.
+
+        `unit` is what is never split in these passes; scoring splits pairs.
+        """
+        ranks = context.run.strategy.ranks
         if not ranks.max([float(guard.failed is not None)])[0]:
             return cls.of_batches(batches, unit)
         return cls() if guard.failed is None else cls.of_batches([guard.failed], unit)
@@ -141,7 +146,7 @@ def guard_passes(context: RunContext, phase: Phase, batches: Sequence[MicroBatch
 
 
 def _record_smaller_sizes(context: RunContext, phase: Phase, batches: Sequence[MicroBatch], reason: str) -> None:
-    demand = Demand.of_batches(batches, context.run.algorithm.unit)
+    demand = Demand.of_batches(batches, context.run.algorithm.unit if phase is Phase.TRAIN else "token")
     sizes = smaller_sizes(context.run.sizes, phase, demand, offloads=_can_offload(context))
     if sizes is None:
         return

@@ -318,10 +318,18 @@ class Sizes:
         numbers: dict[str, Any] = {
             name: int(saved[name]) for name in names if name in saved and getattr(memory, name) is None
         }
-        numbers |= {name: saved[name] for name in lowered}
+        numbers |= {name: min(saved[name], getattr(memory, name, None) or saved[name]) for name in lowered}
         if lowered:
-            values = ", ".join(f"{name}={saved[name]}" for name in sorted(lowered))
+            values = ", ".join(f"{name}={numbers[name]}" for name in sorted(lowered))
             logger.info("The run continues with the sizes to which it went after running out of memory: %s.", values)
+        kept = [
+            f"{name}={value}" for name, value in numbers.items() if (planned := getattr(self, name)) and planned < value
+        ]
+        if memory.memory_budget is not None and kept:
+            logger.warning(
+                "memory_budget plans smaller sizes than the checkpoint's run had, and these stay: %s. Set them to change them.",
+                ", ".join(kept),
+            )
         # A checkpoint without a layout is of a version that always padded.
         layout_choice = self.layout_choice.resumed(saved.get("layout", "padded"))
         return replace(self, **numbers, layout_choice=layout_choice, lowered=lowered)

@@ -110,13 +110,14 @@ def measure_step(
     algorithm: Algorithm,
     settings: LogprobSettings,
     ranks: Ranks,
+    guard: GuardedPasses | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Return the results of `run_step`, without gradients: the loss and metrics of an evaluation."""
     total, metrics = torch.zeros((), device=settings.device), dict[str, Metric]()
-    choices_E = _choices_of_step(model, micro_batches, settings, ranks)
+    choices_E = _choices_of_step(model, micro_batches, settings, ranks, guard)
+    forward = partial(loss_of, model, algorithm=algorithm, settings=settings, choices_E=choices_E)
     with torch.no_grad():
-        for batch in micro_batches:
-            loss, measured = loss_of(model, batch, algorithm, settings, choices_E=choices_E)
+        for loss, measured in run_guarded(guard, forward, micro_batches):
             total += loss
             metrics = merge_metrics(metrics, measured)
     return total, metrics
