@@ -58,6 +58,8 @@ class Case:
 
 def cases_of(strategy: str) -> Iterator[Case]:
     for algorithm in ALGORITHMS:
+        if algorithm == "OnlineDPO" and STRATEGIES[strategy] > 1:  # a rank has one pair a step, which is never split
+            continue
         phases = (Phase.TRAIN,) if algorithm in ("SFT", "Reward") else ONLINE
         if strategy == "zero3":  # its passes cannot go on after an error
             phases = tuple(phase for phase in phases if phase is Phase.ROLLOUT)
