@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -158,6 +159,28 @@ def test_a_phase_that_runs_out_of_memory_runs_again_to_the_bits_of_a_run_with_th
     assert_same_bits(found["weights"], same["weights"])
     for name, values in large["weights"].items():
         torch.testing.assert_close(found["weights"][name], values, atol=TOLERANCE, rtol=0)
+
+
+def slow_case(place: Path, out: Path) -> None:
+    """Rank 1 fails at once, and rank 0 is busy for longer than a watchdog waits for ranks that have failed."""
+    trainer = build("GRPO", out / "run", {**prepare("ddp"), "max_steps": 1, "micro_batch_tokens": 64})
+    calls: list[int] = []
+
+    def once(module: Any, args: Any) -> None:
+        if module.training and not calls:
+            calls.append(rank())
+            if rank() == 1:
+                raise torch.OutOfMemoryError("injected")
+            time.sleep(7)  # it waits 5
+
+    trainer.model.model.layers[0].register_forward_pre_hook(once)
+    trainer.train()
+    note(place, lowered=sorted(trainer.run.sizes.lowered), steps=trainer.state.global_step)
+
+
+def test_the_other_ranks_have_the_time_that_their_passes_take(tmp_path):
+    succeed_on_ranks(slow_case, tmp_path / "ranks", tmp_path)
+    assert noted(tmp_path / "ranks", 0) == {"lowered": ["micro_batch_tokens"], "steps": 1}
 
 
 def sync_case(place: Path, out: Path) -> None:
