@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from lowpeak.arguments import MemorySettings
+from lowpeak.errors import MemoryExhaustedError
+from lowpeak.journal import read_rows
 from lowpeak.memory import Phase
 from lowpeak.training import Demand, Sizes, choose_layout, smaller_sizes
+from small_runs import DATA, make, rows
 
 SIZES = Sizes(4096, 64, 1 << 30, choose_layout(MemorySettings(), None))
 ONE_EACH = Demand(batch_tokens=700, batch_units=1)
@@ -62,3 +68,41 @@ def test_a_resumed_run_has_lowered_sizes_whatever_the_arguments_say():
     resumed = SIZES.resumed(lowered.as_dict(), memory)
     assert (resumed.micro_batch_tokens, resumed.logprob_chunk_size, resumed.lowered) == (1024, 64, lowered.lowered)
     assert "lowered" not in SIZES.as_dict()
+
+
+def fail_once(trainer: Any, when: Callable[[], bool]) -> list[int]:
+    """Let a layer run out of memory the first time that `when()` holds."""
+    failures: list[int] = []
+
+    def hook(module: Any, args: Any) -> None:
+        if not failures and when():
+            failures.append(trainer.state.global_step)
+            raise torch.OutOfMemoryError("CUDA out of memory. See https://pytorch.org (docs)")
+
+    trainer.model.model.layers[0].register_forward_pre_hook(hook)
+    return failures
+
+
+@pytest.mark.parametrize("kind", ["SFT", "GRPO"])
+def test_an_evaluation_that_runs_out_of_memory_measures_the_same(tmp_path, kind):
+    data = DATA.get(kind, rows)()
+    plain, failing = (make(kind, tmp_path / name, eval_dataset=data) for name in ("plain", "failing"))
+    failures = fail_once(failing, lambda: not failing.model.training)
+    expected, found = plain.evaluate(), failing.evaluate()
+    assert failures
+    assert failing.run.sizes.lowered
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+
+
+def test_the_reason_is_in_the_journal_whole_and_the_optimizers_step_is_named_where_it_fails(tmp_path, monkeypatch):
+    trainer = make("GRPO", tmp_path)
+    fail_once(trainer, lambda: trainer.model.training)
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("states do not fit")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(MemoryExhaustedError, match="optimizer"):
+        trainer.train()
+    (event,) = read_rows(tmp_path / "journal", "events")
+    assert (event["phase"], event["reason"]) == ("train", "CUDA out of memory. See https://pytorch.org (docs)")
