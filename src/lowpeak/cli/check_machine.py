@@ -122,7 +122,7 @@ def _limits(job: Job, machine: Machine) -> Iterator[Check]:
 
 
 def _memory(options: PlanArguments, job: Job, machine: Machine) -> Iterator[Check]:
-    """Plan the run on this machine; compare its peaks and its checkpoints with what there is."""
+    """Plan the run on this machine; compare its peaks with the memory, and its checkpoints with the disk."""
     from lowpeak.memory import free_bytes
     from lowpeak.plan import make_plan
 

@@ -35,7 +35,7 @@ _STRATEGIES = {"fsdp2-tp": "tp", "single_gpu": "single", "multi_gpu": "ddp", "fs
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """The command's own arguments: the machine to plan for, and what to print and write."""
+    """Arguments of the command itself: the planned machine, the output and its files."""
 
     algorithm: str = logging_argument(
         "grpo", f"what to plan: one of {', '.join(CLASS_PREFIXES)}; its arguments are accepted, too"
@@ -82,7 +82,7 @@ def _within_budget(request: PlanRequest) -> PlanRequest:
 
 
 def _planned(options: PlanArguments, request: PlanRequest) -> Plan:
-    """Print the plan of a run with its settings, and what would lower its peak.
+    """Print the plan of a run with its settings, and the changes that would lower its peak.
 
     With a memory_budget these are the sizes that keep to it.
     """

@@ -63,7 +63,7 @@ def attainable_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the memory of a device, whoever uses it; on a CPU the bytes that this process could have."""
+    """Return all memory of a device; on a CPU the bytes that this process could have."""
     if has_device_memory(device):
         return int(torch.get_device_module(device).mem_get_info(device)[1])
     return attainable_bytes(device)

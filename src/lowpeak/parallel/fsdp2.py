@@ -130,7 +130,7 @@ class _CountedReduceScatter(DefaultReduceScatter):
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what FSDP2 left gathered: after a forward without gradients, the root's parameters until a backward."""
+    """Free parameters that FSDP2 keeps gathered: the root units' after a forward without gradients."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

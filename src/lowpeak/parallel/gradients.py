@@ -1,4 +1,4 @@
-"""Gradients of a step on ranks: where they are summed, their average over replicas, their norm, and which rank updates what."""
+"""Gradients of a step on ranks: sums, averages over replicas, norms, and which rank updates what."""
 
 from __future__ import annotations
 
