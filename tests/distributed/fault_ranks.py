@@ -272,7 +272,7 @@ def fail_alone(place: Path) -> None:
 
 
 def forget_to_fail(place: Path) -> None:
-    """Rank 1 runs out of memory in the middle of a step and stays alive, as a notebook does: rank 0 hangs in its collective."""
+    """Rank 1 runs out of memory in the middle of a step with every size, and stays alive, as a notebook does."""
     trainer = run_with(place, spread)
 
     def hook(module: Any, args: Any) -> None:

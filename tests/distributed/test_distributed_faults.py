@@ -31,7 +31,6 @@ def failures(tmp_path_factory):
         ("folder", 0, "ArgumentError", "blocked/run'"),
         ("load", 1, "ModelError", "no-such-model"),
         ("resume", 1, "CheckpointError", "'last_epoch'"),
-        ("memory", 1, "MemoryExhaustedError", "micro_batch_tokens"),
         ("held", 0, "CheckpointError", "held"),
     ],
 )
@@ -42,6 +41,13 @@ def test_what_one_rank_fails_at_is_an_error_on_all(failures, case, rank, kind, w
     foreign = kind == "ConnectionError"  # a user's own class is named in the words
     assert other.startswith(f"{'RankError' if foreign else kind}: on rank {rank}")
     assert other.endswith(own if foreign else own.removeprefix(f"{kind}: "))
+
+
+def test_memory_that_no_size_suffices_for_on_one_rank_ends_the_run_on_all(failures):
+    own, other = failures[1]["memory"], failures[0]["memory"]
+    for error, cause in ((own, "tried to allocate 20.00 GiB"), (other, "rank 1: tried to allocate 20.00 GiB")):
+        assert error.startswith("MemoryExhaustedError: out of memory in phase score, also with the smallest sizes")
+        assert cause in error
 
 
 def test_weights_that_one_rank_finds_broken_are_named_by_all(failures):

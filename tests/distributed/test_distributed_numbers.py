@@ -91,17 +91,3 @@ class GradientStorages(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         self.counts = len(grads), len({grad.untyped_storage().data_ptr() for grad in grads})
-
-
-def train_in_buckets(place: Path) -> None:
-    counter = GradientStorages()
-    trainer = build("GRPO", place, {**prepare("ddp"), "max_steps": 1, "micro_batch_tokens": 24})
-    trainer.add_callback(counter)
-    trainer.train()
-    grads, storages = counter.counts
-    assert storages < grads / 4
-    forget()
-
-
-def test_gradients_are_in_ddps_buckets_and_nowhere_else(tmp_path):
-    succeed_on_ranks(train_in_buckets, tmp_path, world_size=2)

@@ -148,7 +148,7 @@ def test_a_checkpoint_of_cut_tensors_is_a_model(runs, sizes):
 
 
 def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str | None]) -> None:
-    """Rollouts that fail on one peer, before a forward or at a part of it, and then a run that trains."""
+    """Runs whose rollouts fail once on one peer, before a forward or at a part of it, and then a run without a failure."""
     errors, step = {}, 0
     for budget in budgets:
         more = {} if budget is None else {"gather_budget": budget}
@@ -167,16 +167,9 @@ def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str |
 
 
 @pytest.mark.parametrize(("sizes", "budgets"), [((2, 1), [None]), ((2, 2), ["0", "1GiB"])])
-def test_a_peer_without_memory_anywhere_in_a_rollout_ends_it_on_all_and_training_may_go_on(
-    tmp_path, models, sizes, budgets
-):
+def test_a_rollout_runs_again_on_all_after_a_peer_had_no_memory_anywhere_in_it(tmp_path, models, sizes, budgets):
     num = sizes[0] * sizes[1]
     succeed_on_ranks(exhaust, tmp_path, str(models / "tied"), sizes, budgets, world_size=num)
-    names = [f"{budget} {part}" for budget in budgets for part in PARTS]
-    for number, found in enumerate(seen(tmp_path, num)):
+    for found in seen(tmp_path, num):
         assert found["step"] == len(budgets)
-        assert [*found["errors"]] == names
-        for error in found["errors"].values():
-            assert error.startswith("MemoryExhaustedError: ")
-            assert [word for word in NAMED if word not in error] == []
-            assert ("on rank 1" in error) == (number != 1)
+        assert found["errors"] == {f"{budget} {part}": "no error" for budget in budgets for part in PARTS}
