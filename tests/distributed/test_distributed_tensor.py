@@ -47,7 +47,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 # Devices that tensors are cut over, and data ranks; the sharding of FSDP2 is the same for all algorithms.
 SIZES = {"1x1": [*CASES], "2x1": [*CASES], "2x2": [*CASES][:4]}
 PARTS = ("", "model.layers.0.self_attn", "model.layers.1.mlp", "model.norm", "lm_head")
-NAMED = ("phase rollout", "kv_cache_bytes", "16777216", "max_completion_length", "no room")
 
 
 def save_models(folder: Path) -> None:
@@ -155,8 +154,9 @@ def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str |
         arguments = {"per_device_train_batch_size": 8 // sizes[1], "max_steps": 1, **tensor_parallel(*sizes), **more}
         trainer = build("GRPO", place / f"run{budget}", arguments, model)
         engine = trainer.collector.engine
-        whole = engine.gather_policy
+        whole, large = engine.gather_policy, trainer.run.sizes
         for part in PARTS:
+            trainer.run = trainer.run.with_sizes(large)
             engine.gather_policy = Failing(whole, part, torch.OutOfMemoryError("no room"))
             errors[f"{budget} {part}"] = error_of(trainer.train)
         engine.gather_policy = whole
