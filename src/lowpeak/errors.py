@@ -42,10 +42,12 @@ def first_line(error: BaseException | None) -> str:
 class LowpeakError(Exception):
     """The base class of lowpeak's errors; `rank` is the rank that failed, if it is another one.
 
-    `is_awaited`: every rank will reach the agreement on this error by itself, so none is ended for it.
+    `reason` is the cause without the remedy, where the message has both. `is_awaited`: every rank will reach the agreement on
+    this error by itself, so none is ended for it.
     """
 
     rank: int | None = None
+    reason: str | None = None
     is_awaited = False
 
     def __str__(self) -> str:

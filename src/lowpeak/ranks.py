@@ -35,11 +35,12 @@ _DRAIN_SECONDS = 0.2
 
 
 class Failure(NamedTuple):
-    """An error as sent to the other ranks; `rank` is where it began, None if on the sender."""
+    """An error as sent to the other ranks; `rank` is where it began, None if on the sender; `reason` is a LowpeakError's."""
 
     kind: str
     text: str
     rank: int | None
+    reason: str | None = None
 
 
 class Ranks:
@@ -232,7 +233,7 @@ def is_lost_connection(error: BaseException) -> bool:
 def _failure_of(error: Exception | None) -> Failure | None:
     if error is None:
         return None
-    return Failure(type(error).__name__, str(error), getattr(error, "rank", None))
+    return Failure(type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "reason", None))
 
 
 def _error_of(rank: int, failure: Failure) -> LowpeakError:
@@ -240,5 +241,5 @@ def _error_of(rank: int, failure: Failure) -> LowpeakError:
     is_lowpeak_error = isinstance(kind, type) and issubclass(kind, LowpeakError)
     message = failure.text if is_lowpeak_error else f"{failure.kind}: {failure.text}"
     error: LowpeakError = (kind if is_lowpeak_error else RankError)(f"on rank {rank}, so all ranks stop: {message}")
-    error.rank = rank
+    error.rank, error.reason = rank, failure.reason
     return error

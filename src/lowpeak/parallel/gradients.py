@@ -99,7 +99,7 @@ class GradientAverage:
             _gradient_or_zeros(parameter) for parameter, is_any in zip(trained, anywhere, strict=True) if is_any
         ]
         for bucket in _buckets(gradients, self._buffer.device):
-            if len(bucket) == 1 and self._reduces_in_place(bucket[0]):
+            if len(bucket) == 1 and bucket[0].device == self._buffer.device:
                 self._average(bucket[0])
                 continue
             joined = self._buffer.view(bucket[0].dtype)[: sum(each.numel() for each in bucket)]
@@ -109,9 +109,6 @@ class GradientAverage:
             self._average(joined)
             for piece, gradient in zip(pieces, bucket, strict=True):
                 gradient.copy_(piece)
-
-    def _reduces_in_place(self, gradient: Tensor) -> bool:
-        return gradient.device == self._buffer.device
 
     def _average(self, values: Tensor) -> None:
         dist.all_reduce(values)

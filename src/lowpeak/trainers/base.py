@@ -45,7 +45,7 @@ from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
     CONTROL_FLAGS,
     STOP_FLAGS,
-    Demand,
+    GuardedPasses,
     Run,
     StepBatches,
     StepCallback,
@@ -58,9 +58,8 @@ from lowpeak.training import (
     explain_out_of_memory,
     gather_metrics,
     gather_usage,
-    guard_passes,
     require_finite_step,
-    retry_with_smaller_sizes,
+    retry_passes,
     run_step,
     usage_metrics,
 )
@@ -75,7 +74,6 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     scratch             numbers of the step under way
     algorithm_state     the algorithm's numbers that change during the run, such as an adaptive KL coefficient
     unlogged_metrics    metrics of the steps since the last log
-    step_start          the state before the step under way
     """
 
     control: Any
@@ -83,7 +81,6 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     scratch: StepScratch
     algorithm_state: Mapping[str, float]
     unlogged_metrics: Mapping[str, Metric]
-    step_start: RunState
 
     def num_steps_per_epoch(self) -> int | None:
         """Return the optimizer steps that use each row of the data once; None for data without a length."""
@@ -124,7 +121,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             checkpoint = self._start(output_dir, resume_from_checkpoint)
             signals.enter_context(self.run.interrupts.watched())
             try:
-                with self._save_before_errors(output_dir):
+                with self._save_when_run_fails(output_dir):
                     result = super().train(None if checkpoint is None else os.fspath(checkpoint), *args, **kwargs)
                     self._agree_to_stop(0.0)
             except EngineError:
@@ -152,7 +149,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         return checkpoint
 
     @contextmanager
-    def _save_before_errors(self, output_dir: Path) -> Iterator[None]:
+    def _save_when_run_fails(self, output_dir: Path) -> Iterator[None]:
         """Save if memory ran out with the smallest sizes, or if a rank is asked to stop while it waits for an engine.
 
         The saved state is that before the step under way. Prompts of a rollout that is not complete are drawn again on resume.
@@ -162,9 +159,8 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             yield
         except MemoryExhaustedError as error:
             if error.after_recovery:
-                state = self.scratch.start_state or (
-                    self.state_before_step() if self.scratch.random else self.run_state()
-                )
+                is_training = bool(self.scratch.random)
+                state = self.state_before_step() if is_training else self.scratch.start_state or self.run_state()
                 self.write_checkpoint(None, replace(state, resolved=self.run.sizes.as_dict()))
                 self.callback_handler.on_save(self.args, self.state, self.control)
             raise
@@ -201,11 +197,8 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             self.control.should_training_stop = True
             return [], None
         start = time.perf_counter()
-        self.step_start = self.run_state()
-        self.scratch = StepScratch(start_state=self.step_start)
-        batches = self.next_step()
-        self.scratch.start_state = None
-        return [{"step": batches, "start": start}], None
+        self.scratch = StepScratch(start_state=self.run_state())
+        return [{"step": self.next_step(), "start": start}], None
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Do nothing: `get_batch_samples` restores random states, before the rollout that draws from them."""
@@ -216,26 +209,22 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             self.optimizer.train()
         step, coefficients = inputs["step"], self.coefficients()
         self.scratch.random = capture_rng_state()
-        guard = guard_passes(self, Phase.TRAIN, step.micro_batches)
 
         def prepare_again() -> None:
-            nonlocal step, guard
+            nonlocal step
             step = self.repack_step(step)
-            guard = guard_passes(self, Phase.TRAIN, step.micro_batches)
             restore_rng_state(self.scratch.random)
             model.train()
 
-        def attempt() -> tuple[Tensor, dict[str, Metric]]:
+        def run_passes(guard: GuardedPasses) -> tuple[Tensor, dict[str, Metric]]:
             run, algorithm = self.run, step.observer.attach(self.run.algorithm)
             with run.tracker.phase(Phase.TRAIN):
                 return run_step(
-                    model, step.micro_batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard
+                    model, guard.batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard
                 )
 
-        def demand() -> Demand:
-            return Demand.of_passes(self, guard, step.micro_batches, self.run.algorithm.unit)
-
-        loss, metrics = retry_with_smaller_sizes(self, Phase.TRAIN, attempt, demand, prepare_again)
+        unit = self.run.algorithm.unit
+        loss, metrics = retry_passes(self, Phase.TRAIN, lambda: step.micro_batches, run_passes, unit, prepare_again)
         metrics["useful_tokens/train"] = Metric(float(step.num_useful), float(step.num_computed))
         self.scratch.measured = StepMetrics(loss, metrics, self._get_learning_rate(), tokens=step.observer.values)
         self.scratch.seconds, self.scratch.num_new = time.perf_counter() - inputs["start"], step.num_new
@@ -243,7 +232,8 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
 
     def state_before_step(self) -> RunState:
         """Return the state with which a resumed run takes the step under way again."""
-        return self.step_start
+        assert self.scratch.start_state is not None
+        return self.scratch.start_state
 
     def repack_step(self, step: StepBatches) -> StepBatches:
         """Return the same step in micro-batches of the run's present sizes."""

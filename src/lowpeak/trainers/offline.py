@@ -45,7 +45,7 @@ from lowpeak.models import (
 )
 from lowpeak.parallel import check_devices, check_is_sharded, detect_strategy
 from lowpeak.ranks import Ranks
-from lowpeak.records import Record
+from lowpeak.records import MicroBatch, Record
 from lowpeak.setup import check_adapter, check_data, check_optimizer, check_outputs, silence_nonzero_ranks
 from lowpeak.trainers.base import StepTrainer
 from lowpeak.trainers.constructor import (
@@ -57,16 +57,15 @@ from lowpeak.trainers.constructor import (
     reject_virtual_tokens,
 )
 from lowpeak.training import (
-    Demand,
+    GuardedPasses,
     StepBatches,
     StepMetrics,
     computes_in_fp32,
     describe_offline,
     gather_metrics,
-    guard_passes,
     make_run,
     measure_step,
-    retry_with_smaller_sizes,
+    retry_passes,
     run_with_sizes,
 )
 from lowpeak.watchdog import detect_failures
@@ -116,12 +115,13 @@ class OfflineTrainer(StepTrainer):
         """Return the records of a whole dataset; log how many rows are left out."""
         raise AssertionError("a subclass reads an evaluation's data")
 
-    def measure(self, step: StepBatches) -> dict[str, float]:
+    def measure(self, guard: GuardedPasses) -> dict[str, float]:
         """Return the loss and the algorithm's metrics over all ranks, with `num_tokens` trained on so far."""
         run = self.run
-        ranks, guard = run.strategy.ranks, guard_passes(self, Phase.SCORE, step.micro_batches)
+        ranks = run.strategy.ranks
+        self.model_wrapped.eval()
         loss, metrics = measure_step(
-            self.model_wrapped, step.micro_batches, run.algorithm, run.logprob_settings, ranks, guard
+            self.model_wrapped, guard.batches, run.algorithm, run.logprob_settings, ranks, guard
         )
         numbers = gather_metrics(StepMetrics(loss, metrics), None, ranks)
         values = {name: metric.value() for name, metric in numbers.metrics.items()}
@@ -254,18 +254,14 @@ class OfflineTrainer(StepTrainer):
             with ranks.propagate_errors():
                 records = self.read(data)
             start = time.perf_counter()
-            step = self._step_batches(records)
+            step: StepBatches
 
-            def attempt() -> dict[str, float]:
+            def pack() -> Sequence[MicroBatch]:
                 nonlocal step
                 step = self._step_batches(records)
-                self.model_wrapped.eval()
-                return self.measure(step)
+                return step.micro_batches
 
-            unit = self.run.algorithm.unit
-            measured = retry_with_smaller_sizes(
-                self, Phase.SCORE, attempt, lambda: Demand.of_batches(step.micro_batches, unit)
-            )
+            measured = retry_passes(self, Phase.SCORE, pack, self.measure, self.run.algorithm.unit)
             predictions = self.predict_rows(step, records) if predicts else EvalPrediction(None, None)
             if self.compute_metrics is not None:
                 with ranks.propagate_errors(), fail_on_exit(LowpeakError, "compute_metrics"):

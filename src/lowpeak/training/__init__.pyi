@@ -29,6 +29,7 @@ from lowpeak.training.engines import why_adapters_idle as why_adapters_idle
 from lowpeak.training.engines import within_rotations as within_rotations
 from lowpeak.training.evaluation import Evaluation as Evaluation
 from lowpeak.training.evaluation import evaluate_prompts as evaluate_prompts
+from lowpeak.training.guarded_passes import GuardedPasses as GuardedPasses
 from lowpeak.training.memory_budget import PassPeak as PassPeak
 from lowpeak.training.memory_budget import budget_bytes as budget_bytes
 from lowpeak.training.memory_budget import correct_sizes as correct_sizes
@@ -39,8 +40,7 @@ from lowpeak.training.prepare_run import OnlineInputs as OnlineInputs
 from lowpeak.training.prepare_run import prepare_online as prepare_online
 from lowpeak.training.recovery import Demand as Demand
 from lowpeak.training.recovery import apply_recorded_sizes as apply_recorded_sizes
-from lowpeak.training.recovery import guard_passes as guard_passes
-from lowpeak.training.recovery import retry_with_smaller_sizes as retry_with_smaller_sizes
+from lowpeak.training.recovery import retry_passes as retry_passes
 from lowpeak.training.recovery import run_with_sizes as run_with_sizes
 from lowpeak.training.recovery import smaller_sizes as smaller_sizes
 from lowpeak.training.rollout import Rollout as Rollout

@@ -103,15 +103,6 @@ class RolloutCollector:
             records = tuple(replace(record, old=None) for record in records)
         return records, merge_metrics(advantages.metrics, metrics)
 
-    def _vllm_demand(self) -> Demand:
-        """Return one sequence's part of vLLM's KV cache, in whole blocks; vLLM allocates all of it, for any sequences."""
-        policy = self._policy()
-        context = self.settings.prompts.vllm_max_model_length or context_length(policy) or 0
-        return Demand(sequence_bytes=2 * context * bytes_per_token(policy))
-
-    def _policy(self) -> Any:
-        return causal_lm(self.context.accelerator.unwrap_model(self.context.model_wrapped))
-
     @contextmanager
     def engine_awake(self) -> Iterator[None]:
         """Offload tensors that a rollout does not need and wake the engine for the block; undo both after it."""
@@ -172,6 +163,15 @@ class RolloutCollector:
         num_sequences = -(-len(prompts) * sampling.num_generations // self._ranks.world_size)
         per_sequence = tokens * bytes_per_token(policy)
         return Demand(cache_bytes=num_sequences * per_sequence, sequence_bytes=per_sequence)
+
+    def _vllm_demand(self) -> Demand:
+        """Return one sequence's part of vLLM's KV cache, in whole blocks; vLLM allocates all of it, for any sequences."""
+        policy = self._policy()
+        context = self.settings.prompts.vllm_max_model_length or context_length(policy) or 0
+        return Demand(sequence_bytes=2 * context * bytes_per_token(policy))
+
+    def _policy(self) -> Any:
+        return causal_lm(self.context.accelerator.unwrap_model(self.context.model_wrapped))
 
     def _generate_and_reward(
         self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase

@@ -22,8 +22,9 @@ Result = TypeVar("Result")
 class GuardedPasses:
     """Runs passes until one runs out of memory; after that this rank only takes part in the others' collectives.
 
-    `masked` is the micro-batch of these passes; `failed` is the one that ran out of memory. Run all passes inside `agreement`.
-    `on_fatal_error` is called for an error that will end the run on all ranks.
+    `batches` are this rank's micro-batches, `masked` is the one that takes the place of each after a failure, and `failed` is
+    the one that ran out of memory. `on_fatal_error` is called for an error that will end the run on all ranks. Run all passes
+    inside `agreement`.
     """
 
     def __init__(
@@ -31,11 +32,12 @@ class GuardedPasses:
         model: nn.Module,
         strategy: TrainingStrategy,
         device: torch.device,
+        batches: Sequence[MicroBatch],
         masked: MicroBatch,
         on_fatal_error: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self._model, self._strategy, self._device, self._on_fatal_error = model, strategy, device, on_fatal_error
-        self.masked = masked
+        self.batches, self.masked = batches, masked
         self.failed: MicroBatch | None = None
         self._error: MemoryExhaustedError | None = None
 
@@ -54,7 +56,7 @@ class GuardedPasses:
                     self._on_fatal_error(first_line(error))
                     raise
                 self._error, self.failed = MemoryExhaustedError(first_line(error)), batch
-                self._error.is_awaited = True
+                self._error.reason, self._error.is_awaited = first_line(error), True
             # Outside of the except block: until it ends, the error's traceback keeps the tensors of the failed pass.
             free_unused(self._device)
         try:
@@ -85,19 +87,15 @@ class GuardedPasses:
 def run_guarded(
     guard: GuardedPasses | None, run_pass: Callable[..., Result], batches: Sequence[MicroBatch], *more: Sequence[object]
 ) -> list[Result]:
-    """Return the results of a pass on each micro-batch, up to one that ran out of memory; `more` are other arguments."""
+    """Return the results of a pass on each micro-batch; `more` are arguments before it. With a guard errors are agreed on."""
     results = []
     with nullcontext() if guard is None else guard.agreement():
         for batch, *others in zip(batches, *more, strict=True):
-            run = partial(_with_others, run_pass, others)
+            run = partial(run_pass, *others)
             result = run(batch) if guard is None else guard.run(run, batch)
             if result is not None:
                 results.append(result)
     return results
-
-
-def _with_others(run_pass: Callable[..., Result], others: Sequence[object], batch: MicroBatch) -> Result:
-    return run_pass(batch, *others)
 
 
 def free_unused(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Recovery from out-of-memory errors: all ranks lower the run's sizes, and what failed runs again from its start.
+"""Recovery from out-of-memory errors: all ranks lower the run's sizes, and the failed phase runs again from its start.
 
 The groups, the weights of the loss and the random numbers stay, so the result is that of a run with the smaller sizes. The new
 sizes stay for the run, are journaled with the reason, and are in its checkpoints.
@@ -20,9 +20,10 @@ from lowpeak.errors import MemoryExhaustedError
 from lowpeak.memory import ActivationOffload, AsyncHostMover, Phase, free_bytes, has_device_memory
 from lowpeak.optim import gradient_of
 from lowpeak.parallel import discard_gradients
+from lowpeak.ranks import Ranks
 from lowpeak.records import MicroBatch, Unit
 from lowpeak.training.guarded_passes import GuardedPasses, free_unused
-from lowpeak.training.run import Run, RunContext, allocators_words
+from lowpeak.training.run import Run, RunContext
 from lowpeak.training.run_sizes import Sizes
 
 logger = logging.getLogger(__name__)
@@ -30,9 +31,9 @@ logger = logging.getLogger(__name__)
 LEAST_CHUNK = 16  # tokens whose logits are in memory together: below it, a pass takes longer and hardly less
 LEAST_CACHE = 1 << 24  # bytes of a KV cache for sequences of unknown length
 SIZES_FILE = ".lowpeak.sizes.json"  # in output_dir
-LEAST_SYNC = 1 << 20  # bytes of a bucket of weights
+LEAST_BUFFER = 1 << 20  # bytes of a bucket of weights, and of gathered layers
 _PASSES = (Phase.SCORE, Phase.TRAIN)
-_ENGINES = (Phase.ROLLOUT, Phase.EVALUATE)
+_GENERATION = (Phase.ROLLOUT, Phase.EVALUATE)
 
 Result = TypeVar("Result")
 
@@ -58,17 +59,36 @@ class Demand:
         return cls(num_tokens, num_sequences // 2 if unit == "pair" else num_sequences)
 
     @classmethod
-    def of_passes(
-        cls, context: RunContext, guard: GuardedPasses, batches: Sequence[MicroBatch], unit: Unit = "token"
-    ) -> Demand:
-        """Return the demand of the micro-batch that failed on this rank, if any rank knows its own; all ranks must call it.
-
-        `unit` is what is never split in these passes; scoring splits pairs.
-        """
-        ranks = context.run.strategy.ranks
+    def of_passes(cls, guard: GuardedPasses, ranks: Ranks, unit: Unit) -> Demand:
+        """Return the demand of the micro-batch that failed on this rank, if any rank knows its own; all ranks must call it."""
         if not ranks.max([float(guard.failed is not None)])[0]:
-            return cls.of_batches(batches, unit)
+            return cls.of_batches(guard.batches, unit)
         return cls() if guard.failed is None else cls.of_batches([guard.failed], unit)
+
+
+def retry_passes(
+    context: RunContext,
+    phase: Phase,
+    pack: Callable[[], Sequence[MicroBatch]],
+    run: Callable[[GuardedPasses], Result],
+    unit: Unit = "token",
+    prepare: Callable[[], object] = lambda: None,
+) -> Result:
+    """Return `run(guard)` on the micro-batches of `pack()`, in as many attempts as `retry_with_smaller_sizes` makes.
+
+    `unit` is what `pack` never splits; `prepare` comes before another attempt.
+    """
+    guard: GuardedPasses
+
+    def attempt() -> Result:
+        nonlocal guard
+        guard = guard_passes(context, phase, pack(), unit)
+        return run(guard)
+
+    def demand() -> Demand:
+        return Demand.of_passes(guard, context.run.strategy.ranks, unit)
+
+    return retry_with_smaller_sizes(context, phase, attempt, demand, prepare)
 
 
 def retry_with_smaller_sizes(
@@ -90,7 +110,10 @@ def retry_with_smaller_sizes(
         except MemoryExhaustedError as error:
             if error.after_recovery or not _can_retry(context, phase, error):
                 raise
-            reason, alive = allocators_words(error), _describe_memory(context)
+            reason = (
+                (error.reason or str(error)) if error.rank is None else f"rank {error.rank}: {error.reason or error}"
+            )
+            alive = _describe_memory(context)
         # Outside of the except block: until it ends, the error's traceback keeps tensors of the attempt.
         discard_gradients(context.model_wrapped.parameters())
         free_unused(context.accelerator.device)
@@ -133,20 +156,18 @@ def lower_run_sizes(context: RunContext, phase: Phase, reason: str, demand: Dema
         run.journal.write_event(context.state.global_step, "out of memory", phase=phase.value, reason=reason, **changed)
 
 
-def guard_passes(context: RunContext, phase: Phase, batches: Sequence[MicroBatch]) -> GuardedPasses:
+def guard_passes(context: RunContext, phase: Phase, batches: Sequence[MicroBatch], unit: Unit) -> GuardedPasses:
     """Return a guard of the policy's passes on these micro-batches.
 
     Where a failed pass ends the run (ZeRO, tensor parallelism), the next smaller sizes are recorded in the output folder first,
     for the ranks that a launcher or the user starts again.
     """
-    run = context.run
-    record = partial(_record_smaller_sizes, context, phase, batches)
-    device = context.accelerator.device
-    return GuardedPasses(context.model_wrapped, run.strategy, device, masked_batch(run.budget), record)
+    run, device = context.run, context.accelerator.device
+    record = partial(_record_smaller_sizes, context, phase, Demand.of_batches(batches, unit))
+    return GuardedPasses(context.model_wrapped, run.strategy, device, batches, masked_batch(run.budget), record)
 
 
-def _record_smaller_sizes(context: RunContext, phase: Phase, batches: Sequence[MicroBatch], reason: str) -> None:
-    demand = Demand.of_batches(batches, context.run.algorithm.unit if phase is Phase.TRAIN else "token")
+def _record_smaller_sizes(context: RunContext, phase: Phase, demand: Demand, reason: str) -> None:
     sizes = smaller_sizes(context.run.sizes, phase, demand, offloads=_can_offload(context))
     if sizes is None:
         return
@@ -168,22 +189,24 @@ def apply_recorded_sizes(context: RunContext, *, is_new: bool) -> None:
     A new run forgets those of an earlier one in its folder.
     """
     path, run = Path(context.args.output_dir) / SIZES_FILE, context.run
-    found: dict[str, Any] = run.strategy.ranks.processes.call_on_first(lambda: _read_record(path, remove=is_new))
-    if not found:
+    record: dict[str, Any] = run.strategy.ranks.processes.call_on_first(lambda: _read_record(path, remove=is_new))
+    if not record:
         return
-    lower = {name: value for name, value in found["sizes"].items() if value != getattr(run.sizes, name)}
-    context.run = run_with_sizes(context, run.sizes.lower(**lower))
+    sizes = {
+        name: value for name, value in record["sizes"].items() if value is True or value < getattr(run.sizes, name)
+    }
+    context.run = run_with_sizes(context, run.sizes.lower(**sizes))
     run.journal.write_event(
-        context.state.global_step, "out of memory", phase=found["phase"], reason=found["reason"], **lower
+        context.state.global_step, "out of memory", phase=record["phase"], reason=record["reason"], **sizes
     )
 
 
 def _read_record(path: Path, *, remove: bool) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    found: dict[str, Any] = {} if remove else json.loads(path.read_text(encoding="utf-8"))
+    record: dict[str, Any] = {} if remove else json.loads(path.read_text(encoding="utf-8"))
     path.unlink()
-    return found
+    return record
 
 
 def smaller_sizes(sizes: Sizes, phase: Phase, demand: Demand, *, offloads: bool = False) -> Sizes | None:
@@ -195,15 +218,16 @@ def smaller_sizes(sizes: Sizes, phase: Phase, demand: Demand, *, offloads: bool 
     """
     if phase in _PASSES:
         return _smaller_passes(sizes, demand, offloads and phase is Phase.TRAIN)
-    if phase in _ENGINES:
+    if phase in _GENERATION:
         return _smaller_generation(sizes, demand)
     sync_bytes = sizes.sync_bytes // 2
-    return None if phase is not Phase.SYNC or sync_bytes < LEAST_SYNC else sizes.lower(sync_bytes=sync_bytes)
+    return None if phase is not Phase.SYNC or sync_bytes < LEAST_BUFFER else sizes.lower(sync_bytes=sync_bytes)
 
 
 def _smaller_passes(sizes: Sizes, demand: Demand, offloads: bool) -> Sizes | None:
-    if demand.batch_units > 1:
-        return sizes.lower(micro_batch_tokens=_half(min(sizes.micro_batch_tokens, demand.batch_tokens)))
+    tokens = _half(min(sizes.micro_batch_tokens, demand.batch_tokens))
+    if demand.batch_units > 1 and tokens < sizes.micro_batch_tokens:
+        return sizes.lower(micro_batch_tokens=tokens)
     if sizes.logprob_chunk_size > LEAST_CHUNK:
         return sizes.lower(logprob_chunk_size=max(LEAST_CHUNK, _half(sizes.logprob_chunk_size)))
     return sizes.lower(activation_offloading=True) if offloads and not sizes.activation_offloading else None
@@ -216,7 +240,7 @@ def _smaller_generation(sizes: Sizes, demand: Demand) -> Sizes | None:
         return sizes.lower(kv_cache_bytes=cache)
     if not sizes.gather_budget:  # a budget that no plan has set follows from free memory
         return None
-    return sizes.lower(gather_budget=sizes.gather_budget // 2 if sizes.gather_budget > LEAST_SYNC else 0)
+    return sizes.lower(gather_budget=sizes.gather_budget // 2 if sizes.gather_budget > LEAST_BUFFER else 0)
 
 
 def _half(value: int) -> int:

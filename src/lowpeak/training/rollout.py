@@ -22,7 +22,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
 from lowpeak.rewards import RewardedCompletions
 from lowpeak.training.guarded_passes import GuardedPasses
-from lowpeak.training.recovery import Demand, guard_passes, retry_with_smaller_sizes
+from lowpeak.training.recovery import retry_passes
 from lowpeak.training.run import Run, RunContext
 from lowpeak.training.step import score
 from lowpeak.training.token_values import TokenObserver
@@ -58,37 +58,30 @@ def score_records(
     if not needs:
         return records, {}
     context.model_wrapped.eval()
-    batches: list[MicroBatch] = []
-    guard = guard_passes(context, Phase.SCORE, batches)
 
-    def run_passes() -> tuple[Scores, dict[str, Metric]]:
-        with context.run.tracker.phase(phase):
-            scores = _score_batches(context, records, batches, needs, guard)
-        return scores, {"useful_tokens/score": _useful_share(batches)}
-
-    def attempt() -> list[tuple[Scores, dict[str, Metric]]]:
-        nonlocal guard
+    def pack_share() -> list[MicroBatch]:
         budget, ranks = context.run.budget, context.run.strategy.ranks
         indices = assign_to_ranks(records, range(len(records)), budget, ranks.world_size)[ranks.rank]
-        batches[:] = pad_batches_across_ranks(pack(records, indices, budget), budget, ranks)
-        guard = guard_passes(context, Phase.SCORE, batches)
-        return ranks.call_on_all(run_passes)
+        return pad_batches_across_ranks(pack(records, indices, budget), budget, ranks)
 
-    demand = lambda: Demand.of_passes(context, guard, batches)  # noqa: E731  # of the last attempt's guard
-    gathered = retry_with_smaller_sizes(context, Phase.SCORE, attempt, demand)
+    def run_passes(guard: GuardedPasses) -> tuple[Scores, dict[str, Metric]]:
+        with context.run.tracker.phase(phase):
+            scores = _score_batches(context, records, needs, guard)
+        return scores, {"useful_tokens/score": _useful_share(guard.batches)}
+
+    def run_on_all(guard: GuardedPasses) -> list[tuple[Scores, dict[str, Metric]]]:
+        return context.run.strategy.ranks.call_on_all(lambda: run_passes(guard))
+
+    gathered = retry_passes(context, Phase.SCORE, pack_share, run_on_all)
     scores = {i: values for rank_scores, _ in gathered for i, values in rank_scores.items()}
     scored = tuple(_with_scores(record, scores.get(i, {}), needs) for i, record in enumerate(records))
     return scored, reduce(merge_metrics, [metrics for _, metrics in gathered])
 
 
 def _score_batches(
-    context: RunContext,
-    records: Sequence[Record],
-    batches: Sequence[MicroBatch],
-    needs: frozenset[Need],
-    guard: GuardedPasses,
+    context: RunContext, records: Sequence[Record], needs: frozenset[Need], guard: GuardedPasses
 ) -> Scores:
-    run, model = context.run, context.model_wrapped
+    run, model, batches = context.run, context.model_wrapped, guard.batches
     passes: dict[str, list[dict[str, Tensor]]] = {}
     if needs & {"old", "entropy", "values"}:
         request_fields = {"entropy": "entropy" in needs, "values": "values" in needs}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -90,8 +89,8 @@ class Run:
 class StepScratch:
     """Numbers of the step under way; each step gets a new record.
 
-    start_state     state to save if the run stops while the step's batches are made; None before and after that
-    random          random states with which the step's passes begin
+    start_state     state before the step, to save if the run stops in it; None between steps
+    random          random states with which the step's passes begin; empty before
     metrics         metrics known before the step trains, such as those of its rollout
     measured        loss and metrics of the step, from its backward until they are reported
     seconds         duration of the step
@@ -146,14 +145,9 @@ def explain_out_of_memory(phase: Phase, context: RunContext) -> Iterator[None]:
         if isinstance(error, MemoryExhaustedError) or not is_out_of_memory(error):
             raise
         remedy = _REMEDIES.get(phase, "free memory on that device for it").format(**context.run.sizes.as_dict())
-        raise MemoryExhaustedError(f"out of memory in phase {phase}: {remedy}. ({first_line(error)})") from error
-
-
-def allocators_words(error: MemoryExhaustedError) -> str:
-    """Return what the allocator said, with the rank if it is another one's, without the remedy."""
-    found = re.search(r"out of memory in phase \w+: .*?\. \((.*)\)$", str(error), re.DOTALL)
-    words = found.group(1) if found else str(error).partition("so all ranks stop: ")[2] or str(error)
-    return words if error.rank is None else f"rank {error.rank}: {words}"
+        explained = MemoryExhaustedError(f"out of memory in phase {phase}: {remedy}. ({first_line(error)})")
+        explained.reason = first_line(error)
+        raise explained from error
 
 
 _PROGRESS_TEXTS = {

@@ -232,9 +232,6 @@ def _share_and_bytes(parameter: nn.Parameter, shares: DeviceFractions) -> tuple[
 
 _NUMBERS = ("micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes")
 _GATHER = "gather_budget"
-
-
-ACTIVATION_OFFLOAD = "activation_offloading"
 SYNC_BYTES = 64 << 20
 
 

@@ -88,7 +88,7 @@ def run_step(
     metrics: dict[str, Metric] = {}
     choices_E = _choices_of_step(model, micro_batches, settings, strategy.ranks, guard)
 
-    def forward_and_backward(batch: MicroBatch, last: bool) -> tuple[Tensor, dict[str, Metric]]:
+    def forward_and_backward(last: bool, batch: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
         batch = _with_coefficients(batch, coefficients)
         with strategy.micro_batch_context(model, last):
             with settings.activation_context():
