@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -78,6 +79,7 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `python -m lowpeak` has it: rewards may be modules of this folder
     job = with_config(parsed, library)
+    _show_log(job.config.get_process_log_level())
     resume = parse_resume(job.config.resume_from_checkpoint)
     check_resume(Path(job.config.output_dir), resume)
     report_idle(job)
@@ -103,6 +105,14 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         name = job.data.dataset
         trainer.push_to_hub(dataset_name=name if name and is_on_hub(name) else None)
     return 0
+
+
+def _show_log(level: int) -> None:
+    """Show lowpeak's messages from this level on; by default Python shows warnings and errors."""
+    logger = logging.getLogger("lowpeak")
+    if level < logging.WARNING and not logger.handlers:
+        logger.setLevel(level)
+        logger.addHandler(logging.StreamHandler())
 
 
 def parse_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import yaml
@@ -130,6 +131,20 @@ def test_words_about_a_hubs_data_set_that_do_nothing_for_a_file_are_told(library
     caplog.clear()
     assert len(trainer_of("grpo", argv(folder, "--dataset_split", "train[:8]"), library).keywords["train_dataset"]) == 8
     assert "dataset_config" not in caplog.text
+
+
+def test_messages_of_level_info_are_shown_on_request(library, folder, capsys):
+    logger = logging.getLogger("lowpeak")
+    before = logger.level
+    try:
+        trainer_of("grpo", argv(folder), library)
+        assert not logger.handlers
+        trainer_of("grpo", argv(folder, "--log_level", "info"), library)
+        logging.getLogger("lowpeak.training").info("the sizes of the run")
+        assert "the sizes of the run" in capsys.readouterr().err
+    finally:
+        logger.handlers.clear()
+        logger.setLevel(before)
 
 
 def test_a_dry_run_prints_what_was_resolved_and_does_not_train(library, folder, capsys):
