@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowpeak.memory.device_memory import with_index
 
@@ -98,9 +97,8 @@ class _Session:
 
     def __init__(self, owner: ActivationOffload, mover: AsyncHostMover, kept: frozenset[int], least_bytes: int) -> None:
         self._owner, self._mover, self._kept, self._least_bytes = owner, mover, kept, least_bytes
-        # Weak values: a host copy is freed when no saved tensor needs it. StorageWeakRef keys: they reserve the address, so
-        # that no other storage is taken for one that was freed.
-        self._copies: weakref.WeakValueDictionary[StorageWeakRef, _HostCopy] = weakref.WeakValueDictionary()
+        # By the address of a storage, until it is freed. A host copy is freed when no saved tensor needs it.
+        self._copies: dict[int, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_HostCopy]]] = {}
         self._order: list[weakref.ref[_HostCopy]] = []
         self._used: _HostCopy | None = None
         self._prefetched: _HostCopy | None = None
@@ -131,14 +129,16 @@ class _Session:
 
     def _copy_of(self, tensor: Tensor) -> _HostCopy:
         """Return the host copy of the tensor's storage; a new one if the storage was modified since."""
-        key = StorageWeakRef(tensor.untyped_storage())
-        known = self._copies.get(key)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._copies[key][1]() if key in self._copies else None
         if known is not None and known.version == tensor._version:
             return known
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        flat = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0).view(torch.uint8)
         copy = _HostCopy(self._mover.to_host(flat), tensor._version, len(self._order))
         self._owner.offloaded_bytes += flat.numel()
-        self._copies[key] = copy
+        freed = weakref.ref(storage, lambda _: self._copies.pop(key, None))
+        self._copies[key] = (freed, weakref.ref(copy))
         self._order.append(weakref.ref(copy))
         return copy
 

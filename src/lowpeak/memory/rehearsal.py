@@ -6,9 +6,10 @@ for the other ranks, so a step of any model on any number of ranks can be rehear
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import ModelSettings, Sampling, StorageFormat
 from lowpeak.logprobs import causal_lm, eval_mode
+from lowpeak.memory.activation_offload import ActivationOffload
 from lowpeak.memory.cpu_scratch import CpuScratch
 from lowpeak.memory.storage_meter import CUDA_BLOCK, StorageMeter
 from lowpeak.memory.usage import Kind, PhaseMemory
@@ -88,12 +90,15 @@ class Rehearsal:
     """Peak memory of one rank by phase: load, sync, rollout, reward, score, forward, backward, optimizer.
 
     "load" and "sync" are what is in memory before the first step, and between two steps. Of the others a phase that the run does
-    not have is left out. A step copies `to_host` and `to_device` bytes to host memory and back.
+    not have is left out. A step copies `to_host` and `to_device` bytes to host memory and back, and its micro-batches copy
+    `activations_to_host` and `activations_to_device`.
     """
 
     phases: Mapping[str, PhaseMemory] = field(default_factory=dict)
     to_host: int = 0
     to_device: int = 0
+    activations_to_host: int = 0
+    activations_to_device: int = 0
 
     def peak(self, *names: str) -> int:
         """Return the highest peak of these phases on the device; 0 for phases that the run does not have."""
@@ -115,6 +120,7 @@ def rehearse(
     make_reference: Callable[[], nn.Module] | None = None,
     rewards: Sequence[RewardPass] = (),
     rollout: RehearsedRollout | None = None,
+    activation_offloading: bool = False,
     device: Literal["cuda", "cpu"] = "cuda",
 ) -> Rehearsal:
     """Return the peak of each phase of a step on rank 0 of a placement's ranks.
@@ -123,7 +129,8 @@ def rehearse(
     memory. `micro_batches` are rank 0's of a step, `scored` those of the scoring passes (None: the same), packed outside.
     `compute` is torch.bfloat16 for a run with `bf16=True`. With a `storage` format the model is converted to it, and its
     CompactAdamW is the optimizer. Scoring passes are those of `algorithm.needs`; without a separate reference they run the
-    policy, without its adapter if it has one. A first step, which creates the optimizer's states, does not count.
+    policy, without its adapter if it has one. With `activation_offloading` a forward's activations go to host memory. A first
+    step, which creates the optimizer's states, does not count.
 
     Counted is every storage that an operation returns, in the blocks of the `device`: weights, shards, gathered layers,
     activations, gradients, optimizer states; on a CPU copies in gloo and in kernels too. Not counted are other temporaries inside
@@ -143,6 +150,8 @@ def rehearse(
         stack.enter_context(tag_fsdp_memory(meter.counting_as))
         meter.begin("load", Kind.WEIGHTS)
         stage = _Stage(meter, core, make_model, mesh, compute, storage)
+        if activation_offloading:
+            stage.offload_activations()
         stage.load_frozen(make_reference, rewards)
         optimizer = stage.make_optimizer(make_optimizer, placement)
         stage.strategy = FakeStrategy(meter.begin, inplace=placement.shards == 1)
@@ -154,11 +163,16 @@ def rehearse(
         meter.peaks |= {"load": load, "sync": meter.live.copy()}
         stage.run_rollout(rollout, algorithm, micro_batches if scored is None else scored)
         host = stage.host
-        host.to_host = host.to_device = 0
+        host.to_host = host.to_device = host.activations_to_host = host.activations_to_device = 0
         step()
     host_kinds = {Kind.GRADIENTS: host.gradients, Kind.OPTIMIZER: host.states}
     phases = {name: PhaseMemory(dict(kinds), host_kinds) for name, kinds in meter.peaks.items()}
-    return Rehearsal({name: phases[name] for name in _ORDER if name in phases}, host.to_host, host.to_device)
+    for name in ("forward", "backward"):
+        phases[name] = replace(phases[name], host={**host_kinds, Kind.ACTIVATIONS: host.activations})
+    return Rehearsal(
+        {name: phases[name] for name in _ORDER if name in phases},
+        *(host.to_host, host.to_device, host.activations_to_host, host.activations_to_device),
+    )
 
 
 _ORDER = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer")
@@ -189,6 +203,10 @@ class _Stage:
         head = causal_lm(model).get_output_embeddings()
         if head is not None:
             self._tag_head(head)
+
+    def offload_activations(self) -> None:
+        offload = ActivationOffload(self._unprepared, cast(Any, RehearsedMover(self.host)))
+        self._core = replace(self._core, activation_context=offload.saving)
 
     def load_frozen(self, make_reference: Callable[[], nn.Module] | None, rewards: Sequence[RewardPass]) -> None:
         with self._meter.counting_as(Kind.FROZEN):
@@ -320,7 +338,21 @@ class RehearsedHost(HostMemory):
     def __init__(self, meter: StorageMeter) -> None:
         super().__init__(torch.device("cpu"))
         self._meter = meter
-        self.gradients = self.states = self.to_host = self.to_device = 0
+        self.gradients = self.states = self.activations = self.to_host = self.to_device = 0
+        self.activations_to_host = self.activations_to_device = self._live_activations = 0
+
+    def copy_activations(self, flat: Tensor) -> Tensor:
+        """Return a host copy of activations, which counts until it is freed."""
+        copy = self._uncounted(flat.numel(), flat.dtype)
+        size = flat.nbytes
+        self.activations_to_host += size
+        self._live_activations += size
+        self.activations = max(self.activations, self._live_activations)
+        weakref.finalize(copy.untyped_storage(), self._free_activations, size)
+        return copy
+
+    def _free_activations(self, size: int) -> None:
+        self._live_activations -= size
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         buffer = self._uncounted(size, dtype)
@@ -355,6 +387,25 @@ class RehearsedHost(HostMemory):
         # As many pieces as are under way at a time.
         under_way = [copy_to_device(step.slice(*first), step.gradients.device) for _ in range(self.num_pieces)]
         update(under_way[0])
+
+
+class RehearsedMover:
+    """The mover of an `ActivationOffload` between the rehearsed device and host."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, host: RehearsedHost) -> None:
+        self._host = host
+
+    def to_host(self, flat: Tensor) -> Tensor:
+        return self._host.copy_activations(flat)
+
+    def to_device(self, host: Tensor) -> Tensor:
+        self._host.activations_to_device += host.nbytes
+        return torch.empty_like(host)
+
+    def wait(self, flat: Tensor) -> None:
+        """Do nothing: fake tensors are copied at once."""
 
 
 class RehearsedAdamW(CompactAdamW):

@@ -7,7 +7,7 @@ rehearsal, and stays "rehearsed" if they only add a margin.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowpeak.arguments import ColocateSettings
@@ -106,8 +106,49 @@ def engine_bytes(inputs: RunInputs, num_parameters: int) -> tuple[int, int]:
     where = vllm.where
     awake = int(where.gpu_memory_utilization * inputs.request.machine.memory)
     if where.kv_cache_bytes is not None:
-        awake = _HALF * num_parameters // where.tensor_parallel_size + where.kv_cache_bytes + VLLM_BYTES
+        awake = vllm_bytes(num_parameters, where.tensor_parallel_size) + where.kv_cache_bytes
     return awake, VLLM_ASLEEP_BYTES if where.sleeps else awake
+
+
+@dataclass(frozen=True)
+class RolloutEngine:
+    """An engine of a run: the devices that it is spread over, the ranks that it generates for, and its KV cache on each device.
+
+    `cache_bytes` is None for servers, whose devices are not the run's.
+    """
+
+    parallel: int
+    ranks: int
+    cache_bytes: int | None
+
+
+def rollout_engine(inputs: RunInputs) -> RolloutEngine:
+    """Return the engine that generates for rank 0."""
+    vllm = inputs.settings.vllm if inputs.is_online else None
+    if vllm is None:
+        return RolloutEngine(inputs.request.tensor_parallel, 1, inputs.sizes.kv_cache_bytes if inputs.is_online else 0)
+    if not isinstance(vllm.where, ColocateSettings):
+        return RolloutEngine(1, 1, None)
+    parallel = vllm.where.tensor_parallel_size
+    awake, _ = engine_bytes(inputs, inputs.counts.total)
+    return RolloutEngine(parallel, parallel, max(0, awake - vllm_bytes(inputs.counts.total, parallel)))
+
+
+def vllm_bytes(num_parameters: int, parallel: int) -> int:
+    """Return a colocated vLLM's bytes on each of `parallel` devices beside its KV cache: bf16 weights, and the rest."""
+    return _HALF * num_parameters // parallel + VLLM_BYTES
+
+
+def copied_for_rollout(inputs: RunInputs, phases: Mapping[str, PhaseMemory]) -> int:
+    """Return the bytes that a rollout copies over the link to the host: offloaded states and models, a sleeping engine."""
+    memory, frozen = inputs.settings.memory, phases["load"].device.get(Kind.FROZEN, 0)
+    states = phases["optimizer"].device.get(Kind.OPTIMIZER, 0)
+    vllm = inputs.settings.vllm if inputs.is_online else None
+    where = None if vllm is None else vllm.where
+    sleeping = where.tensor_parallel_size if isinstance(where, ColocateSettings) and where.sleeps else 0
+    copied = 2 * (states + frozen) if memory.offload_during_rollout else 0
+    copied += phases["score"].host.get(Kind.FROZEN, 0) if memory.offload_frozen_models and "score" in phases else 0
+    return copied + (2 * _HALF * inputs.counts.total // sleeping if sleeping else 0)
 
 
 def sync_bytes(inputs: RunInputs) -> int:
@@ -116,10 +157,19 @@ def sync_bytes(inputs: RunInputs) -> int:
     return 0 if vllm is None else 2 * int(vllm.bucket_bytes)
 
 
+def streamed_bytes(inputs: RunInputs) -> int:
+    """Return the bytes of a frozen model on the device while it runs from host memory: two layers, embeddings and head."""
+    counts = inputs.counts
+    return int(inputs.checkpoint_dtype.itemsize * (2 * counts.largest_layer + 2 * counts.head))
+
+
 def host_of_process(
-    inputs: RunInputs, phases: Mapping[str, PhaseMemory], model_bytes: int
+    inputs: RunInputs, phases: Mapping[str, PhaseMemory], model_bytes: int, frozen: int
 ) -> dict[str, dict[Kind, int]]:
-    """Return one process's host memory by phase: what the run moves there, and the process itself."""
+    """Return one process's host memory by phase: what the run moves there, and the process itself.
+
+    `frozen` are the bytes of its frozen models.
+    """
     memory: Any = inputs.settings.memory
     on_device = inputs.request.machine.device == "cuda"
     found: dict[str, dict[Kind, int]] = {}
@@ -130,8 +180,10 @@ def host_of_process(
         if name in GENERATION and memory.offload_during_rollout:
             for kind in (Kind.GRADIENTS, Kind.OPTIMIZER):
                 host[kind] = host.get(kind, 0) + phases["optimizer"].device.get(kind, 0)
+            if name != "reward":
+                host[Kind.FROZEN] = frozen
         if memory.offload_frozen_models:
-            host[Kind.FROZEN] = phases["load"].device.get(Kind.FROZEN, 0)
+            host[Kind.FROZEN] = frozen
         if name == "save":
             host[Kind.BUCKETS] = 2 * SLICE_BYTES
         found[name] = host

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lowpeak.memory import Kind
+from lowpeak.plan.computed import copied_for_rollout, rollout_engine
 from lowpeak.plan.hardware import Card, Machine
 
 # Shares of the data sheets' numbers that kernels of a step reach.
@@ -37,8 +38,11 @@ class Work:
     prompt, completion         tokens of a sequence
     train_tokens               tokens of the device's micro-batches in a step
     score_tokens, score_passes tokens of its scoring passes of a rollout, and their number
-    sequences, prompts         that it generates for a rollout
+    sequences, prompts         that its engine generates for a rollout
     slots                      sequences that decode together
+    engine_parallel            devices of one engine
+    rollout_bytes              that a rollout copies between device and host: offloaded models and states, an engine that sleeps
+    activation_bytes           of a step's activations that passes copy to host memory, and back
     num_batches                micro-batches of a step
     steps                      steps that a rollout serves
     checkpointing              whether activations are recomputed
@@ -70,6 +74,9 @@ class Work:
     host_bytes: int = 0
     in_bf16: bool = True
     gradient_bytes: int = 2
+    engine_parallel: int = 1
+    rollout_bytes: int = 0
+    activation_bytes: int = 0
 
 
 def step_seconds(work: Work, machine: Machine, factors: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -86,7 +93,7 @@ def step_seconds(work: Work, machine: Machine, factors: Mapping[str, float] | No
 def _rollout(work: Work, machine: Machine) -> float:
     if not work.sequences:
         return 0.0
-    card, parts = machine.card, work.tensor_parallel
+    card, parts = machine.card, work.engine_parallel
     flops, bandwidth = _flops(work, machine), BANDWIDTH_SHARE * card.bandwidth
     prefill = 2 * work.active_parameters / parts * work.prompts * work.prompt / flops
     slots = max(1, min(work.slots, work.sequences))
@@ -97,8 +104,14 @@ def _rollout(work: Work, machine: Machine) -> float:
     gathers = (1 - work.gathered_share) * gather
     token = max((weights + cache) / bandwidth, 2 * work.active_parameters / parts * slots / flops)
     sums = 2 * work.layers * _COLLECTIVE_LATENCY if parts > 1 else 0.0
+    copies = work.rollout_bytes / (LINK_SHARE * card.host_link)
     # What stays gathered is gathered once.
-    return gather + prefill + waves * work.completion * (max(token, _pass_latency(work, machine)) + gathers + sums)
+    return (
+        copies
+        + gather
+        + prefill
+        + waves * work.completion * (max(token, _pass_latency(work, machine)) + gathers + sums)
+    )
 
 
 def _flops(work: Work, machine: Machine) -> float:
@@ -129,7 +142,8 @@ def _train(work: Work, machine: Machine) -> float:
     sending = _sent_bytes(work, machine) / _link(machine, work.strategy)
     # Replicas average their gradients after the last backward.
     both = computing + sending if work.strategy == "ddp" else _overlapped(computing, sending)
-    return both + _tensor_sums(work, machine)
+    copies = 2 * work.activation_bytes / (LINK_SHARE * machine.card.host_link)
+    return _overlapped(both, copies) + _tensor_sums(work, machine)
 
 
 def _sent_bytes(work: Work, machine: Machine) -> float:
@@ -177,23 +191,27 @@ def _overlapped(computing: float, sending: float) -> float:
 
 
 def work_of(inputs: Any, batches: Sequence[Any]) -> Work:
-    """Return the work of rank 0 in a planned run, as placed on one device."""
+    """Return the work of rank 0 in a planned run; under tensor parallelism that of its whole group."""
     text, settings = inputs.config.get_text_config(), inputs.settings
     counts, request = inputs.counts, inputs.request
+    parts = request.tensor_parallel
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_bytes = 2 * text.num_hidden_layers * heads * width * (2 if inputs.args.bf16 else 4)
+    kv_bytes = parts * 2 * text.num_hidden_layers * heads * width * (2 if inputs.args.bf16 else 4)
     prompt, completion = request.prompt_tokens, inputs.completion_tokens
     passes = 0
     if inputs.is_online:
         needs = inputs.algorithm.needs
         passes = int(bool(needs & {"old", "entropy", "values"})) + int("reference" in needs)
-    generates = inputs.is_online and settings.vllm is None
-    slots = inputs.sizes.kv_cache_bytes // max(1, kv_bytes * (prompt + completion)) if generates else 0
+    engine = rollout_engine(inputs)
+    sequences = inputs.sequences_of_rank * engine.ranks
+    slots = sequences
+    if engine.cache_bytes is not None:
+        slots = engine.parallel * engine.cache_bytes // (kv_bytes * (prompt + completion))
     return Work(
-        parameters=counts.total,
-        trained=counts.trained,
-        active_parameters=counts.active,
+        parameters=parts * counts.total,
+        trained=parts * counts.trained,
+        active_parameters=parts * counts.active,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         kv_bytes=kv_bytes,
@@ -202,16 +220,17 @@ def work_of(inputs: Any, batches: Sequence[Any]) -> Work:
         train_tokens=sum(batch.input_ids_BL.numel() for batch in batches),
         score_tokens=inputs.sequences_of_rank * (prompt + completion) if passes else 0,
         score_passes=passes,
-        sequences=inputs.sequences_of_rank if inputs.is_online else 0,
-        prompts=-(-inputs.sequences_of_rank // settings.sampling.num_generations) if inputs.is_online else 0,
+        sequences=sequences,
+        prompts=-(-sequences // settings.sampling.num_generations) if inputs.is_online else 0,
         slots=max(1, slots),
         num_batches=len(batches),
         steps=settings.rollout.num_steps if inputs.is_online else 1,
         checkpointing=inputs.args.checkpoints_activations,
         strategy=request.strategy,
-        tensor_parallel=request.tensor_parallel,
+        tensor_parallel=parts,
         in_bf16=computes_in_bf16(inputs, inputs.storage),
         gradient_bytes=4 if inputs.storage is None else 2,
+        engine_parallel=engine.parallel,
     )
 
 
@@ -221,12 +240,22 @@ def computes_in_bf16(inputs: Any, storage: Any) -> bool:
 
 
 def with_plan(work: Work, plan: Any) -> Work:
-    """Return the work with the bytes that a plan knows: what an update touches, copies, and how much stays gathered."""
-    held = plan.phases["optimizer"].device
+    """Return the work with the bytes that a plan knows: those of an update, of copies, and how much stays gathered."""
+    held, host = plan.phases["optimizer"].device, plan.phases["forward"].host
     update = sum(held.get(kind, 0) for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER))
-    gathered = plan.phases["rollout"].device.get(Kind.GATHERED, 0) if "rollout" in plan.phases else 0
-    share = min(1.0, gathered / max(1, _HALF * work.parameters)) if _is_sharded(work.strategy) else 1.0
-    return replace(work, update_bytes=update, host_bytes=plan.to_host + plan.to_device, gathered_share=share)
+    rollout = plan.phases.get("rollout")
+    share = 1.0
+    if rollout is not None and _is_sharded(work.strategy) and plan.inputs.settings.vllm is None:
+        share = min(1.0, rollout.device.get(Kind.GATHERED, 0) * work.tensor_parallel / (_HALF * work.parameters))
+    activations = host.get(Kind.ACTIVATIONS, 0) * work.num_batches
+    return replace(
+        work,
+        update_bytes=update,
+        host_bytes=max(0, plan.to_host + plan.to_device - 2 * activations),
+        gathered_share=share,
+        activation_bytes=activations,
+        rollout_bytes=0 if rollout is None else copied_for_rollout(plan.inputs, plan.phases),
+    )
 
 
 def calibration(rows: Sequence[Mapping[str, Any]], predicted: Mapping[str, float]) -> dict[str, float]:

@@ -382,3 +382,15 @@ def shard_config(config: Any, tensor_parallel: int) -> Any:
         if value is not None:
             setattr(text, name, max(1, -(-value // tensor_parallel)))
     return part
+
+
+def with_arguments(args: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a copy of a trainer's config with other values of some arguments, as if they were given."""
+    changed = copy.copy(args)
+    for name, value in changes.items():
+        if name == "gradient_checkpointing" and hasattr(changed, "activation_checkpointing"):
+            changed.activation_checkpointing = value
+            continue
+        setattr(changed, name, value)
+    changed.given = frozenset(args.given) | frozenset(changes)
+    return changed

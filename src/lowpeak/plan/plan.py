@@ -19,6 +19,7 @@ from lowpeak.plan.computed import (
     host_of_process,
     margin,
     place_by_strategy,
+    streamed_bytes,
     sync_bytes,
     zero_shares,
 )
@@ -174,9 +175,9 @@ def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda tex
         counts,
         len(batches),
         tokens=max((batch.input_ids_BL.numel() for batch in batches), default=0),
-        # Each micro-batch copies its gradients to the host.
-        to_host=rehearsal.to_host * max(1, len(batches)) // rehearsed,
-        to_device=rehearsal.to_device,
+        # Each micro-batch copies its gradients and activations.
+        to_host=(rehearsal.to_host + rehearsal.activations_to_host) * max(1, len(batches)) // rehearsed,
+        to_device=rehearsal.to_device + rehearsal.activations_to_device * max(1, len(batches)) // rehearsed,
         inputs=inputs,
     )
     work = with_plan(work_of(inputs, batches), plan)
@@ -200,6 +201,7 @@ def rehearse_inputs(inputs: RunInputs, batches: list[Any]) -> Rehearsal:
         make_reference=inputs.make_reference if inputs.has_separate_reference else None,
         rewards=inputs.rewards,
         rollout=inputs.rollout(_gather_budget(inputs)),
+        activation_offloading=inputs.settings.memory.activation_offloading,
         device=request.machine.device,
     )
 
@@ -208,13 +210,14 @@ def _complete(inputs: RunInputs, rehearsed: Mapping[str, PhaseMemory]) -> PhaseM
     """Add the phases that have no tensors of their own, engines, host memory and the margin."""
     phases = _with_buckets(inputs, place_by_strategy(inputs, rehearsed, _gather_budget(inputs)))
     awake, otherwise = engine_bytes(inputs, inputs.counts.total)
+    frozen = phases["load"].device.get(Kind.FROZEN, 0)
     for name, phase in phases.items():
         generates = name in GENERATION
-        device = {**phase.device, **_moved_to_host(inputs, name)}
+        device = {**phase.device, **_offloaded_kinds(inputs, name, frozen)}
         device[Kind.ENGINE] = 0 if name == "load" else awake if generates else otherwise
         device[Kind.MARGIN] = margin(inputs.request.machine, sum(device.values()))
         phases[name] = replace(phase, device=device)
-    hosts = host_of_process(inputs, phases, inputs.counts.loaded_bytes)
+    hosts = host_of_process(inputs, phases, inputs.counts.loaded_bytes, frozen)
     return {name: replace(phases[name], host=hosts[name]) for name in PHASES if name in phases}
 
 
@@ -228,13 +231,17 @@ def _with_buckets(inputs: RunInputs, phases: dict[str, PhaseMemory]) -> dict[str
     return phases
 
 
-def _moved_to_host(inputs: RunInputs, phase: str) -> dict[Kind, int]:
-    """Return zeros for the kinds that the run's offloads keep in host memory during a phase."""
+def _offloaded_kinds(inputs: RunInputs, phase: str, frozen: int) -> dict[Kind, int]:
+    """Return what stays on the device, during a phase, of the kinds that the run's offloads keep in host memory."""
     memory = inputs.settings.memory
-    moved = [Kind.GRADIENTS, Kind.OPTIMIZER] if phase in GENERATION and memory.offload_during_rollout else []
-    if memory.offload_frozen_models and phase not in ("score", "reward"):
-        moved.append(Kind.FROZEN)
-    return dict.fromkeys(moved, 0)
+    left = {}
+    if phase in GENERATION and memory.offload_during_rollout:
+        left = dict.fromkeys((Kind.GRADIENTS, Kind.OPTIMIZER), 0)
+        if phase != "reward":
+            left[Kind.FROZEN] = 0
+    if memory.offload_frozen_models:
+        left[Kind.FROZEN] = min(frozen, streamed_bytes(inputs)) if phase in ("score", "reward") else 0
+    return left
 
 
 def _add_buckets(phase: PhaseMemory, num_bytes: int) -> PhaseMemory:

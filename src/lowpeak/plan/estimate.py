@@ -1,0 +1,383 @@
+"""Estimates of candidates: settings that `lowpeak plan --fit` may choose, their peaks, and the seconds of a step.
+
+Weights, gradients and optimizer states are arithmetic. What a pass takes beside them comes from rehearsals of the model with two
+and four layers: it is linear in the layers. The sizes of a rollout are the fastest ones that fit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from lowpeak.arguments import ColocateSettings, StorageFormat
+from lowpeak.device_kind import rehearse_device
+from lowpeak.memory import Kind
+from lowpeak.models import rehearse_experts
+from lowpeak.plan.computed import (
+    FRAGMENTATION,
+    PROCESS_BYTES,
+    VLLM_ASLEEP_BYTES,
+    margin,
+    streamed_bytes,
+    sync_bytes,
+    vllm_bytes,
+    zero_shares,
+)
+from lowpeak.plan.cost import Work, computes_in_bf16, step_seconds, work_of
+from lowpeak.plan.hardware import Machine
+from lowpeak.plan.inputs import PlanRequest, RunInputs, with_arguments
+from lowpeak.plan.plan import ModelCounts, free_bytes, rehearse_inputs
+
+_FEW, _MORE = 2, 4  # layers of the small rehearsals
+_LEAST_TOKENS, _MOST_TOKENS = 1 << 9, 1 << 17  # of a candidate's micro-batch
+# What a step keeps free: estimates of peaks are a little below those of all layers.
+_HEADROOM = 0.97
+_PASS_KINDS = (Kind.ACTIVATIONS, Kind.LOGITS, Kind.KV_CACHE)
+_HALF = 2
+_MIB = 1 << 20
+_SHARDED = ("fsdp2", "hsdp", "tp", "zero3")
+FROZEN, STATES, ACTIVATIONS = OFFLOADS = ("offload_frozen_models", "offload_during_rollout", "activation_offloading")
+SHARE, SLEEPS, PARALLEL = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"
+CACHE, GATHER = "kv_cache_bytes", "gather_budget"
+_SPARE_SHARE = 0.05  # of the device, for what vLLM's kernels need beyond the estimate, if there is room
+_SHARE_STEPS = 100  # vLLM's share of a device is a multiple of 1 / _SHARE_STEPS
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that the search may choose: arguments to set, and where the run is placed.
+
+    `offloads` are the names of arguments that move memory to the host. `sleeps` and `engine_parallel` (its devices) are those of
+    a colocated vLLM.
+    """
+
+    strategy: str
+    tensor_parallel: int
+    arguments: Mapping[str, Any]
+    storage: StorageFormat | None
+    checkpointing: bool
+    tokens: int
+    offloads: tuple[str, ...] = ()
+    sleeps: bool = False
+    engine_parallel: int = 1
+
+    def __str__(self) -> str:
+        parts = [self.strategy if self.tensor_parallel == 1 else f"{self.strategy} (tp {self.tensor_parallel})"]
+        parts.append("16 bytes a parameter" if self.storage is None else _storage_words(self.storage))
+        parts.append("checkpointing" if self.checkpointing else "no checkpointing")
+        parts.append(f"micro-batches of {self.tokens:,} tokens")
+        parts += self.offloads
+        if self.engine_parallel > 1:
+            parts.append(f"vLLM over {self.engine_parallel} devices")
+        if self.sleeps:
+            parts.append("vLLM sleeps")
+        return ", ".join(parts)
+
+
+def _storage_words(storage: StorageFormat) -> str:
+    total = storage.weight_bytes + storage.gradient_bits / 8 + storage.state_bytes
+    words = f"{total:.1f} bytes a parameter"
+    return f"{words}, of which {storage.weight_bytes} on the device" if storage.offload else words
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimated peak of a candidate in bytes, and the seconds of a step; `sizes` are the arguments of its rollout."""
+
+    candidate: Candidate
+    peak: int
+    host: int
+    seconds: float
+    work: Work
+    sizes: Mapping[str, Any]
+
+    def fits(self, machine: Machine) -> bool:
+        """Return whether the device and the host have room."""
+        on_host = machine.host_memory is None or self.host <= machine.host_memory
+        return self.peak <= _HEADROOM * machine.memory and on_host
+
+    def reason(self, machine: Machine) -> str:
+        """Return why the candidate does not fit."""
+        if self.peak > _HEADROOM * machine.memory:
+            return f"about {self.peak / 1e9:.1f} GB on a device of {machine.memory / 1e9:.1f}"
+        return f"about {self.host / 1e9:.0f} GB of host memory of {(machine.host_memory or 0) / 1e9:.0f}"
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes of a candidate that live longer than a pass: on the device by kind, and in host memory."""
+
+    weights: int
+    gradients: int
+    states: int
+    frozen: int
+    host: int = 0
+
+    @property
+    def update(self) -> int:
+        return self.weights + self.gradients + self.states + self.host
+
+
+@dataclass(frozen=True)
+class _Rollout:
+    """Sizes of a rollout: arguments, bytes of its engine while it generates and otherwise, and the work with them."""
+
+    work: Work
+    awake: int = 0
+    otherwise: int = 0
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Estimator:
+    """Estimates for one run and one machine; the rehearsals are made once."""
+
+    def __init__(
+        self, request: PlanRequest, report: Callable[[str], object], factors: Mapping[str, float] | None = None
+    ) -> None:
+        self._request, self._report, self._factors = request, report, factors or {}
+        self._given: frozenset[str] = frozenset(request.args.given)
+        self._passes: dict[tuple[bool, bool, int], int] = {}
+
+    def on(self, machine: Machine) -> Estimator:
+        """Return an estimator for another machine, with the same rehearsals."""
+        other = copy.copy(self)
+        other._request = replace(self._request, machine=machine)
+        return other
+
+    @cached_property
+    def inputs(self) -> RunInputs:
+        """The run on one device, with its parameters counted."""
+        with rehearse_device(self._request.machine.device):
+            inputs = RunInputs(replace(self._request, strategy="single", tensor_parallel=1), free_bytes)
+            inputs.counts = ModelCounts.of(inputs.make_policy)
+        return inputs
+
+    @cached_property
+    def token_sizes(self) -> list[int]:
+        """The tokens that a candidate's micro-batch may have."""
+        given = self.inputs.settings.memory.micro_batch_tokens
+        if given is not None:
+            return [int(given)]
+        sizes = [size for size in self.inputs.token_sizes if _LEAST_TOKENS <= size <= _MOST_TOKENS]
+        return sizes or [self.inputs.longest_sequence]
+
+    @property
+    def colocated(self) -> ColocateSettings | None:
+        """The settings of a vLLM on the run's devices."""
+        vllm = self.inputs.settings.vllm if self.inputs.is_online else None
+        return vllm.where if vllm is not None and isinstance(vllm.where, ColocateSettings) else None
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        """The bytes of reference and reward models."""
+        with rehearse_device(self._request.machine.device):
+            counted = [ModelCounts.of(reward.make_model).loaded_bytes for reward in self.inputs.rewards]
+        reference = self.inputs.checkpoint_dtype.itemsize * self.inputs.counts.total
+        return sum(counted) + (reference if self.inputs.has_separate_reference else 0)
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Return the peak and the seconds of a candidate."""
+        machine, inputs, offloads = self._request.machine, self.inputs, candidate.offloads
+        held = self._held(candidate)
+        passes = self._pass_bytes(candidate, candidate.tokens) // candidate.tensor_parallel
+        gathered = self._gathered(candidate)
+        streamed = min(held.frozen, streamed_bytes(inputs))
+        frozen = 0 if FROZEN in offloads else held.frozen
+        train = held.weights + held.gradients + held.states + frozen + passes + gathered
+        resting = held.weights + (0 if STATES in offloads else held.states + frozen)
+        scoring = held.weights + held.states + (streamed if FROZEN in offloads else frozen)
+        work = self._work(candidate, held)
+        rollout = self._rollout(candidate, work, self._room() - resting - gathered, self._room() - train)
+        work = rollout.work
+        tensors = max(
+            resting + gathered + rollout.awake, train + rollout.otherwise, scoring + gathered + rollout.otherwise
+        )
+        host = held.host + (PROCESS_BYTES if machine.device == "cuda" else 0)
+        host += held.frozen if FROZEN in offloads or STATES in offloads else 0
+        host += held.states if STATES in offloads else 0
+        host += work.activation_bytes // max(1, work.num_batches)
+        seconds = sum(step_seconds(work, machine, self._factors).values())
+        peak = tensors + margin(machine, tensors)
+        return Estimate(candidate, peak, host * machine.devices_on_host, seconds, work, rollout.sizes)
+
+    def _room(self) -> int:
+        """Return the bytes that tensors may have on a device."""
+        machine = self._request.machine
+        fragmentation = FRAGMENTATION if machine.device == "cuda" else 0.0
+        return int((_HEADROOM * machine.memory - margin(machine, 0)) / (1 + fragmentation))
+
+    def _held(self, candidate: Candidate) -> _Held:
+        counts, machine = self.inputs.counts, self._request.machine
+        shards, world = _shards(candidate, machine), machine.num_devices // candidate.tensor_parallel
+        frozen = self.frozen_bytes // shards
+        if candidate.strategy.startswith("zero"):
+            shares = zero_shares(int(candidate.strategy[-1]), counts.trained, counts.frozen_bytes, world)
+            return _Held(shares[Kind.WEIGHTS], shares[Kind.GRADIENTS], shares[Kind.OPTIMIZER], frozen)
+        storage, trained = candidate.storage, counts.trained
+        weights = int((4 if storage is None else storage.weight_bytes) * trained + counts.frozen_bytes) // shards
+        gradients = int((4 if storage is None else storage.gradient_bits / 8) * trained) // shards
+        states = int((8 if storage is None else storage.state_bytes) * trained) // shards
+        if storage is not None and storage.offload:
+            return _Held(weights, 0, 0, frozen, gradients + states)
+        return _Held(weights, gradients, states, frozen)
+
+    def _gathered(self, candidate: Candidate) -> int:
+        """Return the bytes of the layers that a pass of a sharded model gathers."""
+        counts = self.inputs.counts
+        if candidate.strategy not in _SHARDED or _shards(candidate, self._request.machine) == 1:
+            return 0
+        return int(2 * _HALF * (counts.largest_layer + 2 * counts.head) // candidate.tensor_parallel)
+
+    def _work(self, candidate: Candidate, held: _Held) -> Work:
+        inputs, machine = self.inputs, self._request.machine
+        work = work_of(inputs, [])
+        world = machine.num_devices // candidate.tensor_parallel
+        rows = -(-inputs.rows_per_step // world)
+        tokens = rows * (work.completion + work.prompt // max(1, min(rows, self._group_size)))
+        sequences = -(-inputs.settings.rollout.num_sequences // world) if inputs.is_online else 0
+        batches = max(1, -(-tokens // candidate.tokens))
+        shards = _shards(candidate, machine)
+        offloads = candidate.storage is not None and candidate.storage.offload
+        copies = inputs.counts.trained * (8 + 4 + 2 * batches) // shards if offloads else 0
+        rollout = 2 * (held.states + held.frozen) if STATES in candidate.offloads else 0
+        rollout += held.frozen if FROZEN in candidate.offloads else 0
+        engine = candidate.engine_parallel if self.colocated is not None else candidate.tensor_parallel
+        if candidate.sleeps:
+            rollout += 2 * _HALF * inputs.counts.total // engine
+        activations = _HALF * tokens * work.layers * work.hidden if ACTIVATIONS in candidate.offloads else 0
+        engine_ranks = engine if self.colocated is not None else 1
+        return replace(
+            work,
+            train_tokens=tokens,
+            num_batches=batches,
+            sequences=engine_ranks * sequences,
+            prompts=-(-engine_ranks * sequences // self._group_size),
+            score_tokens=sequences * (work.prompt + work.completion) if work.score_passes else 0,
+            checkpointing=candidate.checkpointing,
+            strategy=candidate.strategy,
+            tensor_parallel=candidate.tensor_parallel,
+            update_bytes=held.update,
+            host_bytes=copies,
+            in_bf16=computes_in_bf16(inputs, candidate.storage),
+            gradient_bytes=4 if candidate.storage is None else 2,
+            engine_parallel=engine,
+            rollout_bytes=rollout,
+            activation_bytes=activations,
+        )
+
+    @property
+    def _group_size(self) -> int:
+        return int(self.inputs.settings.sampling.num_generations) if self.inputs.is_online else 1
+
+    # rollouts
+
+    def _rollout(self, candidate: Candidate, work: Work, room: int, room_in_training: int) -> _Rollout:
+        """Return the sizes of the fastest rollout that fits into `room`; the least ones if none does."""
+        if not work.sequences or (self.inputs.settings.vllm is not None and self.colocated is None):
+            return _Rollout(replace(work, slots=max(1, work.sequences)))
+        if self.colocated is not None:
+            return self._colocated(candidate, work, room, room_in_training)
+        options = list(self._native(candidate, work, room))
+        return min(options, key=lambda option: step_seconds(option.work, self._request.machine)["rollout"])
+
+    def _native(self, candidate: Candidate, work: Work, room: int) -> Iterator[_Rollout]:
+        """Yield KV caches from one sequence's to all sequences'; what a cache leaves keeps layers gathered."""
+        memory, parts = self.inputs.settings.memory, candidate.tensor_parallel
+        one = self.inputs.least_cache_bytes // parts
+        model = _HALF * self.inputs.counts.total // parts
+        is_sharded = self._gathered(candidate) > 0
+        caches = [memory.kv_cache_bytes] if memory.kv_cache_bytes is not None else _doubled(one, work.sequences)
+        for number, cache in enumerate(caches):
+            if number and cache > room:
+                return
+            gather = 0 if not is_sharded else min(model, max(0, room - cache)) // _MIB * _MIB
+            if is_sharded and memory.gather_budget is not None:
+                gather = min(model, memory.gather_budget)
+            slots = max(1, min(work.sequences, cache // one))
+            share = gather / model if is_sharded else 1.0
+            sizes = {CACHE: cache, **({GATHER: gather} if is_sharded else {})}
+            yield _Rollout(replace(work, slots=slots, gathered_share=share), cache + gather, 0, sizes)
+
+    def _colocated(self, candidate: Candidate, work: Work, room: int, room_in_training: int) -> _Rollout:
+        """Return vLLM's share of the device: what training leaves, or with sleep mode what a rollout leaves."""
+        assert self.colocated is not None
+        memory, parallel = self._request.machine.memory, candidate.engine_parallel
+        weights = vllm_bytes(self.inputs.counts.total, parallel)
+        one = work.kv_bytes * (work.prompt + work.completion) // parallel
+        least, most = weights + one, weights + one * work.sequences + int(_SPARE_SHARE * memory)
+        room -= sync_bytes(self.inputs)
+        limit = min(most, room if candidate.sleeps else min(room, room_in_training))
+        share = max(-(-least * _SHARE_STEPS // memory), limit * _SHARE_STEPS // memory) / _SHARE_STEPS
+        sizes: dict[str, Any] = {SHARE: share}
+        if SHARE in self._given:
+            share = self.colocated.gpu_memory_utilization
+        awake = int(share * memory)
+        if self.colocated.kv_cache_bytes is not None:
+            awake, sizes = weights + self.colocated.kv_cache_bytes, {}
+        slots = max(1, min(work.sequences, (awake - weights) // one))
+        buckets = sync_bytes(self.inputs)
+        asleep = VLLM_ASLEEP_BYTES if candidate.sleeps else awake
+        return _Rollout(replace(work, slots=slots, gathered_share=1.0), max(awake, least) + buckets, asleep, sizes)
+
+    # passes
+
+    def _pass_bytes(self, candidate: Candidate, tokens: int) -> int:
+        """Return what the largest pass takes beside weights, gradients and states, of a model with all of its layers."""
+        low, high = self.token_sizes[0], self.token_sizes[-1]
+        if tokens not in (low, high):
+            at = (tokens - low) / (high - low)
+            first, last = self._pass_bytes(candidate, low), self._pass_bytes(candidate, high)
+            return int(first + at * (last - first))
+        checkpointing, offloads = candidate.checkpointing, ACTIVATIONS in candidate.offloads
+        key = (checkpointing, offloads, tokens)
+        if key not in self._passes:
+            words = f"checkpointing {checkpointing}{', activations offloaded' if offloads else ''}"
+            self._report(f"rehearsing {_FEW} and {_MORE} layers, {tokens:,} tokens, {words}")
+            few, more = (self._rehearsed_pass(layers, *key) for layers in (_FEW, _MORE))
+            layers = self._request.config.get_text_config().num_hidden_layers
+            self._passes[key] = max(0, int(few + (more - few) * (layers - _FEW) / (_MORE - _FEW)))
+        return self._passes[key]
+
+    def _rehearsed_pass(self, layers: int, checkpointing: bool, offloads: bool, tokens: int) -> int:
+        arguments = {"micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing, ACTIVATIONS: offloads}
+        request = replace(
+            self._request,
+            args=with_arguments(self._request.args, arguments),
+            config=with_layers(self._request.config, layers),
+            strategy="single",
+            tensor_parallel=1,
+            machine=replace(self._request.machine, num_devices=1),
+        )
+        with rehearse_device(request.machine.device), rehearse_experts():
+            inputs = RunInputs(request, lambda inputs: request.machine.memory // 2)
+            inputs.counts = self.inputs.counts
+            phases = rehearse_inputs(inputs, inputs.step_batches()).phases
+        passes = (name for name in phases if name not in ("load", "rollout"))
+        return max(sum(phases[name].device.get(kind, 0) for kind in _PASS_KINDS) for name in passes)
+
+
+def _shards(candidate: Candidate, machine: Machine) -> int:
+    """Return over how many devices weights, gradients and states are spread."""
+    world = machine.num_devices
+    return {"fsdp2": world, "tp": world, "zero3": world, "hsdp": machine.devices_on_host}.get(candidate.strategy, 1)
+
+
+def _doubled(one: int, count: int) -> list[int]:
+    """Return the bytes of 1, 2, 4 ... sequences, and of all `count`."""
+    powers = [1 << power for power in range(count.bit_length()) if 1 << power < count]
+    return [one * number for number in (*powers, count)]
+
+
+def with_layers(config: Any, layers: int) -> Any:
+    """Return the config of a model with fewer layers of the same kind."""
+    fewer = copy.deepcopy(config)
+    text = fewer.get_text_config()
+    layers = min(layers, text.num_hidden_layers)
+    text.num_hidden_layers = layers
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(text, name, None):
+            setattr(text, name, list(getattr(text, name))[:layers])
+    return fewer
