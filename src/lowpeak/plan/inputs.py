@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,17 +27,25 @@ from lowpeak.arguments import (
 )
 from lowpeak.attention import install_attention, packing_unsupported_reason
 from lowpeak.batching import Budget, assign_to_ranks, pack
+from lowpeak.device_kind import rehearse_device
 from lowpeak.errors import ArgumentError
 from lowpeak.logprobs import install_head
 from lowpeak.memory import Placement, RehearsedRollout, RewardPass
-from lowpeak.models import SCORE_HEAD, add_training_adapter, convert_trainable, load_balance_of, transformers_model
+from lowpeak.models import (
+    SCORE_HEAD,
+    add_training_adapter,
+    context_length,
+    convert_trainable,
+    load_balance_of,
+    transformers_model,
+)
 from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
 from lowpeak.plan.hardware import Machine
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
 from lowpeak.rewards import REWARD_BATCH_TOKENS
 from lowpeak.rollout.native import bytes_per_token
 from lowpeak.trainers import attach_critic
-from lowpeak.training import LogprobSettings, ModelShape, Sizes, choose_layout
+from lowpeak.training import LogprobSettings, ModelShape, Sizes, choose_layout, max_prompt_tokens
 
 OFFLINE = ("sft", "reward")
 
@@ -96,9 +105,12 @@ class RunInputs:
     """
 
     def __init__(self, request: PlanRequest, free_bytes: Callable[[RunInputs], int] = lambda inputs: 0) -> None:
-        self.request = request
         self.args = _acting_arguments(request)
         self.settings, self.algorithm = _resolve(request, self.args)
+        if request.kind in OFFLINE:
+            # The run truncates or skips longer rows; a row has a token after its prompt.
+            request = replace(request, prompt_tokens=min(request.prompt_tokens, self._longest_row(request) - 1))
+        self.request = request
         self.config = shard_config(request.config, request.tensor_parallel)
         self._free_bytes = free_bytes
         self.counts: Any = None  # ModelCounts, once the model was counted
@@ -243,8 +255,15 @@ class RunInputs:
         """Return the tokens of a completion; of an offline run, those of a row after its prompt."""
         if self.is_online:
             return int(self.settings.sampling.max_new_tokens)
-        length = self.settings.max_length or 1024
-        return max(1, length - self.request.prompt_tokens)
+        return self._longest_row(self.request) - self.request.prompt_tokens
+
+    def _longest_row(self, request: PlanRequest) -> int:
+        """Return the tokens of an offline run's row."""
+        context = context_length(_with_config(request))
+        length = int(self.settings.max_length or 1024)
+        # A reward model keeps a position for the end token.
+        reserved = int(request.kind == "reward")
+        return max(2, length if context is None else min(length, context - reserved))
 
     @property
     def longest_sequence(self) -> int:
@@ -328,6 +347,31 @@ class RunInputs:
     def least_cache_bytes(self) -> int:
         """Return the bytes of one sequence's keys and values."""
         return self.longest_sequence * bytes_per_token(self._plain_model, torch.float32)
+
+
+def check_context(request: PlanRequest) -> str:
+    """Return a warning if the planned prompts leave the model's context; empty if they fit.
+
+    ArgumentError, as in the run, if completions alone fill the context.
+    """
+    with rehearse_device(request.machine.device):
+        inputs = RunInputs(request)
+    if not inputs.is_online:
+        return ""
+    prompts, completion = inputs.settings.prompts, inputs.completion_tokens
+    limit = max_prompt_tokens(_with_config(request), None, completion, prompts.vllm_max_model_length)
+    if limit is None or request.prompt_tokens <= limit:
+        return ""
+    return (
+        f"prompt_tokens={request.prompt_tokens} and max_completion_length={completion} exceed the model's context of "
+        f"{limit + completion} tokens: the run {'drops' if prompts.overlong_prompts == 'drop' else 'refuses'} prompts of more "
+        f"than {limit} tokens; lower prompt_tokens or max_completion_length."
+    )
+
+
+def _with_config(request: PlanRequest) -> Any:
+    """Return a stand-in for the policy, of which only the config is read."""
+    return SimpleNamespace(config=request.config)
 
 
 def _acting_arguments(request: PlanRequest) -> Any:

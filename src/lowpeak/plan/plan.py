@@ -113,18 +113,27 @@ class Plan:
     @property
     def host_peak(self) -> int:
         """Bytes of host memory of all processes of a host."""
-        processes = self.request.machine.devices_on_host
-        return max(self._host_of(phase, processes) for phase in self.phases.values())
+        return sum(self.host_kinds.values())
 
-    @staticmethod
-    def _host_of(phase: PhaseMemory, processes: int) -> int:
-        once = phase.host.get(Kind.CHECKPOINT, 0)
-        return (phase.host_peak - once) * processes + once
+    @property
+    def host_kinds(self) -> dict[Kind, int]:
+        """Bytes of host memory of all processes of a host by kind, in the phase that takes most."""
+        processes = self.request.machine.devices_on_host
+        phases = [
+            {kind: value * (1 if kind == Kind.CHECKPOINT else processes) for kind, value in phase.host.items()}
+            for phase in self.phases.values()
+        ]
+        return max(phases, key=lambda kinds: sum(kinds.values()))
+
+    @property
+    def host_excess(self) -> int:
+        """Bytes that a host lacks; 0 if its memory is enough or unknown."""
+        memory = self.request.machine.host_memory
+        return 0 if memory is None else max(0, self.host_peak - memory)
 
     @property
     def fits(self) -> bool:
-        host = self.request.machine.host_memory
-        return self.peak <= self.request.machine.memory and (host is None or self.host_peak <= host)
+        return self.peak <= self.request.machine.memory and not self.host_excess
 
     def calibrated(self, factors: Mapping[str, float]) -> Plan:
         """Return the plan with the seconds of each phase times a factor; see `calibration`."""
