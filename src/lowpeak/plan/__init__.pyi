@@ -11,9 +11,9 @@ from lowpeak.plan.hardware import Machine as Machine
 from lowpeak.plan.hardware import card_of as card_of
 from lowpeak.plan.hardware import find_card as find_card
 from lowpeak.plan.inputs import PlanRequest as PlanRequest
-from lowpeak.plan.inputs import check_context as check_context
 from lowpeak.plan.output import fit_lines as fit_lines
 from lowpeak.plan.output import print_plan as print_plan
 from lowpeak.plan.output import write_plot as write_plot
 from lowpeak.plan.plan import Plan as Plan
+from lowpeak.plan.plan import check_context as check_context
 from lowpeak.plan.plan import make_plan as make_plan

@@ -27,7 +27,6 @@ from lowpeak.arguments import (
 )
 from lowpeak.attention import install_attention, packing_unsupported_reason
 from lowpeak.batching import Budget, assign_to_ranks, pack
-from lowpeak.device_kind import rehearse_device
 from lowpeak.errors import ArgumentError
 from lowpeak.logprobs import install_head
 from lowpeak.memory import Placement, RehearsedRollout, RewardPass
@@ -45,7 +44,7 @@ from lowpeak.records import Completion, MicroBatch, Prompt, Record
 from lowpeak.rewards import REWARD_BATCH_TOKENS
 from lowpeak.rollout.native import bytes_per_token
 from lowpeak.trainers import attach_critic
-from lowpeak.training import LogprobSettings, ModelShape, Sizes, choose_layout, max_prompt_tokens
+from lowpeak.training import LogprobSettings, ModelShape, Sizes, choose_layout
 
 OFFLINE = ("sft", "reward")
 
@@ -258,11 +257,9 @@ class RunInputs:
         return self._longest_row(self.request) - self.request.prompt_tokens
 
     def _longest_row(self, request: PlanRequest) -> int:
-        """Return the tokens of an offline run's row."""
-        context = context_length(_with_config(request))
-        length = int(self.settings.max_length or 1024)
-        # A reward model keeps a position for the end token.
-        reserved = int(request.kind == "reward")
+        model: Any = SimpleNamespace(config=request.config)
+        context, length = context_length(model), int(self.settings.max_length or 1024)
+        reserved = int(request.kind == "reward")  # a position for the end token
         return max(2, length if context is None else min(length, context - reserved))
 
     @property
@@ -347,31 +344,6 @@ class RunInputs:
     def least_cache_bytes(self) -> int:
         """Return the bytes of one sequence's keys and values."""
         return self.longest_sequence * bytes_per_token(self._plain_model, torch.float32)
-
-
-def check_context(request: PlanRequest) -> str:
-    """Return a warning if the planned prompts leave the model's context; empty if they fit.
-
-    ArgumentError, as in the run, if completions alone fill the context.
-    """
-    with rehearse_device(request.machine.device):
-        inputs = RunInputs(request)
-    if not inputs.is_online:
-        return ""
-    prompts, completion = inputs.settings.prompts, inputs.completion_tokens
-    limit = max_prompt_tokens(_with_config(request), None, completion, prompts.vllm_max_model_length)
-    if limit is None or request.prompt_tokens <= limit:
-        return ""
-    return (
-        f"prompt_tokens={request.prompt_tokens} and max_completion_length={completion} exceed the model's context of "
-        f"{limit + completion} tokens: the run {'drops' if prompts.overlong_prompts == 'drop' else 'refuses'} prompts of more "
-        f"than {limit} tokens; lower prompt_tokens or max_completion_length."
-    )
-
-
-def _with_config(request: PlanRequest) -> Any:
-    """Return a stand-in for the policy, of which only the config is read."""
-    return SimpleNamespace(config=request.config)
 
 
 def _acting_arguments(request: PlanRequest) -> Any:
