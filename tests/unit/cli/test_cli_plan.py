@@ -238,5 +238,5 @@ def test_a_machine_is_checked_within_the_budget_of_the_run(model, tmp_path, caps
 def test_a_check_of_a_machine_names_its_command(tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text("use_cpu: true\n")
-    with pytest.raises(ArgumentError, match="env.*model"):
+    with pytest.raises(ArgumentError, match=r"env.*model"):
         dispatch(["env", str(run)])
