@@ -78,11 +78,13 @@ from lowpeak.arguments.storage import StorageFormat as StorageFormat
 from lowpeak.arguments.storage import rename_dtype as rename_dtype
 from lowpeak.arguments.storage import resolve_storage as resolve_storage
 from lowpeak.arguments.text import HIDDEN as HIDDEN
+from lowpeak.arguments.text import byte_unit as byte_unit
 from lowpeak.arguments.text import hide_secrets as hide_secrets
 from lowpeak.arguments.text import is_secret as is_secret
 from lowpeak.arguments.text import load_yaml as load_yaml
 from lowpeak.arguments.text import parse_bytes as parse_bytes
 from lowpeak.arguments.text import read_object as read_object
+from lowpeak.arguments.text import show_bytes as show_bytes
 from lowpeak.arguments.validation import check_values as check_values
 from lowpeak.arguments.validation import idle_arguments as idle_arguments
 from lowpeak.arguments.validation import report_idle_arguments as report_idle_arguments

@@ -86,6 +86,19 @@ def parse_bytes(text: int | str) -> int | None:
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
+def byte_unit(number: float) -> tuple[str, int]:
+    """Return the largest of GiB, MiB and KiB that a number of bytes reaches, KiB below, and its bytes."""
+    return next(
+        ((unit, size) for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)) if number >= size), ("KiB", 1 << 10)
+    )
+
+
+def show_bytes(number: float) -> str:
+    """Return bytes as a text such as `80 GiB` or `1.25 MiB`."""
+    unit, size = byte_unit(number)
+    return f"{round(number / size, 2):g} {unit}"
+
+
 def is_secret(name: str) -> bool:
     """Return whether an argument of this name is an access token."""
     return name == "token" or (name.endswith("_token") and name not in _TOKENIZER_TOKENS)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
+from lowpeak.arguments import show_bytes
 from lowpeak.cli.env import installed_version
-from lowpeak.cli.plan import PlanArguments, machine_of, parse_plan, plan_request
+from lowpeak.cli.plan import PlanArguments, machine_of, parse_plan, plan_request, plan_within_budget
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.plan import GIB
 
@@ -41,7 +42,7 @@ class Check:
 
 def check_machine(argv: Sequence[str]) -> int:
     """Print a line per check; return 0 if all passed, else 1."""
-    options, job = parse_plan(argv)
+    options, job = parse_plan(argv, command="lowpeak env")
     for name in _OF_PLAN:
         if getattr(options, name) != getattr(PlanArguments, name):
             raise ArgumentError(
@@ -67,7 +68,7 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
     wanted = options.gpus or job.launch.num_processes or 1
     host = psutil.virtual_memory().total
     if job.given.get("use_cpu"):
-        return machine_of(options, job), Check("devices", True, f"{wanted} processes on CPUs")
+        return machine_of(options, job), Check("devices", True, f"{wanted} process{'es' if wanted > 1 else ''} on CPUs")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hosts = job.launch.num_machines or 1
     enough = found * hosts >= wanted
@@ -77,7 +78,7 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
     if not found:
         return Machine(wanted, 0, host), Check("devices", enough, text)
     properties = torch.cuda.get_device_properties(0)
-    machine = Machine(wanted, properties.total_memory, host, found, card_of(properties.name))
+    machine = Machine(wanted, properties.total_memory, host, -(-wanted // hosts), card_of(properties.name))
     return machine, Check("devices", enough, text)
 
 
@@ -111,9 +112,7 @@ def _limits(job: Job, machine: Machine) -> Iterator[Check]:
         available = torch.distributed.is_available() and torch.distributed.is_backend_available(backend)
         yield Check("process groups", available, f"{backend} is {'' if available else 'not '}in this build of torch")
         shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0  # where NCCL shares memory
-        text = f"{shared / GIB:.1f} GiB" + (
-            "" if shared >= _SHARED_MEMORY else ": start the container with --shm-size=8g"
-        )
+        text = show_bytes(shared) + ("" if shared >= _SHARED_MEMORY else ": start the container with --shm-size=8g")
         yield Check("/dev/shm", shared >= _SHARED_MEMORY, text)
     if job.given.get("offload_optimizer") and machine.device == "cuda":
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -124,24 +123,25 @@ def _limits(job: Job, machine: Machine) -> Iterator[Check]:
 def _memory(options: PlanArguments, job: Job, machine: Machine) -> Iterator[Check]:
     """Plan the run on this machine; compare its peaks with the memory, and its checkpoints with the disk."""
     from lowpeak.memory import free_bytes
-    from lowpeak.plan import make_plan
 
     try:
-        plan = make_plan(plan_request(options, job, machine))
+        plan, problem = plan_within_budget(plan_request(options, job, machine))
     except LowpeakError as error:
         yield Check("plan", False, str(error))
         return
-    where = f"{plan.peak / GIB:.1f} GiB in {plan.peak_phase}, of {machine.memory / GIB:.1f}"
-    fits = plan.peak <= machine.memory
-    yield Check("device memory", fits, where + ("" if fits else ": `lowpeak plan --fit` chooses settings that fit"))
+    limit = plan.request.machine.memory
+    where = f"{show_bytes(plan.peak)} in {plan.peak_phase}, of {show_bytes(limit)}"
+    fits = plan.peak <= limit
+    remedy = "" if fits else ": `lowpeak plan --fit` chooses settings that fit"
+    yield Check("device memory", fits and not problem, problem or where + remedy)
     if machine.device == "cuda":  # on CPUs the tensors are the host's
         free = free_bytes("cpu")
-        text = f"{plan.host_peak / GIB:.1f} GiB, of {free / GIB:.1f} that this container may still use"
+        text = f"{show_bytes(plan.host_peak)}, of {show_bytes(free)} that this container may still use"
         yield Check("host memory", plan.host_peak <= free, text)
     folder = Path(job.config.output_dir)
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     needed, available = _checkpoint_bytes(plan) * _KEPT_CHECKPOINTS, shutil.disk_usage(existing).free
-    text = f"{needed / GIB:.1f} GiB for {_KEPT_CHECKPOINTS} checkpoints, {available / GIB:.1f} free in {existing}"
+    text = f"{show_bytes(needed)} for {_KEPT_CHECKPOINTS} checkpoints, {show_bytes(available)} free in {existing}"
     yield Check("disk", needed <= available, text)
 
 

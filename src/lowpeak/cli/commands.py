@@ -111,6 +111,8 @@ def _serve(arguments: list[str]) -> int:
 def _env(arguments: list[str]) -> int:
     from lowpeak.cli.env import environment_report
 
+    if "--gpu" in arguments and "--selftest" not in arguments:
+        raise ArgumentError("`lowpeak env --gpu` needs --selftest: --gpu adds the GPU to the self-test.")
     others = [word for word in arguments if word not in ("--selftest", "--gpu")]
     if others and len(others) == len(arguments):
         from lowpeak.cli.check_machine import check_machine
@@ -118,8 +120,6 @@ def _env(arguments: list[str]) -> int:
         return check_machine(others if others[0].startswith("--") else ["--config", *others])
     if others:
         raise ArgumentError(f"`lowpeak env --selftest` takes no config; remove {' '.join(others)}.")
-    if arguments == ["--gpu"]:
-        raise ArgumentError("`lowpeak env --gpu` needs --selftest: --gpu adds the GPU to the self-test.")
     if not arguments:
         print(environment_report(), end="")
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lowpeak.plan import Machine, Plan, PlanRequest
 
 _STRATEGIES = {"fsdp2-tp": "tp", "single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2"}
+_GPUS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class PlanArguments:
         None, "name of the card, such as h100, a100-40 or rtx4090, for its memory and speed"
     )
     gpu_memory: str | None = device_argument(None, "memory of a GPU, such as 80GiB; by default the card's")
-    gpus_per_host: int = device_argument(8, "GPUs of a host")
+    gpus_per_host: int | None = device_argument(
+        None, "GPUs of a host; by default those of each of --num_machines hosts, or 8"
+    )
     host_memory: str | None = device_argument(None, "memory of a host, such as 1TiB; by default it is no limit")
     prompt_tokens: int = device_argument(512, "tokens of a prompt, for which the run is planned")
     fit: bool = logging_argument(
@@ -60,9 +63,15 @@ class PlanArguments:
 
 def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
     """Plan a run and print the plan; return 0 if it fits, 1 if it does not."""
+    from lowpeak.plan import budget_of
+
     options, job = parse_plan(argv, library)
     request = plan_request(options, job, machine_of(options, job))
-    plan = _fitted(options, job, _within_budget(request)) if options.fit else _planned(options, request)
+    plan = (
+        _fitted(options, job, _within_budget(request, budget_of(request)))
+        if options.fit
+        else _planned(options, request)
+    )
     if plan is not None and options.plot is not None:
         from lowpeak.plan import write_plot
 
@@ -71,29 +80,32 @@ def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
     return 0 if plan is not None and plan.fits else 1
 
 
-def _within_budget(request: PlanRequest) -> PlanRequest:
+def _within_budget(request: PlanRequest, budget: int | None) -> PlanRequest:
     """Return the request for a device with no more memory than the run's memory_budget."""
-    from lowpeak.plan import budget_of
-
-    budget = budget_of(request)
     machine = request.machine
     memory = machine.memory if budget is None else min(budget, machine.memory)
     return dataclasses.replace(request, machine=dataclasses.replace(machine, memory=memory))
 
 
-def _planned(options: PlanArguments, request: PlanRequest) -> Plan:
-    """Print the plan of a run with its settings, and the changes that would lower its peak.
+def plan_within_budget(request: PlanRequest, report: Callable[[str], object] = lambda text: None) -> tuple[Plan, str]:
+    """Return the plan of a run, and why it exceeds its memory_budget.
 
-    With a memory_budget these are the sizes that keep to it.
+    With a memory_budget the plan has the sizes that keep to it, and the budget as the device's memory.
     """
-    from lowpeak.plan import advise, budget_of, fit_sizes, make_plan, print_plan
+    from lowpeak.plan import budget_of, fit_sizes, make_plan
 
-    budget, problem = budget_of(request), ""
+    budget = budget_of(request)
     if budget is None:
-        plan = make_plan(request, _progress)
-    else:
-        fit = fit_sizes(request, budget, report=_progress)
-        plan, problem = dataclasses.replace(fit.plan, request=_within_budget(fit.plan.request)), fit.problem
+        return make_plan(request, report), ""
+    fit = fit_sizes(request, budget, report=report)
+    return dataclasses.replace(fit.plan, request=_within_budget(fit.plan.request, budget)), fit.problem
+
+
+def _planned(options: PlanArguments, request: PlanRequest) -> Plan:
+    """Print the plan of a run with its settings, and the changes that would lower its peak."""
+    from lowpeak.plan import advise, print_plan
+
+    plan, problem = plan_within_budget(request, _progress)
     if options.journal is not None:
         plan = plan.calibrated(_calibration(options.journal, plan))
     advice = advise(plan)
@@ -126,7 +138,7 @@ def _fitted(options: PlanArguments, job: Job, request: PlanRequest) -> Plan | No
     return fit.plan
 
 
-def parse_plan(argv: Sequence[str], library: Any = lowpeak) -> tuple[PlanArguments, Job]:
+def parse_plan(argv: Sequence[str], library: Any = lowpeak, command: str = "lowpeak plan") -> tuple[PlanArguments, Job]:
     """Return the command's own arguments, and the job that they plan, with its trainer's config."""
     from lowpeak.cli.parser import argument_names, parse_arguments
 
@@ -135,7 +147,7 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak) -> tuple[PlanArgumen
     judging = JudgeArguments if kind == "online-dpo" else RewardArguments
     kinds: list[type] = [PlanArguments, ModelArguments, DataArguments, RunArguments, LaunchArguments]
     kinds += [] if kind in ANSWER_COLUMNS else [judging, ServingArguments]
-    given = parse_arguments([*kinds, config_class], argv, "lowpeak plan", getattr(config_class, "rejected", {}))
+    given = parse_arguments([*kinds, config_class], argv, command, getattr(config_class, "rejected", {}))
 
     def pick(part: type[Any]) -> Any:
         return part(**{name: given[name] for name in argument_names(part) & given.keys() if part in kinds})
@@ -144,7 +156,7 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak) -> tuple[PlanArgumen
     own = argument_names(PlanArguments)
     rest = {name: value for name, value in given.items() if name not in own}
     if not rest.get("model"):
-        raise ArgumentError("lowpeak plan needs --model: a folder, a config.json or a hub name.")
+        raise ArgumentError(f"{command} needs --model: a folder, a config.json or a hub name.")
     _check_options(options)
     # Without a GPU transformers refuses bf16=True unless the run is on CPUs.
     rest = {"output_dir": "runs/plan", **rest}
@@ -226,7 +238,21 @@ def machine_of(options: PlanArguments, job: Job) -> Machine:
         )
     card = find_card(options.gpu or "a100")
     memory = card.memory if options.gpu_memory is None else _bytes("gpu_memory", options.gpu_memory)
-    return Machine(devices, memory, host, options.gpus_per_host, card)
+    return Machine(devices, memory, host, _gpus_per_host(options, job, devices), card)
+
+
+def _gpus_per_host(options: PlanArguments, job: Job, gpus: int) -> int:
+    """Return the GPUs of a host; ArgumentError if the last one of several hosts would have fewer."""
+    hosts = job.launch.num_machines or 1
+    per_host = options.gpus_per_host or (gpus // hosts if hosts > 1 and gpus % hosts == 0 else _GPUS_PER_HOST)
+    if gpus > per_host and gpus % per_host:
+        whole = gpus // per_host * per_host
+        divisor = max(number for number in range(1, per_host) if gpus % number == 0)
+        raise ArgumentError(
+            f"{gpus} GPUs are not a multiple of {per_host} per host: set --gpus {whole} or {whole + per_host}, "
+            f"or --gpus_per_host {divisor}."
+        )
+    return per_host
 
 
 def _bytes(name: str, text: str) -> int:
@@ -237,11 +263,11 @@ def _bytes(name: str, text: str) -> int:
 
 
 def plan_request(options: PlanArguments, job: Job, machine: Machine) -> PlanRequest:
-    """Return the run that the job describes, on a machine."""
-    from lowpeak.plan import PlanRequest
+    """Return the run that the job describes, on a machine; print a warning if it leaves the model's context."""
+    from lowpeak.plan import PlanRequest, check_context
 
     strategy, tensor_parallel = _placement(job, machine)
-    return PlanRequest(
+    request = PlanRequest(
         kind=job.kind,
         args=job.config,
         config=_model_config(job.model.model, job.config),
@@ -256,6 +282,10 @@ def plan_request(options: PlanArguments, job: Job, machine: Machine) -> PlanRequ
         num_rewards=max(1, len(job.rewards.reward or []) + bool(job.rewards.reward_model_name_or_path)),
         quantized_bits=4 if job.model.load_in_4bit else 8 if job.model.load_in_8bit else None,
     )
+    warning = check_context(request)
+    if warning:
+        print_once(f"warning: {warning}")
+    return request
 
 
 def _placement(job: Job, machine: Machine) -> tuple[str, int]:

@@ -15,4 +15,5 @@ from lowpeak.plan.output import fit_lines as fit_lines
 from lowpeak.plan.output import print_plan as print_plan
 from lowpeak.plan.output import write_plot as write_plot
 from lowpeak.plan.plan import Plan as Plan
+from lowpeak.plan.plan import check_context as check_context
 from lowpeak.plan.plan import make_plan as make_plan

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from lowpeak.arguments import show_bytes
 from lowpeak.device_kind import rehearse_device
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind, PhaseMemory
 from lowpeak.plan.advice import advise
 from lowpeak.plan.computed import margin
-from lowpeak.plan.hardware import GIB
 from lowpeak.plan.inputs import PlanRequest, RunInputs, with_arguments
 from lowpeak.plan.plan import Plan, make_plan
 
@@ -61,7 +61,8 @@ def budget_of(request: PlanRequest) -> int | None:
     number = int(budget * memory if budget <= 1 else budget)
     if number > memory:
         raise ArgumentError(
-            f"memory_budget={budget} is {_gib(number)}, and a device has {_gib(memory)}: lower it, or set memory_budget='auto'."
+            f"memory_budget={budget} is {show_bytes(number)}, and a device has {show_bytes(memory)}: "
+            "lower it, or set memory_budget='auto'."
         )
     return number
 
@@ -156,8 +157,8 @@ class _SizeSearch:
     def _problem(self, plan: Plan, least: Sizes) -> str:
         """Return the sentence for a run whose least sizes exceed the budget."""
         shown = ", ".join(f"{name}={value}" for name, value in least.items()) or "the sizes that are set"
-        words = f"phase {plan.peak_phase} takes {self._gib(plan.peak)} with the smallest sizes ({shown})"
-        return f"{words}, and memory_budget is {_gib(self._budget)}: {self._remedy(plan, least)}."
+        words = f"phase {plan.peak_phase} takes {self._shown(plan.peak)} with the smallest sizes ({shown})"
+        return f"{words}, and memory_budget is {show_bytes(self._budget)}: {self._remedy(plan, least)}."
 
     def _remedy(self, plan: Plan, least: Sizes) -> str:
         lower = self._smaller_explicit(plan)
@@ -166,17 +167,17 @@ class _SizeSearch:
             if small.peak <= self._limit:
                 now = ", ".join(f"{name} (now {self._set_value(name)})" for name in lower)
                 then = ", ".join(f"{name}={value}" for name, value in lower.items())
-                return f"lower {now}, or remove it; with {then} the run takes {self._gib(small.peak)}"
+                return f"lower {now}, or remove it; with {then} the run takes {self._shown(small.peak)}"
             plan = small
         first = "".join(f"lower {name} to {value}; then " for name, value in lower.items())
         changes = [each for each in advise(plan, len(least) + 99) if each.setting.split("=")[0] not in self._values]
         fitting = [each for each in changes if each.peak <= self._limit]
         if fitting:
             best = min(fitting, key=lambda each: each.added_seconds)
-            return f"{first}the smallest change is {best.setting}, with which it takes about {self._gib(best.peak)}"
+            return f"{first}the smallest change is {best.setting}, with which it takes about {self._shown(best.peak)}"
         if changes:
             best = changes[0]
-            peak = f"with which it takes about {self._gib(best.peak)}"
+            peak = f"with which it takes about {self._shown(best.peak)}"
             return f"{first}no single change is enough; {best.setting} helps most, {peak}; raise memory_budget, too"
         return "raise memory_budget, or train a smaller model"
 
@@ -192,8 +193,8 @@ class _SizeSearch:
                 smaller[name] = values[0]
         return smaller
 
-    def _gib(self, tensors: int) -> str:
-        return _gib(tensors + self._beside)
+    def _shown(self, tensors: int) -> str:
+        return show_bytes(tensors + self._beside)
 
 
 class _Between:
@@ -248,7 +249,3 @@ def _powers(least: int, most: int) -> list[int]:
     """Return the powers of two from the first of at least `least` to the first of at least `most`."""
     first, last = ((max(1, number) - 1).bit_length() for number in (least, most))
     return [1 << power for power in range(first, max(first, last) + 1)]
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

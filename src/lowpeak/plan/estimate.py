@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from lowpeak.arguments import ColocateSettings, StorageFormat
+from lowpeak.arguments import ColocateSettings, StorageFormat, show_bytes
 from lowpeak.device_kind import rehearse_device
 from lowpeak.memory import Kind
 from lowpeak.models import rehearse_experts
@@ -102,8 +102,12 @@ class Estimate:
     def reason(self, machine: Machine) -> str:
         """Return why the candidate does not fit."""
         if self.peak > _HEADROOM * machine.memory:
-            return f"about {self.peak / 1e9:.1f} GB on a device of {machine.memory / 1e9:.1f}"
-        return f"about {self.host / 1e9:.0f} GB of host memory of {(machine.host_memory or 0) / 1e9:.0f}"
+            return f"about {show_bytes(self.peak)} on a device of {show_bytes(machine.memory)}"
+        return self.reason_of_host(machine)
+
+    def reason_of_host(self, machine: Machine) -> str:
+        """Return the host memory that the candidate needs beside what there is."""
+        return f"about {show_bytes(self.host)} of a host's memory of {show_bytes(machine.host_memory or 0)}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from lowpeak.arguments import ColocateSettings, StorageFormat
+from lowpeak.arguments import ColocateSettings, StorageFormat, show_bytes
 from lowpeak.plan.estimate import (
     ACTIVATIONS,
     CACHE,
@@ -86,8 +86,8 @@ class Search:
                 slower = [e for e in _first_by_strategy(fitting) if e.candidate.strategy != estimate.candidate.strategy]
                 rejected += [(e.candidate, f"{e.seconds:.1f} s a step") for e in slower]
                 return Fit(plan, estimate.candidate, rejected, arguments=arguments)
-            peak = f"{plan.peak / 1e9:.1f} GB in {plan.peak_phase}"
-            rejected.append((estimate.candidate, f"rehearsed with {peak}, of {machine.memory / 1e9:.1f}"))
+            peak = f"{show_bytes(plan.peak)} in {plan.peak_phase}"
+            rejected.append((estimate.candidate, f"rehearsed with {peak}, of {show_bytes(machine.memory)}"))
         return Fit(None, None, rejected, self._smallest_change(estimates))
 
     def _rehearsed(self, estimate: Estimate) -> tuple[Plan, dict[str, Any]]:
@@ -198,12 +198,15 @@ class Search:
     def _smallest_change(self, estimates: Sequence[Estimate]) -> str:
         """Return the least change of hardware or training with which an estimate fits."""
         machine = self._request.machine
+        least_host = min(estimates, key=lambda e: e.host)
+        if machine.host_memory is not None and least_host.host > machine.host_memory:
+            return f"{least_host.candidate} needs {least_host.reason_of_host(machine)}. Use hosts with more memory."
         closest = min(estimates, key=lambda e: e.peak)
-        needs = (
-            f"{closest.candidate} needs about {closest.peak / 1e9:.1f} GB on each device, of {machine.memory / 1e9:.1f}"
-        )
+        needs = f"{closest.candidate} needs {closest.reason(machine)}"
         for factor in (2, 4, 8):
             larger = replace(machine, num_devices=machine.num_devices * factor)
+            if larger.num_devices % larger.devices_on_host:
+                continue
             search = Search(replace(self._request, machine=larger))
             search._estimator = self._estimator.on(larger)
             if any(search._estimator.estimate(candidate).fits(larger) for candidate in search._candidates()):

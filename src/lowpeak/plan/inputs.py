@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +30,14 @@ from lowpeak.batching import Budget, assign_to_ranks, pack
 from lowpeak.errors import ArgumentError
 from lowpeak.logprobs import install_head
 from lowpeak.memory import Placement, RehearsedRollout, RewardPass
-from lowpeak.models import SCORE_HEAD, add_training_adapter, convert_trainable, load_balance_of, transformers_model
+from lowpeak.models import (
+    SCORE_HEAD,
+    add_training_adapter,
+    context_length,
+    convert_trainable,
+    load_balance_of,
+    transformers_model,
+)
 from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
 from lowpeak.plan.hardware import Machine
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
@@ -96,9 +104,12 @@ class RunInputs:
     """
 
     def __init__(self, request: PlanRequest, free_bytes: Callable[[RunInputs], int] = lambda inputs: 0) -> None:
-        self.request = request
         self.args = _acting_arguments(request)
         self.settings, self.algorithm = _resolve(request, self.args)
+        if request.kind in OFFLINE:
+            # The run truncates or skips longer rows; a row has a token after its prompt.
+            request = replace(request, prompt_tokens=min(request.prompt_tokens, self._longest_row(request) - 1))
+        self.request = request
         self.config = shard_config(request.config, request.tensor_parallel)
         self._free_bytes = free_bytes
         self.counts: Any = None  # ModelCounts, once the model was counted
@@ -243,8 +254,13 @@ class RunInputs:
         """Return the tokens of a completion; of an offline run, those of a row after its prompt."""
         if self.is_online:
             return int(self.settings.sampling.max_new_tokens)
-        length = self.settings.max_length or 1024
-        return max(1, length - self.request.prompt_tokens)
+        return self._longest_row(self.request) - self.request.prompt_tokens
+
+    def _longest_row(self, request: PlanRequest) -> int:
+        model: Any = SimpleNamespace(config=request.config)
+        context, length = context_length(model), int(self.settings.max_length or 1024)
+        reserved = int(request.kind == "reward")  # a position for the end token
+        return max(2, length if context is None else min(length, context - reserved))
 
     @property
     def longest_sequence(self) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lowpeak.arguments import byte_unit, show_bytes
 from lowpeak.memory import Kind
 from lowpeak.plan.advice import Advice
 from lowpeak.plan.fit import Fit
-from lowpeak.plan.hardware import GIB
 from lowpeak.plan.plan import Plan
 
 
@@ -25,59 +25,85 @@ def print_plan(plan: Plan, advice: Sequence[Advice] = (), console: Console | Non
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return the table: what is alive in each phase, in GiB, the peak, and the distance to the limit."""
+    """Return the table: what is alive in each phase, the peak, and the distance to the limit."""
+    _, unit = byte_unit(plan.peak)
     kinds = [kind for kind in Kind if any(phase.device.get(kind) for phase in plan.phases.values())]
     table = Table(title=_title(plan))
     table.add_column("phase")
     for name in (*kinds, "peak", "free", "host", ""):
         table.add_column(str(name), justify="right")
     for name, phase in plan.phases.items():
-        values = [_gib(phase.device.get(kind, 0)) for kind in kinds]
-        free = f"{(plan.request.machine.memory - phase.peak) / GIB:.1f}"
-        table.add_row(name, *values, f"{phase.peak / GIB:.1f}", free, f"{phase.host_peak / GIB:.1f}", phase.source)
+        values = [phase.device.get(kind, 0) / unit for kind in kinds]
+        totals = (phase.peak, plan.request.machine.memory - phase.peak, phase.host_peak)
+        shown = (f"{value:.2f}" if value >= 0.005 else "" for value in values)
+        table.add_row(name, *shown, *(f"{total / unit:.1f}" for total in totals), phase.source)
     return table
 
 
 def _title(plan: Plan) -> str:
     machine = plan.request.machine
     devices = "device" if machine.num_devices == 1 else "devices"
-    where = f"{machine.num_devices} {devices} of {machine.memory / GIB:.0f} GiB"
-    return f"{plan.request.kind}, {_millions(plan.counts.total)} parameters, {plan.request.strategy} on {where}: GiB per device"
+    where = f"{machine.num_devices} {devices} of {show_bytes(machine.memory)}"
+    model = f"{_millions(plan.counts.total)} parameters"
+    return f"{plan.request.kind}, {model}, {plan.request.strategy} on {where}: {byte_unit(plan.peak)[0]} per device"
 
 
 def _millions(number: int) -> str:
     return f"{number / 1e9:.2f}B" if number >= 10**8 else f"{number / 1e6:.2f}M"
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f}" if num_bytes >= GIB // 200 else ""
-
-
 def summary(plan: Plan, advice: Sequence[Advice]) -> list[str]:
     """Return the plan in words: whether it fits, its sizes, its time, and the advice."""
-    machine, peak = plan.request.machine, plan.peak / GIB
-    verdict = "fits" if plan.fits else "does not fit"
-    lines = [f"The run {verdict}: {plan.peak_phase} takes {peak:.1f} of {machine.memory / GIB:.1f} GiB on each device."]
-    processes = machine.devices_on_host
-    host = (
-        f"Host memory: {plan.host_peak / GIB:.1f} GiB for {processes} process{'es' if processes > 1 else ''} of a host"
-    )
-    lines.append(f"{host}{'' if machine.host_memory is None else f', of {machine.host_memory / GIB:.0f}'}.")
+    memory, peak = plan.request.machine.memory, show_bytes(plan.peak)
+    verdict = "fits on each device" if plan.peak <= memory else "does not fit on a device"
+    lines = [f"The run {verdict}: {plan.peak_phase} takes {peak} of {show_bytes(memory)}."]
+    # What does not fit stands first.
+    lines.insert(0 if plan.host_excess else 1, host_line(plan))
     sizes = ", ".join(f"{name}={value}" for name, value in plan.sizes.items())
     lines.append(f"Sizes: {sizes}; micro-batches a step: {plan.num_batches}, the largest of {plan.tokens:,} tokens.")
     seconds = ", ".join(f"{phase} {value:.2g}" for phase, value in plan.seconds.items())
     lines.append(f"A step takes about {sum(plan.seconds.values()):.2g} s by the cost model ({seconds}).")
     if advice:
-        lines.append(f"What lowers the peak of {peak:.1f} GiB most:")
-    lines += [
-        f"  {each.setting}: about {each.peak / GIB:.1f} GiB, {each.added_seconds:+.2g} s a step" for each in advice
-    ]
+        lines.append(f"What lowers the peak of {peak} most:")
+    lines += [f"  {each.setting}: about {show_bytes(each.peak)}, {each.added_seconds:+.2g} s a step" for each in advice]
     computed = [name for name, phase in plan.phases.items() if phase.source == "computed"]
     lines.append(
         f"Rehearsed on fake tensors: {', '.join(name for name in plan.phases if name not in computed) or 'none'}; "
         f"computed by arithmetic: {', '.join(computed) or 'none'}. Every completion is planned at its full length."
     )
     return lines
+
+
+def host_line(plan: Plan) -> str:
+    """Return the host memory of a plan in words; beyond the limit also the excess and its largest cause."""
+    machine, processes = plan.request.machine, plan.request.machine.devices_on_host
+    words = f"{show_bytes(plan.host_peak)} for {processes} process{'es' if processes > 1 else ''} of a host"
+    if machine.host_memory is not None:
+        words += f", of {show_bytes(machine.host_memory)}"
+    if not plan.host_excess:
+        return f"Host memory: {words}."
+    kinds = plan.host_kinds
+    largest = max(kinds, key=lambda kind: kinds[kind])
+    return (
+        f"The run does not fit in host memory: {words}, {show_bytes(plan.host_excess)} too much; "
+        f"most of it, {show_bytes(kinds[largest])}, is {_host_cause(plan, largest)}."
+    )
+
+
+def _host_cause(plan: Plan, kind: Kind) -> str:
+    """Return what puts a kind of memory on the host, with the setting that changes it."""
+    if kind == Kind.MARGIN:
+        return "the processes themselves (--gpus_per_host sets their number)"
+    if kind == Kind.CHECKPOINT:
+        return "the checkpoint of --model, which one process reads for its host"
+    if kind == Kind.BUCKETS:
+        return "the slices of weights that are saved"
+    if kind == Kind.FROZEN:
+        return "frozen models, by offload_frozen_models"
+    if plan.request.strategy.endswith("-offload"):
+        return f"{kind}, by the offload of --accelerate_config"
+    offload = plan.inputs.storage is not None and plan.inputs.storage.offload
+    return f"{kind}, by {'offload_optimizer' if offload else 'offload_during_rollout'}"
 
 
 def fit_lines(fit: Fit) -> list[str]:
@@ -97,12 +123,13 @@ def write_plot(plan: Plan, path: Path) -> None:
     import plotly.graph_objects as go
 
     names = list(plan.phases)
+    unit, size = byte_unit(plan.peak)
     figure: Any = go.Figure()
     for kind in Kind:
-        values = [plan.phases[name].device.get(kind, 0) / GIB for name in names]
+        values = [plan.phases[name].device.get(kind, 0) / size for name in names]
         if any(values):
             figure.add_bar(name=str(kind), x=names, y=values)
-    limit = plan.request.machine.memory / GIB
-    figure.add_hline(y=limit, line_dash="dash", annotation_text=f"device memory {limit:.0f} GiB")
-    figure.update_layout(barmode="stack", title=_title(plan), yaxis_title="GiB per device")
+    limit = plan.request.machine.memory
+    figure.add_hline(y=limit / size, line_dash="dash", annotation_text=f"device memory {show_bytes(limit)}")
+    figure.update_layout(barmode="stack", title=_title(plan), yaxis_title=f"{unit} per device")
     figure.write_html(path, include_plotlyjs=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -26,6 +27,7 @@ from lowpeak.plan.computed import (
 from lowpeak.plan.cost import step_seconds, with_plan, work_of
 from lowpeak.plan.inputs import PlanRequest, RunInputs
 from lowpeak.records import SLICE_BYTES
+from lowpeak.training import max_prompt_tokens
 
 PHASES = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer", "save")
 # Of rank 0's micro-batches this many are run: the peak of a step is in its second one, when gradients exist.
@@ -114,18 +116,27 @@ class Plan:
     @property
     def host_peak(self) -> int:
         """Bytes of host memory of all processes of a host."""
-        processes = self.request.machine.devices_on_host
-        return max(self._host_of(phase, processes) for phase in self.phases.values())
+        return sum(self.host_kinds.values())
 
-    @staticmethod
-    def _host_of(phase: PhaseMemory, processes: int) -> int:
-        once = phase.host.get(Kind.CHECKPOINT, 0)
-        return (phase.host_peak - once) * processes + once
+    @property
+    def host_kinds(self) -> dict[Kind, int]:
+        """Bytes of host memory of all processes of a host by kind, in the phase that takes most."""
+        processes = self.request.machine.devices_on_host
+        phases = [
+            {kind: value * (1 if kind == Kind.CHECKPOINT else processes) for kind, value in phase.host.items()}
+            for phase in self.phases.values()
+        ]
+        return max(phases, key=lambda kinds: sum(kinds.values()))
+
+    @property
+    def host_excess(self) -> int:
+        """Bytes that a host lacks; 0 if its memory is enough or unknown."""
+        memory = self.request.machine.host_memory
+        return 0 if memory is None else max(0, self.host_peak - memory)
 
     @property
     def fits(self) -> bool:
-        host = self.request.machine.host_memory
-        return self.peak <= self.request.machine.memory and (host is None or self.host_peak <= host)
+        return self.peak <= self.request.machine.memory and not self.host_excess
 
     def calibrated(self, factors: Mapping[str, float]) -> Plan:
         """Return the plan with the seconds of each phase times a factor; see `calibration`."""
@@ -155,6 +166,27 @@ class Plan:
             "bytes_to_device_per_step": self.to_device,
             "phases": {name: phase.as_dict() for name, phase in self.phases.items()},
         }
+
+
+def check_context(request: PlanRequest) -> str:
+    """Return a warning if the planned prompts leave the model's context; empty if they fit.
+
+    ArgumentError, as in the run, if completions alone fill the context.
+    """
+    with rehearse_device(request.machine.device):
+        inputs = RunInputs(request)
+    if not inputs.is_online:
+        return ""
+    prompts, completion = inputs.settings.prompts, inputs.completion_tokens
+    policy: Any = SimpleNamespace(config=request.config)
+    limit = max_prompt_tokens(policy, None, completion, prompts.vllm_max_model_length)
+    if limit is None or request.prompt_tokens <= limit:
+        return ""
+    return (
+        f"prompt_tokens={request.prompt_tokens} and max_completion_length={completion} exceed the model's context of "
+        f"{limit + completion} tokens: the run {'drops' if prompts.overlong_prompts == 'drop' else 'refuses'} prompts of more "
+        f"than {limit} tokens; lower prompt_tokens or max_completion_length."
+    )
 
 
 def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda text: None) -> Plan:

@@ -3,6 +3,7 @@ from lowpeak.training.build_run import computes_in_fp32 as computes_in_fp32
 from lowpeak.training.build_run import connect_online as connect_online
 from lowpeak.training.build_run import make_rollout_offloader as make_rollout_offloader
 from lowpeak.training.build_run import make_run as make_run
+from lowpeak.training.build_run import max_prompt_tokens as max_prompt_tokens
 from lowpeak.training.checkpoints import CRITIC_FOLDER as CRITIC_FOLDER
 from lowpeak.training.checkpoints import REFERENCE_FOLDER as REFERENCE_FOLDER
 from lowpeak.training.checkpoints import check_loaded_names as check_loaded_names

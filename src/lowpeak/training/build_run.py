@@ -74,7 +74,7 @@ def connect_online(
         check_critic_vocabulary(critic, parts.policy, parts.tokenizer)
     _check_end_tokens(settings.sampling.stop_token_ids, num_embeddings(parts.policy))
     prompts, max_new_tokens = settings.prompts, settings.sampling.max_new_tokens
-    limit = _max_prompt_tokens(parts.policy, critic, max_new_tokens, prompts.vllm_max_model_length)
+    limit = max_prompt_tokens(parts.policy, critic, max_new_tokens, prompts.vllm_max_model_length)
     new_reader = partial(
         PromptReader,
         parts.tokenizer,
@@ -338,9 +338,10 @@ def _context_name(prompts: PromptSettings, critic: nn.Module | None) -> str:
     return context if length is None else f"{context} or vllm_max_model_length {length}"
 
 
-def _max_prompt_tokens(
+def max_prompt_tokens(
     policy: nn.Module, critic: nn.Module | None, max_completion_length: int, max_model_length: int | None
 ) -> int | None:
+    """Return the most tokens of a prompt; None for no limit. ArgumentError if completions leave no room."""
     contexts = [context_length(model) for model in (policy, critic) if model is not None]
     lengths = [length for length in (*contexts, max_model_length) if length is not None]
     context = min(lengths, default=None)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lowpeak.arguments import check_names, load_yaml
+from lowpeak.arguments import check_names, load_yaml, show_bytes
 from lowpeak.errors import ArgumentError
 
 
@@ -78,3 +78,12 @@ def test_loading_a_config_file_loads_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(0, "0 KiB"), (512, "0.5 KiB"), (5 << 20, "5 MiB"), ((1 << 30) - 1, "1024 MiB"), (80 << 30, "80 GiB"),
+     (1_288_490_189, "1.2 GiB"), (3 << 40, "3072 GiB")],
+)  # fmt: skip
+def test_bytes_are_shown_in_the_largest_unit_that_they_reach(number, shown):
+    assert show_bytes(number) == shown

@@ -28,6 +28,7 @@ def test_a_package_that_is_missing_is_said_to_be():
     [
         (["--verbose"], "verbose"),
         (["--gpu"], "--selftest"),
+        (["--gpu", "h100", "run.yaml"], "needs --selftest"),
         pytest.param(
             ["--selftest", "--gpu"],
             "GPU",

@@ -46,10 +46,15 @@ def planned(capsys: Any, model: str, *more: dict[str, Any]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
+def planned_errors(capsys: Any, model: str, *more: dict[str, Any]) -> str:
+    assert dispatch(words(model, *more)) == 0
+    return capsys.readouterr().err
+
+
 def test_a_plan_is_a_table_with_the_phase_that_peaks(model, capsys):
     assert dispatch(words(model)) == 0
     text = capsys.readouterr().out
-    for word in ("backward", "weights", "gradients", "8.0 GiB", "cost model"):
+    for word in ("backward", "weights", "gradients", "8 GiB", "MiB per device", "cost model"):
         assert word in text
 
 
@@ -59,7 +64,7 @@ def test_a_plan_within_a_budget_has_the_sizes_that_keep_to_it(model, capsys):
     assert small["sizes"]["kv_cache_bytes"] <= large["sizes"]["kv_cache_bytes"]
     assert small["sizes"]["logprob_chunk_size"] == 1024
     assert dispatch(words(model, {"--memory_budget": "20MiB"})) == 1
-    assert "memory_budget is 0.02 GiB" in capsys.readouterr().err
+    assert "memory_budget is 20 MiB" in capsys.readouterr().err
 
 
 def test_a_plan_in_json_adds_up(model, capsys):
@@ -122,6 +127,38 @@ def test_fit_writes_files_that_the_trainer_reads(model, tmp_path, capsys):
     assert job.config.micro_batch_tokens == run["micro_batch_tokens"]
 
 
+@pytest.mark.parametrize(
+    ("hosts", "per_host"),
+    [({"--gpus": 2, "--gpus_per_host": 3}, 2), ({"--gpus": 12, "--num_machines": 3}, 4), ({"--gpus": 16}, 8)],
+)
+def test_host_memory_is_that_of_the_processes_of_a_host(hosts, per_host, model, capsys):
+    found = planned(capsys, model, hosts)
+    host = found["phases"]["save"]["host"]
+    assert found["host_peak"] == per_host * sum(host.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [({}, "2.79 GiB, is the processes themselves"), ({"--gpus": 4}, "11.18 GiB, is the processes themselves")],
+)
+def test_too_little_host_memory_is_the_verdict_with_the_excess_and_its_cause(settings, cause, model, capsys):
+    assert dispatch(words(model, settings, {"--host_memory": "1MiB"})) == 1
+    verdict, device, *_ = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The run")]
+    assert verdict.startswith("The run does not fit in host memory: ")
+    assert ", of 1 MiB, " in verdict
+    assert "GiB too much; most of it, " in verdict
+    assert cause in verdict
+    assert device.startswith("The run fits on each device: ")
+
+
+def test_prompts_beyond_the_context_are_a_warning(model, capsys):
+    assert dispatch(words(model, {"--prompt_tokens": 32760})) == 0
+    warning = capsys.readouterr().err
+    assert "prompt_tokens=32760 and max_completion_length=32 exceed the model's context of 32768 tokens" in warning
+    assert "the run refuses prompts of more than 32736 tokens; lower prompt_tokens" in warning
+    assert "exceed" not in planned_errors(capsys, model, {"--prompt_tokens": 100})
+
+
 def test_a_plot_is_a_page_without_a_network(model, tmp_path):
     assert dispatch(words(model, {"--plot": tmp_path / "plan.html"})) == 0
     page = (tmp_path / "plan.html").read_text()
@@ -142,6 +179,9 @@ def test_a_plot_is_a_page_without_a_network(model, tmp_path):
         ({"--algorithm": "dpo"}, "dpo"),
         ({"--accelerate_config": "fsdp2"}, "gpus"),
         ({"--gpus": 3, "--accelerate_config": "fsdp2-tp"}, "3"),
+        ({"--gpus": 8, "--gpus_per_host": 3}, "8 GPUs are not a multiple of 3 per host: set --gpus 6 or 9, or .* 2"),
+        ({"--gpus": 12}, "12 GPUs are not a multiple of 8 per host: set --gpus 8 or 16, or --gpus_per_host 6"),
+        ({"--max_completion_length": 32768}, "leaves no room for a prompt in the model's context of 32768"),
         ({"--journal": "nothing-here"}, "journal"),
         ({"--model": "not/here"}, "not/here"),
         ({"--learning_rates": 1}, "learning_rate"),
@@ -183,3 +223,20 @@ def test_a_machine_is_checked_against_a_config(model, tmp_path, capsys):
     run.write_text(yaml.safe_dump({**settings, "use_cpu": False, "num_processes": 512}))
     assert dispatch(["env", str(run)]) == 1
     assert "FAIL  devices" in capsys.readouterr().out
+
+
+def test_a_machine_is_checked_within_the_budget_of_the_run(model, tmp_path, capsys):
+    run = tmp_path / "run.yaml"
+    settings = {"model": model, "use_cpu": True, "num_generations": 4, "max_completion_length": 16}
+    run.write_text(yaml.safe_dump({**settings, "output_dir": str(tmp_path), "memory_budget": "100MiB"}))
+    assert dispatch(["env", str(run)]) == 0
+    assert ", of 100 MiB\n" in capsys.readouterr().out
+    assert dispatch(["env", str(run), "--memory_budget", "2MiB"]) == 1
+    assert "memory_budget is 2 MiB: " in capsys.readouterr().out
+
+
+def test_a_check_of_a_machine_names_its_command(tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text("use_cpu: true\n")
+    with pytest.raises(ArgumentError, match=r"env.*model"):
+        dispatch(["env", str(run)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -185,3 +186,13 @@ def test_a_plan_in_json_has_the_numbers_of_the_plan():
 def test_more_memory_is_planned_for_larger_micro_batches():
     small, large = plan("sft", micro_batch_tokens=512), plan("sft", micro_batch_tokens=4_096, max_length=1_024)
     assert large.phases["backward"].peak > small.phases["backward"].peak
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "longest"), [("sft", 24, 24), ("sft", 200, 96), ("reward", 200, 95), ("sft", 64, 64)]
+)
+def test_rows_of_offline_runs_are_planned_at_the_length_that_the_run_keeps(kind, length, longest):
+    config = copy.deepcopy(SMALL)
+    config.max_position_embeddings = 96
+    found = make_plan(replace(request(kind, max_length=length), config=config))
+    assert found.inputs.longest_sequence == longest
