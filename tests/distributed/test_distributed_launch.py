@@ -19,10 +19,26 @@ from safetensors.torch import load_file
 
 from child_processes import free_port, run_ranks, succeed_on_ranks
 from lowpeak.cli import PRESET_FOLDER, main
+from lowpeak.journal import read_rows, read_steps
 from process_ends import are_gone
 from tiny_models import char_tokenizer, tiny_model
 
 REWARD = """
+import os
+import torch
+from lowpeak.setup import num_restarts
+
+def exhaust(completions, trainer_state, **columns):
+    # In the first step of the first life, and the fourth of the second, rank 1 runs out of memory in a layer.
+    life = num_restarts(), os.environ.get("RANK"), trainer_state.global_step
+    if life in ((0, "1", 0), (1, "1", 3)):
+        torch.nn.modules.module.register_module_forward_pre_hook(fail)
+    return spread(completions)
+
+def fail(module, args):
+    if module.training and type(module).__name__.endswith("DecoderLayer"):
+        raise torch.OutOfMemoryError("injected")
+
 def spread(completions, **columns):
     return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 7 / 7 for text in completions]
 """
@@ -120,6 +136,39 @@ def test_ranks_save_and_end_when_their_launcher_was_killed(folder):
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_command_that_runs_out_of_memory_goes_on_by_itself_with_smaller_sizes(folder, num_hosts):
+    """Under ZeRO-3, before the first checkpoint and after it."""
+    out, judge = folder / f"exhausted{num_hosts}", f"{folder / 'judge.py'}:exhaust"
+    logs = [folder / f"exhausted{num_hosts}.{host}.log" for host in range(num_hosts)]
+    settings = {"reward": judge, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    command = ["-m", "lowpeak", *words(folder, out.name, 2, accelerate_config="zero3", num_processes=2, **settings)]
+    with two_hosts() as hosts:
+        if num_hosts > 1:
+            meet = {"num_machines": 2, "main_process_ip": hosts[0].address, "main_process_port": free_port()}
+            command += [str(word) for name, value in meet.items() for word in (f"--{name}", value)]
+        processes = [
+            host.start([*command, *(["--machine_rank", str(i)] if num_hosts > 1 else [])], log)
+            for i, (host, log) in enumerate(zip(hosts, logs, strict=False))
+        ]
+        ended = finish(processes, logs, 2 * START_S)
+    assert [status for status, _ in ended] == [0] * num_hosts, "\n".join(told for _, told in ended)
+    assert [row["step"] for row in read_steps(out / "journal")] == [1, 2, 3, 4]
+    events = list(read_rows(out / "journal", "events"))
+    assert [(row["step"], row["event"], row.get("restarts")) for row in events] == [
+        *((0, "resumed", 1), (0, "out of memory", None), (2, "resumed", 2), (2, "out of memory", None))
+    ]
+    sizes = [row["micro_batch_tokens"] for row in events[1::2]]
+    assert 64 > sizes[0] > sizes[1]
+    for _, told in ended:
+        restarts = re.findall(r"^lowpeak: .* train .*injected.* micro_batch_tokens (\d+)\.$", told, re.MULTILINE)
+        assert [int(size) for size in restarts] == sizes
+    assert main(words(folder, f"undisturbed{num_hosts}", 1, max_steps=4)) == 0
+    undisturbed = load_file(folder / f"undisturbed{num_hosts}/model.safetensors")
+    for name, values in load_file(out / "model.safetensors").items():
+        torch.testing.assert_close(values, undisturbed[name], atol=5e-6, rtol=0)
 
 
 def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder, alone):

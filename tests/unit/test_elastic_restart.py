@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lowpeak.setup import renew_master_port
+from lowpeak.setup import RELAUNCHES, renew_master_port
 
 
 @pytest.fixture
@@ -40,4 +40,6 @@ def test_all_ranks_of_a_later_life_find_the_port_that_its_first_rank_chose(
 
 
 def test_the_first_life_meets_where_torchrun_said(monkeypatch: pytest.MonkeyPatch, agent: dist.TCPStore) -> None:
-    assert met(monkeypatch, agent, 0, 0) == (str(agent.port), "True")
+    for relaunches in ("0", "1"):  # each launch by the command line has a store of its own
+        monkeypatch.setenv(RELAUNCHES, relaunches)
+        assert met(monkeypatch, agent, 0, 0) == (str(agent.port), "True")

@@ -6,6 +6,7 @@ A process that a launcher started (this one, `accelerate launch`, torchrun, srun
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -33,7 +34,7 @@ _NEXT_STEP = "Correct --accelerate_config or the other device arguments; set LOW
 _LAUNCHER_ERRORS = (AssertionError, OSError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
-def launch_or_join(arguments: LaunchArguments, command: Sequence[str], *, on_cpu: bool) -> int | None:
+def launch_or_join(arguments: LaunchArguments, command: Sequence[str], output_dir: Path, *, on_cpu: bool) -> int | None:
     """Run `command` (`grpo --model ...`) on every rank and return the exit status when all have ended.
 
     Return None if this process is to run the command: it is a rank, or the only process.
@@ -54,7 +55,13 @@ def launch_or_join(arguments: LaunchArguments, command: Sequence[str], *, on_cpu
     if is_rank(os.environ) or config.distributed_type.value == "NO":
         _join_launched_run(path, config, given)
         return None
-    return run_launcher([*launcher_arguments(path, config, given, 0 if on_cpu or config.use_cpu else None), *command])
+    words = launcher_arguments(path, config, given, 0 if on_cpu or config.use_cpu else None)
+    return run_launcher([*words, *command], output_dir)
+
+
+def output_folder(given: Mapping[str, Any]) -> Path:
+    """Return the output folder of a command from its arguments, before the trainer's config exists."""
+    return Path(given.get("output_dir") or "trainer_output")  # transformers' default
 
 
 def _default_preset(given: Mapping[str, Any], on_cpu: bool) -> str | None:
@@ -102,9 +109,9 @@ def launcher_arguments(path: Path, config: Any, given: Mapping[str, Any], device
             f"{per_host} processes per host need as many devices, but this host has {devices}: {fewer}train on CPUs with --use_cpu "
             "(ddp or a ZeRO preset)."
         )
-    # Port 0: any free port.
-    port = {"main_process_port": 0} if config.main_process_port is None else {}
-    settings = {**port, **given, "num_processes": processes, **_mesh_sizes(path, config, given, hosts, per_host)}
+    port = config.main_process_port or 0  # 0: any free port
+    settings = {"main_process_port": port, **given, "num_processes": processes}
+    settings |= _mesh_sizes(path, config, given, hosts, per_host)
     return [*_as_options(path, config, settings), "-m", "lowpeak"]
 
 
@@ -206,30 +213,60 @@ def _join_launched_run(path: Path, config: Any, given: dict[str, Any]) -> None:
     os.environ.update({name: value for name, value in environ.items() if name.startswith(_SETTINGS)})
 
 
-def run_launcher(words: Sequence[str]) -> int:
+def run_launcher(words: Sequence[str], output_dir: Path) -> int:
     """Call `accelerate launch` with these options and return the run's exit status.
 
-    The status is 0, that of the first rank that failed, 128 + the signal that ended this rank, or 130 after Ctrl-C.
+    The status is 0, that of the first rank that failed, 128 + the signal that ended this rank, or 130 after Ctrl-C. Ranks that
+    have failed are launched again if one of them recorded smaller sizes in `output_dir`, which are smaller each time.
     """
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    args = launch_command_parser().parse_args(list(words))
-    args.signals_to_handle = "SIGTERM,SIGHUP,SIGQUIT"  # on these torch's agent ends the ranks; not on Ctrl-C
+    from lowpeak.setup import RELAUNCHES, read_sizes
+
     os.environ.update({LAUNCHED: "1", PARENT_VARIABLE: str(os.getpid())})
     if os.environ.get("LOWPEAK_TRACEBACK", "0") in ("", "0"):  # ranks report their own errors
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with _forward_ctrl_c() as presses:
         try:
-            launch_command(args)
-        except ChildFailedError as failed:
-            return 130 if presses else _exit_status(*failed.get_first_failure())
+            for relaunches in itertools.count():
+                os.environ[RELAUNCHES] = str(relaunches)
+                earlier = read_sizes(output_dir)
+                try:
+                    launch_command(_parse_options(words, relaunches))
+                    break
+                except ChildFailedError as failed:
+                    if presses:
+                        break
+                    record = read_sizes(output_dir)
+                    if record in ({}, earlier):
+                        return _exit_status(*failed.get_first_failure())
+                    _print_restart(record)
         except SignalException as ended:
             return 128 + int(ended.sigval)
         except _LAUNCHER_ERRORS as error:
             raise ArgumentError(f"the processes cannot be started: {first_line(error)}. {_NEXT_STEP}") from error
     return 130 if presses else 0
+
+
+def _parse_options(words: Sequence[str], relaunches: int) -> Any:
+    from accelerate.commands.launch import launch_command_parser
+
+    args = launch_command_parser().parse_args(list(words))
+    args.signals_to_handle = "SIGTERM,SIGHUP,SIGQUIT"  # on these torch's agent ends the ranks; not on Ctrl-C
+    # Each launch has another port: a host may begin the next one while host 0 still has the store of the last.
+    args.main_process_port = args.main_process_port and args.main_process_port + relaunches
+    return args
+
+
+def _print_restart(record: Mapping[str, Any]) -> None:
+    sizes = ", ".join(f"{name} {value}" for name, value in record["sizes"].items())
+    print(
+        f"lowpeak: out of memory in phase {record['phase']} ({record['reason'].rstrip('.')}): the run starts again with {sizes}.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _exit_status(rank: int, failure: Any) -> int:

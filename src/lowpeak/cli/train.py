@@ -23,7 +23,7 @@ from lowpeak.cli.arguments import (
     ServingArguments,
 )
 from lowpeak.cli.dataset import load_datasets
-from lowpeak.cli.launch import is_rank_zero, launch_or_join
+from lowpeak.cli.launch import is_rank_zero, launch_or_join, output_folder
 from lowpeak.cli.output import to_yaml
 from lowpeak.cli.vllm_devices import run_with_servers, trainer_settings
 from lowpeak.errors import ArgumentError, LowpeakError, first_line, require_package
@@ -71,7 +71,8 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     parsed = parse_job(kind, argv, library)
     status = run_with_servers(kind, argv, parsed.given)
     if status is None:
-        status = launch_or_join(parsed.launch, [kind, *argv], on_cpu=bool(parsed.given.get("use_cpu")))
+        on_cpu, folder = bool(parsed.given.get("use_cpu")), output_folder(parsed.given)
+        status = launch_or_join(parsed.launch, [kind, *argv], folder, on_cpu=on_cpu)
     if status is not None:
         return status
     from lowpeak.setup import check_resume

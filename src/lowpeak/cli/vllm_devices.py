@@ -12,14 +12,13 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lowpeak.arguments import NO_KV_CACHE_BYTES, SERVER_TOKEN, check_tensor_parallel_size, engine_kwargs, parse_bytes
 from lowpeak.cli.accelerate_config import DEFAULT_PRESET
 from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import num_devices, read_devices
-from lowpeak.cli.launch import LAUNCHED, is_rank
+from lowpeak.cli.launch import LAUNCHED, is_rank, output_folder
 from lowpeak.cli.supervisor import ProcessPlan, supervise
 from lowpeak.errors import ArgumentError
 from lowpeak.vllm import MIN_MEMORY_SHARE, require_vllm
@@ -77,7 +76,7 @@ def plan_processes(
     command = [sys.executable, "-m", "lowpeak", kind, *argv]
     if len(training) > 1 and given.get("accelerate_config") is None:
         command += ["--accelerate_config", DEFAULT_PRESET]
-    return ProcessPlan(servers, tuple(command), added, Path(given.get("output_dir") or "trainer_output"))
+    return ProcessPlan(servers, tuple(command), added, output_folder(given))
 
 
 def trainer_settings(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+from lowpeak.setup.elastic_restart import RELAUNCHES as RELAUNCHES
 from lowpeak.setup.elastic_restart import limit_collectives_on_cpu as limit_collectives_on_cpu
 from lowpeak.setup.elastic_restart import num_restarts as num_restarts
 from lowpeak.setup.elastic_restart import record_launch as record_launch
@@ -10,6 +11,9 @@ from lowpeak.setup.preflight import check_outputs as check_outputs
 from lowpeak.setup.preflight import require_same_arguments as require_same_arguments
 from lowpeak.setup.preflight import require_same_data as require_same_data
 from lowpeak.setup.preflight import silence_nonzero_ranks as silence_nonzero_ranks
+from lowpeak.setup.recorded_sizes import read_sizes as read_sizes
+from lowpeak.setup.recorded_sizes import record_sizes as record_sizes
+from lowpeak.setup.recorded_sizes import take_sizes as take_sizes
 from lowpeak.setup.resume import check_checkpoint_name as check_checkpoint_name
 from lowpeak.setup.resume import check_resume as check_resume
 from lowpeak.setup.resume import clear_output_dir as clear_output_dir

@@ -1,4 +1,4 @@
-"""Restarts by torchrun: the store and the record of a restarted run; the time limit of ranks on CPUs.
+"""Restarts by torchrun or the command line: the store and the record of a restarted run; the time limit of ranks on CPUs.
 
 torchrun's static rendezvous (its default, and accelerate's) keeps one store for all restarts of a run, without a prefix
 for each (torch 2.11 to 2.13, static_tcp_rendezvous.py): after a restart, ranks read old addresses in it, and fail to
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 LAUNCH_FILE = ".lowpeak.launch"  # in output_dir
+RELAUNCHES = "LOWPEAK_RELAUNCHES"  # in the environment of ranks: how often the command line has launched them again
 
 _TIMEOUT = timedelta(seconds=300)
 
@@ -28,7 +29,7 @@ def renew_master_port() -> None:
 
     Call it before the process group is made. It does nothing in a first start, or without torchrun.
     """
-    restart = num_restarts()
+    restart = _torchrun_restarts()  # a launch has its own store
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not restart or not agent_hosts or not dist.is_available() or dist.is_initialized():
         return
@@ -67,7 +68,11 @@ def is_of_this_launch(checkpoint: Path) -> bool:
 
 
 def num_restarts() -> int:
-    """Return how often torchrun has restarted the ranks; 0 without torchrun."""
+    """Return how often torchrun has restarted the ranks, plus the launches that came before."""
+    return _torchrun_restarts() + int(os.environ.get(RELAUNCHES) or 0)
+
+
+def _torchrun_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 

@@ -21,7 +21,7 @@ def find_resume_checkpoint(
 ) -> Path | None:
     """Remove partial checkpoints of a killed run, and return the checkpoint to resume from; one process calls it.
 
-    After a restart by torchrun (TORCHELASTIC_RESTART_COUNT) that is the last complete checkpoint of the same launch, if
+    After a restart (`num_restarts`) that is the last complete checkpoint of the same launch, if
     there is one, whatever the arguments are. Warns, or raises with strict_arguments, if only the argument in `args` asks to resume.
     """
     argument = getattr(args, "resume_from_checkpoint", None)

@@ -6,7 +6,6 @@ sizes stay for the run, are journaled with the reason, and are in its checkpoint
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,6 +21,7 @@ from lowpeak.optim import gradient_of
 from lowpeak.parallel import discard_gradients
 from lowpeak.ranks import Ranks
 from lowpeak.records import MicroBatch, Unit
+from lowpeak.setup import record_sizes, take_sizes
 from lowpeak.training.guarded_passes import GuardedPasses, free_unused
 from lowpeak.training.run import Run, RunContext
 from lowpeak.training.run_sizes import Sizes
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 LEAST_CHUNK = 16  # tokens whose logits are in memory together: below it, a pass takes longer and hardly less
 LEAST_CACHE = 1 << 24  # bytes of a KV cache for sequences of unknown length
-SIZES_FILE = ".lowpeak.sizes.json"  # in output_dir
 LEAST_BUFFER = 1 << 20  # bytes of a bucket of weights, and of gathered layers
 _PASSES = (Phase.SCORE, Phase.TRAIN)
 _GENERATION = (Phase.ROLLOUT, Phase.EVALUATE)
@@ -171,12 +170,8 @@ def _record_smaller_sizes(context: RunContext, phase: Phase, demand: Demand, rea
     sizes = smaller_sizes(context.run.sizes, phase, demand, offloads=_can_offload(context))
     if sizes is None:
         return
-    path = Path(context.args.output_dir) / SIZES_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
     values = {name: getattr(sizes, name) for name in sizes.lowered}
-    partial_path = path.with_name(f"{path.name}.{context.args.process_index}")
-    partial_path.write_text(json.dumps({"phase": phase.value, "reason": reason, "sizes": values}), encoding="utf-8")
-    partial_path.replace(path)
+    record_sizes(Path(context.args.output_dir), phase.value, reason, values, context.args.process_index)
     logger.warning(
         "Out of memory in phase %s, where %s cannot go on: the run ends. Resumed or restarted it continues with %s.",
         *(phase, type(context.run.strategy).__name__, ", ".join(f"{name} {value}" for name, value in values.items())),
@@ -188,9 +183,9 @@ def apply_recorded_sizes(context: RunContext, *, is_new: bool) -> None:
 
     A new run forgets those of an earlier one in its folder.
     """
-    path, run = Path(context.args.output_dir) / SIZES_FILE, context.run
-    record: dict[str, Any] = run.strategy.ranks.processes.call_on_first(lambda: _read_record(path, remove=is_new))
-    if not record:
+    run, folder = context.run, Path(context.args.output_dir)
+    record: dict[str, Any] = run.strategy.ranks.processes.call_on_first(lambda: take_sizes(folder))
+    if not record or is_new:
         return
     sizes = {
         name: value for name, value in record["sizes"].items() if value is True or value < getattr(run.sizes, name)
@@ -199,14 +194,6 @@ def apply_recorded_sizes(context: RunContext, *, is_new: bool) -> None:
     run.journal.write_event(
         context.state.global_step, "out of memory", phase=record["phase"], reason=record["reason"], **sizes
     )
-
-
-def _read_record(path: Path, *, remove: bool) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    record: dict[str, Any] = {} if remove else json.loads(path.read_text(encoding="utf-8"))
-    path.unlink()
-    return record
 
 
 def smaller_sizes(sizes: Sizes, phase: Phase, demand: Demand, *, offloads: bool = False) -> Sizes | None:

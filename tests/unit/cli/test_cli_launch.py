@@ -29,6 +29,7 @@ from lowpeak.cli import (
     read_config,
 )
 from lowpeak.errors import ArgumentError, RankError, RewardError
+from lowpeak.setup import record_sizes
 
 COMMAND = ["grpo", "--model", "m"]
 HOST = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
@@ -48,7 +49,7 @@ def environment(monkeypatch):
 
 
 def launch(name, on_cpu=True, **told):
-    return launch_or_join(LaunchArguments(accelerate_config=name, **told), COMMAND, on_cpu=on_cpu)
+    return launch_or_join(LaunchArguments(accelerate_config=name, **told), COMMAND, Path("out"), on_cpu=on_cpu)
 
 
 def as_rank(world_size=2):
@@ -132,7 +133,7 @@ def test_trls_presets_are_known():
 @pytest.mark.parametrize(("on_cpu", "preset"), [(True, "ddp"), (False, "fsdp2")])
 def test_several_processes_without_a_config_have_a_preset(on_cpu, preset, monkeypatch):
     started = []
-    monkeypatch.setattr("lowpeak.cli.launch.run_launcher", lambda words: started.append(words) or 0)
+    monkeypatch.setattr("lowpeak.cli.launch.run_launcher", lambda words, folder: started.append(words) or 0)
     monkeypatch.setattr("lowpeak.cli.launch.num_devices", lambda: 2)
     assert launch(None, on_cpu=on_cpu, num_processes=2) == 0
     assert str(PRESET_FOLDER / f"{preset}.yaml") in started[0]
@@ -179,7 +180,7 @@ def test_a_file_of_the_users_keeps_its_sizes_and_port(tmp_path):
     settings = {**FSDP2, "parallelism_config": {COPIES: 2, SHARDS: 4}, "main_process_port": 29501}
     words = words_of(written(tmp_path, **settings))
     assert [words[f"--{size}"] for size in (COPIES, SHARDS, TENSORS)] == ["2", "4", "1"]
-    assert "--main_process_port" not in words
+    assert words["--main_process_port"] == "29501"
     words = words_of(written(tmp_path, **settings), main_process_port=29502, **{SHARDS: 2, TENSORS: 2})
     assert [words[f"--{size}"] for size in (COPIES, SHARDS, TENSORS)] == ["2", "2", "2"]
     assert words["--main_process_port"] == "29502"
@@ -355,7 +356,10 @@ def start(folder, program, processes=2):
         "--main_process_port",
         "0",
     ]
-    call = f"import sys; from lowpeak.cli.launch import run_launcher; sys.exit(run_launcher({[*words, str(script)]!r}))"
+    call = (
+        "import sys; from pathlib import Path; from lowpeak.cli.launch import run_launcher\n"
+        f"sys.exit(run_launcher({[*words, str(script)]!r}, Path({str(folder)!r})))"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", call], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -363,9 +367,10 @@ def start(folder, program, processes=2):
 
 def test_the_same_command_runs_on_every_rank():
     call = (
+        "from pathlib import Path\n"
         "from lowpeak.cli.arguments import LaunchArguments; from lowpeak.cli.launch import launch_or_join\n"
         "told = LaunchArguments(accelerate_config='ddp', num_processes=2)\n"
-        "raise SystemExit(launch_or_join(told, ['preset', 'single'], on_cpu=True))"
+        "raise SystemExit(launch_or_join(told, ['preset', 'single'], Path('out'), on_cpu=True))"
     )
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, 2 * preset_text("single"), "")
@@ -389,6 +394,37 @@ def test_a_rank_that_was_killed_is_named(tmp_path):
     assert "SIGKILL" in err
     assert err.count("\n") == 1
     assert time.monotonic() - began < 25
+
+
+RECORD = "from pathlib import Path; from lowpeak.setup import record_sizes\n"
+RECORD += "def record(): record_sizes(Path(__file__).parent, 'train', 'full', {'micro_batch_tokens': 8}, rank)\n"
+RECORD += "print('relaunches', os.environ['LOWPEAK_RELAUNCHES'], flush=True)\n"
+SIGNAL = "os.kill(os.getppid(), signal.{name})\ntime.sleep(20)"
+
+
+@pytest.mark.parametrize(
+    ("program", "launches", "status"),
+    [
+        ("sys.exit(3)", 1, 3),
+        ("os.environ['LOWPEAK_RELAUNCHES'] == '0' and record()\nsys.exit(3)", 2, 3),
+        ("os.environ['LOWPEAK_RELAUNCHES'] == '2' or sys.exit(record() or 3)", 3, 0),
+        (f"record()\n{SIGNAL.format(name='SIGTERM')}", 1, 143),
+        (f"signal.signal(signal.SIGINT, lambda *of: sys.exit(3))\nrecord()\n{SIGNAL.format(name='SIGINT')}", 1, 130),
+    ],
+    ids=["another failure", "it fails before it reads the record", "out of memory twice", "a signal", "ctrl-c"],
+)
+@pytest.mark.parametrize("is_stale", [False, True], ids=["no earlier record", "an earlier record"])
+def test_ranks_start_again_only_with_sizes_that_this_launch_has_recorded(tmp_path, program, launches, status, is_stale):
+    if is_stale:
+        record_sizes(tmp_path, "train", "full", {"micro_batch_tokens": 8}, 0)
+    process = start(tmp_path, RECORD + program, processes=1)
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert out.split() == [word for i in range(launches) for word in ("relaunches", str(i))], err
+    assert process.returncode == status
+    assert err.count("micro_batch_tokens 8") == launches - 1
 
 
 def test_the_first_ctrl_c_goes_to_the_ranks_which_end_by_themselves(tmp_path):
