@@ -93,7 +93,8 @@ def resolve_sizes(
         storage=storage,
         budget=budget,
     )
-    sizes = replace(sizes, gather_budget=plan.sizes.get("gather_budget"))
+    planned_for = None if memory.memory_budget == "auto" else budget
+    sizes = replace(sizes, gather_budget=plan.sizes.get("gather_budget"), memory_budget=planned_for)
     return sizes, MemoryLimit.of(memory, budget, policy, device, shares, storage), plan.phases
 
 

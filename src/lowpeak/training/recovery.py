@@ -250,7 +250,8 @@ def run_with_sizes(context: RunContext, sizes: Sizes) -> Run:
 
 
 def _describe(sizes: Sizes) -> str:
-    return ", ".join(f"{name} {value}" for name, value in sizes.as_dict().items() if name not in ("layout", "lowered"))
+    beside = ("layout", "lowered", "memory_budget")
+    return ", ".join(f"{name} {value}" for name, value in sizes.as_dict().items() if name not in beside)
 
 
 def _describe_memory(context: RunContext) -> str:

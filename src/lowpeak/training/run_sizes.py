@@ -231,7 +231,7 @@ def _share_and_bytes(parameter: nn.Parameter, shares: DeviceFractions) -> tuple[
 
 
 _NUMBERS = ("micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes")
-_GATHER = "gather_budget"
+_GATHER, _BUDGET = "gather_budget", "memory_budget"
 SYNC_BYTES = 64 << 20
 
 
@@ -243,6 +243,7 @@ class Sizes:
     sync_bytes              most bytes of a bucket of weights, and of a slice, on their way to an engine
     activation_offloading   saved activations are moved to the host because memory ran out
     lowered                 names of the sizes that an out-of-memory error has lowered
+    memory_budget           bytes of an explicit budget that the sizes are planned for
     """
 
     micro_batch_tokens: int
@@ -253,6 +254,7 @@ class Sizes:
     sync_bytes: int = SYNC_BYTES
     activation_offloading: bool = False
     lowered: frozenset[str] = frozenset()
+    memory_budget: int | None = None
 
     def lower(self, **values: Any) -> Sizes:
         """Return these sizes with smaller values, named as lowered."""
@@ -303,13 +305,18 @@ class Sizes:
         numbers: dict[str, Any] = {name: getattr(self, name) for name in _NUMBERS}
         if self.gather_budget is not None:
             numbers[_GATHER] = self.gather_budget
+        if self.memory_budget is not None:
+            numbers[_BUDGET] = self.memory_budget
         numbers["layout"] = self.layout_choice.layout
         if self.lowered:
             numbers |= {name: getattr(self, name) for name in self.lowered} | {"lowered": sorted(self.lowered)}
         return numbers
 
     def resumed(self, saved: Mapping[str, Any], memory: MemorySettings) -> Sizes:
-        """Return these sizes, with `auto` and lowered ones and the layout as the checkpoint's run had them."""
+        """Return these sizes, with `auto` and lowered ones and the layout as the checkpoint's run had them.
+
+        Sizes that are planned for a smaller memory_budget than that run's are kept if they are smaller.
+        """
         lowered = frozenset(saved.get("lowered", ()))
         names = (*_NUMBERS, _GATHER)
         numbers: dict[str, Any] = {
@@ -319,14 +326,13 @@ class Sizes:
         if lowered:
             values = ", ".join(f"{name}={numbers[name]}" for name in sorted(lowered))
             logger.info("The run continues with the sizes to which it went after running out of memory: %s.", values)
-        kept = [
-            f"{name}={value}" for name, value in numbers.items() if (planned := getattr(self, name)) and planned < value
-        ]
-        if memory.memory_budget is not None and kept:
-            logger.warning(
-                "memory_budget plans smaller sizes than the checkpoint's run had, and these stay: %s. Set them to change them.",
-                ", ".join(kept),
-            )
+        if self.memory_budget is not None and self.memory_budget < saved.get(_BUDGET, float("inf")):
+            planned = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+            smaller = {name: value for name, value in planned.items() if value < numbers.get(name, 0)}
+            numbers |= smaller
+            if smaller:
+                values = ", ".join(f"{name}={value}" for name, value in smaller.items())
+                logger.info("The run continues with the sizes of its smaller memory_budget: %s.", values)
         # A checkpoint without a layout is of a version that always padded.
         layout_choice = self.layout_choice.resumed(saved.get("layout", "padded"))
         return replace(self, **numbers, layout_choice=layout_choice, lowered=lowered)

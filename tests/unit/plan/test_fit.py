@@ -9,6 +9,7 @@ import pytest
 from transformers import Qwen2Config
 
 from lowpeak import GRPOConfig
+from lowpeak.memory import Kind
 from lowpeak.plan import GIB, Fit, Machine, PlanRequest, Search, make_plan
 
 MODEL = Qwen2Config(
@@ -19,7 +20,8 @@ MODEL = Qwen2Config(
 
 def request(memory: float, devices: int = 1, **arguments: object) -> PlanRequest:
     args = GRPOConfig(
-        output_dir="unused", use_cpu=True, per_device_train_batch_size=8, num_generations=8, max_completion_length=64, **arguments
+        output_dir="unused", use_cpu=True, per_device_train_batch_size=8, num_generations=8,
+        **{"max_completion_length": 64, **arguments},
     )  # fmt: skip
     return PlanRequest("grpo", args, MODEL, Machine(devices, int(memory * GIB)), prompt_tokens=64)
 
@@ -83,3 +85,64 @@ def test_calibration_multiplies_the_seconds_of_its_phases():
     doubled = plan.calibrated({"train": 2.0})
     assert doubled.seconds["train"] == pytest.approx(2 * plan.seconds["train"])
     assert replace(doubled, seconds=plan.seconds) == plan
+
+
+FEW_CANDIDATES = {"weight_bits": 32, "micro_batch_tokens": 512, "gradient_checkpointing": True}
+COLOCATED = {**FEW_CANDIDATES, "use_vllm": True, "vllm_mode": "colocate"}
+
+
+def test_the_sizes_of_a_rollout_are_chosen_for_the_run():
+    found = fit(80, 2)
+    sizes = found.plan.sizes
+    assert {name: found.arguments[name] for name in ("kv_cache_bytes", "logprob_chunk_size")} == {
+        "kv_cache_bytes": sizes["kv_cache_bytes"], "logprob_chunk_size": sizes["logprob_chunk_size"]
+    }  # fmt: skip
+    assert found.arguments["gather_budget"] == 2 * found.plan.counts.total // 2**20 * 2**20  # there is room for all of it
+
+
+def test_less_memory_leaves_a_smaller_cache():
+    roomy, tight = (
+        Search(request(memory, max_completion_length=4096, **FEW_CANDIDATES)).run() for memory in (80, 2.2)
+    )
+    assert tight.arguments["kv_cache_bytes"] < roomy.arguments["kv_cache_bytes"]
+    assert tight.plan.seconds["rollout"] > roomy.plan.seconds["rollout"]
+
+
+@pytest.mark.parametrize(("memory", "sleeps", "offloads"), [(16, False, False), (4.6, True, False), (4.4, True, True)])
+def test_vllm_gets_the_share_that_training_leaves_and_sleeps_if_that_is_too_little(memory, sleeps, offloads):
+    found = Search(request(memory, **COLOCATED)).run()
+    assert found.arguments["vllm_enable_sleep_mode"] is sleeps
+    assert ("offload_during_rollout" in found.arguments) is offloads
+    share = found.arguments["vllm_gpu_memory_utilization"]
+    assert found.plan.phases["rollout"].device[Kind.ENGINE] == int(share * int(memory * GIB))
+    assert found.plan.fits
+
+
+def test_vllm_spans_devices_if_that_is_faster_unless_its_share_and_size_are_given():
+    found = Search(request(80, 2, **COLOCATED)).run()
+    assert found.arguments["vllm_tensor_parallel_size"] in (1, 2)
+    given = {"vllm_gpu_memory_utilization": 0.4, "vllm_tensor_parallel_size": 1, "vllm_enable_sleep_mode": False}
+    kept = Search(request(80, 2, **COLOCATED, **given)).run()
+    assert not given.keys() & kept.arguments.keys()
+    assert kept.plan.phases["rollout"].device[Kind.ENGINE] == int(0.4 * 80 * GIB)
+
+
+def test_the_reference_leaves_the_device_if_it_has_no_room():
+    found = Search(request(2.0, beta=0.1, **FEW_CANDIDATES)).run()
+    assert found.arguments["offload_frozen_models"] is True
+    frozen = {name: phase.device.get(Kind.FROZEN, 0) for name, phase in found.plan.phases.items()}
+    assert 0 < frozen["score"] < found.plan.phases["backward"].host[Kind.FROZEN]
+    assert frozen["backward"] == 0
+
+
+def test_activations_leave_the_device_if_nothing_else_helps():
+    given = {"weight_bits": 16, "offload_optimizer": True, "max_completion_length": 8192, "micro_batch_tokens": 16384}
+    found = Search(request(1.75, **given)).run()
+    assert found.arguments["activation_offloading"] is True
+    assert found.plan.phases["backward"].host[Kind.ACTIVATIONS] > 0
+
+
+def test_too_little_host_memory_is_the_reason_that_is_named():
+    asked = request(80, **FEW_CANDIDATES)
+    found = Search(replace(asked, machine=replace(asked.machine, host_memory=1 << 20))).run()
+    assert "of a host's memory of 1 MiB" in found.smallest_change

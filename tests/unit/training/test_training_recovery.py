@@ -70,6 +70,14 @@ def test_a_resumed_run_has_lowered_sizes_whatever_the_arguments_say():
     assert "lowered" not in SIZES.as_dict()
 
 
+@pytest.mark.parametrize(("budget", "tokens"), [(1 << 30, 1024), (2 << 30, 4096), (3 << 30, 4096), (None, 4096)])
+def test_a_resumed_run_has_the_sizes_of_a_smaller_budget_and_else_its_own(budget, tokens):
+    saved = replace(SIZES, memory_budget=2 << 30).as_dict()
+    planned = replace(SIZES, micro_batch_tokens=1024, kv_cache_bytes=2 << 30, memory_budget=budget)
+    resumed = planned.resumed(saved, MemorySettings(memory_budget=budget))
+    assert (resumed.micro_batch_tokens, resumed.kv_cache_bytes) == (tokens, SIZES.kv_cache_bytes)
+
+
 def fail_once(trainer: Any, when: Callable[[], bool]) -> list[int]:
     """Let a layer run out of memory the first time that `when()` holds."""
     failures: list[int] = []
