@@ -13,7 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from setups import TOLERANCE, assert_same_bits, build, error_of, forget, keep, note, noted, prepare, rank, result_of
+from setups import (
+    TOLERANCE,
+    assert_same_bits,
+    build,
+    error_of,
+    forget,
+    keep,
+    note,
+    noted,
+    prepare,
+    rank,
+    result_of,
+    tensor_parallel,
+)
 from test_distributed_combinations import answer
 from transformers import TrainerCallback
 
@@ -26,7 +39,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.training import run_with_sizes
 from lowpeak.vllm import EngineSharing
 from preference_data import tiny_classifier
-from tiny_models import char_tokenizer
+from tiny_models import char_tokenizer, tiny_model
 
 LARGE: dict[str, Any] = {"micro_batch_tokens": 512, "logprob_chunk_size": 64, "kv_cache_bytes": 1 << 20}
 SMALL: dict[str, Any] = {"micro_batch_tokens": 8, "logprob_chunk_size": 16, "kv_cache_bytes": 1 << 14}
@@ -204,11 +217,19 @@ def test_buckets_of_weights_that_do_not_fit_are_sent_in_smaller_ones(tmp_path):
     assert_same_bits(capped, large)
 
 
-def ending_case(place: Path, out: Path, strategy: str, victim: int, phase: str) -> None:
-    """A run whose strategy cannot go on after an error in a pass; then the same run, resumed without the cap."""
+def build_ending(out: Path, strategy: str) -> Any:
     name, arguments = ALGORITHMS["GRPO, reused rollouts"]
-    given = {**prepare(strategy), **arguments, **LARGE, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    trainer = build(name, out / "run", given)
+    given = {**arguments, **LARGE, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    if strategy == "tp":  # on two devices of one group
+        return build(
+            name, out / "run", {**tensor_parallel(2, 1), **given, "per_device_train_batch_size": 8}, str(out / "model")
+        )
+    return build(name, out / "run", {**prepare(strategy), **given})
+
+
+def ending_case(place: Path, out: Path, strategy: str, victim: int, phase: str) -> None:
+    """A run whose strategy cannot go on after an error in a pass."""
+    trainer = build_ending(out, strategy)
     phases = CappedPhases(trainer, {})
     if rank() == victim:
         trainer.add_callback(CapAfter(2, phases, Phase(phase)))
@@ -216,9 +237,8 @@ def ending_case(place: Path, out: Path, strategy: str, victim: int, phase: str) 
 
 
 def resumed_case(place: Path, out: Path, strategy: str) -> None:
-    name, arguments = ALGORITHMS["GRPO, reused rollouts"]
-    given = {**prepare(strategy), **arguments, **LARGE, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    trainer = build(name, out / "run", given)
+    """The same run, resumed without the cap."""
+    trainer = build_ending(out, strategy)
     trainer.train(resume_from_checkpoint=True)
     note(place, lowered=trainer.run.sizes.as_dict().get("lowered"), steps=trainer.state.global_step)
 
@@ -234,14 +254,23 @@ class CapAfter(TrainerCallback):
             self._phases.caps[self._phase] = 1000
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("phase", [Phase.SCORE, Phase.TRAIN])
-def test_under_zero3_the_run_ends_within_seconds_and_is_resumed_with_smaller_sizes(tmp_path, victim, phase):
+ENDING = {"zero3": 2, "tp": 2, "hsdp": 4}
+ENDING_CASES = [
+    *(("zero3", phase, victim) for phase in (Phase.SCORE, Phase.TRAIN) for victim in (0, 1)),
+    ("tp", Phase.TRAIN, 1),
+    ("hsdp", Phase.TRAIN, 3),
+]
+
+
+@pytest.mark.parametrize(("strategy", "phase", "victim"), ENDING_CASES)
+def test_where_a_pass_cannot_go_on_the_run_ends_and_is_resumed_with_smaller_sizes(tmp_path, strategy, phase, victim):
+    tiny_model(len(char_tokenizer())).save_pretrained(tmp_path / "model")
+    ranks: Any = {"world_size": ENDING[strategy]}
     # A hang would take until the limit of collectives, half an hour.
-    run_ranks(ending_case, tmp_path / "first", tmp_path, "zero3", victim, phase.value, seconds=90)
+    run_ranks(ending_case, tmp_path / "first", tmp_path, strategy, victim, phase.value, seconds=120, **ranks)
     recorded = json.loads((tmp_path / "run/.lowpeak.sizes.json").read_text())
     assert (recorded["phase"], list(recorded["sizes"])) == (phase.value, ["micro_batch_tokens"])
-    succeed_on_ranks(resumed_case, tmp_path / "again", tmp_path, "zero3")
+    succeed_on_ranks(resumed_case, tmp_path / "again", tmp_path, strategy, **ranks)
     found = noted(tmp_path / "again", 0)
     assert (found["lowered"], found["steps"]) == (["micro_batch_tokens"], 4)
     assert [row["event"] for row in read_rows(tmp_path / "run/journal", "events")] == ["resumed", "out of memory"]

@@ -251,7 +251,8 @@ class Estimator:
         engine = candidate.engine_parallel if self.colocated is not None else candidate.tensor_parallel
         if candidate.sleeps:
             rollout += 2 * _HALF * inputs.counts.total // engine
-        activations = _HALF * tokens * work.layers * work.hidden if ACTIVATIONS in candidate.offloads else 0
+        itemsize = 4 if candidate.storage is None else _HALF  # of the hidden states that layers pass on
+        activations = itemsize * tokens * work.layers * work.hidden if ACTIVATIONS in candidate.offloads else 0
         engine_ranks = engine if self.colocated is not None else 1
         return replace(
             work,

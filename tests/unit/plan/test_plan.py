@@ -113,6 +113,30 @@ def test_tensor_parallel_devices_have_parts_of_every_layer():
     assert parts.counts.total == pytest.approx(whole.counts.total / 4, rel=0.1)
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_offloaded_activations_are_in_host_memory_between_forward_and_backward(checkpointing):
+    beside, away = (
+        plan("grpo", gradient_checkpointing=checkpointing, activation_offloading=offloads) for offloads in (False, True)
+    )
+    moved = away.phases["backward"].host[Kind.ACTIVATIONS]
+    assert (
+        away.phases["forward"].device[Kind.ACTIVATIONS]
+        < beside.phases["forward"].device[Kind.ACTIVATIONS] - 0.7 * moved
+    )
+    if checkpointing:  # the inputs of each layer, of the last norm and of the head, in fp32
+        assert moved == pytest.approx((SMALL.num_hidden_layers + 2) * away.tokens * SMALL.hidden_size * 4, rel=0.05)
+    assert away.to_host - beside.to_host >= away.num_batches * moved
+    assert tensors(away, "optimizer") == tensors(beside, "optimizer")
+
+
+def test_frozen_models_in_host_memory_pass_through_the_device_layer_by_layer():
+    beside, away = (plan("grpo", beta=0.1, offload_frozen_models=offloads) for offloads in (False, True))
+    whole = beside.phases["score"].device[Kind.FROZEN]
+    assert away.phases["score"].host[Kind.FROZEN] == whole
+    assert 0 < away.phases["score"].device[Kind.FROZEN] <= whole
+    assert away.phases["backward"].device[Kind.FROZEN] == 0
+
+
 def test_a_format_and_an_offload_move_bytes_to_where_they_belong():
     fp32, bf16 = plan("grpo"), plan("grpo", weight_bits=32)
     assert tensors(bf16, "optimizer") < 0.6 * tensors(fp32, "optimizer")
