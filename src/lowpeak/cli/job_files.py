@@ -50,12 +50,12 @@ exec lowpeak serve --model {model} --port 8000 --tensor_parallel_size {tensor}
 
 
 def write_run_files(folder: Path, job: Job, fit: Fit, emit: str | None) -> list[Path]:
-    """Write run.yaml and accelerate.yaml, and the job files that `emit` asks for; return their paths."""
+    """Write run.yaml, accelerate.yaml unless one is given, and the job files that `emit` asks for; return their paths."""
     plan = fit.plan
     assert plan is not None, "a fit with a plan has files"
     folder.mkdir(parents=True, exist_ok=True)
     files = {"run.yaml": to_yaml(run_settings(job, fit.arguments, plan, folder))}
-    if plan.request.machine.num_devices > 1:
+    if plan.request.machine.num_devices > 1 and job.launch.accelerate_config is None:
         files["accelerate.yaml"] = preset_text(_preset(plan.request.strategy))
     if emit is not None:
         files |= _job_files(folder, job, plan, emit)
@@ -71,8 +71,10 @@ def run_settings(job: Job, chosen: Mapping[str, Any], plan: Plan, folder: Path) 
     """Return the run's arguments: those that were given, those that were chosen, and where the model is placed."""
     machine = plan.request.machine
     settings = {**job.given, **chosen}
+    if job.launch.accelerate_config is None:  # sizes of a mesh that were meant for another placement
+        settings = {name: value for name, value in settings.items() if not name.startswith("parallelism_config_")}
     if machine.num_devices > 1:
-        settings["accelerate_config"] = str(folder / "accelerate.yaml")
+        settings.setdefault("accelerate_config", str(folder / "accelerate.yaml"))
         settings["num_processes"] = machine.num_devices
         if machine.num_hosts > 1:
             settings["num_machines"] = machine.num_hosts

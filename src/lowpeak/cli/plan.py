@@ -82,9 +82,10 @@ def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
 
 def _within_budget(request: PlanRequest, budget: int | None) -> PlanRequest:
     """Return the request for a device with no more memory than the run's memory_budget."""
-    machine = request.machine
-    memory = machine.memory if budget is None else min(budget, machine.memory)
-    return dataclasses.replace(request, machine=dataclasses.replace(machine, memory=memory))
+    if budget is None:
+        return request
+    machine = dataclasses.replace(request.machine, memory=budget, device_memory=request.machine.total)
+    return dataclasses.replace(request, machine=machine)
 
 
 def plan_within_budget(request: PlanRequest, report: Callable[[str], object] = lambda text: None) -> tuple[Plan, str]:
@@ -124,7 +125,8 @@ def _fitted(options: PlanArguments, job: Job, request: PlanRequest) -> Plan | No
     from lowpeak.plan import Search, fit_lines, make_plan, print_plan
 
     factors = None if options.journal is None else _calibration(options.journal, make_plan(request, _progress))
-    fit = Search(request, _progress, factors).run()
+    keeps_strategy = job.launch.accelerate_config is not None
+    fit = Search(request, _progress, factors, keeps_strategy=keeps_strategy).run()
     _progress("")
     if options.format == "json":
         print(json.dumps({**(fit.plan.as_dict() if fit.plan else {}), "fit": fit.as_dict()}, indent=2))

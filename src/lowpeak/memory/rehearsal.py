@@ -6,7 +6,6 @@ for the other ranks, so a step of any model on any number of ranks can be rehear
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,10 +21,11 @@ from lowpeak.arguments import ModelSettings, Sampling, StorageFormat
 from lowpeak.logprobs import causal_lm, eval_mode
 from lowpeak.memory.activation_offload import ActivationOffload
 from lowpeak.memory.cpu_scratch import CpuScratch
+from lowpeak.memory.rehearsed_host import RehearsedAdamW, RehearsedHost, RehearsedMover
 from lowpeak.memory.storage_meter import CUDA_BLOCK, StorageMeter
 from lowpeak.memory.usage import Kind, PhaseMemory
 from lowpeak.models import convert_trainable, is_peft, keep_critic_trainable
-from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device, find_sum
+from lowpeak.optim import CompactAdamW, find_sum
 from lowpeak.parallel import (
     AVERAGE_BYTES,
     FakeStrategy,
@@ -90,15 +90,15 @@ class Rehearsal:
     """Peak memory of one rank by phase: load, sync, rollout, reward, score, forward, backward, optimizer.
 
     "load" and "sync" are what is in memory before the first step, and between two steps. Of the others a phase that the run does
-    not have is left out. A step copies `to_host` and `to_device` bytes to host memory and back, and its micro-batches copy
-    `activations_to_host` and `activations_to_device`.
+    not have is left out. The optimizer copies `to_host` and `to_device` bytes to host memory and back in a step. The rehearsed
+    micro-batches copy `batches_to_host` and `batches_to_device`: gradients and activations.
     """
 
     phases: Mapping[str, PhaseMemory] = field(default_factory=dict)
     to_host: int = 0
     to_device: int = 0
-    activations_to_host: int = 0
-    activations_to_device: int = 0
+    batches_to_host: int = 0
+    batches_to_device: int = 0
 
     def peak(self, *names: str) -> int:
         """Return the highest peak of these phases on the device; 0 for phases that the run does not have."""
@@ -163,7 +163,7 @@ def rehearse(
         meter.peaks |= {"load": load, "sync": meter.live.copy()}
         stage.run_rollout(rollout, algorithm, micro_batches if scored is None else scored)
         host = stage.host
-        host.to_host = host.to_device = host.activations_to_host = host.activations_to_device = 0
+        host.to_host = host.to_device = host.batches_to_host = host.batches_to_device = 0
         step()
     host_kinds = {Kind.GRADIENTS: host.gradients, Kind.OPTIMIZER: host.states}
     phases = {name: PhaseMemory(dict(kinds), host_kinds) for name, kinds in meter.peaks.items()}
@@ -171,7 +171,7 @@ def rehearse(
         phases[name] = replace(phases[name], host={**host_kinds, Kind.ACTIVATIONS: host.activations})
     return Rehearsal(
         {name: phases[name] for name in _ORDER if name in phases},
-        *(host.to_host, host.to_device, host.activations_to_host, host.activations_to_device),
+        *(host.to_host, host.to_device, host.batches_to_host, host.batches_to_device),
     )
 
 
@@ -330,91 +330,6 @@ class _Stage:
                 score(model, batches, self._core)
         else:
             score(model, batches, self._core)
-
-
-class RehearsedHost(HostMemory):
-    """Fake host memory: the meter counts the tensors of the device alone."""
-
-    def __init__(self, meter: StorageMeter) -> None:
-        super().__init__(torch.device("cpu"))
-        self._meter = meter
-        self.gradients = self.states = self.activations = self.to_host = self.to_device = 0
-        self.activations_to_host = self.activations_to_device = self._live_activations = 0
-
-    def copy_activations(self, flat: Tensor) -> Tensor:
-        """Return a host copy of activations, which counts until it is freed."""
-        copy = self._uncounted(flat.numel(), flat.dtype)
-        size = flat.nbytes
-        self.activations_to_host += size
-        self._live_activations += size
-        self.activations = max(self.activations, self._live_activations)
-        weakref.finalize(copy.untyped_storage(), self._free_activations, size)
-        return copy
-
-    def _free_activations(self, size: int) -> None:
-        self._live_activations -= size
-
-    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        buffer = self._uncounted(size, dtype)
-        self.gradients += buffer.nbytes
-        return buffer
-
-    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
-        buffer = self._uncounted(size, dtype)
-        self.states += buffer.nbytes
-        return buffer
-
-    def _uncounted(self, size: int, dtype: torch.dtype) -> Tensor:
-        with self._meter.paused():
-            buffer = torch.empty(size, dtype=dtype)
-        self._meter.ignore(buffer.untyped_storage())
-        return buffer
-
-    def add(self, total: Tensor, values: Tensor, overwrite: bool = False) -> None:
-        self.to_host += values.nbytes
-
-    def add_rows(self, total_VD: Tensor, ids_N: Tensor, values_ND: Tensor) -> None:
-        self.to_host += values_ND.nbytes
-
-    def multiply(self, total: Tensor, factor: Tensor) -> Tensor | None:
-        return factor
-
-    def visit(self, step: TensorStep, update: Callable[[TensorStep], None], factor: Tensor | None) -> None:
-        states = sum(values.nbytes for values in step.tensor.state.values())
-        self.to_device += states + step.gradients.nbytes
-        self.to_host += states
-        first, *_ = step.tensor.chunks(self.piece)
-        # As many pieces as are under way at a time.
-        under_way = [copy_to_device(step.slice(*first), step.gradients.device) for _ in range(self.num_pieces)]
-        update(under_way[0])
-
-
-class RehearsedMover:
-    """The mover of an `ActivationOffload` between the rehearsed device and host."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, host: RehearsedHost) -> None:
-        self._host = host
-
-    def to_host(self, flat: Tensor) -> Tensor:
-        return self._host.copy_activations(flat)
-
-    def to_device(self, host: Tensor) -> Tensor:
-        self._host.activations_to_device += host.nbytes
-        return torch.empty_like(host)
-
-    def wait(self, flat: Tensor) -> None:
-        """Do nothing: fake tensors are copied at once."""
-
-
-class RehearsedAdamW(CompactAdamW):
-    """A CompactAdamW whose host memory is rehearsed."""
-
-    rehearsed_host: RehearsedHost
-
-    def host(self, parameter: nn.Parameter) -> HostMemory | None:
-        return self.rehearsed_host if self.offload else None
 
 
 def _compact_optimizer(

@@ -117,14 +117,7 @@ def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], model
         raise MissingPackageError("tensor parallelism needs transformers 5.23 or later.")
     sizes = DistributedConfig(tp_size=model_parallel.tensor, fsdp_size=model_parallel.data)
     model, report = auto.from_pretrained(name, **options, distributed_config=sizes)
-    unknown = sorted(set(model.tp_plan.values()) - set(_SUPPORTED_STYLES))
-    if unknown:
-        raise ArgumentError(
-            f"the tensor parallel plan of {type(model).__name__} has {', '.join(unknown)}, which lowpeak does not support: "
-            "use fsdp2 or zero3."
-        )
-    _check_heads(model, model_parallel)
-    _check_tied_embedding(model, model_parallel)
+    check_tensor_parallel(model, model_parallel)
     # Otherwise transformers' Trainer saves no optimizer states, and averages gradients in a different way.
     model._is_distributed_loading_by_transformers = False
     # Remove hooks that all-reduce a gradient after each micro-batch, together with sums of earlier ones (transformers 5.23);
@@ -132,6 +125,18 @@ def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], model
     for module in modules_with_style(model, GRAD_ALLREDUCE_STYLE):
         module.__dict__.pop("forward", None)
     return model, report
+
+
+def check_tensor_parallel(model: Any, model_parallel: ModelParallel) -> None:
+    """Raise ArgumentError for a model whose plan, heads or tied embedding these sizes cannot split."""
+    unknown = sorted(set(model.tp_plan.values()) - set(_SUPPORTED_STYLES))
+    if unknown or not model.tp_plan:
+        raise ArgumentError(
+            f"the tensor parallel plan of {type(model).__name__} has {', '.join(unknown) or 'no modules'}, which lowpeak does not "
+            "support: use fsdp2 or zero3."
+        )
+    _check_heads(model, model_parallel)
+    _check_tied_embedding(model, model_parallel)
 
 
 def _check_heads(model: Any, model_parallel: ModelParallel) -> None:

@@ -17,7 +17,8 @@ from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind, PhaseMemory
 from lowpeak.plan.advice import advise
 from lowpeak.plan.computed import margin
-from lowpeak.plan.inputs import PlanRequest, RunInputs, with_arguments
+from lowpeak.plan.derived_configs import with_arguments
+from lowpeak.plan.inputs import PlanRequest, RunInputs
 from lowpeak.plan.plan import Plan, make_plan
 
 TOKENS, CHUNK, CACHE, GATHER = "micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes", "gather_budget"

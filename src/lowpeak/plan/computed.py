@@ -30,7 +30,6 @@ VLLM_ASLEEP_BYTES = int(1.2 * GB)
 GENERATION = ("sync", "rollout", "reward")  # phases in which an engine is awake
 _PASSES = ("rollout", "score", "forward", "backward")
 _STATE = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
-_ADAM_BYTES = 12  # of DeepSpeed's fp32 weights and both moments
 _HALF = 2
 
 
@@ -42,17 +41,18 @@ def margin(machine: Machine, tensors: int) -> int:
     return CONTEXT_BYTES + network + int(FRAGMENTATION * tensors)
 
 
-def zero_shares(stage: int, parameters: int, frozen_bytes: int, ranks: int) -> dict[Kind, int]:
+def zero_shares(stage: int, parameters: int, frozen_bytes: int, ranks: int, *, bf16: bool) -> dict[Kind, int]:
     """Return a rank's weights, gradients and states under DeepSpeed ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 
-    Mixed precision stores 2 bytes of weight and 2 of gradient per trained parameter, and 12 of fp32 weight and moments. Stage 1
-    shards the 12, stage 2 the gradients too, stage 3 the weights too, also frozen ones.
+    Mixed precision stores 2 bytes of weight and 2 of gradient per trained parameter, and 12 of fp32 weight and moments; a run in
+    fp32 stores 4, 4 and 8. Stage 1 shards the last number, stage 2 the gradients too, stage 3 the weights too, also frozen ones.
     """
-    sharded, weights = parameters // ranks, _HALF * parameters + frozen_bytes
+    width, states = (_HALF, 12) if bf16 else (4, 8)
+    sharded, weights = parameters // ranks, width * parameters + frozen_bytes
     return {
         Kind.WEIGHTS: weights // ranks if stage == 3 else weights,
-        Kind.GRADIENTS: _HALF * (sharded if stage >= 2 else parameters),
-        Kind.OPTIMIZER: _ADAM_BYTES * sharded,
+        Kind.GRADIENTS: width * (sharded if stage >= 2 else parameters),
+        Kind.OPTIMIZER: states * sharded,
     }
 
 
@@ -68,13 +68,15 @@ def place_by_strategy(
     if not request.base_strategy.startswith("zero"):
         return _offloaded(phases) if request.strategy.endswith("-offload") else dict(phases)
     stage = int(request.base_strategy[-1])
-    shares = zero_shares(stage, counts.trained, counts.frozen_bytes, request.world_size)
+    shares = zero_shares(stage, counts.trained, counts.frozen_bytes, request.world_size, bf16=bool(inputs.args.bf16))
     gathered = _HALF * (2 * counts.largest_layer + counts.head) if stage == 3 else 0
     kept = min(gather_budget, _HALF * counts.total) if stage == 3 and inputs.rollout(0) is not None else 0
     bucket = 2 * _HALF * inputs.config.get_text_config().hidden_size ** 2
     placed = {}
     for name, phase in phases.items():
         kinds = {**shares, Kind.GATHERED: gathered if name in _PASSES else 0, Kind.BUCKETS: 0}
+        if stage == 3:
+            kinds[Kind.FROZEN] = phase.device.get(Kind.FROZEN, 0) // request.world_size
         if name == "rollout":
             kinds[Kind.GATHERED] += kept
         if name in ("forward", "backward"):
@@ -104,7 +106,7 @@ def engine_bytes(inputs: RunInputs, num_parameters: int) -> tuple[int, int]:
     if vllm is None or not isinstance(vllm.where, ColocateSettings):
         return 0, 0
     where = vllm.where
-    awake = int(where.gpu_memory_utilization * inputs.request.machine.memory)
+    awake = int(where.gpu_memory_utilization * inputs.request.machine.total)
     if where.kv_cache_bytes is not None:
         awake = vllm_bytes(num_parameters, where.tensor_parallel_size) + where.kv_cache_bytes
     return awake, VLLM_ASLEEP_BYTES if where.sleeps else awake
@@ -147,7 +149,9 @@ def copied_for_rollout(inputs: RunInputs, phases: Mapping[str, PhaseMemory]) -> 
     where = None if vllm is None else vllm.where
     sleeping = where.tensor_parallel_size if isinstance(where, ColocateSettings) and where.sleeps else 0
     copied = 2 * (states + frozen) if memory.offload_during_rollout else 0
-    copied += phases["score"].host.get(Kind.FROZEN, 0) if memory.offload_frozen_models and "score" in phases else 0
+    if memory.offload_frozen_models and "score" in phases:  # each pass copies the whole model
+        tokens = inputs.sequences_of_rank * inputs.longest_sequence
+        copied += phases["score"].host.get(Kind.FROZEN, 0) * -(-tokens // inputs.sizes.micro_batch_tokens)
     return copied + (2 * _HALF * inputs.counts.total // sleeping if sleeping else 0)
 
 
@@ -178,8 +182,7 @@ def host_of_process(
         if name == "load" and on_device and inputs.request.base_strategy in ("fsdp2", "hsdp"):
             host[Kind.CHECKPOINT] = model_bytes
         if name in GENERATION and memory.offload_during_rollout:
-            for kind in (Kind.GRADIENTS, Kind.OPTIMIZER):
-                host[kind] = host.get(kind, 0) + phases["optimizer"].device.get(kind, 0)
+            host[Kind.OPTIMIZER] = host.get(Kind.OPTIMIZER, 0) + phases["optimizer"].device.get(Kind.OPTIMIZER, 0)
             if name != "reward":
                 host[Kind.FROZEN] = frozen
         if memory.offload_frozen_models:

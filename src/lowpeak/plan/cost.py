@@ -100,7 +100,7 @@ def _rollout(work: Work, machine: Machine) -> float:
     waves = -(-work.sequences // slots)
     weights = (_HALF if work.in_bf16 else _FULL) * work.parameters / parts
     cache = slots * work.kv_bytes / parts * (work.prompt + work.completion / 2)
-    gather = _HALF * work.parameters * _is_sharded(work.strategy) / _link(machine, work.strategy)
+    gather = _gathered_bytes(work, machine) / _link(machine, work.strategy)
     gathers = (1 - work.gathered_share) * gather
     token = max((weights + cache) / bandwidth, 2 * work.active_parameters / parts * slots / flops)
     sums = 2 * work.layers * _COLLECTIVE_LATENCY if parts > 1 else 0.0
@@ -127,7 +127,7 @@ def _pass_latency(work: Work, machine: Machine) -> float:
 def _score(work: Work, machine: Machine) -> float:
     flops = 2 * work.active_parameters / work.tensor_parallel * work.score_tokens * work.score_passes
     computing = flops / _flops(work, machine)
-    sending = _HALF * work.parameters * work.score_passes * _is_sharded(work.strategy) / _link(machine, work.strategy)
+    sending = _gathered_bytes(work, machine) * work.score_passes / _link(machine, work.strategy)
     return _overlapped(computing, sending)
 
 
@@ -143,17 +143,17 @@ def _train(work: Work, machine: Machine) -> float:
     # Replicas average their gradients after the last backward.
     both = computing + sending if work.strategy == "ddp" else _overlapped(computing, sending)
     copies = 2 * work.activation_bytes / (LINK_SHARE * machine.card.host_link)
-    return _overlapped(both, copies) + _tensor_sums(work, machine)
+    return _overlapped(both, copies) + _tensor_sums(work, machine) + _replica_sums(work, machine)
 
 
 def _sent_bytes(work: Work, machine: Machine) -> float:
     """Return what a device sends in a step's passes: gathers of weights, and reductions of gradients."""
     world = machine.num_devices // work.tensor_parallel
     part = (world - 1) / world
-    gradients = _HALF * work.trained * part
+    gradients = _HALF * work.trained / work.tensor_parallel * part
     kind = work.strategy.removesuffix("-offload")
-    if _is_sharded(kind):
-        return work.num_batches * (2 * _HALF * work.parameters * part + gradients)
+    if shards_weights(kind, machine, work.tensor_parallel):
+        return work.num_batches * (2 * _gathered_bytes(work, machine) * part + gradients)
     if kind == "zero2":
         return work.num_batches * gradients + _HALF * work.trained * part
     return 0.0 if world == 1 else 2 * work.gradient_bytes * work.trained * part
@@ -170,14 +170,31 @@ def _tensor_sums(work: Work, machine: Machine) -> float:
     return latency + num_bytes / (LINK_SHARE * machine.card.link)
 
 
+def _replica_sums(work: Work, machine: Machine) -> float:
+    """Return the seconds in which HSDP's hosts sum the gradients of their shards, in each micro-batch."""
+    if work.strategy != "hsdp":
+        return 0.0
+    shard = _HALF * work.trained / machine.devices_on_host
+    part = 2 * (machine.num_hosts - 1) / machine.num_hosts
+    return work.num_batches * shard * part / (LINK_SHARE * machine.network)
+
+
 def _optimizer(work: Work, machine: Machine) -> float:
     """Return the seconds of an update: memory that is read and written, and copies to host memory and back."""
     updating = 2 * work.update_bytes / (BANDWIDTH_SHARE * machine.card.bandwidth)
     return updating + work.host_bytes / (LINK_SHARE * machine.card.host_link)
 
 
-def _is_sharded(strategy: str) -> bool:
-    return strategy.removesuffix("-offload") in ("fsdp2", "hsdp", "zero3", "tp")
+def shards_weights(strategy: str, machine: Machine, tensor_parallel: int) -> bool:
+    """Return whether passes gather weights from other devices: not if tensor parallelism alone splits them."""
+    is_sharded = strategy.removesuffix("-offload") in ("fsdp2", "hsdp", "zero3", "tp")
+    return is_sharded and machine.num_devices > tensor_parallel
+
+
+def _gathered_bytes(work: Work, machine: Machine) -> float:
+    """Return the bytes of a device's part of the layers, if a pass gathers them."""
+    gathers = shards_weights(work.strategy, machine, work.tensor_parallel)
+    return _HALF * work.parameters / work.tensor_parallel if gathers else 0.0
 
 
 def _link(machine: Machine, strategy: str) -> float:
@@ -239,14 +256,16 @@ def computes_in_bf16(inputs: Any, storage: Any) -> bool:
     return bool(inputs.request.machine.device == "cuda" or inputs.args.bf16 or storage is not None)
 
 
-def with_plan(work: Work, plan: Any) -> Work:
+def with_plan(work: Work, plan: Any, gather_budget: int) -> Work:
     """Return the work with the bytes that a plan knows: those of an update, of copies, and how much stays gathered."""
     held, host = plan.phases["optimizer"].device, plan.phases["forward"].host
     update = sum(held.get(kind, 0) for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER))
     rollout = plan.phases.get("rollout")
     share = 1.0
-    if rollout is not None and _is_sharded(work.strategy) and plan.inputs.settings.vllm is None:
-        share = min(1.0, rollout.device.get(Kind.GATHERED, 0) * work.tensor_parallel / (_HALF * work.parameters))
+    machine = plan.request.machine
+    gathers = shards_weights(work.strategy, machine, work.tensor_parallel)
+    if rollout is not None and gathers and plan.inputs.settings.vllm is None:
+        share = min(1.0, gather_budget / _gathered_bytes(work, machine))
     activations = host.get(Kind.ACTIVATIONS, 0) * work.num_batches
     return replace(
         work,

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from lowpeak.arguments import ColocateSettings, StorageFormat, show_bytes
+from lowpeak.arguments import ColocateSettings
 from lowpeak.device_kind import rehearse_device
+from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind
 from lowpeak.models import rehearse_experts
+from lowpeak.plan.candidate import ACTIVATIONS, CACHE, FROZEN, GATHER, HEADROOM, SHARE, STATES, Candidate, Estimate
 from lowpeak.plan.computed import (
     FRAGMENTATION,
     PROCESS_BYTES,
@@ -26,92 +28,23 @@ from lowpeak.plan.computed import (
     vllm_bytes,
     zero_shares,
 )
-from lowpeak.plan.cost import Work, computes_in_bf16, step_seconds, work_of
+from lowpeak.plan.cost import Work, computes_in_bf16, shards_weights, step_seconds, work_of
+from lowpeak.plan.derived_configs import with_arguments, with_layers
 from lowpeak.plan.hardware import Machine
-from lowpeak.plan.inputs import PlanRequest, RunInputs, with_arguments
+from lowpeak.plan.inputs import PlanRequest, RunInputs
 from lowpeak.plan.plan import ModelCounts, free_bytes, rehearse_inputs
 
 _FEW, _MORE = 2, 4  # layers of the small rehearsals
 _LEAST_TOKENS, _MOST_TOKENS = 1 << 9, 1 << 17  # of a candidate's micro-batch
-# What a step keeps free: estimates of peaks are a little below those of all layers.
-_HEADROOM = 0.97
-_PASS_KINDS = (Kind.ACTIVATIONS, Kind.LOGITS, Kind.KV_CACHE)
+_PASS_KINDS = (Kind.ACTIVATIONS, Kind.LOGITS)
 _HALF = 2
 _MIB = 1 << 20
-_SHARDED = ("fsdp2", "hsdp", "tp", "zero3")
-FROZEN, STATES, ACTIVATIONS = OFFLOADS = ("offload_frozen_models", "offload_during_rollout", "activation_offloading")
-SHARE, SLEEPS, PARALLEL = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"
-CACHE, GATHER = "kv_cache_bytes", "gather_budget"
 _SPARE_SHARE = 0.05  # of the device, for what vLLM's kernels need beyond the estimate, if there is room
 _SHARE_STEPS = 100  # vLLM's share of a device is a multiple of 1 / _SHARE_STEPS
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Settings that the search may choose: arguments to set, and where the run is placed.
-
-    `offloads` are the names of arguments that move memory to the host. `sleeps` and `engine_parallel` (its devices) are those of
-    a colocated vLLM.
-    """
-
-    strategy: str
-    tensor_parallel: int
-    arguments: Mapping[str, Any]
-    storage: StorageFormat | None
-    checkpointing: bool
-    tokens: int
-    offloads: tuple[str, ...] = ()
-    sleeps: bool = False
-    engine_parallel: int = 1
-
-    def __str__(self) -> str:
-        parts = [self.strategy if self.tensor_parallel == 1 else f"{self.strategy} (tp {self.tensor_parallel})"]
-        parts.append("16 bytes a parameter" if self.storage is None else _storage_words(self.storage))
-        parts.append("checkpointing" if self.checkpointing else "no checkpointing")
-        parts.append(f"micro-batches of {self.tokens:,} tokens")
-        parts += self.offloads
-        if self.engine_parallel > 1:
-            parts.append(f"vLLM over {self.engine_parallel} devices")
-        if self.sleeps:
-            parts.append("vLLM sleeps")
-        return ", ".join(parts)
-
-
-def _storage_words(storage: StorageFormat) -> str:
-    total = storage.weight_bytes + storage.gradient_bits / 8 + storage.state_bytes
-    words = f"{total:.1f} bytes a parameter"
-    return f"{words}, of which {storage.weight_bytes} on the device" if storage.offload else words
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The estimated peak of a candidate in bytes, and the seconds of a step; `sizes` are the arguments of its rollout."""
-
-    candidate: Candidate
-    peak: int
-    host: int
-    seconds: float
-    work: Work
-    sizes: Mapping[str, Any]
-
-    def fits(self, machine: Machine) -> bool:
-        """Return whether the device and the host have room."""
-        on_host = machine.host_memory is None or self.host <= machine.host_memory
-        return self.peak <= _HEADROOM * machine.memory and on_host
-
-    def reason(self, machine: Machine) -> str:
-        """Return why the candidate does not fit."""
-        if self.peak > _HEADROOM * machine.memory:
-            return f"about {show_bytes(self.peak)} on a device of {show_bytes(machine.memory)}"
-        return self.reason_of_host(machine)
-
-    def reason_of_host(self, machine: Machine) -> str:
-        """Return the host memory that the candidate needs beside what there is."""
-        return f"about {show_bytes(self.host)} of a host's memory of {show_bytes(machine.host_memory or 0)}"
-
-
-@dataclass(frozen=True)
-class _Held:
+class _Resident:
     """Bytes of a candidate that live longer than a pass: on the device by kind, and in host memory."""
 
     weights: int
@@ -143,12 +76,14 @@ class Estimator:
     ) -> None:
         self._request, self._report, self._factors = request, report, factors or {}
         self._given: frozenset[str] = frozenset(request.args.given)
-        self._passes: dict[tuple[bool, bool, int], int] = {}
+        self._passes: dict[tuple[bool, bool, bool, int], int] = {}
+        self._decoding = 0  # bytes of a rollout's activations
 
-    def on(self, machine: Machine) -> Estimator:
+    def for_machine(self, machine: Machine) -> Estimator:
         """Return an estimator for another machine, with the same rehearsals."""
         other = copy.copy(self)
         other._request = replace(self._request, machine=machine)
+        other.__dict__.pop("inputs", None)
         return other
 
     @cached_property
@@ -185,23 +120,27 @@ class Estimator:
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return the peak and the seconds of a candidate."""
         machine, inputs, offloads = self._request.machine, self.inputs, candidate.offloads
-        held = self._held(candidate)
-        passes = self._pass_bytes(candidate, candidate.tokens) // candidate.tensor_parallel
+        resident = self._resident(candidate)
+        passes = self._pass_bytes_of_device(candidate)
         gathered = self._gathered(candidate)
-        streamed = min(held.frozen, streamed_bytes(inputs))
-        frozen = 0 if FROZEN in offloads else held.frozen
-        train = held.weights + held.gradients + held.states + frozen + passes + gathered
-        resting = held.weights + (0 if STATES in offloads else held.states + frozen)
-        scoring = held.weights + held.states + (streamed if FROZEN in offloads else frozen)
-        work = self._work(candidate, held)
-        rollout = self._rollout(candidate, work, self._room() - resting - gathered, self._room() - train)
+        streamed = min(resident.frozen, streamed_bytes(inputs))
+        frozen = 0 if FROZEN in offloads else resident.frozen
+        train = resident.weights + resident.gradients + resident.states + frozen + passes + gathered
+        resting = resident.weights + frozen + (0 if STATES in offloads else resident.states)
+        scoring = resident.weights + resident.states + (streamed if FROZEN in offloads else frozen)
+        work = self._work(candidate, resident)
+        decoding = self._decoding if self.colocated is None else 0
+        room = self._room() - resting - gathered - decoding
+        rollout = self._rollout(candidate, work, room, self._room() - train)
         work = rollout.work
         tensors = max(
-            resting + gathered + rollout.awake, train + rollout.otherwise, scoring + gathered + rollout.otherwise
+            resting + gathered + decoding + rollout.awake,
+            train + rollout.otherwise,
+            scoring + gathered + rollout.otherwise,
         )
-        host = held.host + (PROCESS_BYTES if machine.device == "cuda" else 0)
-        host += held.frozen if FROZEN in offloads or STATES in offloads else 0
-        host += held.states if STATES in offloads else 0
+        host = resident.host + (PROCESS_BYTES if machine.device == "cuda" else 0)
+        host += resident.frozen if FROZEN in offloads or STATES in offloads else 0
+        host += resident.states if STATES in offloads else 0
         host += work.activation_bytes // max(1, work.num_batches)
         seconds = sum(step_seconds(work, machine, self._factors).values())
         peak = tensors + margin(machine, tensors)
@@ -211,66 +150,80 @@ class Estimator:
         """Return the bytes that tensors may have on a device."""
         machine = self._request.machine
         fragmentation = FRAGMENTATION if machine.device == "cuda" else 0.0
-        return int((_HEADROOM * machine.memory - margin(machine, 0)) / (1 + fragmentation))
+        return int((HEADROOM * machine.memory - margin(machine, 0)) / (1 + fragmentation))
 
-    def _held(self, candidate: Candidate) -> _Held:
+    def _resident(self, candidate: Candidate) -> _Resident:
         counts, machine = self.inputs.counts, self._request.machine
         shards, world = _shards(candidate, machine), machine.num_devices // candidate.tensor_parallel
         frozen = self.frozen_bytes // shards
         if candidate.strategy.startswith("zero"):
-            shares = zero_shares(int(candidate.strategy[-1]), counts.trained, counts.frozen_bytes, world)
-            return _Held(shares[Kind.WEIGHTS], shares[Kind.GRADIENTS], shares[Kind.OPTIMIZER], frozen)
+            stage, bf16 = int(candidate.strategy[-1]), bool(self.inputs.args.bf16)
+            shares = zero_shares(stage, counts.trained, counts.frozen_bytes, world, bf16=bf16)
+            return _Resident(shares[Kind.WEIGHTS], shares[Kind.GRADIENTS], shares[Kind.OPTIMIZER], frozen)
         storage, trained = candidate.storage, counts.trained
         weights = int((4 if storage is None else storage.weight_bytes) * trained + counts.frozen_bytes) // shards
         gradients = int((4 if storage is None else storage.gradient_bits / 8) * trained) // shards
         states = int((8 if storage is None else storage.state_bytes) * trained) // shards
         if storage is not None and storage.offload:
-            return _Held(weights, 0, 0, frozen, gradients + states)
-        return _Held(weights, gradients, states, frozen)
+            return _Resident(weights, 0, 0, frozen, gradients + states)
+        return _Resident(weights, gradients, states, frozen)
 
     def _gathered(self, candidate: Candidate) -> int:
         """Return the bytes of the layers that a pass of a sharded model gathers."""
         counts = self.inputs.counts
-        if candidate.strategy not in _SHARDED or _shards(candidate, self._request.machine) == 1:
+        if not shards_weights(candidate.strategy, self._request.machine, candidate.tensor_parallel):
             return 0
-        return int(2 * _HALF * (counts.largest_layer + 2 * counts.head) // candidate.tensor_parallel)
+        # A layer and the next one; embeddings and head.
+        return int(_HALF * (2 * counts.largest_layer + 2 * counts.head) // candidate.tensor_parallel)
 
-    def _work(self, candidate: Candidate, held: _Held) -> Work:
-        inputs, machine = self.inputs, self._request.machine
+    def _work(self, candidate: Candidate, resident: _Resident) -> Work:
+        inputs = self.inputs
         work = work_of(inputs, [])
-        world = machine.num_devices // candidate.tensor_parallel
-        rows = -(-inputs.rows_per_step // world)
+        world = self._request.machine.num_devices // candidate.tensor_parallel
+        trained = inputs.rows_per_step
+        if inputs.is_online and inputs.algorithm.unit == "pair":  # a pair of each group
+            trained = 2 * trained // self._group_size
+        rows = -(-trained // world)
         tokens = rows * (work.completion + work.prompt // max(1, min(rows, self._group_size)))
         sequences = -(-inputs.settings.rollout.num_sequences // world) if inputs.is_online else 0
         batches = max(1, -(-tokens // candidate.tokens))
-        shards = _shards(candidate, machine)
-        offloads = candidate.storage is not None and candidate.storage.offload
-        copies = inputs.counts.trained * (8 + 4 + 2 * batches) // shards if offloads else 0
-        rollout = 2 * (held.states + held.frozen) if STATES in candidate.offloads else 0
-        rollout += held.frozen if FROZEN in candidate.offloads else 0
-        engine = candidate.engine_parallel if self.colocated is not None else candidate.tensor_parallel
-        if candidate.sleeps:
-            rollout += 2 * _HALF * inputs.counts.total // engine
-        itemsize = 4 if candidate.storage is None else _HALF  # of the hidden states that layers pass on
+        # An engine of vLLM generates for the ranks of all its devices.
+        engine_sequences = sequences * (candidate.engine_parallel if self.colocated is not None else 1)
+        engine_parallel = candidate.engine_parallel if self.colocated is not None else candidate.tensor_parallel
+        itemsize = _HALF if self._passes_bf16(candidate) else 4
         activations = itemsize * tokens * work.layers * work.hidden if ACTIVATIONS in candidate.offloads else 0
-        engine_ranks = engine if self.colocated is not None else 1
-        return replace(
+        placed = replace(
             work,
             train_tokens=tokens,
             num_batches=batches,
-            sequences=engine_ranks * sequences,
-            prompts=-(-engine_ranks * sequences // self._group_size),
+            sequences=engine_sequences,
+            prompts=-(-engine_sequences // self._group_size),
             score_tokens=sequences * (work.prompt + work.completion) if work.score_passes else 0,
             checkpointing=candidate.checkpointing,
             strategy=candidate.strategy,
             tensor_parallel=candidate.tensor_parallel,
-            update_bytes=held.update,
-            host_bytes=copies,
+            update_bytes=resident.update,
+            host_bytes=self._copied_for_update(candidate, batches),
             in_bf16=computes_in_bf16(inputs, candidate.storage),
             gradient_bytes=4 if candidate.storage is None else 2,
-            engine_parallel=engine,
-            rollout_bytes=rollout,
+            engine_parallel=engine_parallel,
             activation_bytes=activations,
+        )
+        return replace(placed, rollout_bytes=self._copied_for_rollout(candidate, resident, placed))
+
+    def _copied_for_update(self, candidate: Candidate, batches: int) -> int:
+        """Return the bytes that `offload_optimizer` copies in a step: gradients of each micro-batch, sums, and states both ways."""
+        if candidate.storage is None or not candidate.storage.offload:
+            return 0
+        return int(self.inputs.counts.trained * (8 + 4 + 2 * batches) // _shards(candidate, self._request.machine))
+
+    def _copied_for_rollout(self, candidate: Candidate, resident: _Resident, work: Work) -> int:
+        is_streamed = FROZEN in candidate.offloads
+        copied = 2 * (resident.states + (0 if is_streamed else resident.frozen)) if STATES in candidate.offloads else 0
+        if is_streamed:  # each scoring pass copies the whole model
+            copied += resident.frozen * max(1, -(-work.score_tokens // candidate.tokens))
+        return copied + (
+            2 * _HALF * int(self.inputs.counts.total) // candidate.engine_parallel if candidate.sleeps else 0
         )
 
     @property
@@ -309,7 +262,7 @@ class Estimator:
     def _colocated(self, candidate: Candidate, work: Work, room: int, room_in_training: int) -> _Rollout:
         """Return vLLM's share of the device: what training leaves, or with sleep mode what a rollout leaves."""
         assert self.colocated is not None
-        memory, parallel = self._request.machine.memory, candidate.engine_parallel
+        memory, parallel = self._request.machine.total, candidate.engine_parallel
         weights = vllm_bytes(self.inputs.counts.total, parallel)
         one = work.kv_bytes * (work.prompt + work.completion) // parallel
         least, most = weights + one, weights + one * work.sequences + int(_SPARE_SHARE * memory)
@@ -329,6 +282,15 @@ class Estimator:
 
     # passes
 
+    def _pass_bytes_of_device(self, candidate: Candidate) -> int:
+        """Return the bytes of a pass on one device: tensor parallelism splits all but what layers pass on."""
+        whole, text = self._pass_bytes(candidate, candidate.tokens), self._request.config.get_text_config()
+        tokens = max(candidate.tokens, self.inputs.longest_sequence)
+        copies = 1 if candidate.checkpointing else 4  # of a layer: its input, and what its norms save
+        itemsize = _HALF if self._passes_bf16(candidate) else 4
+        replicated = min(whole, copies * text.num_hidden_layers * tokens * text.hidden_size * itemsize)
+        return replicated + (whole - replicated) // candidate.tensor_parallel
+
     def _pass_bytes(self, candidate: Candidate, tokens: int) -> int:
         """Return what the largest pass takes beside weights, gradients and states, of a model with all of its layers."""
         low, high = self.token_sizes[0], self.token_sizes[-1]
@@ -336,30 +298,57 @@ class Estimator:
             at = (tokens - low) / (high - low)
             first, last = self._pass_bytes(candidate, low), self._pass_bytes(candidate, high)
             return int(first + at * (last - first))
-        checkpointing, offloads = candidate.checkpointing, ACTIVATIONS in candidate.offloads
-        key = (checkpointing, offloads, tokens)
+        offloads = ACTIVATIONS in candidate.offloads
+        key = (self._passes_bf16(candidate), candidate.checkpointing, offloads, tokens)
         if key not in self._passes:
-            words = f"checkpointing {checkpointing}{', activations offloaded' if offloads else ''}"
+            words = f"checkpointing {candidate.checkpointing}{', activations offloaded' if offloads else ''}"
             self._report(f"rehearsing {_FEW} and {_MORE} layers, {tokens:,} tokens, {words}")
-            few, more = (self._rehearsed_pass(layers, *key) for layers in (_FEW, _MORE))
             layers = self._request.config.get_text_config().num_hidden_layers
-            self._passes[key] = max(0, int(few + (more - few) * (layers - _FEW) / (_MORE - _FEW)))
+            least, most = min(_FEW, layers), min(_MORE, layers)
+            few = self._rehearsed_pass(least, *key)
+            a_layer = (self._rehearsed_pass(most, *key) - few) / (most - least) if most > least else 0
+            self._passes[key] = max(0, int(few + a_layer * (layers - least)))
         return self._passes[key]
 
-    def _rehearsed_pass(self, layers: int, checkpointing: bool, offloads: bool, tokens: int) -> int:
+    def _passes_bf16(self, candidate: Candidate) -> bool:
+        """Return whether layers pass on bf16: with bf16 weights, and under FSDP2, which casts fp32 ones."""
+        gathers = shards_weights(candidate.strategy, self._request.machine, candidate.tensor_parallel)
+        casts = gathers and not candidate.strategy.startswith("zero") and bool(self.inputs.args.bf16)
+        return candidate.storage is not None or (casts and self._can_store_bf16)
+
+    @cached_property
+    def _can_store_bf16(self) -> bool:
+        return self._request.peft_config is None and self.accepts({"weight_bits": 32})
+
+    def accepts(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether arguments go with those that are given, such as a dtype."""
+        args = with_arguments(self._request.args, arguments)
+        if arguments and "bf16" in self._given and not args.bf16:
+            return False
+        try:
+            RunInputs(replace(self._request, args=args))
+        except ArgumentError:
+            return False
+        return True
+
+    def _rehearsed_pass(self, layers: int, in_bf16: bool, checkpointing: bool, offloads: bool, tokens: int) -> int:
         arguments = {"micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing, ACTIVATIONS: offloads}
+        if in_bf16 and self.inputs.storage is None:
+            arguments["weight_bits"] = 32
         request = replace(
             self._request,
             args=with_arguments(self._request.args, arguments),
             config=with_layers(self._request.config, layers),
             strategy="single",
             tensor_parallel=1,
-            machine=replace(self._request.machine, num_devices=1),
         )
         with rehearse_device(request.machine.device), rehearse_experts():
             inputs = RunInputs(request, lambda inputs: request.machine.memory // 2)
             inputs.counts = self.inputs.counts
             phases = rehearse_inputs(inputs, inputs.step_batches()).phases
+        if "rollout" in phases:
+            kinds = phases["rollout"].device
+            self._decoding = max(self._decoding, kinds.get(Kind.ACTIVATIONS, 0) + kinds.get(Kind.LOGITS, 0))
         passes = (name for name in phases if name not in ("load", "rollout"))
         return max(sum(phases[name].device.get(kind, 0) for kind in _PASS_KINDS) for name in passes)
 
@@ -374,15 +363,3 @@ def _doubled(one: int, count: int) -> list[int]:
     """Return the bytes of 1, 2, 4 ... sequences, and of all `count`."""
     powers = [1 << power for power in range(count.bit_length()) if 1 << power < count]
     return [one * number for number in (*powers, count)]
-
-
-def with_layers(config: Any, layers: int) -> Any:
-    """Return the config of a model with fewer layers of the same kind."""
-    fewer = copy.deepcopy(config)
-    text = fewer.get_text_config()
-    layers = min(layers, text.num_hidden_layers)
-    text.num_hidden_layers = layers
-    for name in ("layer_types", "mlp_layer_types"):
-        if getattr(text, name, None):
-            setattr(text, name, list(getattr(text, name))[:layers])
-    return fewer

@@ -1,14 +1,16 @@
-"""The choice of settings with which a run fits and is fastest: candidates by an estimate, the best of them rehearsed."""
+"""A search for the fastest settings with which a run fits: candidates are estimated, the best are rehearsed with all layers."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from lowpeak.arguments import ColocateSettings, StorageFormat, show_bytes
-from lowpeak.plan.estimate import (
+from lowpeak.arguments import ColocateSettings, ModelParallel, StorageFormat, show_bytes
+from lowpeak.errors import ArgumentError
+from lowpeak.plan.candidate import (
     ACTIVATIONS,
     CACHE,
     FROZEN,
@@ -19,12 +21,14 @@ from lowpeak.plan.estimate import (
     STATES,
     Candidate,
     Estimate,
-    Estimator,
 )
-from lowpeak.plan.inputs import PlanRequest, with_arguments
+from lowpeak.plan.derived_configs import with_arguments
+from lowpeak.plan.estimate import Estimator
+from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import Plan, make_plan
 
-_MOST_REHEARSED = 4  # candidates that are rehearsed with all layers before the search gives up
+_MOST_REHEARSED = 6  # candidates that are rehearsed with all layers before the search gives up
+_MOST_OF_STRATEGY = 2  # of these
 _MOST_TRIALS = 4  # rehearsals of one candidate, with smaller sizes of its rollout
 _BATCH = "per_device_train_batch_size"
 _CHUNK = "logprob_chunk_size"
@@ -59,15 +63,22 @@ class Fit:
 
 
 class Search:
-    """A search over candidates for one run and one machine."""
+    """A search over candidates for one run and one machine; `keeps_strategy`: with the request's strategy alone."""
 
     def __init__(
         self,
         request: PlanRequest,
         report: Callable[[str], object] = lambda text: None,
         factors: Mapping[str, float] | None = None,
+        *,
+        keeps_strategy: bool = False,
     ) -> None:
+        if keeps_strategy and request.strategy.endswith("-offload"):
+            raise ArgumentError(
+                f"--fit does not choose settings for {request.strategy}: leave out --accelerate_config, or plan without --fit."
+            )
         self._request, self._report, self._factors = request, report, factors or {}
+        self._keeps_strategy = keeps_strategy
         self._given: frozenset[str] = frozenset(request.args.given)
         self._estimator = Estimator(request, report, factors)
 
@@ -75,33 +86,39 @@ class Search:
         """Return the fastest candidate that fits; each of the best is rehearsed whole before it is chosen."""
         machine = self._request.machine
         estimates = [self._estimator.estimate(candidate) for candidate in self._candidates()]
-        if not any(e.fits(machine) for e in estimates):  # activations leave the device if nothing else helps
+        if ACTIVATIONS not in self._given and not any(e.fits(machine) for e in estimates):
+            # Activations leave the device if nothing else helps.
             estimates += [self._estimator.estimate(candidate) for candidate in self._candidates(ACTIVATIONS)]
         fitting = sorted((e for e in estimates if e.fits(machine)), key=_preference)
         smallest = _first_by_strategy(sorted(estimates, key=lambda e: e.peak))
         rejected = [(e.candidate, e.reason(machine)) for e in smallest if not e.fits(machine)]
-        for estimate in fitting[:_MOST_REHEARSED]:
-            plan, arguments = self._rehearsed(estimate)
+        tried: list[Estimate] = []
+        for estimate in fitting:
+            of_strategy = [each for each in tried if each.candidate.strategy == estimate.candidate.strategy]
+            if len(of_strategy) == _MOST_OF_STRATEGY or len(tried) == _MOST_REHEARSED:
+                continue
+            plan, arguments = self._rehearse(estimate)
+            tried.append(replace(estimate, peak=plan.peak, host=plan.host_peak))
             if plan.fits:
                 slower = [e for e in _first_by_strategy(fitting) if e.candidate.strategy != estimate.candidate.strategy]
                 rejected += [(e.candidate, f"{e.seconds:.1f} s a step") for e in slower]
                 return Fit(plan, estimate.candidate, rejected, arguments=arguments)
             peak = f"{show_bytes(plan.peak)} in {plan.peak_phase}"
             rejected.append((estimate.candidate, f"rehearsed with {peak}, of {show_bytes(machine.memory)}"))
-        return Fit(None, None, rejected, self._smallest_change(estimates))
+        return Fit(None, None, rejected, self._smallest_change(tried or estimates))
 
-    def _rehearsed(self, estimate: Estimate) -> tuple[Plan, dict[str, Any]]:
+    def _rehearse(self, estimate: Estimate) -> tuple[Plan, dict[str, Any]]:
         """Return the plan of a candidate with all layers, and its arguments; sizes of a rollout that does not fit are halved."""
         sizes = dict(estimate.sizes)
         self._report(f"rehearsing {estimate.candidate}")
         for trial in range(_MOST_TRIALS):
-            request, arguments = self._applied(estimate.candidate, sizes)
+            request, arguments = self._apply(estimate.candidate, sizes)
             plan = make_plan(request, self._report).calibrated(self._factors)
             larger = [name for name in (GATHER, CACHE) if sizes.get(name, 0) > 0 and name not in self._given]
             if plan.fits or plan.peak_phase != "rollout" or not larger or trial == _MOST_TRIALS - 1:
                 break
             sizes[larger[0]] //= 2
-        if _CHUNK not in self._given:
+        if _CHUNK not in self._given and self._request.kind != "reward":
             arguments[_CHUNK] = plan.sizes[_CHUNK]
         return plan, arguments
 
@@ -131,28 +148,46 @@ class Search:
                     )
 
     def _strategies(self) -> list[tuple[str, int]]:
-        machine, frozen = self._request.machine, self._request.peft_config is not None
+        machine = self._request.machine
         if machine.num_devices == 1:
             return [("single", 1)]
-        found = [("ddp", 1), ("fsdp2", 1), ("zero2", 1), ("zero3", 1)]
-        if machine.num_hosts > 1:
+        if self._keeps_strategy:
+            return [(self._request.strategy, self._request.tensor_parallel)]
+        found = [("ddp", 1)]
+        found += [("fsdp2", 1)] if machine.device == "cuda" else []
+        if not self._given & _OF_FORMATS:  # DeepSpeed has formats of its own
+            found += [("zero2", 1), ("zero3", 1)]
+        if machine.num_hosts > 1 and machine.device == "cuda":
             found.append(("hsdp", 1))
-        if not frozen and self._request.kind != "reward" and not getattr(self._request.args, "use_vllm", False):
-            found += [("tp", size) for size in self._parallel_sizes() if machine.num_devices % size == 0]
-        if machine.device == "cpu":
-            return [each for each in found if each[0] in ("ddp", "zero2", "zero3")]
-        return found
+        return found + [("tp", size) for size in self._parallel_sizes() if self._can_split_tensors(size)]
+
+    def _can_split_tensors(self, size: int) -> bool:
+        """Return whether the run can be trained by tensor parallelism over `size` devices."""
+        request, machine = self._request, self._request.machine
+        args: Any = request.args
+        is_refused = request.peft_config is not None or request.kind == "reward" or machine.device == "cpu"
+        conflicts = [getattr(args, name, False) for name in ("use_vllm", FROZEN)]
+        if is_refused or any(conflicts) or getattr(args, "critic", "head") != "head":
+            return False
+        try:
+            self._estimator.inputs.check_tensor_parallel(ModelParallel(size, machine.num_devices // size))
+        except ArgumentError:
+            return False
+        return True
 
     def _parallel_sizes(self) -> list[int]:
-        heads = self._request.config.get_text_config().num_attention_heads
-        return [size for size in (2, 4, 8) if size <= self._request.machine.devices_on_host and heads % size == 0]
+        machine, text = self._request.machine, self._request.config.get_text_config()
+        heads = (text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        sizes = [size for size in (2, 4, 8) if size <= machine.devices_on_host and machine.num_devices % size == 0]
+        return [size for size in sizes if all(number % size == 0 for number in heads)]
 
     def _formats(self, strategy: str) -> list[tuple[dict[str, Any], StorageFormat | None]]:
         storage = self._estimator.inputs.storage
         if strategy.startswith("zero") or self._request.peft_config is not None or self._given & _OF_FORMATS or storage:
             return [({}, None if strategy.startswith("zero") else storage)]
         offloads = self._request.machine.device == "cuda"
-        return [each for each in _FORMATS if offloads or each[1] is None or not each[1].offload]
+        formats = [each for each in _FORMATS if offloads or each[1] is None or not each[1].offload]
+        return [each for each in formats if self._estimator.accepts(each[0])]
 
     def _checkpointing(self) -> list[bool]:
         given = self._given & {"gradient_checkpointing", "activation_checkpointing"}
@@ -160,18 +195,22 @@ class Search:
 
     def _offloads(self, strategy: str, storage: StorageFormat | None) -> list[tuple[str, ...]]:
         """Return sets of offloads: those that are given, with and without the others that act."""
-        args, inputs = self._request.args, self._estimator.inputs
-        given = tuple(name for name in OFFLOADS if name in self._given and getattr(args, name, False))
+        given = tuple(name for name in OFFLOADS if name in self._given and getattr(self._request.args, name))
+        free = [name for name in self._acting_offloads(strategy, storage) if name not in self._given]
+        sets = [given]
+        for name in free:
+            sets += [(*names, name) for names in sets]
+        return sets
+
+    def _acting_offloads(self, strategy: str, storage: StorageFormat | None) -> Iterator[str]:
+        inputs, colocated = self._estimator.inputs, self._estimator.colocated
         if self._request.machine.device == "cpu" or not inputs.is_online:
-            return [given]
-        free = []
-        if self._estimator.frozen_bytes and strategy != "tp" and not getattr(args, "sync_ref_model", False):
-            free.append(FROZEN)
-        is_served = inputs.settings.vllm is not None and self._estimator.colocated is None
-        if not is_served and not (storage is not None and storage.offload):
-            free.append(STATES)
-        choices = [((), (name,)) for name in free if name not in self._given]
-        return [(*given, *(name for part in parts for name in part)) for parts in product(*choices)]
+            return
+        if self._estimator.frozen_bytes and strategy != "tp" and not self._request.args.sync_ref_model:
+            yield FROZEN
+        generates_here = inputs.settings.vllm is None or colocated is not None
+        if generates_here and not (storage is not None and storage.offload):
+            yield STATES
 
     def _engines(self) -> list[tuple[int, bool]]:
         """Return the devices of a colocated vLLM, and whether it sleeps while the run trains."""
@@ -180,13 +219,13 @@ class Search:
             return [(1, False)]
         parallel = [where.tensor_parallel_size]
         if PARALLEL not in self._given:
-            parallel = [1, *(size for size in self._parallel_sizes() if self._request.machine.num_devices % size == 0)]
+            parallel = [1, *self._parallel_sizes()]
         can_sleep = SLEEPS not in self._given and self._request.machine.device == "cuda"
         return list(product(parallel, (False, True) if can_sleep else (where.sleeps,)))
 
     # results
 
-    def _applied(self, candidate: Candidate, sizes: Mapping[str, Any]) -> tuple[PlanRequest, dict[str, Any]]:
+    def _apply(self, candidate: Candidate, sizes: Mapping[str, Any]) -> tuple[PlanRequest, dict[str, Any]]:
         kept = self._given - {_BATCH}
         arguments = {name: value for name, value in {**candidate.arguments, **sizes}.items() if name not in kept}
         args = with_arguments(self._request.args, arguments)
@@ -207,8 +246,9 @@ class Search:
             larger = replace(machine, num_devices=machine.num_devices * factor)
             if larger.num_devices % larger.devices_on_host:
                 continue
-            search = Search(replace(self._request, machine=larger))
-            search._estimator = self._estimator.on(larger)
+            search = copy.copy(self)
+            search._request = replace(self._request, machine=larger)
+            search._estimator = self._estimator.for_machine(larger)
             if any(search._estimator.estimate(candidate).fits(larger) for candidate in search._candidates()):
                 return f"{needs}. The smallest change that fits: {larger.num_devices} such devices (--gpus {larger.num_devices})."
         if self._request.peft_config is None:

@@ -53,6 +53,7 @@ _DEFAULT = "a100"
 class Machine:
     """The devices of a run. `device` "cpu" plans ranks on the CPUs of one host.
 
+    memory        bytes of a device that the run may take
     host_memory   bytes of each host's memory; None: unknown, so never a limit
     per_host      devices of a host
     network       bytes per second, one way, that a device has to other hosts
@@ -65,6 +66,12 @@ class Machine:
     card: Card = CARDS[_DEFAULT]
     network: float = 25e9
     device: Literal["cuda", "cpu"] = "cuda"
+    device_memory: int | None = None  # bytes of the whole device, if `memory` is a budget
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole device."""
+        return self.memory if self.device_memory is None else self.device_memory
 
     @property
     def devices_on_host(self) -> int:

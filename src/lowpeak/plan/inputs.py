@@ -18,6 +18,7 @@ import lowpeak
 from lowpeak.algorithms import Algorithm, make_reward_model, make_supervised
 from lowpeak.arguments import (
     CLASS_PREFIXES,
+    ModelParallel,
     StorageFormat,
     check_and_reset_arguments,
     resolve_critic,
@@ -33,11 +34,13 @@ from lowpeak.memory import Placement, RehearsedRollout, RewardPass
 from lowpeak.models import (
     SCORE_HEAD,
     add_training_adapter,
+    check_tensor_parallel,
     context_length,
     convert_trainable,
     load_balance_of,
     transformers_model,
 )
+from lowpeak.plan.derived_configs import shard_config
 from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
 from lowpeak.plan.hardware import Machine
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
@@ -212,6 +215,10 @@ class RunInputs:
         with unset_fake_temporarily(), FakeTensorMode():
             return AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
 
+    def check_tensor_parallel(self, sizes: ModelParallel) -> None:
+        """Raise ArgumentError if the model cannot be split over these sizes."""
+        check_tensor_parallel(self._plain_model, sizes)
+
     @cached_property
     def layout(self) -> Any:
         return choose_layout(self.settings.memory, packing_unsupported_reason(self._plain_model)).layout
@@ -343,7 +350,10 @@ class RunInputs:
     @property
     def least_cache_bytes(self) -> int:
         """Return the bytes of one sequence's keys and values."""
-        return self.longest_sequence * bytes_per_token(self._plain_model, torch.float32)
+        computes_in_bf16 = self.args.bf16 or (self.storage is not None and self.settings.model.trains_bf16)
+        return self.longest_sequence * bytes_per_token(
+            self._plain_model, torch.bfloat16 if computes_in_bf16 else torch.float32
+        )
 
 
 def _acting_arguments(request: PlanRequest) -> Any:
@@ -377,36 +387,3 @@ def _resolve(request: PlanRequest, args: Any) -> tuple[Any, Algorithm]:
     online = resolve_online(args, request.world_size, request.num_rewards)
     trainer = getattr(lowpeak, f"{CLASS_PREFIXES[request.kind]}Trainer")
     return online, trainer.make_algorithm(args, online)
-
-
-def shard_config(config: Any, tensor_parallel: int) -> Any:
-    """Return the config of one process's part under tensor parallelism: its heads, its part of the MLP and of the vocabulary."""
-    if tensor_parallel == 1:
-        return config
-    part = copy.deepcopy(config)
-    text = part.get_text_config()
-    heads = text.num_attention_heads
-    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    for name in (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-        "moe_intermediate_size",
-        "vocab_size",
-    ):
-        value = getattr(text, name, None)
-        if value is not None:
-            setattr(text, name, max(1, -(-value // tensor_parallel)))
-    return part
-
-
-def with_arguments(args: Any, changes: Mapping[str, Any]) -> Any:
-    """Return a copy of a trainer's config with other values of some arguments, as if they were given."""
-    changed = copy.copy(args)
-    for name, value in changes.items():
-        if name == "gradient_checkpointing" and hasattr(changed, "activation_checkpointing"):
-            changed.activation_checkpointing = value
-            continue
-        setattr(changed, name, value)
-    changed.given = frozenset(args.given) | frozenset(changes)
-    return changed

@@ -207,12 +207,11 @@ def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda tex
         counts,
         len(batches),
         tokens=max((batch.input_ids_BL.numel() for batch in batches), default=0),
-        # Each micro-batch copies its gradients and activations.
-        to_host=(rehearsal.to_host + rehearsal.activations_to_host) * max(1, len(batches)) // rehearsed,
-        to_device=rehearsal.to_device + rehearsal.activations_to_device * max(1, len(batches)) // rehearsed,
+        to_host=rehearsal.to_host + rehearsal.batches_to_host * max(1, len(batches)) // rehearsed,
+        to_device=rehearsal.to_device + rehearsal.batches_to_device * max(1, len(batches)) // rehearsed,
         inputs=inputs,
     )
-    work = with_plan(work_of(inputs, batches), plan)
+    work = with_plan(work_of(inputs, batches), plan, _gather_budget(inputs))
     return replace(plan, work=work, seconds=step_seconds(work, request.machine))
 
 
@@ -307,11 +306,9 @@ def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
     if request.strategy.endswith("-offload"):
         held = 0
     elif request.base_strategy.startswith("zero"):
-        held = sum(
-            zero_shares(
-                int(request.base_strategy[-1]), counts.trained, counts.frozen_bytes, request.world_size
-            ).values()
-        )
+        stage, bf16 = int(request.base_strategy[-1]), bool(inputs.args.bf16)
+        held = sum(zero_shares(stage, counts.trained, counts.frozen_bytes, request.world_size, bf16=bf16).values())
+        shards = request.world_size if stage == 3 else 1
     else:
         weights = inputs.trained_dtype.itemsize * counts.trained + counts.frozen_bytes
         share = float(gradients)

@@ -135,7 +135,12 @@ def vllm_engine(
     else:
         sharing = EngineSharing(ranks.subgroup(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
         connect = partial(connect_checked, where, policy, tokenizer, lambda: run.interrupts.stopping)
-    return VllmEngine(connect, settings, policy_facts, sharing, stats.add_push, lambda: context.run.sizes.sync_bytes)
+
+    def most_bucket_bytes() -> int:
+        sizes = context.run.sizes  # after an out-of-memory error they bound buckets
+        return sizes.sync_bytes if "sync_bytes" in sizes.lowered else settings.bucket_bytes
+
+    return VllmEngine(connect, settings, policy_facts, sharing, stats.add_push, most_bucket_bytes)
 
 
 def _colocated(

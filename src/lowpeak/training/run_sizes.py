@@ -324,18 +324,22 @@ class Sizes:
         }
         numbers |= {name: min(saved[name], getattr(memory, name, None) or saved[name]) for name in lowered}
         if lowered:
-            values = ", ".join(f"{name}={numbers[name]}" for name in sorted(lowered))
+            values = _shown({name: numbers[name] for name in sorted(lowered)})
             logger.info("The run continues with the sizes to which it went after running out of memory: %s.", values)
-        if self.memory_budget is not None and self.memory_budget < saved.get(_BUDGET, float("inf")):
-            planned = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-            smaller = {name: value for name, value in planned.items() if value < numbers.get(name, 0)}
-            numbers |= smaller
-            if smaller:
-                values = ", ".join(f"{name}={value}" for name, value in smaller.items())
-                logger.info("The run continues with the sizes of its smaller memory_budget: %s.", values)
+        smaller = self._planned_below(numbers, saved.get(_BUDGET))
+        if smaller:
+            logger.info("The run continues with the sizes of its smaller memory_budget: %s.", _shown(smaller))
+        numbers |= smaller
         # A checkpoint without a layout is of a version that always padded.
         layout_choice = self.layout_choice.resumed(saved.get("layout", "padded"))
         return replace(self, **numbers, layout_choice=layout_choice, lowered=lowered)
+
+    def _planned_below(self, numbers: Mapping[str, Any], saved_budget: int | None) -> dict[str, int]:
+        """Return those of these sizes that are below `numbers`, if they are planned for a smaller budget."""
+        if self.memory_budget is None or (saved_budget is not None and self.memory_budget >= saved_budget):
+            return {}
+        planned = {name: getattr(self, name) for name in (*_NUMBERS, _GATHER)}
+        return {name: value for name, value in planned.items() if value is not None and value < numbers.get(name, 0)}
 
     def budget(self, memory: MemorySettings, pad_id: int, config: Any) -> Budget:
         shape = ModelShape.of(config, 4)
@@ -344,3 +348,7 @@ class Sizes:
 
     def apply_to(self, budget: Budget) -> Budget:
         return replace(budget, max_tokens=self.micro_batch_tokens, layout=self.layout_choice.layout)
+
+
+def _shown(sizes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sizes.items())

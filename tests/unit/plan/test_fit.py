@@ -53,7 +53,7 @@ def test_another_package_is_not_needed_without_gain():
 def test_tensor_parallelism_keeps_the_sequences_of_a_step():
     search = Search(request(80, 4))
     for candidate in search._candidates():
-        applied, _ = search._applied(candidate, {})
+        applied, _ = search._apply(candidate, {})
         assert applied.args.per_device_train_batch_size * applied.world_size == 8 * 4
 
 

@@ -1,0 +1,97 @@
+"""Host memory in a rehearsal: gradients, optimizer states and activations that leave the device, and the bytes copied."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.memory.storage_meter import StorageMeter
+from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device
+
+
+class RehearsedHost(HostMemory):
+    """Fake host memory: the meter counts the tensors of the device alone."""
+
+    def __init__(self, meter: StorageMeter) -> None:
+        super().__init__(torch.device("cpu"))
+        self._meter = meter
+        self.gradients = self.states = self.activations = self.to_host = self.to_device = 0
+        self.batches_to_host = self.batches_to_device = self._live_activations = 0
+
+    def copy_activations(self, flat: Tensor) -> Tensor:
+        """Return a host copy of activations, which counts until it is freed."""
+        copy = self._uncounted(flat.numel(), flat.dtype)
+        size = flat.nbytes
+        self.batches_to_host += size
+        self._live_activations += size
+        self.activations = max(self.activations, self._live_activations)
+        weakref.finalize(copy.untyped_storage(), self._free_activations, size)
+        return copy
+
+    def _free_activations(self, size: int) -> None:
+        self._live_activations -= size
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        buffer = self._uncounted(size, dtype)
+        self.gradients += buffer.nbytes
+        return buffer
+
+    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
+        buffer = self._uncounted(size, dtype)
+        self.states += buffer.nbytes
+        return buffer
+
+    def _uncounted(self, size: int, dtype: torch.dtype) -> Tensor:
+        with self._meter.paused():
+            buffer = torch.empty(size, dtype=dtype)
+        self._meter.ignore(buffer.untyped_storage())
+        return buffer
+
+    def add(self, total: Tensor, values: Tensor, overwrite: bool = False) -> None:
+        self.batches_to_host += values.nbytes
+
+    def add_rows(self, total_VD: Tensor, ids_N: Tensor, values_ND: Tensor) -> None:
+        self.batches_to_host += values_ND.nbytes
+
+    def multiply(self, total: Tensor, factor: Tensor) -> Tensor | None:
+        return factor
+
+    def visit(self, step: TensorStep, update: Callable[[TensorStep], None], factor: Tensor | None) -> None:
+        states = sum(values.nbytes for values in step.tensor.state.values())
+        self.to_device += states + step.gradients.nbytes
+        self.to_host += states
+        first, *_ = step.tensor.chunks(self.piece)
+        # As many pieces as are under way at a time.
+        under_way = [copy_to_device(step.slice(*first), step.gradients.device) for _ in range(self.num_pieces)]
+        update(under_way[0])
+
+
+class RehearsedMover:
+    """The mover of an `ActivationOffload` between the rehearsed device and host."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, host: RehearsedHost) -> None:
+        self._host = host
+
+    def to_host(self, flat: Tensor) -> Tensor:
+        return self._host.copy_activations(flat)
+
+    def to_device(self, host: Tensor) -> Tensor:
+        self._host.batches_to_device += host.nbytes
+        return torch.empty_like(host)
+
+    def wait(self, flat: Tensor) -> None:
+        """Do nothing: fake tensors are copied at once."""
+
+
+class RehearsedAdamW(CompactAdamW):
+    """A CompactAdamW whose host memory is rehearsed."""
+
+    rehearsed_host: RehearsedHost
+
+    def host(self, parameter: nn.Parameter) -> HostMemory | None:
+        return self.rehearsed_host if self.offload else None
