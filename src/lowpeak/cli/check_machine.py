@@ -130,7 +130,8 @@ def _memory(options: PlanArguments, job: Job, machine: Machine) -> Iterator[Chec
         yield Check("plan", False, str(error))
         return
     limit = plan.request.machine.memory
-    where = f"{show_bytes(plan.peak)} in {plan.peak_phase}, of {show_bytes(limit)}"
+    beside = "" if machine.device == "cuda" else " (without the process itself)"
+    where = f"{show_bytes(plan.peak)} in {plan.peak_phase}{beside}, of {show_bytes(limit)}"
     fits = plan.peak <= limit
     remedy = "" if fits else ": `lowpeak plan --fit` chooses settings that fit"
     yield Check("device memory", fits and not problem, problem or where + remedy)

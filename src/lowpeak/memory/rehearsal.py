@@ -149,9 +149,7 @@ def rehearse(
         stack.enter_context(wrap_shape_propagation(meter.paused))
         stack.enter_context(tag_fsdp_memory(meter.counting_as))
         meter.begin("load", Kind.WEIGHTS)
-        stage = _Stage(meter, core, make_model, mesh, compute, storage)
-        if activation_offloading:
-            stage.offload_activations()
+        stage = _Stage(meter, core, make_model, mesh, compute, storage, activation_offloading)
         stage.load_frozen(make_reference, rewards)
         optimizer = stage.make_optimizer(make_optimizer, placement)
         stage.strategy = FakeStrategy(meter.begin, inplace=placement.shards == 1)
@@ -165,14 +163,8 @@ def rehearse(
         host = stage.host
         host.to_host = host.to_device = host.batches_to_host = host.batches_to_device = 0
         step()
-    host_kinds = {Kind.GRADIENTS: host.gradients, Kind.OPTIMIZER: host.states}
-    phases = {name: PhaseMemory(dict(kinds), host_kinds) for name, kinds in meter.peaks.items()}
-    for name in ("forward", "backward"):
-        phases[name] = replace(phases[name], host={**host_kinds, Kind.ACTIVATIONS: host.activations})
-    return Rehearsal(
-        {name: phases[name] for name in _ORDER if name in phases},
-        *(host.to_host, host.to_device, host.batches_to_host, host.batches_to_device),
-    )
+    phases = {name: PhaseMemory(dict(meter.peaks[name]), host.of_phase(name)) for name in _ORDER if name in meter.peaks}
+    return Rehearsal(phases, host.to_host, host.to_device, host.batches_to_host, host.batches_to_device)
 
 
 _ORDER = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer")
@@ -189,6 +181,7 @@ class _Stage:
         mesh: Any,
         compute: torch.dtype | None,
         storage: StorageFormat | None,
+        activation_offloading: bool,
     ) -> None:
         self._meter, self._core, self._mesh, self._compute, self._storage = meter, core, mesh, compute, storage
         self.host = RehearsedHost(meter)
@@ -198,15 +191,14 @@ class _Stage:
         if storage is not None:
             convert_trainable(model, ModelSettings(storage=storage))
         self._unprepared = model
+        if activation_offloading:
+            offload = ActivationOffload(model, cast(Any, RehearsedMover(self.host)))
+            self._core = replace(core, activation_context=offload.saving)
         self.model = prepare_like_accelerate(model, mesh, compute)
         self.strategy = FakeStrategy()
         head = causal_lm(model).get_output_embeddings()
         if head is not None:
             self._tag_head(head)
-
-    def offload_activations(self) -> None:
-        offload = ActivationOffload(self._unprepared, cast(Any, RehearsedMover(self.host)))
-        self._core = replace(self._core, activation_context=offload.saving)
 
     def load_frozen(self, make_reference: Callable[[], nn.Module] | None, rewards: Sequence[RewardPass]) -> None:
         with self._meter.counting_as(Kind.FROZEN):

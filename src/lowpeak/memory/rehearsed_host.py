@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.memory.storage_meter import StorageMeter
+from lowpeak.memory.usage import Kind
 from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device
 
 
@@ -20,6 +21,11 @@ class RehearsedHost(HostMemory):
         self._meter = meter
         self.gradients = self.states = self.activations = self.to_host = self.to_device = 0
         self.batches_to_host = self.batches_to_device = self._live_activations = 0
+
+    def of_phase(self, name: str) -> dict[Kind, int]:
+        """Return the bytes that are in host memory in a phase."""
+        kinds = {Kind.GRADIENTS: self.gradients, Kind.OPTIMIZER: self.states}
+        return {**kinds, Kind.ACTIVATIONS: self.activations} if name in ("forward", "backward") else kinds
 
     def copy_activations(self, flat: Tensor) -> Tensor:
         """Return a host copy of activations, which counts until it is freed."""

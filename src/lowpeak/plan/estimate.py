@@ -244,10 +244,13 @@ class Estimator:
     def _native(self, candidate: Candidate, work: Work, room: int) -> Iterator[_Rollout]:
         """Yield KV caches from one sequence's to all sequences'; what a cache leaves keeps layers gathered."""
         memory, parts = self.inputs.settings.memory, candidate.tensor_parallel
-        one = self.inputs.least_cache_bytes // parts
+        one = work.kv_bytes * (work.prompt + work.completion) // parts
+        least = self.inputs.least_cache_bytes // parts
         model = _HALF * self.inputs.counts.total // parts
         is_sharded = self._gathered(candidate) > 0
-        caches = [memory.kv_cache_bytes] if memory.kv_cache_bytes is not None else _doubled(one, work.sequences)
+        caches = [memory.kv_cache_bytes or 0]
+        if memory.kv_cache_bytes is None:
+            caches = sorted({max(least, cache) for cache in _doubled(one, work.sequences)})
         for number, cache in enumerate(caches):
             if number and cache > room:
                 return
@@ -323,7 +326,7 @@ class Estimator:
     def accepts(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether arguments go with those that are given, such as a dtype."""
         args = with_arguments(self._request.args, arguments)
-        if arguments and "bf16" in self._given and not args.bf16:
+        if "weight_bits" in arguments and "bf16" in self._given and not args.bf16:
             return False
         try:
             RunInputs(replace(self._request, args=args))

@@ -206,7 +206,7 @@ class Search:
         inputs, colocated = self._estimator.inputs, self._estimator.colocated
         if self._request.machine.device == "cpu" or not inputs.is_online:
             return
-        if self._estimator.frozen_bytes and strategy != "tp" and not self._request.args.sync_ref_model:
+        if self._estimator.frozen_bytes and strategy != "tp" and self._estimator.accepts({FROZEN: True}):
             yield FROZEN
         generates_here = inputs.settings.vllm is None or colocated is not None
         if generates_here and not (storage is not None and storage.offload):

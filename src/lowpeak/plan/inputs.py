@@ -349,11 +349,9 @@ class RunInputs:
 
     @property
     def least_cache_bytes(self) -> int:
-        """Return the bytes of one sequence's keys and values."""
-        computes_in_bf16 = self.args.bf16 or (self.storage is not None and self.settings.model.trains_bf16)
-        return self.longest_sequence * bytes_per_token(
-            self._plain_model, torch.bfloat16 if computes_in_bf16 else torch.float32
-        )
+        """Return the bytes that the engine asks for one sequence: keys and values in the weights' dtype."""
+        dtype = torch.bfloat16 if self.storage is not None and self.settings.model.trains_bf16 else torch.float32
+        return self.longest_sequence * bytes_per_token(self._plain_model, dtype)
 
 
 def _acting_arguments(request: PlanRequest) -> Any:

@@ -164,6 +164,7 @@ class Plan:
             "seconds_per_step": dict(self.seconds),
             "bytes_to_host_per_step": self.to_host,
             "bytes_to_device_per_step": self.to_device,
+            "bytes_copied_per_rollout": 0 if self.work is None else self.work.rollout_bytes,
             "phases": {name: phase.as_dict() for name, phase in self.phases.items()},
         }
 
