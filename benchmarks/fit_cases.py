@@ -192,9 +192,10 @@ def run_one(settings: dict[str, Any]) -> None:
     from lowpeak import GRPOTrainer
 
     tokenizer = letters()
+    given = {"logprob_chunk_size": 256, **{name: RUN[name] for name in list(RUN)[:3]}, **settings}
     args = GRPOConfig(
         output_dir="/tmp/fit-cpu", use_cpu=True, max_steps=5, save_strategy="no", report_to="none", disable_tqdm=True, seed=0,
-        logprob_chunk_size=256, logging_steps=1, **{name: RUN[name] for name in list(RUN)[:3]}, **settings,
+        logging_steps=1, **given,
     )  # fmt: skip
     data = Dataset.from_list([{"prompt": "a" * RUN["prompt"]}] * 64)
     trainer = GRPOTrainer(

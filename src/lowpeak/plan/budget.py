@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from lowpeak.arguments import show_bytes
 from lowpeak.device_kind import rehearse_device
@@ -22,6 +23,8 @@ from lowpeak.plan.inputs import PlanRequest, RunInputs
 from lowpeak.plan.plan import Plan, make_plan
 
 TOKENS, CHUNK, CACHE, GATHER = "micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes", "gather_budget"
+BUCKET = "vllm_bucket_size"
+_LEAST_BUCKET = 1 << 20
 _LEAST_CHUNK, _MOST_CHUNK = 16, 1024
 # A head's products lose speed below this many tokens, so that micro-batches do not grow at their cost.
 _GOOD_CHUNK = 256
@@ -46,8 +49,8 @@ def fit_sizes(
 ) -> BudgetFit:
     """Return the largest sizes with which every phase of the run's plan takes at most `budget` bytes of a device.
 
-    First the tokens of a micro-batch, then those of a log-prob chunk, the KV cache and the gather budget. Sizes that the
-    arguments set stay as they are. `beside` are bytes of a process that the plan does not count.
+    First the tokens of a micro-batch, then those of a log-prob chunk, buckets of weights for vLLM, the KV cache and the gather
+    budget. Sizes that the arguments set stay as they are. `beside` are bytes of a process that the plan does not count.
     """
     return _SizeSearch(request, budget, beside, report).run()
 
@@ -105,6 +108,8 @@ class _SizeSearch:
         yield TOKENS, inputs.token_sizes
         if self._request.kind != "reward":
             yield CHUNK, _powers(_LEAST_CHUNK, _MOST_CHUNK)
+        if inputs.is_online and inputs.settings.vllm is not None:
+            yield BUCKET, _powers(_LEAST_BUCKET, int(inputs.settings.vllm.bucket_bytes))
         if inputs.rollout(0) is None:
             return
         least = inputs.least_cache_bytes
@@ -118,6 +123,8 @@ class _SizeSearch:
         return min(tokens, max(batches, default=0) + self._inputs.longest_sequence, sum(batches))
 
     def _set_value(self, name: str) -> int | None:
+        if name == BUCKET:  # which has a default
+            return int(self._inputs.settings.vllm.bucket_bytes) if name in self._request.args.given else None
         value: int | None = getattr(self._inputs.settings.memory, name)
         return value
 
@@ -132,7 +139,7 @@ class _SizeSearch:
         good = {CHUNK: _GOOD_CHUNK} if CHUNK in sizes else {}
         if between.peak({**sizes, **good}) <= self._limit:
             sizes |= good
-        for name in (TOKENS, CHUNK):
+        for name in (TOKENS, CHUNK, BUCKET):
             for value in self._values.get(name, ()):
                 if value > sizes[name] and between.peak({**sizes, name: value}) <= self._limit:
                     sizes[name] = value
@@ -148,7 +155,7 @@ class _SizeSearch:
 
     def _lowered(self, sizes: Sizes, phase: str) -> Sizes | None:
         """Return smaller sizes for a phase that exceeds the limit; None if they are the least already."""
-        for name in (GATHER, CACHE) if phase == "rollout" else (TOKENS, CHUNK):
+        for name in {"rollout": (GATHER, CACHE), "sync": (BUCKET,)}.get(phase, (TOKENS, CHUNK)):
             if name in sizes and sizes[name] > self._values[name][0]:
                 return {**sizes, name: sizes[name] // 2}
         return None
@@ -187,6 +194,7 @@ class _SizeSearch:
         beyond = {name for name, phase in plan.phases.items() if phase.peak > self._limit}
         acting = {TOKENS, CHUNK} if beyond & {"score", "forward", "backward"} else set()
         acting |= {CACHE, GATHER} if "rollout" in beyond else set()
+        acting |= {BUCKET} if "sync" in beyond else set()
         smaller = {}
         for name, values in self._possible():
             value = self._set_value(name)
@@ -230,7 +238,12 @@ class _Between:
         if name == "rollout":
             by_kind = dict.fromkeys(by_kind, CACHE)
         kinds = (least.device.keys() | most.device.keys()) - {Kind.MARGIN}
-        return sum(self._bytes(kind, least, most, by_kind.get(kind), sizes) for kind in kinds)
+        buckets = 0
+        if name == "sync" and BUCKET in sizes:  # one is filled while another is sent
+            kinds.discard(Kind.BUCKETS)
+            vllm: Any = self._least.inputs.settings.vllm
+            buckets = least.device.get(Kind.BUCKETS, 0) + 2 * (sizes[BUCKET] - int(vllm.bucket_bytes))
+        return buckets + sum(self._bytes(kind, least, most, by_kind.get(kind), sizes) for kind in kinds)
 
     def _bytes(self, kind: Kind, least: PhaseMemory, most: PhaseMemory, size: str | None, sizes: Sizes) -> int:
         low, high = least.device.get(kind, 0), most.device.get(kind, 0)

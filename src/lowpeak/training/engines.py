@@ -24,7 +24,7 @@ from lowpeak.rollout.native import NativeEngine, bytes_per_token, end_token_ids,
 from lowpeak.training.prepare_run import OnlineParts
 from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import Run, RunContext
-from lowpeak.training.run_sizes import Sizes
+from lowpeak.training.run_sizes import SYNC_BYTES, Sizes
 from lowpeak.vllm import (
     ColocatedModelSpec,
     ColocatedVllm,
@@ -137,8 +137,8 @@ def vllm_engine(
         connect = partial(connect_checked, where, policy, tokenizer, lambda: run.interrupts.stopping)
 
     def most_bucket_bytes() -> int:
-        sizes = context.run.sizes  # after an out-of-memory error they bound buckets
-        return sizes.sync_bytes if "sync_bytes" in sizes.lowered else settings.bucket_bytes
+        limit = context.run.sizes.sync_bytes  # of a memory budget, or after an out-of-memory error
+        return limit if limit < SYNC_BYTES else settings.bucket_bytes
 
     return VllmEngine(connect, settings, policy_facts, sharing, stats.add_push, most_bucket_bytes)
 

@@ -28,7 +28,7 @@ from lowpeak.parallel import DeviceFractions, Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric
 from lowpeak.training.planned_memory import bytes_beside_tensors, run_description, start_plan
-from lowpeak.training.run_sizes import LayoutChoice, Sizes, gradient_bytes
+from lowpeak.training.run_sizes import SYNC_BYTES, LayoutChoice, Sizes, gradient_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,10 @@ def resolve_sizes(
     if budget is not None and memory.memory_budget != "auto" and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(budget / total_bytes(device), device)
     plan = plan_sizes(context, policy, strategy, budget, prompt_tokens)
+    planned = dict(plan.sizes)
+    sync_bytes = min(SYNC_BYTES, planned.pop("vllm_bucket_size", SYNC_BYTES))
     sizes = Sizes.of(
-        replace(memory, **plan.sizes),
+        replace(memory, **planned),
         policy,
         device,
         choice,
@@ -94,7 +96,7 @@ def resolve_sizes(
         budget=budget,
     )
     planned_for = None if memory.memory_budget == "auto" else budget
-    sizes = replace(sizes, gather_budget=plan.sizes.get("gather_budget"), memory_budget=planned_for)
+    sizes = replace(sizes, gather_budget=planned.get("gather_budget"), memory_budget=planned_for, sync_bytes=sync_bytes)
     return sizes, MemoryLimit.of(memory, budget, policy, device, shares, storage), plan.phases
 
 

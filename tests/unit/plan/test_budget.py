@@ -64,6 +64,18 @@ def test_with_room_a_step_is_one_micro_batch_and_a_rollout_one_wave():
     assert found.plan.work.slots >= 64
 
 
+def test_buckets_of_weights_for_vllm_shrink_if_a_sync_would_exceed_the_budget():
+    served = {"use_vllm": True, "vllm_mode": "server"}
+    roomy, tight = (fit_sizes(request(**served), mebibytes * MIB) for mebibytes in (2_000, 270))
+    assert roomy.sizes["vllm_bucket_size"] == 64 * MIB
+    assert MIB <= tight.sizes["vllm_bucket_size"] < 64 * MIB
+    assert tight.plan.peak <= 270 * MIB < roomy.plan.phases["sync"].peak
+    given = fit_sizes(request(**served, vllm_bucket_size="8MiB"), 270 * MIB)
+    assert "vllm_bucket_size" not in given.sizes
+    refused = fit_sizes(request(**served, vllm_bucket_size="256MiB"), 270 * MIB)
+    assert "lower vllm_bucket_size (now 268435456)" in refused.problem
+
+
 def test_bytes_beside_tensors_count():
     assert fit_sizes(request("sft"), 900 * MIB, beside=500 * MIB).sizes == fitted("sft", 400).sizes
 
