@@ -36,6 +36,12 @@ def test_lines_of_prose_end_at_100_columns(page):
     assert long == []
 
 
+def test_each_page_is_in_the_navigation():
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    named = set(re.findall(r": ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert named == pages
+
+
 def test_the_drawing_is_of_the_imports_as_they_are():
     assert DRAWING.read_text(encoding="utf-8") == drawing(), "run python tests/architecture/packages_drawing.py"
 
