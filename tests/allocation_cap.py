@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._guards import active_fake_mode
 from torch.utils._pytree import tree_leaves
 
 from lowpeak.memory import Phase, StorageMeter
@@ -26,6 +27,8 @@ class AllocationCap(StorageMeter):
         for leaf in tree_leaves((args, kwargs)):
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and not self.knows(leaf):
                 self.ignore(leaf.untyped_storage())  # made before
+        if active_fake_mode() is not None:  # DTensor propagates shapes: nothing is allocated
+            return func(*args, **(kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.live_bytes > self.most:
             del out

@@ -257,8 +257,9 @@ class CapAfter(TrainerCallback):
 ENDING = {"zero3": 2, "tp": 2, "hsdp": 4}
 ENDING_CASES = [
     *(("zero3", phase, victim) for phase in (Phase.SCORE, Phase.TRAIN) for victim in (0, 1)),
-    ("tp", Phase.TRAIN, 1),
-    ("hsdp", Phase.TRAIN, 3),
+    *(("tp", phase, victim) for phase in (Phase.SCORE, Phase.TRAIN) for victim in (0, 1)),
+    *(("hsdp", Phase.TRAIN, victim) for victim in (0, 1, 2, 3)),
+    ("hsdp", Phase.SCORE, 3),
 ]
 
 

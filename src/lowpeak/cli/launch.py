@@ -219,35 +219,42 @@ def run_launcher(words: Sequence[str], output_dir: Path) -> int:
     The status is 0, that of the first rank that failed, 128 + the signal that ended this rank, or 130 after Ctrl-C. Ranks that
     have failed are launched again if one of them recorded smaller sizes in `output_dir`, which are smaller each time.
     """
-    from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    from lowpeak.setup import RELAUNCHES, read_sizes
 
     os.environ.update({LAUNCHED: "1", PARENT_VARIABLE: str(os.getpid())})
     if os.environ.get("LOWPEAK_TRACEBACK", "0") in ("", "0"):  # ranks report their own errors
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with _forward_ctrl_c() as presses:
         try:
-            for relaunches in itertools.count():
-                os.environ[RELAUNCHES] = str(relaunches)
-                earlier = read_sizes(output_dir)
-                try:
-                    launch_command(_parse_options(words, relaunches))
-                    break
-                except ChildFailedError as failed:
-                    if presses:
-                        break
-                    record = read_sizes(output_dir)
-                    if record in ({}, earlier):
-                        return _exit_status(*failed.get_first_failure())
-                    _print_restart(record)
+            failure = _launch_until_done(words, output_dir, presses)
         except SignalException as ended:
             return 128 + int(ended.sigval)
         except _LAUNCHER_ERRORS as error:
             raise ArgumentError(f"the processes cannot be started: {first_line(error)}. {_NEXT_STEP}") from error
-    return 130 if presses else 0
+    if presses:
+        return 130
+    return 0 if failure is None else _exit_status(*failure)
+
+
+def _launch_until_done(words: Sequence[str], output_dir: Path, presses: Sequence[int]) -> tuple[int, Any] | None:
+    """Launch the ranks, and again after an out-of-memory error that recorded smaller sizes; return the last failure."""
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from lowpeak.setup import RELAUNCHES, read_sizes
+
+    for relaunches in itertools.count():
+        os.environ[RELAUNCHES] = str(relaunches)
+        earlier = read_sizes(output_dir)
+        try:
+            launch_command(_parse_options(words, relaunches))
+            return None
+        except ChildFailedError as failed:
+            record = read_sizes(output_dir)
+            if presses or record in ({}, earlier):  # no rank has recorded sizes in this launch
+                return failed.get_first_failure()
+            _print_restart(record)
+    raise AssertionError("sizes get smaller without end")
 
 
 def _parse_options(words: Sequence[str], relaunches: int) -> Any:

@@ -18,6 +18,7 @@ from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind, PhaseMemory
 from lowpeak.plan.advice import advise
 from lowpeak.plan.computed import margin
+from lowpeak.plan.cost import shards_weights
 from lowpeak.plan.derived_configs import with_arguments
 from lowpeak.plan.inputs import PlanRequest, RunInputs
 from lowpeak.plan.plan import Plan, make_plan
@@ -30,7 +31,6 @@ _LEAST_CHUNK, _MOST_CHUNK = 16, 1024
 _GOOD_CHUNK = 256
 _MOST_TRIALS = 4  # plans of choices, before the least sizes are taken
 _WIDEST = 4  # bytes of a gathered parameter
-_SHARDED = ("fsdp2", "hsdp", "tp", "zero3")
 
 Sizes = dict[str, int]
 
@@ -114,7 +114,8 @@ class _SizeSearch:
             return
         least = inputs.least_cache_bytes
         yield CACHE, _powers(least, inputs.sequences_of_rank * least)
-        if self._request.base_strategy in _SHARDED and self._request.world_size > 1:
+        request = self._request
+        if shards_weights(request.strategy, request.machine, request.tensor_parallel):
             yield GATHER, [0]
 
     def _largest_batch(self, tokens: int) -> int:

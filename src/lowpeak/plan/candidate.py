@@ -37,7 +37,7 @@ class Candidate:
 
     def __str__(self) -> str:
         parts = [self.strategy if self.tensor_parallel == 1 else f"{self.strategy} (tp {self.tensor_parallel})"]
-        parts.append("16 bytes a parameter" if self.storage is None else _storage_words(self.storage))
+        parts.append("16 bytes per trained parameter" if self.storage is None else _storage_words(self.storage))
         parts.append("checkpointing" if self.checkpointing else "no checkpointing")
         parts.append(f"micro-batches of {self.tokens:,} tokens")
         parts += self.offloads
@@ -50,7 +50,7 @@ class Candidate:
 
 def _storage_words(storage: StorageFormat) -> str:
     total = storage.weight_bytes + storage.gradient_bits / 8 + storage.state_bytes
-    words = f"{total:.1f} bytes a parameter"
+    words = f"{total:.1f} bytes per trained parameter"
     return f"{words}, of which {storage.weight_bytes} on the device" if storage.offload else words
 
 
@@ -77,5 +77,5 @@ class Estimate:
         return self.reason_of_host(machine)
 
     def reason_of_host(self, machine: Machine) -> str:
-        """Return the host memory that the candidate needs beside what there is."""
+        """Return the bytes of host memory that the candidate needs, of those that a host has."""
         return f"about {show_bytes(self.host)} of a host's memory of {show_bytes(machine.host_memory or 0)}"

@@ -61,15 +61,15 @@ def place_by_strategy(
 ) -> dict[str, PhaseMemory]:
     """Return the phases with what a rehearsal on FSDP2 or one device lacks: ZeRO's shares, and shards in host memory.
 
-    ZeRO-3 gathers a layer, the next one and the head, and in a rollout of the native engine up to `gather_budget`. ZeRO reduces
-    gradients in two buckets of hidden x hidden values.
+    ZeRO-3 gathers a layer, the next one, embeddings and head, and in a rollout of the native engine up to `gather_budget`. ZeRO
+    reduces gradients in two buckets of hidden x hidden values.
     """
     request, counts = inputs.request, inputs.counts
     if not request.base_strategy.startswith("zero"):
         return _offloaded(phases) if request.strategy.endswith("-offload") else dict(phases)
     stage = int(request.base_strategy[-1])
     shares = zero_shares(stage, counts.trained, counts.frozen_bytes, request.world_size, bf16=bool(inputs.args.bf16))
-    gathered = _HALF * (2 * counts.largest_layer + counts.head) if stage == 3 else 0
+    gathered = _HALF * counts.in_pass if stage == 3 else 0
     kept = min(gather_budget, _HALF * counts.total) if stage == 3 and inputs.rollout(0) is not None else 0
     bucket = 2 * _HALF * inputs.config.get_text_config().hidden_size ** 2
     placed = {}
@@ -142,17 +142,30 @@ def vllm_bytes(num_parameters: int, parallel: int) -> int:
 
 
 def copied_for_rollout(inputs: RunInputs, phases: Mapping[str, PhaseMemory]) -> int:
-    """Return the bytes that a rollout copies over the link to the host: offloaded states and models, a sleeping engine."""
-    memory, frozen = inputs.settings.memory, phases["load"].device.get(Kind.FROZEN, 0)
-    states = phases["optimizer"].device.get(Kind.OPTIMIZER, 0)
-    vllm = inputs.settings.vllm if inputs.is_online else None
+    """Return the bytes that a planned run copies over the link to the host for a rollout."""
+    memory, vllm = inputs.settings.memory, inputs.settings.vllm if inputs.is_online else None
     where = None if vllm is None else vllm.where
-    sleeping = where.tensor_parallel_size if isinstance(where, ColocateSettings) and where.sleeps else 0
-    copied = 2 * (states + frozen) if memory.offload_during_rollout else 0
-    if memory.offload_frozen_models and "score" in phases:  # each pass copies the whole model
-        tokens = inputs.sequences_of_rank * inputs.longest_sequence
-        copied += phases["score"].host.get(Kind.FROZEN, 0) * -(-tokens // inputs.sizes.micro_batch_tokens)
-    return copied + (2 * _HALF * inputs.counts.total // sleeping if sleeping else 0)
+    engine = 0
+    if isinstance(where, ColocateSettings) and where.sleeps:
+        engine = _HALF * inputs.counts.total // where.tensor_parallel_size
+    moves, streams = memory.offload_during_rollout, memory.offload_frozen_models and "score" in phases
+    tokens = inputs.sequences_of_rank * inputs.longest_sequence
+    return rollout_copies(
+        moved=phases["optimizer"].device.get(Kind.OPTIMIZER, 0) * moves,
+        moved_frozen=phases["load"].device.get(Kind.FROZEN, 0) * moves,
+        streamed=phases["score"].host.get(Kind.FROZEN, 0) if streams else 0,
+        passes=-(-tokens // inputs.sizes.micro_batch_tokens),
+        engine=engine,
+    )
+
+
+def rollout_copies(*, moved: int, moved_frozen: int, streamed: int, passes: int, engine: int) -> int:
+    """Return 2 * (moved + moved_frozen + engine) + streamed * passes, in bytes.
+
+    Optimizer states (`moved`), frozen models and the weights of a sleeping `engine` leave the device and return. Each of the
+    scoring `passes` copies the frozen models that are `streamed`.
+    """
+    return 2 * (moved + moved_frozen + engine) + streamed * passes
 
 
 def sync_bytes(inputs: RunInputs) -> int:
@@ -162,9 +175,8 @@ def sync_bytes(inputs: RunInputs) -> int:
 
 
 def streamed_bytes(inputs: RunInputs) -> int:
-    """Return the bytes of a frozen model on the device while it runs from host memory: two layers, embeddings and head."""
-    counts = inputs.counts
-    return int(inputs.checkpoint_dtype.itemsize * (2 * counts.largest_layer + 2 * counts.head))
+    """Return the bytes of a frozen model on the device while it runs from host memory."""
+    return int(inputs.checkpoint_dtype.itemsize * inputs.counts.in_pass)
 
 
 def host_of_process(

@@ -23,6 +23,7 @@ from lowpeak.plan.computed import (
     PROCESS_BYTES,
     VLLM_ASLEEP_BYTES,
     margin,
+    rollout_copies,
     streamed_bytes,
     sync_bytes,
     vllm_bytes,
@@ -173,8 +174,7 @@ class Estimator:
         counts = self.inputs.counts
         if not shards_weights(candidate.strategy, self._request.machine, candidate.tensor_parallel):
             return 0
-        # A layer and the next one; embeddings and head.
-        return int(_HALF * (2 * counts.largest_layer + 2 * counts.head) // candidate.tensor_parallel)
+        return int(_HALF * counts.in_pass // candidate.tensor_parallel)
 
     def _work(self, candidate: Candidate, resident: _Resident) -> Work:
         inputs = self.inputs
@@ -218,12 +218,14 @@ class Estimator:
         return int(self.inputs.counts.trained * (8 + 4 + 2 * batches) // _shards(candidate, self._request.machine))
 
     def _copied_for_rollout(self, candidate: Candidate, resident: _Resident, work: Work) -> int:
-        is_streamed = FROZEN in candidate.offloads
-        copied = 2 * (resident.states + (0 if is_streamed else resident.frozen)) if STATES in candidate.offloads else 0
-        if is_streamed:  # each scoring pass copies the whole model
-            copied += resident.frozen * max(1, -(-work.score_tokens // candidate.tokens))
-        return copied + (
-            2 * _HALF * int(self.inputs.counts.total) // candidate.engine_parallel if candidate.sleeps else 0
+        moves, streams = STATES in candidate.offloads, FROZEN in candidate.offloads
+        weights = _HALF * int(self.inputs.counts.total) // candidate.engine_parallel
+        return rollout_copies(
+            moved=resident.states * moves,
+            moved_frozen=resident.frozen * (moves and not streams),
+            streamed=resident.frozen * streams,
+            passes=-(-work.score_tokens // candidate.tokens),
+            engine=weights * candidate.sleeps,
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -85,27 +86,28 @@ class Search:
     def run(self) -> Fit:
         """Return the fastest candidate that fits; each of the best is rehearsed whole before it is chosen."""
         machine = self._request.machine
-        estimates = [self._estimator.estimate(candidate) for candidate in self._candidates()]
-        if ACTIVATIONS not in self._given and not any(e.fits(machine) for e in estimates):
-            # Activations leave the device if nothing else helps.
-            estimates += [self._estimator.estimate(candidate) for candidate in self._candidates(ACTIVATIONS)]
+        estimates = self._estimates()
         fitting = sorted((e for e in estimates if e.fits(machine)), key=_preference)
         smallest = _first_by_strategy(sorted(estimates, key=lambda e: e.peak))
         rejected = [(e.candidate, e.reason(machine)) for e in smallest if not e.fits(machine)]
         tried: list[Estimate] = []
-        for estimate in fitting:
-            of_strategy = [each for each in tried if each.candidate.strategy == estimate.candidate.strategy]
-            if len(of_strategy) == _MOST_OF_STRATEGY or len(tried) == _MOST_REHEARSED:
-                continue
+        for estimate in _best_of_strategies(fitting):
             plan, arguments = self._rehearse(estimate)
-            tried.append(replace(estimate, peak=plan.peak, host=plan.host_peak))
             if plan.fits:
-                slower = [e for e in _first_by_strategy(fitting) if e.candidate.strategy != estimate.candidate.strategy]
-                rejected += [(e.candidate, f"{e.seconds:.1f} s a step") for e in slower]
+                others = (e for e in _first_by_strategy(fitting) if e.candidate.strategy != estimate.candidate.strategy)
+                rejected += [(e.candidate, f"{e.seconds:.1f} s a step") for e in others]
                 return Fit(plan, estimate.candidate, rejected, arguments=arguments)
             peak = f"{show_bytes(plan.peak)} in {plan.peak_phase}"
             rejected.append((estimate.candidate, f"rehearsed with {peak}, of {show_bytes(machine.memory)}"))
+            tried.append(replace(estimate, peak=plan.peak, host=plan.host_peak))
         return Fit(None, None, rejected, self._smallest_change(tried or estimates))
+
+    def _estimates(self) -> list[Estimate]:
+        """Return the estimates of all candidates; activations leave the device in some if nothing else fits."""
+        estimates = [self._estimator.estimate(candidate) for candidate in self._candidates()]
+        if ACTIVATIONS in self._given or any(e.fits(self._request.machine) for e in estimates):
+            return estimates
+        return estimates + [self._estimator.estimate(candidate) for candidate in self._candidates(ACTIVATIONS)]
 
     def _rehearse(self, estimate: Estimate) -> tuple[Plan, dict[str, Any]]:
         """Return the plan of a candidate with all layers, and its arguments; sizes of a rollout that does not fit are halved."""
@@ -267,6 +269,17 @@ def _preference(estimate: Estimate) -> tuple[float, int]:
     if candidate.strategy.startswith("zero"):
         least_gain *= 1.03
     return estimate.seconds * least_gain, estimate.peak
+
+
+def _best_of_strategies(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Return the first estimates, a few of each strategy: one that the estimate misjudges leaves room for the others."""
+    numbers: Counter[str] = Counter()
+    best = []
+    for estimate in estimates:
+        numbers[estimate.candidate.strategy] += 1
+        if numbers[estimate.candidate.strategy] <= _MOST_OF_STRATEGY:
+            best.append(estimate)
+    return best[:_MOST_REHEARSED]
 
 
 def _first_by_strategy(estimates: Sequence[Estimate]) -> list[Estimate]:

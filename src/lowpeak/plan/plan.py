@@ -51,6 +51,11 @@ class ModelCounts:
     largest: int
     largest_trained: int
 
+    @property
+    def in_pass(self) -> int:
+        """Parameters that a pass has on a device if it gets them layer by layer: a layer, the next one, embeddings, head."""
+        return 2 * self.largest_layer + 2 * self.head
+
     @classmethod
     def of(cls, make_model: Callable[[], nn.Module]) -> ModelCounts:
         with FakeTensorMode(allow_non_fake_inputs=True):
