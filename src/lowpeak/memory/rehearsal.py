@@ -122,6 +122,7 @@ def rehearse(
     rollout: RehearsedRollout | None = None,
     activation_offloading: bool = False,
     device: Literal["cuda", "cpu"] = "cuda",
+    updates: bool = True,
 ) -> Rehearsal:
     """Return the peak of each phase of a step on rank 0 of a placement's ranks.
 
@@ -130,7 +131,8 @@ def rehearse(
     `compute` is torch.bfloat16 for a run with `bf16=True`. With a `storage` format the model is converted to it, and its
     CompactAdamW is the optimizer. Scoring passes are those of `algorithm.needs`; without a separate reference they run the
     policy, without its adapter if it has one. With `activation_offloading` a forward's activations go to host memory. A first
-    step, which creates the optimizer's states, does not count.
+    step, which creates the optimizer's states, does not count. Without `updates` there is neither that step nor an update: what
+    passes take beside weights, gradients and states is the same.
 
     Counted is every storage that an operation returns, in the blocks of the `device`: weights, shards, gathered layers,
     activations, gradients, optimizer states; on a CPU copies in gloo and in kernels too. Not counted are other temporaries inside
@@ -153,16 +155,19 @@ def rehearse(
         stage.load_frozen(make_reference, rewards)
         optimizer = stage.make_optimizer(make_optimizer, placement)
         stage.strategy = FakeStrategy(meter.begin, inplace=placement.shards == 1)
-        step = partial(stage.step, micro_batches, algorithm, cast(Strategy, stage.strategy), optimizer, max_grad_norm)
         meter.begin(None)
         load = meter.live.copy()
-        step()  # creates the optimizer's states
+        if updates:
+            stage.train(micro_batches[:1], algorithm)
+            stage.update(optimizer, max_grad_norm)  # creates its states
         meter.peaks.clear()
         meter.peaks |= {"load": load, "sync": meter.live.copy()}
         stage.run_rollout(rollout, algorithm, micro_batches if scored is None else scored)
         host = stage.host
         host.to_host = host.to_device = host.batches_to_host = host.batches_to_device = 0
-        step()
+        stage.train(micro_batches, algorithm)
+        if updates:
+            stage.update(optimizer, max_grad_norm)
     phases = {name: PhaseMemory(dict(meter.peaks[name]), host.of_phase(name)) for name in _ORDER if name in meter.peaks}
     return Rehearsal(phases, host.to_host, host.to_device, host.batches_to_host, host.batches_to_device)
 
@@ -288,16 +293,13 @@ class _Stage:
             )
         self._meter.begin(None)
 
-    def step(
-        self,
-        batches: Sequence[MicroBatch],
-        algorithm: Algorithm,
-        strategy: Strategy,
-        optimizer: Any,
-        max_grad_norm: float,
-    ) -> None:
+    def train(self, batches: Sequence[MicroBatch], algorithm: Algorithm) -> None:
         self.model.train()
+        strategy = cast(Strategy, self.strategy)
         run_step(self.model, batches, algorithm, self._core, strategy, algorithm.coefficients())
+        self._meter.begin(None)
+
+    def update(self, optimizer: Any, max_grad_norm: float) -> None:
         self._meter.begin("optimizer", Kind.OPTIMIZER)
         if self._storage is None:
             nn.utils.clip_grad_norm_(self.model.parameters(), max_grad_norm)

@@ -350,7 +350,7 @@ class Estimator:
         with rehearse_device(request.machine.device), rehearse_experts():
             inputs = RunInputs(request, lambda inputs: request.machine.memory // 2)
             inputs.counts = self.inputs.counts
-            phases = rehearse_inputs(inputs, inputs.step_batches()).phases
+            phases = rehearse_inputs(inputs, inputs.step_batches(), updates=False).phases
         if "rollout" in phases:
             kinds = phases["rollout"].device
             self._decoding = max(self._decoding, kinds.get(Kind.ACTIVATIONS, 0) + kinds.get(Kind.LOGITS, 0))

@@ -221,8 +221,8 @@ def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda tex
     return replace(plan, work=work, seconds=step_seconds(work, request.machine))
 
 
-def rehearse_inputs(inputs: RunInputs, batches: list[Any]) -> Rehearsal:
-    """Rehearse a planned run's tensors, with the largest of rank 0's micro-batches in a step."""
+def rehearse_inputs(inputs: RunInputs, batches: list[Any], updates: bool = True) -> Rehearsal:
+    """Rehearse a planned run's tensors, with the largest of rank 0's micro-batches in a step; see `rehearse`."""
     request = inputs.request
     largest = sorted(batches, key=lambda batch: -batch.input_ids_BL.numel())[:_REHEARSED_BATCHES]
     scored = inputs.scored_batches()[:1] if inputs.is_online and inputs.algorithm.needs else None
@@ -240,6 +240,7 @@ def rehearse_inputs(inputs: RunInputs, batches: list[Any]) -> Rehearsal:
         rollout=inputs.rollout(_gather_budget(inputs)),
         activation_offloading=inputs.settings.memory.activation_offloading,
         device=request.machine.device,
+        updates=updates,
     )
 
 
