@@ -131,17 +131,14 @@ def rehearse(
     `compute` is torch.bfloat16 for a run with `bf16=True`. With a `storage` format the model is converted to it, and its
     CompactAdamW is the optimizer. Scoring passes are those of `algorithm.needs`; without a separate reference they run the
     policy, without its adapter if it has one. With `activation_offloading` a forward's activations go to host memory. A first
-    step, which creates the optimizer's states, does not count. Without `updates` there is neither that step nor an update: what
-    passes take beside weights, gradients and states is the same.
+    step, which creates the optimizer's states, does not count. Without `updates` there are no states and no optimizer phase.
 
     Counted is every storage that an operation returns, in the blocks of the `device`: weights, shards, gathered layers,
     activations, gradients, optimizer states; on a CPU copies in gloo and in kernels too. Not counted are other temporaries inside
-    an operation, fragmentation, and the process with its libraries and communicators (a constant of a run). Kernels are those of
-    CPU devices. Padded rows get an attention mask that transformers drops in a real forward, after it has read that nothing is
-    packed: that adds some MB to a micro-batch.
+    an operation, fragmentation, and the process with its libraries and communicators. Kernels are those of CPU devices. Padded
+    rows get an attention mask of some MB that transformers drops in a real forward, after it has read that nothing is packed.
 
-    Raises ArgumentError in a process that is connected to other ranks, and torch's DataDependentOutputException if a phase
-    reads a tensor's value.
+    ArgumentError in a process that is connected to other ranks; torch's DataDependentOutputException if a phase reads values.
     """
     with fake_process_group(placement.world_size), ExitStack() as stack:
         mesh = make_mesh(placement.shards, placement.replicas) if placement.shards > 1 else None
@@ -154,17 +151,15 @@ def rehearse(
         stage = _Stage(meter, core, make_model, mesh, compute, storage, activation_offloading)
         stage.load_frozen(make_reference, rewards)
         optimizer = stage.make_optimizer(make_optimizer, placement)
-        stage.strategy = FakeStrategy(meter.begin, inplace=placement.shards == 1)
         meter.begin(None)
         load = meter.live.copy()
         if updates:
             stage.train(micro_batches[:1], algorithm)
             stage.update(optimizer, max_grad_norm)  # creates its states
-        meter.peaks.clear()
-        meter.peaks |= {"load": load, "sync": meter.live.copy()}
+        meter.peaks = {"load": load, "sync": meter.live.copy()}
         stage.run_rollout(rollout, algorithm, micro_batches if scored is None else scored)
         host = stage.host
-        host.to_host = host.to_device = host.batches_to_host = host.batches_to_device = 0
+        host.count_copies_from_here()
         stage.train(micro_batches, algorithm)
         if updates:
             stage.update(optimizer, max_grad_norm)
@@ -200,7 +195,7 @@ class _Stage:
             offload = ActivationOffload(model, cast(Any, RehearsedMover(self.host)))
             self._core = replace(core, activation_context=offload.saving)
         self.model = prepare_like_accelerate(model, mesh, compute)
-        self.strategy = FakeStrategy()
+        self._strategy = cast(Strategy, FakeStrategy(meter.begin, inplace=mesh is None))
         head = causal_lm(model).get_output_embeddings()
         if head is not None:
             self._tag_head(head)
@@ -295,8 +290,7 @@ class _Stage:
 
     def train(self, batches: Sequence[MicroBatch], algorithm: Algorithm) -> None:
         self.model.train()
-        strategy = cast(Strategy, self.strategy)
-        run_step(self.model, batches, algorithm, self._core, strategy, algorithm.coefficients())
+        run_step(self.model, batches, algorithm, self._core, self._strategy, algorithm.coefficients())
         self._meter.begin(None)
 
     def update(self, optimizer: Any, max_grad_norm: float) -> None:

@@ -19,8 +19,12 @@ class RehearsedHost(HostMemory):
     def __init__(self, meter: StorageMeter) -> None:
         super().__init__(torch.device("cpu"))
         self._meter = meter
-        self.gradients = self.states = self.activations = self.to_host = self.to_device = 0
-        self.batches_to_host = self.batches_to_device = self._live_activations = 0
+        self.gradients = self.states = self.activations = self._live_activations = 0
+        self.count_copies_from_here()
+
+    def count_copies_from_here(self) -> None:
+        """Set the counts of copied bytes to 0."""
+        self.to_host = self.to_device = self.batches_to_host = self.batches_to_device = 0
 
     def of_phase(self, name: str) -> dict[Kind, int]:
         """Return the bytes that are in host memory in a phase."""
