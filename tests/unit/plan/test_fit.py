@@ -74,6 +74,7 @@ def test_the_plan_of_the_choice_is_that_of_its_arguments():
     }
 
 
+@pytest.mark.processes
 def test_a_run_that_cannot_fit_is_told_the_smallest_change():
     found = Search(request(1.0)).run()
     assert found.plan is None
@@ -103,6 +104,7 @@ def test_the_sizes_of_a_rollout_are_chosen_for_the_run():
     )  # there is room for all of it
 
 
+@pytest.mark.processes
 def test_with_less_memory_a_rollout_moves_optimizer_states_away_or_has_a_smaller_cache():
     many = {**FEW_CANDIDATES, "max_completion_length": 1024, "per_device_train_batch_size": 64}
     moving = Search(request(2.05, **many)).run()
@@ -122,6 +124,7 @@ def test_vllm_gets_the_share_that_training_leaves_and_sleeps_if_that_is_too_litt
     assert found.plan.fits
 
 
+@pytest.mark.processes
 def test_vllm_spans_devices_if_that_is_faster_unless_its_share_and_size_are_given():
     found = Search(request(80, 2, **COLOCATED)).run()
     assert found.arguments["vllm_tensor_parallel_size"] in (1, 2)
@@ -139,6 +142,7 @@ def test_the_reference_leaves_the_device_if_it_has_no_room():
     assert frozen["backward"] == 0
 
 
+@pytest.mark.processes
 def test_activations_leave_the_device_if_nothing_else_helps():
     found = Search(request(2.05, max_completion_length=2048, **FEW_CANDIDATES)).run()
     assert found.arguments["activation_offloading"] is True
@@ -151,6 +155,7 @@ def test_too_little_host_memory_is_the_reason_that_is_named():
     assert "of a host's memory of 1 MiB" in found.smallest_change
 
 
+@pytest.mark.processes
 def test_estimates_agree_with_plans_under_every_strategy_with_and_without_checkpointing():
     search = Search(request(80, 4, beta=0.1, micro_batch_tokens=320))  # two micro-batches
     firsts = {}
