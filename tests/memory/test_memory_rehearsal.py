@@ -85,7 +85,7 @@ def bytes_per_parameter(found: Rehearsal, config: Qwen2Config, world_size: int =
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in make_model(config).parameters())
     numbers = {name: phase.peak for name, phase in found.phases.items()}
-    numbers |= {"host": found.phases["load"].host_peak, "to_host": found.to_host, "to_device": found.to_device}
+    numbers |= {"host": found.phases["optimizer"].host_peak, "to_host": found.to_host, "to_device": found.to_device}
     numbers |= {"batches_to_host": found.batches_to_host}
     return {name: value * world_size / num_parameters for name, value in numbers.items()}
 

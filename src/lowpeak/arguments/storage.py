@@ -35,6 +35,15 @@ class StorageFormat:
         low_bits = 0 if self.weight_bits is None else (self.weight_bits - 16) / 8
         return low_bits + (2 + 8 / 128 if self.state_bits == 8 else 8)
 
+    @property
+    def total_bytes(self) -> float:
+        """Bytes per parameter of the weight, its gradient and its states."""
+        return self.weight_bytes + self.gradient_bits / 8 + self.state_bytes
+
+    def copied_bytes(self, num_batches: int) -> float:
+        """Return bytes per parameter that `offload` copies in a step: each micro-batch's gradient, their sum, states both ways."""
+        return self.weight_bytes * num_batches + self.gradient_bits / 8 + 2 * self.state_bytes
+
     def device_bytes(self, gradient_share: float = 1.0, state_share: float = 1.0) -> float:
         """Return bytes per parameter on the device beside the weight, if it has these shares of gradients and states."""
         return 0.0 if self.offload else gradient_share * self.gradient_bits / 8 + state_share * self.state_bytes
@@ -47,12 +56,11 @@ class StorageFormat:
             16: "bf16 (stochastic rounding, unbiased)",
         }[self.weight_bits]
         gradients = "fp32" if self.gradient_bits == 32 else "bf16"
-        total = self.weight_bytes + self.gradient_bits / 8 + self.state_bytes
         places = f", {self.weight_bytes} on the device and the others in host memory" if self.offload else ""
         places += ", low bits and states sharded over DDP's ranks" if self.shard_states else ""
         return (
             f"weights in {weights}, gradients in {gradients}, optimizer states in {self.state_bits} bits: "
-            f"{total:.2f} bytes per parameter of large matrices{places}"
+            f"{self.total_bytes:.2f} bytes per parameter of large matrices{places}"
         )
 
 

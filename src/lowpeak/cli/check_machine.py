@@ -88,7 +88,7 @@ def _versions(job: Job) -> Iterator[Check]:
         "peft": job.model.use_peft,
         "bitsandbytes": job.model.load_in_4bit or job.model.load_in_8bit,
         "deepspeed": "zero" in str(job.launch.accelerate_config or ""),
-        "vllm": bool(job.given.get("use_vllm")) and job.given.get("vllm_mode") == "colocate",
+        "vllm": getattr(job.config, "use_vllm", False) and getattr(job.config, "vllm_mode", "") == "colocate",
     }
     for package in (name for name, is_needed in needed.items() if is_needed):
         version = installed_version(package)

@@ -31,6 +31,7 @@ _SLURM = """\
 #SBATCH --nodes={hosts}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={per_host}
+#SBATCH --mem=0
 #SBATCH --exclusive
 # One task per host starts the processes of its GPUs.
 set -euo pipefail
@@ -43,9 +44,11 @@ _SERVER_SLURM = """\
 #SBATCH --job-name=lowpeak-serve
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node={tensor}
-# A vLLM server that generates for the run: set vllm_server_base_url in {run} to http://<its host>:8000 before the run starts.
+# A vLLM server that generates for the run: vllm_server_base_url in {run} must name it, http://<its host>:8000. Start one for each
+# URL. Run and servers need the same secret in their environment: export LOWPEAK_SERVER_TOKEN=...
 set -euo pipefail
-exec lowpeak serve --model {model} --port 8000 --tensor_parallel_size {tensor}
+: "${{LOWPEAK_SERVER_TOKEN:?}}"
+exec lowpeak serve --model {model} --host 0.0.0.0 --port 8000 --tensor_parallel_size {tensor}
 """
 
 
@@ -99,7 +102,8 @@ def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:
         files["train.slurm"] = _SLURM.format(
             kind=job.kind, hosts=machine.num_hosts, per_host=machine.devices_on_host, shell=folder / "train.sh"
         )
-    if job.given.get("use_vllm") and job.given.get("vllm_mode", "server") == "server":
+    config: Any = job.config
+    if getattr(config, "use_vllm", False) and config.vllm_mode == "server":
         tensor = job.given.get("vllm_tensor_parallel_size") or 1
         serving = _SERVER_SLURM.format(run=run, model=job.model.model, tensor=tensor)
         lines = [

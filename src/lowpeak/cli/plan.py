@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lowpeak.plan import Machine, Plan, PlanRequest
 
 _STRATEGIES = {"fsdp2-tp": "tp", "single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2"}
+_LEAST_MEMORY = 1 << 20  # bytes of a device or a host; less is a number without its unit
 _GPUS_PER_HOST = 8
 
 
@@ -246,6 +247,8 @@ def machine_of(options: PlanArguments, job: Job) -> Machine:
 def _gpus_per_host(options: PlanArguments, job: Job, gpus: int) -> int:
     """Return the GPUs of a host; ArgumentError if the last one of several hosts would have fewer."""
     hosts = job.launch.num_machines or 1
+    if gpus % hosts:
+        raise ArgumentError(f"{gpus} GPUs are not a multiple of --num_machines {hosts}: each host has equally many.")
     per_host = options.gpus_per_host or (gpus // hosts if hosts > 1 and gpus % hosts == 0 else _GPUS_PER_HOST)
     if gpus > per_host and gpus % per_host:
         whole = gpus // per_host * per_host
@@ -261,6 +264,8 @@ def _bytes(name: str, text: str) -> int:
     size = parse_bytes(text)
     if size is None or size <= 0:
         raise ArgumentError(f"--{name} must be a size such as 80GiB or 500GB, got {text!r}.")
+    if size < _LEAST_MEMORY:
+        raise ArgumentError(f"--{name} {text} is {size} bytes: give a unit, such as {text}GiB.")
     return size
 
 
@@ -307,6 +312,8 @@ def _placement(job: Job, machine: Machine) -> tuple[str, int]:
     tensor = job.launch.parallelism_config_tp_size or (2 if known == "tp" else 1)
     if machine.num_devices % tensor:
         raise ArgumentError(f"--gpus {machine.num_devices} cannot be split into tensor parallel groups of {tensor}.")
+    if known == "single" and machine.num_devices > 1:
+        raise ArgumentError(f"--accelerate_config {name} trains on one device: set --gpus 1, or another config.")
     if known != "single" and machine.num_devices == 1:
         raise ArgumentError(f"--accelerate_config {name} places the model on several devices: set --gpus.")
     return known, tensor

@@ -8,6 +8,7 @@ from typing import Any
 
 from lowpeak.arguments import StorageFormat
 from lowpeak.memory import Kind
+from lowpeak.plan.computed import rollout_copies, streamed_bytes
 from lowpeak.plan.cost import Work, step_seconds
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.plan import Plan
@@ -15,6 +16,7 @@ from lowpeak.plan.plan import Plan
 Scales = Mapping[Kind, float]
 _TRAINED = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
 _SHARDED = (*_TRAINED, Kind.FROZEN)
+_PASSES = ("score", "forward", "backward")
 _LEAST_GAIN = 0.005  # of the peak
 _FP32 = StorageFormat(None, 32, 32)  # bytes of weights, gradients and states without a format
 
@@ -42,8 +44,8 @@ class Advice:
     added_seconds: float
 
 
-def advise(plan: Plan, count: int = 3) -> list[Advice]:
-    """Return the changes that lower the plan's peak most, the best first."""
+def advise(plan: Plan, count: int | None = 3) -> list[Advice]:
+    """Return the changes that lower the plan's peak most, the best first; all of them with a `count` of None."""
     before = sum(step_seconds(plan.work, plan.request.machine).values())
     found = []
     for change in _changes(plan, plan.work):
@@ -68,28 +70,29 @@ def _changes(plan: Plan, work: Work) -> Iterator[Change]:
     tokens, longest = plan.tokens, work.prompt + work.completion
     if tokens // 2 >= longest:
         halved = replace(work, num_batches=2 * work.num_batches)
-        yield change(f"micro_batch_tokens={tokens // 2}", {Kind.ACTIVATIONS: 0.5}, halved)
+        yield change(f"micro_batch_tokens={tokens // 2}", {Kind.ACTIVATIONS: 0.5}, halved, phases=_PASSES)
     chunk = int(plan.sizes["logprob_chunk_size"])
     if chunk > 64:
-        yield change(f"logprob_chunk_size={chunk // 4}", {Kind.LOGITS: 0.25})
-    cache = int(plan.sizes["kv_cache_bytes"])
-    if work.slots > 1 and work.sequences > 1:
+        yield change(f"logprob_chunk_size={chunk // 4}", {Kind.LOGITS: 0.25}, phases=_PASSES)
+    rollout = plan.phases["rollout"].device if "rollout" in plan.phases else {}
+    cache, gathered = rollout.get(Kind.KV_CACHE, 0), rollout.get(Kind.GATHERED, 0)
+    keeps_more = gathered and inputs.settings.memory.gather_budget is None  # layers stay gathered where the cache was
+    if cache and work.slots > 1 and work.sequences > 1 and not keeps_more:
         fewer = replace(work, slots=max(1, min(work.slots, work.sequences) // 2))
-        yield change(f"kv_cache_bytes={cache // 2}", {Kind.KV_CACHE: 0.5, Kind.ACTIVATIONS: 1.0}, fewer)
-    gathered = plan.phases["rollout"].device.get(Kind.GATHERED, 0) if "rollout" in plan.phases else 0
+        yield change(f"kv_cache_bytes={cache // 2}", {Kind.KV_CACHE: 0.5}, fewer)
     if gathered and work.sequences:
         half = replace(work, gathered_share=work.gathered_share / 2)
         yield change(f"gather_budget={gathered // 2}", {Kind.GATHERED: 0.5}, half, phases=("rollout",))
     if not work.checkpointing:
         share = _checkpointed_share(inputs.config)
-        yield change("gradient_checkpointing=True", {Kind.ACTIVATIONS: share}, replace(work, checkpointing=True))
+        checkpointed = replace(work, checkpointing=True)
+        yield change("gradient_checkpointing=True", {Kind.ACTIVATIONS: share}, checkpointed, phases=_PASSES[1:])
     yield from _format_changes(plan, work, change)
-    if (
-        any(phase.device.get(Kind.FROZEN) for phase in plan.phases.values())
-        and not inputs.settings.memory.offload_frozen_models
-    ):
-        moved = replace(work, host_bytes=work.host_bytes + plan.phases["load"].device.get(Kind.FROZEN, 0))
-        yield change("offload_frozen_models=True", {Kind.FROZEN: 0.1}, moved)
+    frozen = plan.phases["load"].device.get(Kind.FROZEN, 0)
+    if frozen and not inputs.settings.memory.offload_frozen_models:
+        streamed = rollout_copies(streamed=frozen, passes=work.score_batches)
+        moved = replace(work, rollout_bytes=work.rollout_bytes + streamed)
+        yield change("offload_frozen_models=True", {Kind.FROZEN: min(1.0, streamed_bytes(inputs) / frozen)}, moved)
     yield from _placement_changes(plan, work, change)
 
 
@@ -106,7 +109,7 @@ def _format_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> It
     if not now.offload and plan.request.machine.device == "cuda":
         bits = now.weight_bits
         then = StorageFormat(bits, now.state_bits, 32, offload=True)
-        copied = int(plan.counts.trained * (2 * then.state_bytes + 4 + 2 * work.num_batches))
+        copied = int(plan.counts.trained * then.copied_bytes(work.num_batches))
         copied //= max(1, plan.request.placement.shards)
         yield change("offload_optimizer=True", _ratios(now, then), replace(work, host_bytes=work.host_bytes + copied))
 
@@ -123,15 +126,16 @@ def _placement_changes(plan: Plan, work: Work, change: Callable[..., Change]) ->
     request, machine = plan.request, plan.request.machine
     if request.base_strategy in ("fsdp2", "zero3", "tp"):
         larger = replace(machine, num_devices=2 * machine.num_devices)
-        half = replace(work, train_tokens=work.train_tokens // 2, sequences=max(1, work.sequences // 2))
-        yield change(f"--gpus {larger.num_devices}", dict.fromkeys(_SHARDED, 0.5), half, larger)
+        # Each device has as many sequences as before.
+        updating = replace(work, update_bytes=work.update_bytes // 2)
+        yield change(f"--gpus {larger.num_devices}", dict.fromkeys(_SHARDED, 0.5), updating, larger)
     elif request.base_strategy in ("ddp", "zero1", "zero2") and machine.num_devices > 1:
         scales = dict.fromkeys(_SHARDED, 1 / machine.num_devices)
         yield change("--accelerate_config fsdp2", scales, replace(work, strategy="fsdp2"))
     elif request.base_strategy == "single":
         larger = replace(machine, num_devices=2)
-        half = replace(work, strategy="fsdp2", train_tokens=work.train_tokens // 2, sequences=work.sequences // 2)
-        yield change("--gpus 2 --accelerate_config fsdp2", dict.fromkeys(_SHARDED, 0.5), half, larger)
+        sharded = replace(work, strategy="fsdp2", update_bytes=work.update_bytes // 2)
+        yield change("--gpus 2 --accelerate_config fsdp2", dict.fromkeys(_SHARDED, 0.5), sharded, larger)
 
 
 def _checkpointed_share(config: Any) -> float:

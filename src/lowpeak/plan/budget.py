@@ -97,7 +97,7 @@ class _SizeSearch:
             plan = self._plan(sizes)
             if plan.peak <= self._limit:
                 return BudgetFit(sizes, plan)
-            sizes = self._lowered(sizes, plan.peak_phase)
+            sizes = self._lowered(sizes, plan)
         return BudgetFit(least, smallest)
 
     # sizes
@@ -154,11 +154,12 @@ class _SizeSearch:
             sizes[GATHER] = between.left_in_rollout(sizes, self._limit)
         return sizes
 
-    def _lowered(self, sizes: Sizes, phase: str) -> Sizes | None:
-        """Return smaller sizes for a phase that exceeds the limit; None if they are the least already."""
-        for name in {"rollout": (GATHER, CACHE), "sync": (BUCKET,)}.get(phase, (TOKENS, CHUNK)):
+    def _lowered(self, sizes: Sizes, plan: Plan) -> Sizes | None:
+        """Return smaller sizes for the phase that exceeds the limit; None if they are the least already."""
+        for name in {"rollout": (GATHER, CACHE), "sync": (BUCKET,)}.get(plan.peak_phase, (TOKENS, CHUNK)):
             if name in sizes and sizes[name] > self._values[name][0]:
-                return {**sizes, name: sizes[name] // 2}
+                lower = sizes[name] - (plan.peak - self._limit) if name == GATHER else sizes[name] // 2
+                return {**sizes, name: max(self._values[name][0], lower)}
         return None
 
     # what does not fit
@@ -179,7 +180,7 @@ class _SizeSearch:
                 return f"lower {now}, or remove it; with {then} the run takes {self._shown(small.peak)}"
             plan = small
         first = "".join(f"lower {name} to {value}; then " for name, value in lower.items())
-        changes = [each for each in advise(plan, len(least) + 99) if each.setting.split("=")[0] not in self._values]
+        changes = [each for each in advise(plan, count=None) if each.setting.split("=")[0] not in self._values]
         fitting = [each for each in changes if each.peak <= self._limit]
         if fitting:
             best = min(fitting, key=lambda each: each.added_seconds)
@@ -188,7 +189,7 @@ class _SizeSearch:
             best = changes[0]
             peak = f"with which it takes about {self._shown(best.peak)}"
             return f"{first}no single change is enough; {best.setting} helps most, {peak}; raise memory_budget, too"
-        return "raise memory_budget, or train a smaller model"
+        return f"{first}raise memory_budget, or train a smaller model"
 
     def _smaller_explicit(self, plan: Plan) -> Sizes:
         """Return the least values of explicit sizes that act in the phases beyond the limit."""

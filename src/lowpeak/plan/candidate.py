@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.arguments import StorageFormat, show_bytes
-from lowpeak.plan.cost import Work
 from lowpeak.plan.hardware import Machine
 
 # Arguments that a candidate may set.
 FROZEN, STATES, ACTIVATIONS = OFFLOADS = ("offload_frozen_models", "offload_during_rollout", "activation_offloading")
 SHARE, SLEEPS, PARALLEL = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"
 CACHE, GATHER = "kv_cache_bytes", "gather_budget"
-HEADROOM = 0.97  # of the device: the share that an estimate may fill
+USABLE_SHARE = 0.97  # of a device: what an estimate may fill
 
 
 @dataclass(frozen=True)
@@ -49,30 +48,31 @@ class Candidate:
 
 
 def _storage_words(storage: StorageFormat) -> str:
-    total = storage.weight_bytes + storage.gradient_bits / 8 + storage.state_bytes
-    words = f"{total:.1f} bytes per trained parameter"
+    words = f"{storage.total_bytes:.1f} bytes per trained parameter"
     return f"{words}, of which {storage.weight_bytes} on the device" if storage.offload else words
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated peak of a candidate in bytes, and the seconds of a step; `sizes` are the arguments of its rollout."""
+    """The estimated peak of a candidate on a device, and of all processes in a host's memory, in bytes, and the seconds of a step.
+
+    `sizes` are the arguments of its rollout.
+    """
 
     candidate: Candidate
     peak: int
     host: int
     seconds: float
-    work: Work
     sizes: Mapping[str, Any]
 
     def fits(self, machine: Machine) -> bool:
         """Return whether the device and the host have room."""
         on_host = machine.host_memory is None or self.host <= machine.host_memory
-        return self.peak <= HEADROOM * machine.memory and on_host
+        return self.peak <= USABLE_SHARE * machine.memory and on_host
 
     def reason(self, machine: Machine) -> str:
         """Return why the candidate does not fit."""
-        if self.peak > HEADROOM * machine.memory:
+        if self.peak > USABLE_SHARE * machine.memory:
             return f"about {show_bytes(self.peak)} on a device of {show_bytes(machine.memory)}"
         return self.reason_of_host(machine)
 

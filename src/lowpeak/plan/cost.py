@@ -25,12 +25,12 @@ LINK_SHARE = 0.7
 _EXPOSED = 0.2
 _LAYER_LATENCY = {"cuda": 2e-4, "cpu": 3e-4}  # seconds of a layer's forward, however few tokens it has
 _COLLECTIVE_LATENCY = 3e-5  # seconds of a collective inside a host, however small
-_HALF, _FULL = 2, 4  # bytes of a number in bf16 and fp32
+_BF16_BYTES, _FP32_BYTES = 2, 4  # bytes of a number in bf16 and fp32
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one device computes for a step, and how its run is placed.
+    """What one device computes for a step (under tensor parallelism its whole group), and how its run is placed.
 
     parameters, trained        of the model
     active_parameters          that one token uses: fewer in a mixture of experts
@@ -46,6 +46,10 @@ class Work:
     num_batches                micro-batches of a step
     steps                      steps that a rollout serves
     checkpointing              whether activations are recomputed
+    strategy, tensor_parallel  of the trainer
+    gathered_share             of the weights, which stays gathered in a rollout
+    update_bytes               that an optimizer step reads and writes
+    host_bytes                 that it copies between device and host
     in_bf16                    whether passes compute in bf16, as they do on every GPU
     gradient_bytes             bytes of a gradient that replicas average
     """
@@ -78,6 +82,11 @@ class Work:
     rollout_bytes: int = 0
     activation_bytes: int = 0
 
+    @property
+    def score_batches(self) -> int:
+        """Micro-batches of a scoring pass of a rollout, of as many tokens as those of a step."""
+        return -(-self.score_tokens * self.num_batches // max(1, self.train_tokens))
+
 
 def step_seconds(work: Work, machine: Machine, factors: Mapping[str, float] | None = None) -> dict[str, float]:
     """Return the seconds of a step by phase; those of a rollout are divided by the steps that it serves."""
@@ -98,7 +107,7 @@ def _rollout(work: Work, machine: Machine) -> float:
     prefill = 2 * work.active_parameters / parts * work.prompts * work.prompt / flops
     slots = max(1, min(work.slots, work.sequences))
     waves = -(-work.sequences // slots)
-    weights = (_HALF if work.in_bf16 else _FULL) * work.parameters / parts
+    weights = (_BF16_BYTES if work.in_bf16 else _FP32_BYTES) * work.parameters / parts
     cache = slots * work.kv_bytes / parts * (work.prompt + work.completion / 2)
     gather = _gathered_bytes(work, machine) / _link(machine, work.strategy)
     gathers = (1 - work.gathered_share) * gather
@@ -127,8 +136,8 @@ def _pass_latency(work: Work, machine: Machine) -> float:
 def _score(work: Work, machine: Machine) -> float:
     flops = 2 * work.active_parameters / work.tensor_parallel * work.score_tokens * work.score_passes
     computing = flops / _flops(work, machine)
-    sending = _gathered_bytes(work, machine) * work.score_passes / _link(machine, work.strategy)
-    return _overlapped(computing, sending)
+    gathers = work.score_passes * work.score_batches
+    return _overlapped(computing, gathers * _gathered_bytes(work, machine) / _link(machine, work.strategy))
 
 
 def _train(work: Work, machine: Machine) -> float:
@@ -150,12 +159,12 @@ def _sent_bytes(work: Work, machine: Machine) -> float:
     """Return what a device sends in a step's passes: gathers of weights, and reductions of gradients."""
     world = machine.num_devices // work.tensor_parallel
     part = (world - 1) / world
-    gradients = _HALF * work.trained / work.tensor_parallel * part
+    gradients = _BF16_BYTES * work.trained / work.tensor_parallel * part
     kind = work.strategy.removesuffix("-offload")
     if shards_weights(kind, machine, work.tensor_parallel):
         return work.num_batches * (2 * _gathered_bytes(work, machine) * part + gradients)
     if kind == "zero2":
-        return work.num_batches * gradients + _HALF * work.trained * part
+        return work.num_batches * gradients + _BF16_BYTES * work.trained * part
     return 0.0 if world == 1 else 2 * work.gradient_bytes * work.trained * part
 
 
@@ -165,7 +174,7 @@ def _tensor_sums(work: Work, machine: Machine) -> float:
         return 0.0
     part = 2 * (work.tensor_parallel - 1) / work.tensor_parallel
     passes = 6 if work.checkpointing else 4
-    num_bytes = passes * work.layers * work.train_tokens * work.hidden * _HALF * part
+    num_bytes = passes * work.layers * work.train_tokens * work.hidden * _BF16_BYTES * part
     latency = work.num_batches * passes * work.layers * _COLLECTIVE_LATENCY
     return latency + num_bytes / (LINK_SHARE * machine.card.link)
 
@@ -174,7 +183,7 @@ def _replica_sums(work: Work, machine: Machine) -> float:
     """Return the seconds in which HSDP's hosts sum the gradients of their shards, in each micro-batch."""
     if work.strategy != "hsdp":
         return 0.0
-    shard = _HALF * work.trained / machine.devices_on_host
+    shard = _BF16_BYTES * work.trained / machine.devices_on_host
     part = 2 * (machine.num_hosts - 1) / machine.num_hosts
     return work.num_batches * shard * part / (LINK_SHARE * machine.network)
 
@@ -192,9 +201,9 @@ def shards_weights(strategy: str, machine: Machine, tensor_parallel: int) -> boo
 
 
 def _gathered_bytes(work: Work, machine: Machine) -> float:
-    """Return the bytes of a device's part of the layers, if a pass gathers them."""
+    """Return the bytes of all bf16 weights, or of a tensor parallel device's part, if a pass gathers them."""
     gathers = shards_weights(work.strategy, machine, work.tensor_parallel)
-    return _HALF * work.parameters / work.tensor_parallel if gathers else 0.0
+    return _BF16_BYTES * work.parameters / work.tensor_parallel if gathers else 0.0
 
 
 def _link(machine: Machine, strategy: str) -> float:
@@ -246,9 +255,14 @@ def work_of(inputs: Any, batches: Sequence[Any]) -> Work:
         strategy=request.strategy,
         tensor_parallel=parts,
         in_bf16=computes_in_bf16(inputs, inputs.storage),
-        gradient_bytes=4 if inputs.storage is None else 2,
+        gradient_bytes=gradient_bytes(inputs.storage),
         engine_parallel=engine.parallel,
     )
+
+
+def gradient_bytes(storage: Any) -> int:
+    """Return the bytes of a gradient that replicas average."""
+    return 4 if storage is None else int(storage.gradient_bits) // 8
 
 
 def computes_in_bf16(inputs: Any, storage: Any) -> bool:
@@ -273,7 +287,7 @@ def with_plan(work: Work, plan: Any, gather_budget: int) -> Work:
         host_bytes=max(0, plan.to_host + plan.to_device - 2 * activations),
         gathered_share=share,
         activation_bytes=activations,
-        rollout_bytes=0 if rollout is None else copied_for_rollout(plan.inputs, plan.phases),
+        rollout_bytes=0 if rollout is None else copied_for_rollout(plan.inputs, plan.phases, work.score_batches),
     )
 
 

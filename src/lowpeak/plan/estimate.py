@@ -17,7 +17,7 @@ from lowpeak.device_kind import rehearse_device
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind
 from lowpeak.models import rehearse_experts
-from lowpeak.plan.candidate import ACTIVATIONS, CACHE, FROZEN, GATHER, HEADROOM, SHARE, STATES, Candidate, Estimate
+from lowpeak.plan.candidate import ACTIVATIONS, CACHE, FROZEN, GATHER, SHARE, STATES, USABLE_SHARE, Candidate, Estimate
 from lowpeak.plan.computed import (
     FRAGMENTATION,
     PROCESS_BYTES,
@@ -29,7 +29,7 @@ from lowpeak.plan.computed import (
     vllm_bytes,
     zero_shares,
 )
-from lowpeak.plan.cost import Work, computes_in_bf16, shards_weights, step_seconds, work_of
+from lowpeak.plan.cost import Work, computes_in_bf16, gradient_bytes, shards_weights, step_seconds, work_of
 from lowpeak.plan.derived_configs import with_arguments, with_layers
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import PlanRequest, RunInputs
@@ -38,7 +38,7 @@ from lowpeak.plan.plan import ModelCounts, free_bytes, rehearse_inputs
 _FEW, _MORE = 2, 4  # layers of the small rehearsals
 _LEAST_TOKENS, _MOST_TOKENS = 1 << 9, 1 << 17  # of a candidate's micro-batch
 _PASS_KINDS = (Kind.ACTIVATIONS, Kind.LOGITS)
-_HALF = 2
+_BF16_BYTES = 2
 _MIB = 1 << 20
 _SPARE_SHARE = 0.05  # of the device, for what vLLM's kernels need beyond the estimate, if there is room
 _SHARE_STEPS = 100  # vLLM's share of a device is a multiple of 1 / _SHARE_STEPS
@@ -115,8 +115,9 @@ class Estimator:
         """The bytes of reference and reward models."""
         with rehearse_device(self._request.machine.device):
             counted = [ModelCounts.of(reward.make_model).loaded_bytes for reward in self.inputs.rewards]
-        reference = self.inputs.checkpoint_dtype.itemsize * self.inputs.counts.total
-        return sum(counted) + (reference if self.inputs.has_separate_reference else 0)
+            if self.inputs.has_separate_reference:
+                counted.append(ModelCounts.of(self.inputs.make_reference).loaded_bytes)
+        return sum(counted)
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Return the peak and the seconds of a candidate."""
@@ -127,7 +128,7 @@ class Estimator:
         streamed = min(resident.frozen, streamed_bytes(inputs))
         frozen = 0 if FROZEN in offloads else resident.frozen
         train = resident.weights + resident.gradients + resident.states + frozen + passes + gathered
-        resting = resident.weights + frozen + (0 if STATES in offloads else resident.states)
+        resting = resident.weights + (0 if STATES in offloads else frozen + resident.states)
         scoring = resident.weights + resident.states + (streamed if FROZEN in offloads else frozen)
         work = self._work(candidate, resident)
         decoding = self._decoding if self.colocated is None else 0
@@ -145,13 +146,16 @@ class Estimator:
         host += work.activation_bytes // max(1, work.num_batches)
         seconds = sum(step_seconds(work, machine, self._factors).values())
         peak = tensors + margin(machine, tensors)
-        return Estimate(candidate, peak, host * machine.devices_on_host, seconds, work, rollout.sizes)
+        host *= machine.devices_on_host
+        if machine.device == "cuda" and candidate.strategy in ("fsdp2", "hsdp"):  # one process reads the checkpoint
+            host = max(host, PROCESS_BYTES * machine.devices_on_host + inputs.counts.loaded_bytes)
+        return Estimate(candidate, peak, host, seconds, rollout.sizes)
 
     def _room(self) -> int:
         """Return the bytes that tensors may have on a device."""
         machine = self._request.machine
         fragmentation = FRAGMENTATION if machine.device == "cuda" else 0.0
-        return int((HEADROOM * machine.memory - margin(machine, 0)) / (1 + fragmentation))
+        return int((USABLE_SHARE * machine.memory - margin(machine, 0)) / (1 + fragmentation))
 
     def _resident(self, candidate: Candidate) -> _Resident:
         counts, machine = self.inputs.counts, self._request.machine
@@ -174,7 +178,7 @@ class Estimator:
         counts = self.inputs.counts
         if not shards_weights(candidate.strategy, self._request.machine, candidate.tensor_parallel):
             return 0
-        return int(_HALF * counts.in_pass // candidate.tensor_parallel)
+        return int(_BF16_BYTES * counts.in_pass // candidate.tensor_parallel)
 
     def _work(self, candidate: Candidate, resident: _Resident) -> Work:
         inputs = self.inputs
@@ -190,7 +194,7 @@ class Estimator:
         # An engine of vLLM generates for the ranks of all its devices.
         engine_sequences = sequences * (candidate.engine_parallel if self.colocated is not None else 1)
         engine_parallel = candidate.engine_parallel if self.colocated is not None else candidate.tensor_parallel
-        itemsize = _HALF if self._passes_bf16(candidate) else 4
+        itemsize = _BF16_BYTES if self._passes_bf16(candidate) else 4
         activations = itemsize * tokens * work.layers * work.hidden if ACTIVATIONS in candidate.offloads else 0
         placed = replace(
             work,
@@ -205,32 +209,36 @@ class Estimator:
             update_bytes=resident.update,
             host_bytes=self._copied_for_update(candidate, batches),
             in_bf16=computes_in_bf16(inputs, candidate.storage),
-            gradient_bytes=4 if candidate.storage is None else 2,
+            gradient_bytes=gradient_bytes(candidate.storage),
             engine_parallel=engine_parallel,
             activation_bytes=activations,
         )
         return replace(placed, rollout_bytes=self._copied_for_rollout(candidate, resident, placed))
 
     def _copied_for_update(self, candidate: Candidate, batches: int) -> int:
-        """Return the bytes that `offload_optimizer` copies in a step: gradients of each micro-batch, sums, and states both ways."""
+        """Return the bytes that `offload_optimizer` copies in a step."""
         if candidate.storage is None or not candidate.storage.offload:
             return 0
-        return int(self.inputs.counts.trained * (8 + 4 + 2 * batches) // _shards(candidate, self._request.machine))
+        copied = self.inputs.counts.trained * candidate.storage.copied_bytes(batches)
+        return int(copied // _shards(candidate, self._request.machine))
 
     def _copied_for_rollout(self, candidate: Candidate, resident: _Resident, work: Work) -> int:
         moves, streams = STATES in candidate.offloads, FROZEN in candidate.offloads
-        weights = _HALF * int(self.inputs.counts.total) // candidate.engine_parallel
+        weights = _BF16_BYTES * int(self.inputs.counts.total) // candidate.engine_parallel
         return rollout_copies(
             moved=resident.states * moves,
             moved_frozen=resident.frozen * (moves and not streams),
             streamed=resident.frozen * streams,
-            passes=-(-work.score_tokens // candidate.tokens),
+            passes=work.score_batches,
             engine=weights * candidate.sleeps,
         )
 
     @property
     def _group_size(self) -> int:
-        return int(self.inputs.settings.sampling.num_generations) if self.inputs.is_online else 1
+        """Sequences with the same prompt: a group, or the two of a pair of preferences."""
+        if self.inputs.is_online:
+            return int(self.inputs.settings.sampling.num_generations)
+        return 2 if self._request.kind == "reward" else 1
 
     # rollouts
 
@@ -248,7 +256,7 @@ class Estimator:
         memory, parts = self.inputs.settings.memory, candidate.tensor_parallel
         one = work.kv_bytes * (work.prompt + work.completion) // parts
         least = self.inputs.least_cache_bytes // parts
-        model = _HALF * self.inputs.counts.total // parts
+        model = _BF16_BYTES * self.inputs.counts.total // parts
         is_sharded = self._gathered(candidate) > 0
         caches = [memory.kv_cache_bytes or 0]
         if memory.kv_cache_bytes is None:
@@ -292,7 +300,7 @@ class Estimator:
         whole, text = self._pass_bytes(candidate, candidate.tokens), self._request.config.get_text_config()
         tokens = max(candidate.tokens, self.inputs.longest_sequence)
         copies = 1 if candidate.checkpointing else 4  # of a layer: its input, and what its norms save
-        itemsize = _HALF if self._passes_bf16(candidate) else 4
+        itemsize = _BF16_BYTES if self._passes_bf16(candidate) else 4
         replicated = min(whole, copies * text.num_hidden_layers * tokens * text.hidden_size * itemsize)
         return replicated + (whole - replicated) // candidate.tensor_parallel
 
@@ -310,9 +318,10 @@ class Estimator:
             self._report(f"rehearsing {_FEW} and {_MORE} layers, {tokens:,} tokens, {words}")
             layers = self._request.config.get_text_config().num_hidden_layers
             least, most = min(_FEW, layers), min(_MORE, layers)
-            few = self._rehearsed_pass(least, *key)
-            a_layer = (self._rehearsed_pass(most, *key) - few) / (most - least) if most > least else 0
-            self._passes[key] = max(0, int(few + a_layer * (layers - least)))
+            few = self._rehearsed_passes(least, *key)
+            more = self._rehearsed_passes(most, *key) if most > least else few
+            steps = (layers - least) / max(1, most - least)
+            self._passes[key] = max(int(few[name] + steps * (more[name] - few[name])) for name in few)
         return self._passes[key]
 
     def _passes_bf16(self, candidate: Candidate) -> bool:
@@ -336,7 +345,10 @@ class Estimator:
             return False
         return True
 
-    def _rehearsed_pass(self, layers: int, in_bf16: bool, checkpointing: bool, offloads: bool, tokens: int) -> int:
+    def _rehearsed_passes(
+        self, layers: int, in_bf16: bool, checkpointing: bool, offloads: bool, tokens: int
+    ) -> dict[str, int]:
+        """Return the bytes of each phase's pass of a model with so many layers."""
         arguments = {"micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing, ACTIVATIONS: offloads}
         if in_bf16 and self.inputs.storage is None:
             arguments["weight_bits"] = 32
@@ -354,8 +366,11 @@ class Estimator:
         if "rollout" in phases:
             kinds = phases["rollout"].device
             self._decoding = max(self._decoding, kinds.get(Kind.ACTIVATIONS, 0) + kinds.get(Kind.LOGITS, 0))
-        passes = (name for name in phases if name not in ("load", "rollout"))
-        return max(sum(phases[name].device.get(kind, 0) for kind in _PASS_KINDS) for name in passes)
+        return {
+            name: sum(phase.device.get(kind, 0) for kind in _PASS_KINDS)
+            for name, phase in phases.items()
+            if name not in ("load", "rollout")
+        }
 
 
 def _shards(candidate: Candidate, machine: Machine) -> int:

@@ -42,13 +42,14 @@ class _QuantizedProduct(torch.autograd.Function):
 
 
 def quantize(model: nn.Module, bits: Literal[4, 8]) -> None:
-    """Replace the linear layers of a model, except its head, as bitsandbytes does."""
+    """Replace the linear layers of a model, except its head (of a classifier, too), as transformers does for bitsandbytes."""
     causal: Any = model
-    head = causal.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    heads = [causal.get_output_embeddings()] if hasattr(model, "get_output_embeddings") else []
+    heads += list(model.children())[-1:]
     modules: list[nn.Module] = list(model.modules())
     for module in modules:
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child is not head:
+            if type(child) is nn.Linear and not any(child is head for head in heads):
                 setattr(module, name, QuantizedLinear(child, bits))
 
 

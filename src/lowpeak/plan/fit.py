@@ -31,6 +31,7 @@ from lowpeak.plan.plan import Plan, make_plan
 _MOST_REHEARSED = 6  # candidates that are rehearsed with all layers before the search gives up
 _MOST_OF_STRATEGY = 2  # of these
 _MOST_TRIALS = 4  # rehearsals of one candidate, with smaller sizes of its rollout
+_MIB = 1 << 20
 _BATCH = "per_device_train_batch_size"
 _CHUNK = "logprob_chunk_size"
 _FORMATS: tuple[tuple[dict[str, Any], StorageFormat | None], ...] = (
@@ -90,17 +91,17 @@ class Search:
         fitting = sorted((e for e in estimates if e.fits(machine)), key=_preference)
         smallest = _first_by_strategy(sorted(estimates, key=lambda e: e.peak))
         rejected = [(e.candidate, e.reason(machine)) for e in smallest if not e.fits(machine)]
-        tried: list[Estimate] = []
+        tried: list[tuple[Estimate, Plan]] = []
         for estimate in _best_of_strategies(fitting):
             plan, arguments = self._rehearse(estimate)
+            tried.append((estimate, plan))
             if plan.fits:
-                others = (e for e in _first_by_strategy(fitting) if e.candidate.strategy != estimate.candidate.strategy)
-                rejected += [(e.candidate, f"{e.seconds:.1f} s a step") for e in others]
+                known = [e.candidate for e, _ in tried]
+                others = [e for e in _first_by_strategy(fitting) if e.candidate not in known]
+                rejected += [(e.candidate, _slower(e, estimate)) for e in others]
                 return Fit(plan, estimate.candidate, rejected, arguments=arguments)
-            peak = f"{show_bytes(plan.peak)} in {plan.peak_phase}"
-            rejected.append((estimate.candidate, f"rehearsed with {peak}, of {show_bytes(machine.memory)}"))
-            tried.append(replace(estimate, peak=plan.peak, host=plan.host_peak))
-        return Fit(None, None, rejected, self._smallest_change(tried or estimates))
+            rejected.append((estimate.candidate, f"rehearsed: {_excess(plan)}"))
+        return Fit(None, None, rejected, self._smallest_change(estimates, tried))
 
     def _estimates(self) -> list[Estimate]:
         """Return the estimates of all candidates; activations leave the device in some if nothing else fits."""
@@ -110,19 +111,27 @@ class Search:
         return estimates + [self._estimator.estimate(candidate) for candidate in self._candidates(ACTIVATIONS)]
 
     def _rehearse(self, estimate: Estimate) -> tuple[Plan, dict[str, Any]]:
-        """Return the plan of a candidate with all layers, and its arguments; sizes of a rollout that does not fit are halved."""
+        """Return the plan of a candidate with all layers, and its arguments; a rollout that does not fit gets smaller sizes."""
         sizes = dict(estimate.sizes)
         self._report(f"rehearsing {estimate.candidate}")
         for trial in range(_MOST_TRIALS):
             request, arguments = self._apply(estimate.candidate, sizes)
             plan = make_plan(request, self._report).calibrated(self._factors)
-            larger = [name for name in (GATHER, CACHE) if sizes.get(name, 0) > 0 and name not in self._given]
-            if plan.fits or plan.peak_phase != "rollout" or not larger or trial == _MOST_TRIALS - 1:
+            smaller = self._smaller(sizes, plan)
+            if plan.fits or plan.peak_phase != "rollout" or smaller is None or trial == _MOST_TRIALS - 1:
                 break
-            sizes[larger[0]] //= 2
+            sizes = smaller
         if _CHUNK not in self._given and self._request.kind != "reward":
             arguments[_CHUNK] = plan.sizes[_CHUNK]
         return plan, arguments
+
+    def _smaller(self, sizes: Mapping[str, Any], plan: Plan) -> dict[str, Any] | None:
+        """Return sizes with which a rollout takes about as much as a device has; None if they are the least already."""
+        excess = plan.peak - self._request.machine.memory
+        for name, least in ((GATHER, 0), (CACHE, plan.inputs.least_cache_bytes)):
+            if name not in self._given and sizes.get(name, 0) > least:
+                return {**sizes, name: max(least, (sizes[name] - excess) // _MIB * _MIB)}
+        return None
 
     # candidates
 
@@ -151,10 +160,10 @@ class Search:
 
     def _strategies(self) -> list[tuple[str, int]]:
         machine = self._request.machine
-        if machine.num_devices == 1:
-            return [("single", 1)]
         if self._keeps_strategy:
             return [(self._request.strategy, self._request.tensor_parallel)]
+        if machine.num_devices == 1:
+            return [("single", 1)]
         found = [("ddp", 1)]
         found += [("fsdp2", 1)] if machine.device == "cuda" else []
         if not self._given & _OF_FORMATS:  # DeepSpeed has formats of its own
@@ -236,9 +245,12 @@ class Search:
         )
         return request, arguments
 
-    def _smallest_change(self, estimates: Sequence[Estimate]) -> str:
-        """Return the least change of hardware or training with which an estimate fits."""
+    def _smallest_change(self, estimates: Sequence[Estimate], tried: Sequence[tuple[Estimate, Plan]]) -> str:
+        """Return the least change of hardware or training with which an estimate fits, corrected by the plans that were tried."""
         machine = self._request.machine
+        beyond = max((plan.peak / estimate.peak for estimate, plan in tried), default=1.0)
+        if tried:
+            estimates = [replace(estimate, peak=plan.peak, host=plan.host_peak) for estimate, plan in tried]
         least_host = min(estimates, key=lambda e: e.host)
         if machine.host_memory is not None and least_host.host > machine.host_memory:
             return f"{least_host.candidate} needs {least_host.reason_of_host(machine)}. Use hosts with more memory."
@@ -251,24 +263,44 @@ class Search:
             search = copy.copy(self)
             search._request = replace(self._request, machine=larger)
             search._estimator = self._estimator.for_machine(larger)
-            if any(search._estimator.estimate(candidate).fits(larger) for candidate in search._candidates()):
+            if any(replace(each, peak=int(beyond * each.peak)).fits(larger) for each in search._estimates()):
                 return f"{needs}. The smallest change that fits: {larger.num_devices} such devices (--gpus {larger.num_devices})."
         if self._request.peft_config is None:
-            return f"{needs}. Train LoRA adapters in place of all weights (--use_peft), or shorten completions."
+            weights = self._estimator.inputs.counts.loaded_bytes
+            in_4bit = " --load_in_4bit" if weights > machine.memory else ""
+            return (
+                f"{needs}. Train LoRA adapters in place of all weights (--use_peft{in_4bit}), or shorten completions."
+            )
         return f"{needs}. Shorten completions, or load the base in 4 bits (--load_in_4bit)."
 
 
 def _preference(estimate: Estimate) -> tuple[float, int]:
     """Return what the search minimises: the seconds of a step, then the peak.
 
-    What changes a run's numbers, or needs another package, must save time: bf16 weights with their low bits and DeepSpeed 3 %, and
-    weights of 16 bits, whose rounding has noise, a tenth.
+    A candidate that changes the run's numerics or needs DeepSpeed must be faster by a margin: 3 % for weight_bits=32 and for ZeRO,
+    10 % for weight_bits=16, whose rounding has noise.
     """
-    candidate = estimate.candidate
-    least_gain = {None: 1.0, 32: 1.03, 16: 1.1}[candidate.arguments.get("weight_bits")]
-    if candidate.strategy.startswith("zero"):
-        least_gain *= 1.03
-    return estimate.seconds * least_gain, estimate.peak
+    return estimate.seconds * _least_gain(estimate.candidate), estimate.peak
+
+
+def _least_gain(candidate: Candidate) -> float:
+    gain = {None: 1.0, 32: 1.03, 16: 1.1}[candidate.arguments.get("weight_bits")]
+    return 1.03 * gain if candidate.strategy.startswith("zero") else gain
+
+
+def _slower(estimate: Estimate, chosen: Estimate) -> str:
+    """Return why a candidate that is expected to fit was not chosen, by the estimates of both."""
+    gain = _least_gain(estimate.candidate)
+    condition = f"; it must be {100 * (gain - 1):.0f} % faster than plainer ones" if gain > 1 else ""
+    return f"about {estimate.seconds:.2f} s a step, the choice {chosen.seconds:.2f} s{condition}"
+
+
+def _excess(plan: Plan) -> str:
+    """Return why a rehearsed plan does not fit."""
+    machine = plan.request.machine
+    if plan.host_excess:
+        return f"{show_bytes(plan.host_peak)} of a host's memory of {show_bytes(machine.host_memory or 0)}"
+    return f"{show_bytes(plan.peak)} in {plan.peak_phase}, on a device of {show_bytes(machine.memory)}"
 
 
 def _best_of_strategies(estimates: Sequence[Estimate]) -> list[Estimate]:

@@ -8,14 +8,15 @@ from typing import Literal
 from lowpeak.errors import ArgumentError
 
 GIB = 1 << 30
+MIB = 1 << 20
 GB = 10**9
 
 
 @dataclass(frozen=True)
 class Card:
-    """Numbers of one device, from its vendor's data sheet.
+    """Numbers of one device, from its vendor's data sheet except for the memory.
 
-    memory        bytes of device memory
+    memory        bytes of device memory that the driver reports (NVML; without ECC's share where it takes one)
     flops         dense bf16 products per second
     bandwidth     bytes per second of the device memory
     link          bytes per second, one way, to another device of the host
@@ -34,16 +35,16 @@ class Card:
 # Dense bf16 throughput without sparsity, and one direction of each link.
 CARDS: dict[str, Card] = {
     "rtx3090": Card(24 * GIB, 71e12, 936e9, 12e9, 12e9),
-    "rtx4090": Card(24 * GIB, 165e12, 1008e9, 12e9, 24e9),
-    "a10": Card(24 * GIB, 125e12, 600e9, 24e9, 24e9),
-    "l40s": Card(48 * GIB, 362e12, 864e9, 24e9, 24e9),
+    "rtx4090": Card(24_564 * MIB, 165e12, 1008e9, 12e9, 24e9),
+    "a10": Card(23_028 * MIB, 125e12, 600e9, 24e9, 24e9),
+    "l40s": Card(46_068 * MIB, 362e12, 864e9, 24e9, 24e9),
     "a100-40": Card(40 * GIB, 312e12, 1555e9, 300e9, 24e9),
     "a100": Card(80 * GIB, 312e12, 2039e9, 300e9, 24e9),
-    "h100": Card(80 * GIB, 989e12, 3350e9, 450e9, 50e9),
-    "h200": Card(141 * GB, 989e12, 4800e9, 450e9, 50e9),
-    "b200": Card(180 * GB, 2250e12, 8000e9, 900e9, 50e9),
+    "h100": Card(81_559 * MIB, 989e12, 3350e9, 450e9, 50e9),
+    "h200": Card(143_771 * MIB, 989e12, 4800e9, 450e9, 50e9),
+    "b200": Card(183_359 * MIB, 2250e12, 8000e9, 900e9, 50e9),
     "mi250x": Card(64 * GIB, 191e12, 1638e9, 50e9, 36e9),  # one of the card's two devices, as on Frontier
-    "mi300x": Card(192 * GB, 1307e12, 5300e9, 64e9, 50e9),
+    "mi300x": Card(192 * GIB, 1307e12, 5300e9, 64e9, 50e9),
 }
 # For a device of which only the memory is known.
 _DEFAULT = "a100"
@@ -85,7 +86,8 @@ class Machine:
 def card_of(name: str) -> Card:
     """Return the card whose name is part of a device's name, such as "NVIDIA H100 80GB HBM3"; the default for others."""
     words = name.lower().replace("geforce ", "").replace(" ", "")
-    return next((card for key, card in CARDS.items() if key.split("-")[0] in words), CARDS[_DEFAULT])
+    keys = [key for key in CARDS if key.split("-")[0] in words]
+    return CARDS[max(keys, key=lambda key: len(key.split("-")[0]), default=_DEFAULT)]
 
 
 def find_card(name: str) -> Card:

@@ -341,10 +341,16 @@ class RunInputs:
         """Return what rank 0's native engine generates; None for an offline run and for vLLM."""
         if not self.is_online or self.settings.vllm is not None:
             return None
+        given, least = self.settings.memory.kv_cache_bytes, self.least_cache_bytes
+        if given is not None and given < least:
+            raise ArgumentError(
+                f"kv_cache_bytes={given} has no room for one sequence of {self.longest_sequence:,} tokens, which takes {least:,} "
+                "bytes: raise it, or shorten completions."
+            )
         generations = self.settings.sampling.num_generations
         num_prompts = max(1, -(-self.sequences_of_rank // generations))
         prompts = [Prompt(i, (1,) * self.request.prompt_tokens, "") for i in range(num_prompts)]
-        cache_bytes = max(self.sizes.kv_cache_bytes, self.least_cache_bytes)
+        cache_bytes = max(self.sizes.kv_cache_bytes, least)
         return RehearsedRollout(prompts, self.settings.sampling, cache_bytes, gather_budget)
 
     @property

@@ -314,7 +314,8 @@ def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
         held = 0
     elif request.base_strategy.startswith("zero"):
         stage, bf16 = int(request.base_strategy[-1]), bool(inputs.args.bf16)
-        held = sum(zero_shares(stage, counts.trained, counts.frozen_bytes, request.world_size, bf16=bf16).values())
+        shares = zero_shares(stage, counts.trained, counts.frozen_bytes, request.world_size, bf16=bf16)
+        held = sum(value for kind, value in shares.items() if gradients or kind != Kind.GRADIENTS)
         shards = request.world_size if stage == 3 else 1
     else:
         weights = inputs.trained_dtype.itemsize * counts.trained + counts.frozen_bytes

@@ -104,6 +104,22 @@ def test_the_sizes_of_a_rollout_are_chosen_for_the_run():
     )  # there is room for all of it
 
 
+def test_a_rollout_beyond_the_device_keeps_less_gathered_and_then_has_a_smaller_cache_of_at_least_a_sequence():
+    plan = fit(80, 2).plan
+    search = Search(replace(request(80, 2), machine=Machine(2, plan.peak - (3 << 20))))
+    assert search._smaller({"gather_budget": 10 << 20, "kv_cache_bytes": 9 << 20}, plan) == {
+        "gather_budget": 7 << 20, "kv_cache_bytes": 9 << 20
+    }  # fmt: skip
+    least = plan.inputs.least_cache_bytes
+    assert search._smaller({"gather_budget": 0, "kv_cache_bytes": least + 1}, plan)["kv_cache_bytes"] == least
+    assert search._smaller({"gather_budget": 0, "kv_cache_bytes": least}, plan) is None
+
+
+def test_a_given_cache_that_holds_no_sequence_is_refused_as_by_the_run():
+    with pytest.raises(ArgumentError, match="kv_cache_bytes=4096"):
+        make_plan(request(80, kv_cache_bytes=4096))
+
+
 @pytest.mark.processes
 def test_with_less_memory_a_rollout_moves_optimizer_states_away_or_has_a_smaller_cache():
     many = {**FEW_CANDIDATES, "max_completion_length": 1024, "per_device_train_batch_size": 64}

@@ -200,6 +200,22 @@ def test_advice_names_settings_that_lower_the_peak_and_their_time():
     assert [each.peak for each in advice] == sorted(each.peak for each in advice)
 
 
+def test_more_devices_take_shards_and_not_work_from_a_device():
+    found = plan("grpo", "fsdp2", Machine(2, 80 * GIB))
+    advice = next(each for each in advise(found, count=None) if each.setting == "--gpus 4")
+    assert advice.peak < found.peak
+    assert advice.added_seconds > -0.1 * sum(found.seconds.values())  # each device has as many sequences as before
+
+
+def test_advice_is_for_the_phase_that_peaks():
+    found = plan("grpo", kv_cache_bytes=GIB, per_device_train_batch_size=1_024, gradient_checkpointing=False)
+    assert found.peak_phase == "rollout"
+    cache = found.phases["rollout"].device[Kind.KV_CACHE]
+    settings = [each.setting for each in advise(found, count=None)]
+    assert f"kv_cache_bytes={cache // 2}" in settings
+    assert "gradient_checkpointing=True" not in settings
+
+
 def test_a_plan_in_json_has_the_numbers_of_the_plan():
     found = plan("grpo")
     data = found.as_dict()

@@ -126,13 +126,15 @@ class SlotLayer(DynamicLayer):
 
     def resize(self, num_slots: int, num_columns: int, num_rows: int) -> None:
         """Resize the buffers and keep their first sequences."""
-        # One buffer after the other, so that no second copy of both exists.
+        # One buffer after the other, so that no second copy of both exists; views keep the old ones in memory.
+        del self.keys, self.values
         for i, old in enumerate(self.buffers):
             kept = min(num_columns, old.shape[1])
             new = old.new_zeros(num_slots, num_columns, *old.shape[2:])
             new[:num_rows, :kept] = old[:num_rows, :kept]
             self.buffers[i] = new
             del old
+        self.set_view(num_rows, 0, None)
 
 
 class SlotCache(Cache):

@@ -225,3 +225,12 @@ def test_a_config_without_sizes_is_an_error_that_names_them():
     model.config = PreTrainedConfig()
     with pytest.raises(EngineError, match=r"hidden_size.*num_hidden_layers"):
         bytes_per_token(model)
+
+
+def test_a_cache_that_grows_keeps_no_second_copy():
+    ours, _ = _filled()
+    ours.begin(torch.full((5,), 6), 7)
+    ours.reserve(5, 200, 5)
+    for layer in ours.layers:
+        storages = {x.untyped_storage().data_ptr() for x in (layer.keys, layer.values)}
+        assert storages == {buffer.untyped_storage().data_ptr() for buffer in layer.buffers}
