@@ -237,20 +237,22 @@ class _Between:
     def _tensors(self, name: str, sizes: Sizes) -> int:
         least, most = self._least.phases[name], self._most.phases[name]
         by_kind: dict[Kind, str] = {Kind.KV_CACHE: CACHE, Kind.LOGITS: CHUNK, Kind.ACTIVATIONS: TOKENS}
+        gathered = least.device.get(Kind.GATHERED, 0)
         if name == "rollout":
             by_kind = dict.fromkeys(by_kind, CACHE)
-        kinds = (least.device.keys() | most.device.keys()) - {Kind.MARGIN}
+            gathered += sizes.get(GATHER, 0)
+            if self._least.sizes[CACHE] == self._most.sizes[CACHE]:
+                least = most  # kinds of one moment: those of two would add up to more than either
+        kinds = (least.device.keys() | most.device.keys()) - {Kind.MARGIN, Kind.GATHERED}
         buckets = 0
         if name == "sync" and BUCKET in sizes:  # one is filled while another is sent
             kinds.discard(Kind.BUCKETS)
             vllm: Any = self._least.inputs.settings.vllm
             buckets = least.device.get(Kind.BUCKETS, 0) + 2 * (sizes[BUCKET] - int(vllm.bucket_bytes))
-        return buckets + sum(self._bytes(kind, least, most, by_kind.get(kind), sizes) for kind in kinds)
+        return gathered + buckets + sum(self._bytes(kind, least, most, by_kind.get(kind), sizes) for kind in kinds)
 
     def _bytes(self, kind: Kind, least: PhaseMemory, most: PhaseMemory, size: str | None, sizes: Sizes) -> int:
         low, high = least.device.get(kind, 0), most.device.get(kind, 0)
-        if kind == Kind.GATHERED:
-            return low + sizes.get(GATHER, 0)
         if size is None:
             return max(low, high)
         first, last = (plan.tokens if size == TOKENS else plan.sizes[size] for plan in (self._least, self._most))
