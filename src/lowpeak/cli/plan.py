@@ -249,7 +249,7 @@ def _gpus_per_host(options: PlanArguments, job: Job, gpus: int) -> int:
     hosts = job.launch.num_machines or 1
     if gpus % hosts:
         raise ArgumentError(f"{gpus} GPUs are not a multiple of --num_machines {hosts}: each host has equally many.")
-    per_host = options.gpus_per_host or (gpus // hosts if hosts > 1 and gpus % hosts == 0 else _GPUS_PER_HOST)
+    per_host = options.gpus_per_host or (gpus // hosts if hosts > 1 else _GPUS_PER_HOST)
     if gpus > per_host and gpus % per_host:
         whole = gpus // per_host * per_host
         divisor = max(number for number in range(1, per_host) if gpus % number == 0)
@@ -297,26 +297,33 @@ def plan_request(options: PlanArguments, job: Job, machine: Machine) -> PlanRequ
 
 def _placement(job: Job, machine: Machine) -> tuple[str, int]:
     """Return the strategy by the name of the accelerate config, and the size of tensor parallel groups."""
-    from lowpeak.cli.accelerate_config import DEFAULT_PRESET, PRESETS, find_accelerate_config, read_config
+    from lowpeak.cli.accelerate_config import DEFAULT_PRESET
 
     name = job.launch.accelerate_config
     if name is None:
         default = "ddp" if machine.device == "cpu" else DEFAULT_PRESET
         return ("single" if machine.num_devices == 1 else default), 1
-    known = _STRATEGIES.get(name, name)
-    if name not in PRESETS and known == name:
-        config = read_config(find_accelerate_config(name))
-        kind = config.distributed_type.value
-        stage = config.deepspeed_config.get("zero_stage", 3) if kind == "DEEPSPEED" else 0
-        known = {"NO": "single", "FSDP": "fsdp2", "DEEPSPEED": f"zero{stage}"}.get(kind, "ddp")
-    tensor = job.launch.parallelism_config_tp_size or (2 if known == "tp" else 1)
+    strategy = _strategy_of(name)
+    tensor = job.launch.parallelism_config_tp_size or (2 if strategy == "tp" else 1)
     if machine.num_devices % tensor:
         raise ArgumentError(f"--gpus {machine.num_devices} cannot be split into tensor parallel groups of {tensor}.")
-    if known == "single" and machine.num_devices > 1:
+    if strategy == "single" and machine.num_devices > 1:
         raise ArgumentError(f"--accelerate_config {name} trains on one device: set --gpus 1, or another config.")
-    if known != "single" and machine.num_devices == 1:
+    if strategy != "single" and machine.num_devices == 1:
         raise ArgumentError(f"--accelerate_config {name} places the model on several devices: set --gpus.")
-    return known, tensor
+    return strategy, tensor
+
+
+def _strategy_of(name: str) -> str:
+    """Return the strategy of a preset or of an accelerate config's file."""
+    from lowpeak.cli.accelerate_config import PRESETS, find_accelerate_config, read_config
+
+    if name in PRESETS or name in _STRATEGIES:
+        return _STRATEGIES.get(name, name)
+    config = read_config(find_accelerate_config(name))
+    kind = config.distributed_type.value
+    stage = config.deepspeed_config.get("zero_stage", 3) if kind == "DEEPSPEED" else 0
+    return {"NO": "single", "FSDP": "fsdp2", "DEEPSPEED": f"zero{stage}"}.get(kind, "ddp")
 
 
 def _reward_models(job: Job) -> list[str]:

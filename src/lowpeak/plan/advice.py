@@ -74,15 +74,8 @@ def _changes(plan: Plan, work: Work) -> Iterator[Change]:
     chunk = int(plan.sizes["logprob_chunk_size"])
     if chunk > 64:
         yield change(f"logprob_chunk_size={chunk // 4}", {Kind.LOGITS: 0.25}, phases=_PASSES)
-    rollout = plan.phases["rollout"].device if "rollout" in plan.phases else {}
-    cache, gathered = rollout.get(Kind.KV_CACHE, 0), rollout.get(Kind.GATHERED, 0)
-    keeps_more = gathered and inputs.settings.memory.gather_budget is None  # layers stay gathered where the cache was
-    if cache and work.slots > 1 and work.sequences > 1 and not keeps_more:
-        fewer = replace(work, slots=max(1, min(work.slots, work.sequences) // 2))
-        yield change(f"kv_cache_bytes={cache // 2}", {Kind.KV_CACHE: 0.5}, fewer)
-    if gathered and work.sequences:
-        half = replace(work, gathered_share=work.gathered_share / 2)
-        yield change(f"gather_budget={gathered // 2}", {Kind.GATHERED: 0.5}, half, phases=("rollout",))
+    if "rollout" in plan.phases and work.sequences:
+        yield from _rollout_changes(plan, work, change)
     if not work.checkpointing:
         share = _checkpointed_share(inputs.config)
         checkpointed = replace(work, checkpointing=True)
@@ -94,6 +87,19 @@ def _changes(plan: Plan, work: Work) -> Iterator[Change]:
         moved = replace(work, rollout_bytes=work.rollout_bytes + streamed)
         yield change("offload_frozen_models=True", {Kind.FROZEN: min(1.0, streamed_bytes(inputs) / frozen)}, moved)
     yield from _placement_changes(plan, work, change)
+
+
+def _rollout_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> Iterator[Change]:
+    """Yield smaller sizes of the native engine's rollout."""
+    held, inputs = plan.phases["rollout"].device, plan.inputs
+    cache, gathered = held.get(Kind.KV_CACHE, 0), held.get(Kind.GATHERED, 0)
+    keeps_more = gathered and inputs.settings.memory.gather_budget is None  # layers stay gathered where the cache was
+    slots = min(work.slots, work.sequences)
+    if cache and slots > 1 and not keeps_more:
+        yield change(f"kv_cache_bytes={cache // 2}", {Kind.KV_CACHE: 0.5}, replace(work, slots=slots // 2))
+    if gathered:
+        half = replace(work, gathered_share=work.gathered_share / 2)
+        yield change(f"gather_budget={gathered // 2}", {Kind.GATHERED: 0.5}, half, phases=("rollout",))
 
 
 def _format_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> Iterator[Change]:

@@ -17,14 +17,14 @@ from lowpeak.device_kind import rehearse_device
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind, PhaseMemory
 from lowpeak.plan.advice import advise
+from lowpeak.plan.candidate import CACHE, GATHER
 from lowpeak.plan.computed import margin
 from lowpeak.plan.cost import shards_weights
 from lowpeak.plan.derived_configs import with_arguments
 from lowpeak.plan.inputs import PlanRequest, RunInputs
 from lowpeak.plan.plan import Plan, make_plan
 
-TOKENS, CHUNK, CACHE, GATHER = "micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes", "gather_budget"
-BUCKET = "vllm_bucket_size"
+TOKENS, CHUNK, BUCKET = "micro_batch_tokens", "logprob_chunk_size", "vllm_bucket_size"
 _LEAST_BUCKET = 1 << 20
 _LEAST_CHUNK, _MOST_CHUNK = 16, 1024
 # A head's products lose speed below this many tokens, so that micro-batches do not grow at their cost.

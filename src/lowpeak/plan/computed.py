@@ -30,7 +30,7 @@ VLLM_ASLEEP_BYTES = int(1.2 * GB)
 GENERATION = ("sync", "rollout", "reward")  # phases in which an engine is awake
 _PASSES = ("rollout", "score", "forward", "backward")
 _STATE = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
-_BF16_BYTES = 2
+BF16_BYTES = 2
 
 
 def margin(machine: Machine, tensors: int) -> int:
@@ -47,7 +47,7 @@ def zero_shares(stage: int, parameters: int, frozen_bytes: int, ranks: int, *, b
     Mixed precision stores 2 bytes of weight and 2 of gradient per trained parameter, and 12 of fp32 weight and moments; a run in
     fp32 stores 4, 4 and 8. Stage 1 shards the last number, stage 2 the gradients too, stage 3 the weights too, also frozen ones.
     """
-    width, states = (_BF16_BYTES, 12) if bf16 else (4, 8)
+    width, states = (BF16_BYTES, 12) if bf16 else (4, 8)
     sharded, weights = parameters // ranks, width * parameters + frozen_bytes
     return {
         Kind.WEIGHTS: weights // ranks if stage == 3 else weights,
@@ -69,9 +69,9 @@ def place_by_strategy(
         return _offloaded(phases) if request.strategy.endswith("-offload") else dict(phases)
     stage = int(request.base_strategy[-1])
     shares = zero_shares(stage, counts.trained, counts.frozen_bytes, request.world_size, bf16=bool(inputs.args.bf16))
-    gathered = _BF16_BYTES * counts.in_pass if stage == 3 else 0
-    kept = min(gather_budget, _BF16_BYTES * counts.total) if stage == 3 and inputs.rollout(0) is not None else 0
-    bucket = 2 * _BF16_BYTES * inputs.config.get_text_config().hidden_size ** 2
+    gathered = BF16_BYTES * counts.in_pass if stage == 3 else 0
+    kept = min(gather_budget, BF16_BYTES * counts.total) if stage == 3 and inputs.rollout(0) is not None else 0
+    bucket = 2 * BF16_BYTES * inputs.config.get_text_config().hidden_size ** 2
     placed = {}
     for name, phase in phases.items():
         kinds = {**shares, Kind.GATHERED: gathered if name in _PASSES else 0, Kind.BUCKETS: 0}
@@ -138,7 +138,7 @@ def rollout_engine(inputs: RunInputs) -> RolloutEngine:
 
 def vllm_bytes(num_parameters: int, parallel: int) -> int:
     """Return a colocated vLLM's bytes on each of `parallel` devices beside its KV cache: bf16 weights, and the rest."""
-    return _BF16_BYTES * num_parameters // parallel + VLLM_BYTES
+    return BF16_BYTES * num_parameters // parallel + VLLM_BYTES
 
 
 def copied_for_rollout(inputs: RunInputs, phases: Mapping[str, PhaseMemory], score_batches: int) -> int:
@@ -147,7 +147,7 @@ def copied_for_rollout(inputs: RunInputs, phases: Mapping[str, PhaseMemory], sco
     where = None if vllm is None else vllm.where
     engine = 0
     if isinstance(where, ColocateSettings) and where.sleeps:
-        engine = _BF16_BYTES * inputs.counts.total // where.tensor_parallel_size
+        engine = BF16_BYTES * inputs.counts.total // where.tensor_parallel_size
     moves, streams = memory.offload_during_rollout, memory.offload_frozen_models and "score" in phases
     return rollout_copies(
         moved=phases["optimizer"].device.get(Kind.OPTIMIZER, 0) * moves,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowpeak.memory import Kind
-from lowpeak.plan.computed import copied_for_rollout, rollout_engine
+from lowpeak.plan.computed import BF16_BYTES, copied_for_rollout, rollout_engine
 from lowpeak.plan.hardware import Card, Machine
 
 # Shares of the data sheets' numbers that kernels of a step reach.
@@ -25,7 +25,7 @@ LINK_SHARE = 0.7
 _EXPOSED = 0.2
 _LAYER_LATENCY = {"cuda": 2e-4, "cpu": 3e-4}  # seconds of a layer's forward, however few tokens it has
 _COLLECTIVE_LATENCY = 3e-5  # seconds of a collective inside a host, however small
-_BF16_BYTES, _FP32_BYTES = 2, 4  # bytes of a number in bf16 and fp32
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _rollout(work: Work, machine: Machine) -> float:
     prefill = 2 * work.active_parameters / parts * work.prompts * work.prompt / flops
     slots = max(1, min(work.slots, work.sequences))
     waves = -(-work.sequences // slots)
-    weights = (_BF16_BYTES if work.in_bf16 else _FP32_BYTES) * work.parameters / parts
+    weights = (BF16_BYTES if work.in_bf16 else _FP32_BYTES) * work.parameters / parts
     cache = slots * work.kv_bytes / parts * (work.prompt + work.completion / 2)
     gather = _gathered_bytes(work, machine) / _link(machine, work.strategy)
     gathers = (1 - work.gathered_share) * gather
@@ -159,12 +159,12 @@ def _sent_bytes(work: Work, machine: Machine) -> float:
     """Return what a device sends in a step's passes: gathers of weights, and reductions of gradients."""
     world = machine.num_devices // work.tensor_parallel
     part = (world - 1) / world
-    gradients = _BF16_BYTES * work.trained / work.tensor_parallel * part
+    gradients = BF16_BYTES * work.trained / work.tensor_parallel * part
     kind = work.strategy.removesuffix("-offload")
     if shards_weights(kind, machine, work.tensor_parallel):
         return work.num_batches * (2 * _gathered_bytes(work, machine) * part + gradients)
     if kind == "zero2":
-        return work.num_batches * gradients + _BF16_BYTES * work.trained * part
+        return work.num_batches * gradients + BF16_BYTES * work.trained * part
     return 0.0 if world == 1 else 2 * work.gradient_bytes * work.trained * part
 
 
@@ -174,7 +174,7 @@ def _tensor_sums(work: Work, machine: Machine) -> float:
         return 0.0
     part = 2 * (work.tensor_parallel - 1) / work.tensor_parallel
     passes = 6 if work.checkpointing else 4
-    num_bytes = passes * work.layers * work.train_tokens * work.hidden * _BF16_BYTES * part
+    num_bytes = passes * work.layers * work.train_tokens * work.hidden * BF16_BYTES * part
     latency = work.num_batches * passes * work.layers * _COLLECTIVE_LATENCY
     return latency + num_bytes / (LINK_SHARE * machine.card.link)
 
@@ -183,7 +183,7 @@ def _replica_sums(work: Work, machine: Machine) -> float:
     """Return the seconds in which HSDP's hosts sum the gradients of their shards, in each micro-batch."""
     if work.strategy != "hsdp":
         return 0.0
-    shard = _BF16_BYTES * work.trained / machine.devices_on_host
+    shard = BF16_BYTES * work.trained / machine.devices_on_host
     part = 2 * (machine.num_hosts - 1) / machine.num_hosts
     return work.num_batches * shard * part / (LINK_SHARE * machine.network)
 
@@ -203,7 +203,7 @@ def shards_weights(strategy: str, machine: Machine, tensor_parallel: int) -> boo
 def _gathered_bytes(work: Work, machine: Machine) -> float:
     """Return the bytes of all bf16 weights, or of a tensor parallel device's part, if a pass gathers them."""
     gathers = shards_weights(work.strategy, machine, work.tensor_parallel)
-    return _BF16_BYTES * work.parameters / work.tensor_parallel if gathers else 0.0
+    return BF16_BYTES * work.parameters / work.tensor_parallel if gathers else 0.0
 
 
 def _link(machine: Machine, strategy: str) -> float:

@@ -19,6 +19,7 @@ from lowpeak.memory import Kind
 from lowpeak.models import rehearse_experts
 from lowpeak.plan.candidate import ACTIVATIONS, CACHE, FROZEN, GATHER, SHARE, STATES, USABLE_SHARE, Candidate, Estimate
 from lowpeak.plan.computed import (
+    BF16_BYTES,
     FRAGMENTATION,
     PROCESS_BYTES,
     VLLM_ASLEEP_BYTES,
@@ -38,7 +39,6 @@ from lowpeak.plan.plan import ModelCounts, free_bytes, rehearse_inputs
 _FEW, _MORE = 2, 4  # layers of the small rehearsals
 _LEAST_TOKENS, _MOST_TOKENS = 1 << 9, 1 << 17  # of a candidate's micro-batch
 _PASS_KINDS = (Kind.ACTIVATIONS, Kind.LOGITS)
-_BF16_BYTES = 2
 _MIB = 1 << 20
 _SPARE_SHARE = 0.05  # of the device, for what vLLM's kernels need beyond the estimate, if there is room
 _SHARE_STEPS = 100  # vLLM's share of a device is a multiple of 1 / _SHARE_STEPS
@@ -178,7 +178,7 @@ class Estimator:
         counts = self.inputs.counts
         if not shards_weights(candidate.strategy, self._request.machine, candidate.tensor_parallel):
             return 0
-        return int(_BF16_BYTES * counts.in_pass // candidate.tensor_parallel)
+        return int(BF16_BYTES * counts.in_pass // candidate.tensor_parallel)
 
     def _work(self, candidate: Candidate, resident: _Resident) -> Work:
         inputs = self.inputs
@@ -194,7 +194,7 @@ class Estimator:
         # An engine of vLLM generates for the ranks of all its devices.
         engine_sequences = sequences * (candidate.engine_parallel if self.colocated is not None else 1)
         engine_parallel = candidate.engine_parallel if self.colocated is not None else candidate.tensor_parallel
-        itemsize = _BF16_BYTES if self._passes_bf16(candidate) else 4
+        itemsize = BF16_BYTES if self._passes_bf16(candidate) else 4
         activations = itemsize * tokens * work.layers * work.hidden if ACTIVATIONS in candidate.offloads else 0
         placed = replace(
             work,
@@ -224,7 +224,7 @@ class Estimator:
 
     def _copied_for_rollout(self, candidate: Candidate, resident: _Resident, work: Work) -> int:
         moves, streams = STATES in candidate.offloads, FROZEN in candidate.offloads
-        weights = _BF16_BYTES * int(self.inputs.counts.total) // candidate.engine_parallel
+        weights = BF16_BYTES * int(self.inputs.counts.total) // candidate.engine_parallel
         return rollout_copies(
             moved=resident.states * moves,
             moved_frozen=resident.frozen * (moves and not streams),
@@ -256,7 +256,7 @@ class Estimator:
         memory, parts = self.inputs.settings.memory, candidate.tensor_parallel
         one = work.kv_bytes * (work.prompt + work.completion) // parts
         least = self.inputs.least_cache_bytes // parts
-        model = _BF16_BYTES * self.inputs.counts.total // parts
+        model = BF16_BYTES * self.inputs.counts.total // parts
         is_sharded = self._gathered(candidate) > 0
         caches = [memory.kv_cache_bytes or 0]
         if memory.kv_cache_bytes is None:
@@ -300,7 +300,7 @@ class Estimator:
         whole, text = self._pass_bytes(candidate, candidate.tokens), self._request.config.get_text_config()
         tokens = max(candidate.tokens, self.inputs.longest_sequence)
         copies = 1 if candidate.checkpointing else 4  # of a layer: its input, and what its norms save
-        itemsize = _BF16_BYTES if self._passes_bf16(candidate) else 4
+        itemsize = BF16_BYTES if self._passes_bf16(candidate) else 4
         replicated = min(whole, copies * text.num_hidden_layers * tokens * text.hidden_size * itemsize)
         return replicated + (whole - replicated) // candidate.tensor_parallel
 

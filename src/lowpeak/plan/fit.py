@@ -117,8 +117,8 @@ class Search:
         for trial in range(_MOST_TRIALS):
             request, arguments = self._apply(estimate.candidate, sizes)
             plan = make_plan(request, self._report).calibrated(self._factors)
-            smaller = self._smaller(sizes, plan)
-            if plan.fits or plan.peak_phase != "rollout" or smaller is None or trial == _MOST_TRIALS - 1:
+            smaller = self._smaller(sizes, plan) if plan.peak_phase == "rollout" else None
+            if smaller is None or trial == _MOST_TRIALS - 1:
                 break
             sizes = smaller
         if _CHUNK not in self._given and self._request.kind != "reward":
@@ -126,8 +126,10 @@ class Search:
         return plan, arguments
 
     def _smaller(self, sizes: Mapping[str, Any], plan: Plan) -> dict[str, Any] | None:
-        """Return sizes with which a rollout takes about as much as a device has; None if they are the least already."""
+        """Return sizes with which a rollout takes what a device has; None if it has room, or if they are the least already."""
         excess = plan.peak - self._request.machine.memory
+        if excess <= 0:
+            return None
         for name, least in ((GATHER, 0), (CACHE, plan.inputs.least_cache_bytes)):
             if name not in self._given and sizes.get(name, 0) > least:
                 return {**sizes, name: max(least, (sizes[name] - excess) // _MIB * _MIB)}

@@ -127,6 +127,18 @@ def test_fit_writes_files_that_the_trainer_reads(model, tmp_path, capsys):
     assert job.config.micro_batch_tokens == run["micro_batch_tokens"]
 
 
+@pytest.mark.parametrize(("mode", "names"), [("server", {"train.sh", "serve.sh"}), ("colocate", {"train.sh"})])
+def test_a_server_has_a_job_of_its_own_that_other_hosts_reach(model, tmp_path, mode, names):
+    out = tmp_path / "plan"
+    url = {"--vllm_server_base_url": "http://a:8000"} if mode == "server" else {}
+    engine = {"--use_vllm": True, "--vllm_mode": mode, "--num_generations": 4, **url}
+    fit = {"--fit": True, "--output": out, "--emit": "shell", "--micro_batch_tokens": 1_024, "--weight_bits": 32}
+    assert dispatch(words(model, engine, fit, {"--dataset": "data.jsonl", "--reward": "r.py:f"})) == 0
+    assert {path.name for path in out.glob("*.sh")} == names
+    if mode == "server":
+        assert "--host 0.0.0.0" in (out / "serve.sh").read_text()
+
+
 @pytest.mark.parametrize(
     ("hosts", "per_host"),
     [({"--gpus": 2, "--gpus_per_host": 3}, 2), ({"--gpus": 12, "--num_machines": 3}, 4), ({"--gpus": 16}, 8)],

@@ -113,6 +113,7 @@ def test_a_rollout_beyond_the_device_keeps_less_gathered_and_then_has_a_smaller_
     least = plan.inputs.least_cache_bytes
     assert search._smaller({"gather_budget": 0, "kv_cache_bytes": least + 1}, plan)["kv_cache_bytes"] == least
     assert search._smaller({"gather_budget": 0, "kv_cache_bytes": least}, plan) is None
+    assert Search(request(80, 2))._smaller({"gather_budget": 10 << 20}, plan) is None  # the device has room
 
 
 def test_a_given_cache_that_holds_no_sequence_is_refused_as_by_the_run():
