@@ -127,7 +127,7 @@ def _accelerators() -> dict[str, str]:
     facts["PYTORCH_ALLOC_CONF"] = next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), "not set")
     if not torch.cuda.is_available():
         return facts | {"devices": "no GPU that torch can use"}
-    facts |= _driver()
+    facts |= driver_facts()
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         capability = f"compute capability {device.major}.{device.minor}"
@@ -135,7 +135,7 @@ def _accelerators() -> dict[str, str]:
     return facts
 
 
-def _driver() -> dict[str, str]:
+def driver_facts() -> dict[str, str]:
     """Return the driver's version and each card's free memory: before any process of this run has a context there."""
     query = ("nvidia-smi", "--query-gpu=driver_version,memory.free,memory.total", "--format=csv,noheader,nounits")
     try:

@@ -1,11 +1,14 @@
-from lowpeak.selftest.decode import decode as decode
+from lowpeak.selftest.decode import decoding as decoding
 from lowpeak.selftest.kernels import forest_attention as forest_attention
+from lowpeak.selftest.kernels import head_sizes as head_sizes
 from lowpeak.selftest.kernels import large_head as large_head
 from lowpeak.selftest.kernels import logprob_core as logprob_core
 from lowpeak.selftest.kernels import storage_formats as storage_formats
 from lowpeak.selftest.memory import loading as loading
 from lowpeak.selftest.memory import memory_budget as memory_budget
 from lowpeak.selftest.memory import step_memory as step_memory
+from lowpeak.selftest.offload import large_optimizer as large_optimizer
+from lowpeak.selftest.offload import offloaded_run as offloaded_run
 from lowpeak.selftest.oom import oom_rollout as oom_rollout
 from lowpeak.selftest.oom import oom_training as oom_training
 from lowpeak.selftest.ranks import train_on_ranks as train_on_ranks

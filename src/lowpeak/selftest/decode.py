@@ -22,7 +22,7 @@ _MOST_SLOWER = 3.0
 
 
 @row("decode", seconds=180, quick=True)
-def decode(bench: Bench) -> str:
+def decoding(bench: Bench) -> str:
     """Time 64 sequences of a 0.5B model twice, then with top_p; read reserved memory, SDPA's backends and the plan."""
     prompt, completion = bench.pick((256, 64 if bench.quick else 256), (8, 4))
     shape: dict[str, Any] = bench.pick(HALF_BILLION, {"num_ids": 600, "hidden": 32, "layers": 2, "heads": (4, 2)})
