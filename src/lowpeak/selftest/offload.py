@@ -16,7 +16,8 @@ _OFFLOADS: dict[str, dict[str, Any]] = {
     "activation_offloading": {"gradient_checkpointing": True},
     "offload_during_rollout": {},
     "offload_frozen_models": {"beta": 0.1},
-    "offload_optimizer": {"weight_bits": 32, "gradient_bits": 32},
+    # Gradients of the embedding are added in another order, and their norm is computed on the host.
+    "offload_optimizer": {"weight_bits": 32, "gradient_bits": 32, "tolerance": 1e-2},
 }
 
 

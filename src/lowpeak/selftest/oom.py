@@ -26,7 +26,7 @@ _TAKE = (
 )
 
 
-class Ballast(TrainerCallback):  # type: ignore[misc]
+class Ballast(TrainerCallback):
     """Memory of the device that another process holds from one moment of a run to another.
 
     `moments` are the names of the callback or "reward" at which it takes and frees the memory. On a CPU a layer fails for inputs of
@@ -97,6 +97,7 @@ def oom_training(bench: Bench) -> str:
     model = make_model(*bench.pick((32_000, 512, 8, (8, 2)), (13, 32, 2, (4, 2))), context=1024)
     ballast.fail_on_cpu(model, "tokens", 128)
     changes = {"micro_batch_tokens": 1 << 20, "max_completion_length": bench.pick(512, 7)}
+    changes["kv_cache_bytes"] = 1 << 30
     return _recovered(bench, ballast, model, "train", per_device_train_batch_size=bench.pick(64, 32), **changes)
 
 
@@ -107,7 +108,7 @@ def oom_rollout(bench: Bench) -> str:
     model = make_model(*bench.pick((32_000, 1024, 8, (16, 16)), (13, 32, 2, (4, 2))), context=1024)
     ballast.fail_on_cpu(model, "rows", 16)
     changes = {"kv_cache_bytes": 8 << 30, "max_completion_length": bench.pick(768, 7)}
-    return _recovered(bench, ballast, model, "rollout", per_device_train_batch_size=bench.pick(64, 32), **changes)
+    return _recovered(bench, ballast, model, "rollout", per_device_train_batch_size=bench.pick(128, 32), **changes)
 
 
 @row("out of memory in vLLM's wake-up", "a GPU", "vLLM", seconds=300, usual=False)

@@ -42,7 +42,7 @@ def make_trainer(
     return GRPOTrainer(model, reward, args, data, **more)
 
 
-class _Run(TrainerCallback):  # type: ignore[misc]
+class _Run(TrainerCallback):
     """A short GRPO run: its final weights, the distance they moved, and the device's memory.
 
     `generating_bytes` are allocated after generation, `reserved_bytes` are those of torch's allocator after a backward.
@@ -92,10 +92,11 @@ def _flat(model: Any) -> Tensor:
     return torch.cat([p.detach().double().flatten().cpu() for p in model.parameters()])
 
 
-def same_run(bench: Bench, changes: Mapping[str, Any], **settings: Any) -> str:
+def same_run(bench: Bench, changes: Mapping[str, Any], tolerance: float = 0.0, **settings: Any) -> str:
     """Compare a run with `settings` and `changes` with two equal runs without `changes`.
 
-    MismatchError if its weights differ more than ten times as much as those of the two equal runs.
+    MismatchError if its weights differ more than ten times as much as those of the two equal runs, and by more than `tolerance`:
+    zero if the changed run has the same operations in the same order.
     """
 
     def run(name: str, **more: Any) -> _Run:

@@ -38,7 +38,7 @@ def grpo_learns(bench: Bench, num_steps: int = 30) -> str:
 @row("resume", seconds=120)
 def resume(bench: Bench) -> str:
     """Compare a run that resumes in the middle of a rollout with an uninterrupted one."""
-    saved = {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
+    saved: dict[str, Any] = {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
     return same_run(bench, {"resume": str(bench.folder / "plain" / "checkpoint-3")}, **saved)
 
 

@@ -23,6 +23,7 @@ from lowpeak.vllm.weight_sync import available_transports, loaded_version, push_
 _CACHE = 64 << 20
 _CONTEXT = 128
 _NUM_IDS = 512
+_BUCKET = 64 << 20  # the default of vllm_bucket_size
 _TIMEOUT_SECONDS = 60.0  # of one call of another process
 _NUM_PROMPTS = 4
 _SAMPLING: Mapping[str, Mapping[str, Any]] = {
@@ -69,7 +70,7 @@ def vllm_start(bench: Bench) -> str:
         began = time.monotonic()
         with closing(_start(bench, model, sleeps=False, eager=False)) as vllm:
             seconds.append(time.monotonic() - began)
-            pushed = push_over_each([vllm], lambda version: _slices(model, version), bench.device, 1 << 30, bench)
+            pushed = push_over_each([vllm], lambda version: _slices(model, version), bench.device, _BUCKET, bench)
     bench.record(first_start_seconds=seconds[0], second_start_seconds=seconds[1])
     return f"started in {seconds[0]:.0f} s, a second time in {seconds[1]:.0f} s; {pushed}"
 
