@@ -40,13 +40,13 @@ class Format(NamedTuple):
         return f"{self.weight_bits or 'fp32'}/{self.state_bits}"
 
 
-# Relative to the norm of the updates, with four times the difference measured on a CPU.
+# Relative to the norm of the updates; on a CPU 2e-7 with fp32 states, 6e-3 with those of 8 bits, 0.2 with bf16 weights alone.
 _FORMATS = (
     Format(None, 32, 1e-5),
-    Format(None, 8, 0.1),
+    Format(None, 8, 0.03),
     Format(32, 32, 1e-5),
-    Format(32, 8, 0.1),
-    Format(24, 8, 0.1),
+    Format(32, 8, 0.03),
+    Format(24, 8, 0.03),
     Format(16, 8, 0.5),
 )
 _KERNEL_TOLERANCE = 1e-3  # codes of 8 bits may differ by one where a value is halfway between two
@@ -188,7 +188,8 @@ def _compare_format(bench: Bench, each: Format) -> str:
         from_kernel <= _KERNEL_TOLERANCE, f"{each}: the kernel differs from torch's operations by {from_kernel:.1e}"
     )
     require(error <= each.tolerance, f"{each}: updates differ from those of fp32 AdamW by {error:.1e}")
-    return f"{error:.0e} from fp32 AdamW, kernel {from_kernel:.0e} from torch's operations"
+    compared = f", kernel {from_kernel:.0e} from torch's operations" if bench.on_gpu else ""
+    return f"{error:.0e} from fp32 AdamW{compared}"
 
 
 def _step_in_format(each: Format, start: Tensor, gradients: list[Tensor], kernel: Any) -> list[Tensor]:

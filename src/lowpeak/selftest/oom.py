@@ -139,4 +139,4 @@ def _recovered(bench: Bench, ballast: Ballast, model: Any, phase: str, **changes
     bench.record(lowered=lowered)
     require(bool(lowered), "no size was lowered")
     sizes = ", ".join(f"{name} {changes.get(name, '')} -> {value}" for name, value in lowered.items())
-    return f"recovered after {len(events)} errors: {sizes} (ballast {mib(ballast.num_bytes)})"
+    return f"recovered, {len(events)} times: {sizes} (ballast {mib(ballast.num_bytes)})"
