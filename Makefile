@@ -3,6 +3,9 @@
 # make test         lint, types and all tests
 # make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
+# make test-versions what must work on each supported version: on the oldest transformers, accelerate, peft and datasets, and the locked
+# make test-newest  the same on what the index has today (TORCH=torch for the newest torch, too)
+# make update-locks the newest versions into requirements*.txt
 # make test-report  the report's page in a headless Chromium, which apt installs if there is none (BROWSER_PATH)
 # make docs         the manual as a site, in build/site; a broken link is an error
 # Each makes its environment on its first run and installs nothing on the next.
@@ -15,6 +18,14 @@ CORE := $(VENV)/.core
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := $(PIP) --no-deps --require-hashes --requirement
 DOCS := .venv-docs
+UV := .venv-uv
+OLDEST := .venv-oldest
+OLDEST_READY := $(OLDEST)/.ready
+# The lowest versions that pyproject.toml allows, as requirements.
+OLDEST_PINS := grep -oE '(transformers|accelerate|datasets|peft)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/'
+NEWEST := .venv-newest
+TORCH ?= --constraint constraints.txt torch
+VERSIONS := tests/versions tests/parity/test_native_families.py
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -32,10 +43,11 @@ export TOKENIZERS_PARALLELISM := false
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help quickstart check test test-kernels test-vllm test-report docs lint types format clean
+.PHONY: help quickstart check test test-kernels test-vllm test-versions test-newest update-locks test-report docs lint types \
+	format clean
 
 help:
-	@sed -n 's/^# \{0,1\}//;1,8p' Makefile
+	@sed -n '1,11s/^# \{0,1\}//p' Makefile
 
 $(CORE): pyproject.toml constraints.txt requirements.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -62,6 +74,18 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(VLLM)/bin/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
 	@touch $@
+
+$(OLDEST_READY): pyproject.toml constraints.txt requirements-oldest.txt
+	@test -x $(OLDEST)/bin/python || { echo "making $(OLDEST)"; $(PYTHON) -m venv $(OLDEST); }
+	@echo "installing the oldest supported versions (once)"
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements-oldest.txt
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+$(UV)/bin/uv:
+	@$(PYTHON) -m venv $(UV)
+	@$(UV)/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 quickstart:
 	@echo "make quickstart: about a minute on two cores, and two to install"
@@ -102,6 +126,27 @@ test-vllm:
 	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR \
 		$(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/with_vllm
 
+test-versions:
+	@echo "make test-versions: about 3 minutes on two cores, and 2 to install"
+	@$(MAKE) --no-print-directory $(READY) $(OLDEST_READY)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) $(VERSIONS)
+	$(PYTEST) tests/versions
+
+test-newest:
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(TORCH)
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager pytest pytest-timeout pytest-xdist --editable '.[peft]'
+	@$(NEWEST)/bin/python -m pip list 2>/dev/null | grep -E '^(torch|transformers|accelerate|datasets|peft|numpy) '
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) $(VERSIONS)
+
+# Then `make test`; the vLLM environment is pinned by hand in constraints-vllm.txt, since its versions follow vLLM's.
+update-locks: $(UV)/bin/uv
+	$(UV)/bin/uv pip compile --quiet --upgrade pyproject.toml -c constraints.txt --no-emit-package triton -o requirements.txt
+	$(UV)/bin/uv pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra test -o requirements-test.txt
+	echo mkdocs | $(UV)/bin/uv pip compile --quiet --upgrade --no-header - -o requirements-docs.txt
+	{ $(OLDEST_PINS); printf '%s\n' pytest pytest-timeout pytest-xdist; } | $(UV)/bin/uv pip compile --quiet --upgrade \
+		pyproject.toml - -c constraints.txt --extra peft --no-emit-package triton -o requirements-oldest.txt
+
 test-report:
 	@echo "make test-report: half a minute on two cores, and half a minute to install a browser"
 	@$(MAKE) --no-print-directory $(READY)
@@ -113,5 +158,5 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(DOCS) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) $(NEWEST) $(UV) $(DOCS) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

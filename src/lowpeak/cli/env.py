@@ -19,7 +19,7 @@ PACKAGES = (
 def environment_report() -> str:
     """Return one `name: value` line for each package and each part of the hardware."""
     facts = {"lowpeak": lowpeak.__version__, "python": platform.python_version(), "platform": platform.platform()}
-    facts |= {name: installed_version(name) for name in PACKAGES} | _accelerators()
+    facts |= {name: installed_version(name) for name in PACKAGES} | _accelerators() | _fast_paths()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts["cpu"] = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {usable} usable"
     facts["memory"] = _gibibytes(psutil.virtual_memory().total)
@@ -54,6 +54,22 @@ def _accelerators() -> dict[str, str]:
         capability = f"compute capability {device.major}.{device.minor}"
         facts[f"device {index}"] = f"{device.name}, {_gibibytes(device.total_memory)}, {capability}"
     return facts
+
+
+def _fast_paths() -> dict[str, str]:
+    """Return whether a Llama of the installed transformers generates by the decode loop and trains without padding."""
+    try:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from lowpeak.attention import packing_unsupported_reason
+        from lowpeak.training import describe_generation
+    except (ImportError, OSError) as error:
+        return {"generation": f"unknown: transformers does not import ({error})"}
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))
+    layout = packing_unsupported_reason(llama) or "packed without padding"
+    return {"generation (Llama)": describe_generation(llama, None), "layout (Llama)": layout}
 
 
 def _gibibytes(number: int) -> str:

@@ -6,7 +6,8 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,12 +76,17 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         status = launch_or_join(parsed.launch, [kind, *argv], folder, on_cpu=on_cpu)
     if status is not None:
         return status
-    from lowpeak.setup import check_resume
-
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `python -m lowpeak` has it: rewards may be modules of this folder
     job = with_config(parsed, library)
-    _show_log(job.config.get_process_log_level())
+    with _show_log(job.config):
+        _train(job, library)
+    return 0
+
+
+def _train(job: Job, library: Any) -> None:
+    from lowpeak.setup import check_resume
+
     resume = parse_resume(job.config.resume_from_checkpoint)
     check_resume(Path(job.config.output_dir), resume)
     report_idle(job)
@@ -97,7 +103,7 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         resolved = trainer.dry_run()
         if is_rank_zero(os.environ):
             print(to_yaml({"arguments": job.given} | resolved), end="")
-        return 0
+        return
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     if job.config.push_to_hub:
@@ -105,15 +111,22 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
 
         name = job.data.dataset
         trainer.push_to_hub(dataset_name=name if name and is_on_hub(name) else None)
-    return 0
 
 
-def _show_log(level: int) -> None:
-    """Show lowpeak's messages from this level on; by default Python shows warnings and errors."""
-    logger = logging.getLogger("lowpeak")
-    if level < logging.WARNING and not logger.handlers:
-        logger.setLevel(level)
-        logger.addHandler(logging.StreamHandler())
+@contextmanager
+def _show_log(args: Any) -> Iterator[None]:
+    """Show lowpeak's messages from `log_level` on, by default from INFO: generation path, layout, storage, sizes."""
+    # transformers' "passive" keeps Python's level, which shows warnings and errors only.
+    level = logging.INFO if args.log_level == "passive" else args.get_process_log_level()
+    logger, handler = logging.getLogger("lowpeak"), logging.StreamHandler()
+    before = logger.level
+    logger.setLevel(level)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
 
 
 def parse_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:

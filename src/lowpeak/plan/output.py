@@ -61,6 +61,8 @@ def summary(plan: Plan, advice: Sequence[Advice]) -> list[str]:
     lines.insert(0 if plan.host_excess else 1, host_line(plan))
     sizes = ", ".join(f"{name}={value}" for name, value in plan.sizes.items())
     lines.append(f"Sizes: {sizes}; micro-batches a step: {plan.num_batches}, the largest of {plan.tokens:,} tokens.")
+    generation = f"Generation: {plan.inputs.generation}. " if plan.inputs.generation else ""
+    lines.append(f"{generation}Layout: {plan.inputs.layout_choice}.")
     seconds = ", ".join(f"{phase} {value:.2g}" for phase, value in plan.seconds.items())
     lines.append(f"A step takes about {sum(plan.seconds.values()):.2g} s by the cost model ({seconds}).")
     if advice:

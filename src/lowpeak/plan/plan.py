@@ -160,6 +160,8 @@ class Plan:
             "parameters": self.counts.total,
             "trained_parameters": self.counts.trained,
             "sizes": dict(self.sizes),
+            "generation": self.inputs.generation,
+            "layout": str(self.inputs.layout_choice),
             "micro_batches": self.num_batches,
             "micro_batch_tokens": self.tokens,
             "peak": self.peak,

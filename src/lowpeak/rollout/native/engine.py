@@ -8,7 +8,6 @@ that leaves `generate()` one token to choose."""
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,8 +30,6 @@ from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_i
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, Wave, form_waves
 from lowpeak.rollout.sampling import UniformDraws, sample_tokens
 
-_logger = logging.getLogger(__name__)
-
 
 @dataclass(eq=False, repr=False)
 class NativeEngine:
@@ -53,7 +50,6 @@ class NativeEngine:
     policy_version: int | None = field(default=None, init=False)
     supports_partial_groups = True
     slice_form = SliceForm()
-    _warned = False
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         if self.policy_version is None:
@@ -95,7 +91,7 @@ class NativeEngine:
         shape = ([len(prompt.ids) for prompt in prompts], sampling.num_generations, sampling.max_new_tokens, max_tokens)
         ends = (end_token_ids(model, self.tokenizer, sampling), StopStrings(self.tokenizer, sampling.stop))
         device = self.device or next(model.parameters()).device
-        if self._uses_decode_loop(model):
+        if unsupported_reason(model) is None:
             num_rows = len(prompts) * sampling.num_generations
             output = OutputBuffer(num_rows, sampling.max_new_tokens, *ends, self.on_tokens, device)
             with _inference_mode(model):
@@ -107,14 +103,6 @@ class NativeEngine:
             decode_by_generate(model, wave, prompts, sampling, output)
             completions.update(zip(wave, output.completions(), strict=True))
         return [completions[sequence] for sequence in sorted(completions)]
-
-    def _uses_decode_loop(self, model: nn.Module) -> bool:
-        """Return whether the decode loop supports the model; warn once if it does not."""
-        reason = unsupported_reason(model)
-        if reason is not None and not self._warned:
-            self._warned = True
-            _logger.warning("%s generates through model.generate(), which is slower: %s.", type(model).__name__, reason)
-        return reason is None
 
 
 def _inference_mode(model: nn.Module) -> AbstractContextManager[Any]:
