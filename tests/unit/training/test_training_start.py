@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 
+import lowpeak
 from lowpeak.arguments import GRPOConfig
 from lowpeak.checkpoint import STATE_FILE
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, MemoryExhaustedError
@@ -26,6 +28,7 @@ from lowpeak.setup import (
     silence_nonzero_ranks,
 )
 from lowpeak.training import explain_out_of_memory, gather_usage
+from small_runs import make
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -229,6 +232,32 @@ def test_where_a_run_is_outlasts_the_error_that_left_a_phase():
     assert tracker.current_phase == "phase reward"
     with tracker.phase(Phase.SCORE):
         assert tracker.current_phase == "phase score"
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+def test_a_runs_device_has_the_index_that_accelerate_omits_in_a_single_process(tmp_path, monkeypatch, kind):
+    indexed, config = torch.device("cpu", 0), getattr(lowpeak, f"{kind}Config")
+    monkeypatch.setattr(config, "device", property(lambda args: torch.device(args._setup_devices.type, 0)))
+    try:
+        trainer = make(kind, tmp_path)
+        assert trainer.run.logprob_settings.device == trainer.accelerator.device == indexed
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+def test_cudnns_attention_is_off_from_the_start_of_a_run_unless_the_user_turns_it_on_later(tmp_path, kind):
+    backend = torch.backends.cuda
+    before = backend.cudnn_sdp_enabled()
+    try:
+        backend.enable_cudnn_sdp(True)
+        trainer = make(kind, tmp_path, max_steps=1)
+        assert not backend.cudnn_sdp_enabled()
+        backend.enable_cudnn_sdp(True)
+        trainer.train()
+        assert backend.cudnn_sdp_enabled()
+    finally:
+        backend.enable_cudnn_sdp(before)
 
 
 SIZES = {"micro_batch_tokens": 64, "logprob_chunk_size": 16, "kv_cache_bytes": 4096}
