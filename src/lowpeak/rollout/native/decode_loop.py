@@ -23,6 +23,7 @@ from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import (
     SlotCache,
     bytes_per_token,
+    cache_argument,
     left_pad,
     parameter_dtype,
     prefill_prompts,
@@ -204,6 +205,7 @@ class DecodeInputs:
         self, model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, output: OutputBuffer
     ) -> None:
         self._model = model
+        self._cache_argument = cache_argument(model)
         self._size = sampling.num_generations
         self._output = output
         self._device = output.device
@@ -234,9 +236,9 @@ class DecodeInputs:
             input_ids=self._tokens_N[:, None],
             attention_mask=self._mask(num_columns),
             position_ids=self._columns_N[:, None],
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_argument: cache},
         )
         return output.logits[:, -1]
 

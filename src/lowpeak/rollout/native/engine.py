@@ -25,7 +25,7 @@ from lowpeak.memory import has_device_memory
 from lowpeak.models import transformers_model
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
-from lowpeak.rollout.native.cache import bytes_per_token, left_mask, left_pad, text_config
+from lowpeak.rollout.native.cache import bytes_per_token, cache_argument, left_mask, left_pad, text_config
 from lowpeak.rollout.native.decode_loop import DecodeLoop
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, Wave, form_waves
@@ -125,13 +125,13 @@ def _inference_mode(model: nn.Module) -> AbstractContextManager[Any]:
     return torch.inference_mode() if is_plain else nullcontext()
 
 
-_NEEDED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
+_NEEDED = ("attention_mask", "position_ids", "logits_to_keep")
 
 
 def unsupported_reason(model: nn.Module) -> str | None:
     """Return why the decode loop does not support `model`, or None if it does."""
     accepted = inspect.signature(transformers_model(model).forward).parameters
-    missing = [name for name in _NEEDED if name not in accepted]
+    missing = [name for name in (*_NEEDED, cache_argument(model)) if name not in accepted]
     if missing:
         return f"its forward does not accept {', '.join(missing)}"
     if "local" in (getattr(text_config(model), "attention_layers", None) or ()):
