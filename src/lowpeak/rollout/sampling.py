@@ -104,8 +104,8 @@ class UniformDraws:
 class TokenDraw:
     """The next token of each sequence, int64 `tokens_N`, and its log-prob, float32 `logprobs_N`: see `sample_tokens`.
 
-    Filters look at the likeliest 1,024 tokens first, with a top-k at twice as many as it keeps. A sequence that needs more has a log-prob of NaN, which the caller sees
-    in the read that it makes anyway, until `draw_from_all`.
+    Filters look at the likeliest 1,024 tokens first, with a top-k at twice as many as it keeps. A sequence that needs more
+    has a log-prob of NaN until `draw_from_all`: the caller sees it in the read that it makes anyway.
     """
 
     def __init__(

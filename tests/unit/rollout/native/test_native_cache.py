@@ -155,7 +155,9 @@ def test_logits_and_slots_are_those_of_each_prompt_alone():
         cache.place(prefilled, rows, lengths, 2)
         for prompt, ids in enumerate(PROMPTS):
             alone = DynamicCache()
-            expected = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): alone}).logits[0, -1]
+            expected = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): alone}).logits[
+                0, -1
+            ]
             torch.testing.assert_close(logits[prompt], expected, atol=1e-5, rtol=1e-5)
             for slot in [2 + i for i, row in enumerate(rows) if row == prompt]:
                 for mine, other in zip(cache.layers, alone.layers, strict=True):
