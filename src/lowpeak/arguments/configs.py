@@ -41,6 +41,7 @@ from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG
 from lowpeak.arguments.storage import rename_dtype
 from lowpeak.arguments.text import hide_secrets, parse_bytes, read_object, show
 from lowpeak.arguments.validation import check_finite, check_range, check_type, check_types
+from lowpeak.cpu_cores import limit_threads
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.memory import limit_onednn_caches
 from lowpeak.setup import limit_collectives_on_cpu, renew_master_port
@@ -160,6 +161,8 @@ class CommonConfig(CommonArguments, TrainingArguments):
         use_one_device(self)
         if self.device.type == "cpu":
             limit_onednn_caches()
+        if self.world_size == 1:
+            limit_threads()
         if self.deepspeed_plugin is not None:
             sync_deepspeed_config(self.deepspeed_plugin.hf_ds_config.config, self)
 

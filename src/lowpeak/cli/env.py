@@ -9,6 +9,7 @@ from importlib import metadata
 import psutil  # type: ignore[import-untyped]
 
 import lowpeak
+from lowpeak.cpu_cores import THREADS_VARIABLE, allowed_cores
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "numpy"),
@@ -22,6 +23,8 @@ def environment_report() -> str:
     facts |= {name: installed_version(name) for name in PACKAGES} | _accelerators() | _fast_paths()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts["cpu"] = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {usable} usable"
+    facts["physical cores"] = f"{allowed_cores()} allowed by affinity and CPU quota"
+    facts[THREADS_VARIABLE] = os.environ.get(THREADS_VARIABLE, "not set")
     facts["memory"] = _gibibytes(psutil.virtual_memory().total)
     return "".join(f"{name}: {value}\n" for name, value in facts.items())
 

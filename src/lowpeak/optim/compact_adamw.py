@@ -116,14 +116,19 @@ class CompactAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        updated = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradients, shard = gradient_of(parameter), self.shard(parameter)
                 if gradients is not None:
                     gradients = gradients[shard.first : shard.last]
                     self.update_tensor(parameter, gradients, group, step_kernel(_local(parameter)))
-                    shard.publish()
                     _clear_sum(parameter)
+                    updated.append(shard)
+        for host in self._hosts.values():
+            host.join()
+        for shard in updated:
+            shard.publish()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

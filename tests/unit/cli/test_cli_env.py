@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from importlib.metadata import version as installed
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 import lowpeak
 from lowpeak.cli import PACKAGES, environment_report, installed_version, main
+from lowpeak.cpu_cores import allowed_cores
 
 
 def test_versions_and_hardware_are_one_line_each():
@@ -17,6 +19,8 @@ def test_versions_and_hardware_are_one_line_each():
     assert {*PACKAGES, *hardware} <= facts.keys()
     assert "cores" in facts["cpu"]
     assert facts["memory"].endswith(" GiB")
+    assert facts["physical cores"].split()[0] == str(allowed_cores())
+    assert facts["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "not set")
 
 
 def test_a_package_that_is_missing_is_said_to_be():

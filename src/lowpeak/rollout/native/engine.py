@@ -28,7 +28,7 @@ from lowpeak.rollout.native.cache import bytes_per_token, cache_argument, left_m
 from lowpeak.rollout.native.decode_loop import DecodeLoop
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, Wave, form_waves
-from lowpeak.rollout.sampling import UniformDraws, sample_tokens
+from lowpeak.rollout.sampling import TokenDraw, UniformDraws
 
 
 @dataclass(eq=False, repr=False)
@@ -161,20 +161,18 @@ class _TokenChooser(LogitsProcessor):
         self.ended = [False] * num_rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        rows_N = torch.arange(len(scores), device=scores.device)
-        uniforms_N = self._draws.at(rows_N, torch.full_like(rows_N, self._position))
-        tokens_N, logprobs_N = sample_tokens(scores, self._sampling, uniforms_N, input_ids)
-        self._position += 1
-        self._write(tokens_N, logprobs_N)
-        return torch.full_like(scores, float("-inf")).scatter(-1, tokens_N[:, None], 0.0)
-
-    def _write(self, tokens_N: Tensor, logprobs_N: Tensor) -> None:
-        """Add the tokens of the running sequences; ended sequences stay in the batch until all have ended."""
+        # Ended sequences stay in the batch until all have ended; any token will do for them.
         running = [row for row, ended in enumerate(self.ended) if not ended]
-        rows_n = torch.tensor(running).to(tokens_N.device)
-        ended = self._output.add(rows_n, tokens_N[rows_n], logprobs_N[rows_n], len(tokens_N))
+        rows_n = torch.tensor(running).to(scores.device)
+        uniforms_n = self._draws.at(rows_n, torch.full_like(rows_n, self._position))
+        draw = TokenDraw(scores, self._sampling, uniforms_n, input_ids[rows_n], rows_n)
+        ended = self._output.add(rows_n, draw, len(scores))
+        self._position += 1
         for row, has_ended in zip(running, ended, strict=True):
             self.ended[row] = has_ended
+        tokens_N = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+        tokens_N[rows_n] = draw.tokens_N
+        return torch.full_like(scores, float("-inf")).scatter(-1, tokens_N[:, None], 0.0)
 
 
 class _StopEnded(StoppingCriteria):
