@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lowpeak.records import WeightSlice
-from lowpeak.vllm import EngineInfo
+from lowpeak.vllm import EngineInfo, check_worker_answers
 from tiny_models import tiny_model
 
 PROMPTS = [[2, 3, 4, 5, 6], [7, 8, 9], [5] * 12]
@@ -36,7 +36,7 @@ class InsideVllm:
         return EngineInfo("", "", "", "float32", 128, 8, 1000)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
-        return list(self.llm.collective_rpc(method, timeout, kwargs=dict(arguments)))
+        return check_worker_answers(self.llm.collective_rpc(method, timeout, kwargs=dict(arguments)))
 
     @property
     def model(self) -> Any:
