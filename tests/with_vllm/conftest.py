@@ -21,6 +21,5 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     backends.setdefault("cpu", backends["nvidia"])
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    topk_topp_sampler.HAS_TRITON = (
-        False  # the interpreter cannot run its kernel of top-k and top-p; vLLM has one in torch
-    )
+    # The interpreter cannot run its kernel of top-k and top-p; vLLM has the same in torch.
+    topk_topp_sampler.HAS_TRITON = False
