@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 WORKED = [
-    r"\| vLLM, colocated \| ok \| pushed and verified: process .+ ms .+, tcp .+ ms .+; log-probs within",
-    r"\| vLLM, server \| ok \| pushed and verified: tcp .+ ms .+; log-probs within",
-    r"\| vLLM, server on another GPU \| not run \| needs 2 GPUs \|",
+    r"\| vLLM colocated \| ok \| .+ verified: process .+ ms .+, tcp .+ ms .+; log-probs within .+ \(temperature 0.7, top_p 0.9\)",
+    r"\| vLLM server \| ok \| pushed and verified: tcp .+ ms .+; log-probs within .+ \(temperature 0.7, top_p 0.9\)",
+    r"\| vLLM server on another GPU \| not run \| needs 2 GPUs \|",
     r"2 ok, 0 failed, 1 not run, in .+ s",
 ]
 

@@ -12,6 +12,7 @@ from lowpeak.cli.commands import main as main
 from lowpeak.cli.dataset import map_columns as map_columns
 from lowpeak.cli.dataset import to_chat as to_chat
 from lowpeak.cli.env import PACKAGES as PACKAGES
+from lowpeak.cli.env import driver_facts as driver_facts
 from lowpeak.cli.env import environment_report as environment_report
 from lowpeak.cli.env import installed_version as installed_version
 from lowpeak.cli.launch import LAUNCHED as LAUNCHED

@@ -30,7 +30,8 @@ commands:
   vllm-serve the same, by TRL's name
   plan       print what a run will take on each device before it starts; --fit chooses settings that fit
   report     write curves, events and completions of runs into an HTML page
-  env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs;
+  env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs
+             (--quick: the first 3 minutes of a new card; --rows GROUPS; --format json for an issue);
              `lowpeak env CONFIG.yaml` checks this machine against a run's config
   preset     print a config for several devices, to edit or to pass to `accelerate launch`
 
@@ -109,25 +110,19 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _env(arguments: list[str]) -> int:
-    from lowpeak.cli.env import environment_report
+    from lowpeak.cli.env import SELFTEST_OPTIONS, environment_report, run_selftest
 
-    if "--gpu" in arguments and "--selftest" not in arguments:
-        raise ArgumentError("`lowpeak env --gpu` needs --selftest: --gpu adds the GPU to the self-test.")
-    others = [word for word in arguments if word not in ("--selftest", "--gpu")]
-    if others and len(others) == len(arguments):
+    if "--selftest" in arguments:
+        return run_selftest(arguments)
+    option = next((word.split("=")[0] for word in arguments if word.split("=")[0] in SELFTEST_OPTIONS), None)
+    if option is not None:
+        raise ArgumentError(f"`lowpeak env {option}` needs --selftest: {option} {SELFTEST_OPTIONS[option]}.")
+    if arguments:
         from lowpeak.cli.check_machine import check_machine
 
-        return check_machine(others if others[0].startswith("--") else ["--config", *others])
-    if others:
-        raise ArgumentError(f"`lowpeak env --selftest` takes no config; remove {' '.join(others)}.")
-    if not arguments:
-        print(environment_report(), end="")
-        return 0
-    from lowpeak.selftest import choose_rows, run_rows
-
-    rows, device = choose_rows(gpu="--gpu" in arguments)
-    print(environment_report(), flush=True)
-    return 0 if run_rows(rows, device) else 1
+        return check_machine(arguments if arguments[0].startswith("--") else ["--config", *arguments])
+    print(environment_report(), end="")
+    return 0
 
 
 def _plan(arguments: list[str]) -> int:

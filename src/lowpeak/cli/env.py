@@ -1,32 +1,107 @@
-"""`lowpeak env`: versions and hardware as text, for bug reports."""
+"""`lowpeak env`: versions and hardware as text, for bug reports, and the command line of the self-test."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 
 import psutil  # type: ignore[import-untyped]
 
 import lowpeak
+from lowpeak.cli.arguments import ErrorParser
 from lowpeak.cpu_cores import THREADS_VARIABLE, allowed_cores
+from lowpeak.errors import ArgumentError
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "numpy"),
     *("peft", "bitsandbytes", "vllm", "deepspeed", "ninja", "triton", "psutil"),
 )
 
+# Options of the self-test, and what each does to it.
+SELFTEST_OPTIONS = {
+    "--gpu": "adds the GPU to the self-test",
+    "--rows": "chooses rows of the self-test",
+    "--quick": "shortens the self-test to 3 minutes",
+    "--format": "sets the format of the self-test's results",
+}
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# Compilers that parts of the stack call while they run.
+_COMPILERS = {
+    "gcc": "Triton and FlexAttention compile with a C compiler",
+    "g++": "DeepSpeed's CPUAdam (zero3-offload) compiles with g++ and ninja",
+}
+
+
+def run_selftest(arguments: Sequence[str]) -> int:
+    """Run `lowpeak env --selftest`: print the environment and the table, or one JSON document; return 1 if a row failed."""
+    parser = ErrorParser("lowpeak env --selftest", description="Test this machine's GPUs and vLLM.", allow_abbrev=False)
+    parser.add_argument("--selftest", action="store_true", help="test vLLM, on a CPU too")
+    parser.add_argument("--gpu", action="store_true", help="test the GPU's kernels, and runs on it, too")
+    rows = parser.add_mutually_exclusive_group()
+    rows.add_argument("--rows", metavar="NAMES", help="groups and rows to run, separated by commas (docs/gpus.md)")
+    rows.add_argument("--quick", action="store_true", help="run the first rows for a new card, within 3 minutes")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
+    options, others = parser.parse_known_args(list(arguments))
+    if others:
+        raise ArgumentError(f"`lowpeak env --selftest` takes no config; remove {' '.join(others)}.")
+    names = [] if options.rows is None else [name.strip() for name in options.rows.split(",")]
+
+    from lowpeak.selftest import choose_rows, run_rows, to_json
+
+    selection = choose_rows(options.gpu, names, options.quick)
+    facts = environment_facts()
+    if options.format == "text":
+        print(_to_lines(facts), flush=True)
+        outcomes = run_rows(selection)
+    else:
+        outcomes = run_rows(selection, partial(print, file=sys.stderr, flush=True))
+        print(to_json(facts, selection, outcomes))
+    return int(any(outcome.result == "FAILED" for outcome in outcomes))
+
 
 def environment_report() -> str:
     """Return one `name: value` line for each package and each part of the hardware."""
+    return _to_lines(environment_facts())
+
+
+def _to_lines(facts: dict[str, str]) -> str:
+    return "".join(f"{name}: {value}\n" for name, value in facts.items())
+
+
+def environment_facts() -> dict[str, str]:
+    """Return the versions of packages, compilers and drivers, and the hardware, by name."""
     facts = {"lowpeak": lowpeak.__version__, "python": platform.python_version(), "platform": platform.platform()}
-    facts |= {name: installed_version(name) for name in PACKAGES} | _accelerators() | _fast_paths()
+    versions = {name: installed_version(name) for name in PACKAGES}
+    facts |= versions | _compilers() | _accelerators() | _fast_paths()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts["cpu"] = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {usable} usable"
     facts["physical cores"] = f"{allowed_cores()} allowed by affinity and CPU quota"
     facts[THREADS_VARIABLE] = os.environ.get(THREADS_VARIABLE, "not set")
     facts["memory"] = _gibibytes(psutil.virtual_memory().total)
-    return "".join(f"{name}: {value}\n" for name, value in facts.items())
+    return facts
+
+
+def _compilers() -> dict[str, str]:
+    """Return the versions of compilers; for one that is missing, what needs it."""
+    found = {name: _first_line(name, "--version") or f"not found: {use}" for name, use in _COMPILERS.items()}
+    if installed_version("ninja") == "not installed" and shutil.which("ninja") is None:
+        found["ninja"] = f"not installed: {_COMPILERS['g++']}"
+    return found
+
+
+def _first_line(*command: str) -> str:
+    """Return the first line that a command prints; "" if it is missing, fails, or takes 10 seconds."""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return next(iter(ended.stdout.splitlines()), "")
 
 
 def installed_version(package: str) -> str:
@@ -50,8 +125,13 @@ def _accelerators() -> dict[str, str]:
     dist = torch.distributed
     backends = [name for name in ("nccl", "gloo") if dist.is_available() and dist.is_backend_available(name)]
     facts["process groups"] = ", ".join(backends) or "none"
+    if "nccl" in backends:
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    facts["cuDNN"] = str(torch.backends.cudnn.version() or "none")
+    facts["PYTORCH_ALLOC_CONF"] = next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), "not set")
     if not torch.cuda.is_available():
         return facts | {"devices": "no GPU that torch can use"}
+    facts |= driver_facts()
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         capability = f"compute capability {device.major}.{device.minor}"
@@ -73,6 +153,20 @@ def _fast_paths() -> dict[str, str]:
         llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))
     layout = packing_unsupported_reason(llama) or "packed without padding"
     return {"generation (Llama)": describe_generation(llama, None), "layout (Llama)": layout}
+
+
+def driver_facts() -> dict[str, str]:
+    """Return the driver's version and each card's free memory: before any process of this run has a context there."""
+    query = ("nvidia-smi", "--query-gpu=driver_version,memory.free,memory.total", "--format=csv,noheader,nounits")
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return {"driver": "unknown: nvidia-smi does not answer"}
+    cards = [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
+    facts = {"driver": cards[0][0] if cards else "unknown"}
+    for index, (_, free, total) in enumerate(cards):  # in nvidia-smi's order, whatever CUDA_VISIBLE_DEVICES says
+        facts[f"free memory of card {index}"] = f"{free} of {total} MiB"
+    return facts
 
 
 def _gibibytes(number: int) -> str:

@@ -5,6 +5,7 @@ from lowpeak.optim.compact_adamw import clear_low_bits as clear_low_bits
 from lowpeak.optim.compact_adamw import compact_optimizer as compact_optimizer
 from lowpeak.optim.compact_adamw import find_compact as find_compact
 from lowpeak.optim.compact_adamw import kernel_difference as kernel_difference
+from lowpeak.optim.compact_adamw import step_kernel as step_kernel
 from lowpeak.optim.formats import TensorStep as TensorStep
 from lowpeak.optim.formats import decode_first_moment as decode_first_moment
 from lowpeak.optim.formats import decode_second_moment as decode_second_moment

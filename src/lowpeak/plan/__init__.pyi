@@ -1,8 +1,10 @@
 from lowpeak.plan.advice import advise as advise
 from lowpeak.plan.budget import budget_of as budget_of
 from lowpeak.plan.budget import fit_sizes as fit_sizes
+from lowpeak.plan.cost import Work as Work
 from lowpeak.plan.cost import calibration as calibration
 from lowpeak.plan.cost import measure_cpu as measure_cpu
+from lowpeak.plan.cost import step_seconds as step_seconds
 from lowpeak.plan.fit import Fit as Fit
 from lowpeak.plan.fit import Search as Search
 from lowpeak.plan.hardware import CARDS as CARDS

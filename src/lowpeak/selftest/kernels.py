@@ -1,28 +1,21 @@
-"""Tests of one device: kernels against fp64 references, a step's memory against its rehearsal, loading."""
+"""Tests of kernels on one device: the head, attention and the optimizer's step against references."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from itertools import accumulate
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-from lowpeak.algorithms import make_supervised
-from lowpeak.attention import attention_mismatch, install_attention
-from lowpeak.batching import Budget, pack
-from lowpeak.logprobs import ChunkSettings, HeadScale, fused_loss, install_head, naive_logprobs, triton_mismatch
-from lowpeak.memory import rehearse
-from lowpeak.models import load_policy
-from lowpeak.parallel import FakeStrategy, Strategy
-from lowpeak.records import Completion, MicroBatch, Record
-from lowpeak.selftest.models import make_model, mib
+from lowpeak.attention import attention_mismatch
+from lowpeak.logprobs import ChunkSettings, HeadScale, fused_loss, naive_logprobs, triton_mismatch
+from lowpeak.optim import MOMENTS, CompactAdamW, step_kernel
+from lowpeak.selftest.memory import peak_of
+from lowpeak.selftest.models import mib
 from lowpeak.selftest.table import Bench, require, row
-from lowpeak.training import LogprobSettings, run_step
 
 _PLAIN = ChunkSettings(256)
 _FULL = ChunkSettings(256, 0.7, HeadScale(0.8, 25.0), entropy=True, entropy_grad=True)
@@ -33,14 +26,37 @@ _CASES = {
 }
 _GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative to their norm
 _LOGPROB_TOLERANCE = 1e-3  # in nats; sums are fp32 in both dtypes
-# Relative to the plan: operations allocate scratch memory, and a GPU's kernels differ from the rehearsed ones.
-_MEMORY_TOLERANCE = 0.15
+_HEAD_WIDTHS = (64, 128, 256)
+
+
+class Format(NamedTuple):
+    """A storage format, and how far its updates may be from those of torch's AdamW on fp32 weights."""
+
+    weight_bits: Literal[16, 24, 32] | None
+    state_bits: Literal[8, 32]
+    tolerance: float
+
+    def __str__(self) -> str:
+        return f"{self.weight_bits or 'fp32'}/{self.state_bits}"
+
+
+# Relative to the norm of the updates, with four times the difference measured on a CPU.
+_FORMATS = (
+    Format(None, 32, 1e-5),
+    Format(None, 8, 0.1),
+    Format(32, 32, 1e-5),
+    Format(32, 8, 0.1),
+    Format(24, 8, 0.1),
+    Format(16, 8, 0.5),
+)
+_KERNEL_TOLERANCE = 1e-3  # codes of 8 bits may differ by one where a value is halfway between two
+_NUM_STEPS = 8
 
 Head = tuple[Tensor, Tensor, Tensor]  # hidden [T, D], weight [V, D], targets [T]
 Way = Callable[[Tensor, Tensor, Tensor, ChunkSettings], tuple[Tensor, Tensor]]
 
 
-@row("log-prob kernels", "a GPU", "Triton")
+@row("log-prob kernels", "a GPU", "Triton", quick=True)
 def logprob_kernels(bench: Bench) -> str:
     """Compare the Triton kernels with torch operations."""
     reason = triton_mismatch(bench.device)
@@ -48,15 +64,24 @@ def logprob_kernels(bench: Bench) -> str:
     return "statistics and gradients equal those of torch operations"
 
 
-@row("log-prob core", "a GPU", seconds=90)
+@row("log-prob core", seconds=90)
 def logprob_core(bench: Bench) -> str:
     """Compare the fused head's log-probs and gradients with fp64, and its time and peak memory with full logits."""
     torch.manual_seed(0)
-    return "; ".join(f"{name}: {_compare_head(bench, *case)}" for name, case in _CASES.items())
+    size = bench.pick((1024, 151_936), (32, 5_003))
+    return "; ".join(f"{name}: {_compare_head(bench, name, *case, *size)}" for name, case in _CASES.items())
 
 
-def _compare_head(bench: Bench, dtype: torch.dtype, settings: ChunkSettings) -> str:
-    width, num_ids = bench.pick((1024, 151_936), (32, 5_003))
+@row("log-prob head of 7B", seconds=120)
+def large_head(bench: Bench) -> str:
+    """Compare the head of a 7B model with 151,936 ids, in bf16, as `log-prob core` does."""
+    torch.manual_seed(0)
+    return _compare_head(bench, "bf16", torch.bfloat16, _PLAIN, *bench.pick((3584, 151_936), (112, 5_003)))
+
+
+def _compare_head(
+    bench: Bench, name: str, dtype: torch.dtype, settings: ChunkSettings, width: int, num_ids: int
+) -> str:
     num_tokens = bench.pick(1024, 16)
     hidden_TD = torch.randn(num_tokens, width, device=bench.device).to(dtype)
     weight_VD = (torch.randn(num_ids, width, device=bench.device) * 3 / width**0.5).to(dtype)
@@ -74,8 +99,13 @@ def _compare_head(bench: Bench, dtype: torch.dtype, settings: ChunkSettings) -> 
     del wide, exact, expected, gradients
     inputs = (hidden_TD, weight_VD, targets_T)
     calls = [partial(_gradients, way, inputs, settings) for way in (_fused, _full_logits)]
-    costs = [f"{_milliseconds(call, bench):.1f} ms and {mib(_peak_of(call, bench))}" for call in calls]
-    return f"log-probs within {logprob_error:.0e}, gradients {gradient_error:.0e}, {costs[0]} (full logits {costs[1]})"
+    (ms, peak), (full_ms, full_peak) = ((_milliseconds(call, bench), peak_of(call, bench)) for call in calls)
+    measured = {"logprob_error": logprob_error, "gradient_error": gradient_error, "ms": ms, "peak_bytes": peak}
+    bench.record(**{name: {**measured, "full_logits_ms": full_ms, "full_logits_peak_bytes": full_peak}})
+    return (
+        f"log-probs within {logprob_error:.0e}, gradients {gradient_error:.0e}, {ms:.1f} ms and {mib(peak)} "
+        f"(full logits {full_ms:.1f} ms and {mib(full_peak)})"
+    )
 
 
 def _gradients(way: Way, head: Head, settings: ChunkSettings) -> tuple[Tensor, list[Tensor]]:
@@ -105,7 +135,7 @@ def _loss(logprobs_T: Tensor, entropy_T: Tensor | None, settings: ChunkSettings)
     return loss - entropy_T.sum() if settings.entropy_grad and entropy_T is not None else loss
 
 
-@row("FlexAttention", "a GPU", seconds=180)
+@row("FlexAttention", seconds=300)
 def forest_attention(bench: Bench) -> str:
     """Compare attention over sequences with shared prompts with a dense mask in fp64, forward and backward."""
     cases = ((torch.bfloat16, 128, 7), (torch.float32, 64, 2))
@@ -115,52 +145,65 @@ def forest_attention(bench: Bench) -> str:
     return "values and gradients equal those of a dense mask in bf16 (head size 128) and fp32 (head size 64)"
 
 
-@row("memory of a step", "a GPU", seconds=120)
-def step_memory(bench: Bench) -> str:
-    """Compare a step's peak memory with its rehearsal on fake tensors."""
-    batches = _micro_batches(*bench.pick((256, 128, 8), (8, 8, 4)))
-    core = LogprobSettings(1.0, bench.pick(256, 8), bench.device, log_entropy=False)
-    planned = rehearse(partial(_policy, bench), batches, make_supervised(), replace(core, device=torch.device("cpu")))
-    # Without the weights and AdamW's states, which are not part of the measured peak.
-    expected = planned.peak("forward", "backward") - 3 * planned.peak("load")
-    model = _policy(bench).to(bench.device)
-    run = partial(run_step, model, batches, make_supervised(), core, cast(Strategy, FakeStrategy()), {})
-    run()
-    model.zero_grad()
-    measured = _peak_of(run, bench)
-    numbers = f"{mib(measured)} above the weights ({mib(expected)} planned)"
-    require(abs(measured - expected) <= _MEMORY_TOLERANCE * expected, f"a step takes {numbers}")
-    return numbers
+@row("FlexAttention by head size", seconds=600, usual=False)
+def head_sizes(bench: Bench) -> str:
+    """Compare attention as `FlexAttention` does for each head size and dtype; where it fails, runs pad their rows."""
+    reasons = {
+        f"{str(dtype).removeprefix('torch.')}, {width}": attention_mismatch(dtype, bench.device, width, 7)
+        for dtype in (torch.bfloat16, torch.float32)
+        for width in _HEAD_WIDTHS
+    }
+    bench.record(**{case: reason or "ok" for case, reason in reasons.items()})
+    failures = [f"{case}: {reason}" for case, reason in reasons.items() if reason]
+    require(not failures, "; ".join(failures))
+    return f"values and gradients equal those of a dense mask in bf16 and fp32 for head sizes {_HEAD_WIDTHS}"
 
 
-def _policy(bench: Bench) -> Any:
-    """Return an fp32 model with head, attention and activation checkpointing as in a trainer."""
-    model = make_model(*bench.pick((32_000, 512, 8, (8, 2)), (64, 64, 2, (4, 2))), context=1024)
-    install_head(model)
-    install_attention(model)
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    return model.train()
+@row("storage formats", seconds=120)
+def storage_formats(bench: Bench) -> str:
+    """Compare weights and states after steps in each format: the kernel's with torch's, and both with fp32 AdamW."""
+    return "; ".join(f"{each}: {_compare_format(bench, each)}" for each in _FORMATS)
 
 
-def _micro_batches(prompt: int, tokens: int, count: int) -> list[MicroBatch]:
-    """Pack one group with its prompt once, as a run does."""
-    ids, mask = torch.full((tokens,), 3, dtype=torch.int32), torch.ones(tokens, dtype=torch.bool)
-    completion = Completion(ids, torch.zeros(tokens), mask, "length")
-    record = Record(0, (2,) * prompt, completion, (1.0,), 1.0, advantages=torch.ones(tokens))
-    return pack([record] * count, range(count), Budget(4096, layout="shared"), lambda num_tokens: 1.0 / num_tokens)
+def _compare_format(bench: Bench, each: Format) -> str:
+    generator = torch.Generator().manual_seed(0)
+    shape = bench.pick((4096, 2048), (70, 200))
+    dtype = torch.float32 if each.weight_bits is None else torch.bfloat16
+    start, *gradients = (torch.randn(shape, generator=generator).to(bench.device, dtype) for _ in range(1 + _NUM_STEPS))
+    weight = nn.Parameter(start.to(torch.float32, copy=True))
+    adamw = torch.optim.AdamW([weight], lr=1e-2)
+    for gradient in gradients:
+        weight.grad = gradient.float()
+        adamw.step()
+    expected = weight.detach() - start.float()
+    kernel = step_kernel(start)
+    require(kernel is not None or not bench.on_gpu, f"{each}: the optimizer steps without a Triton kernel")
+    runs = [_step_in_format(each, start, gradients, by) for by in ((kernel, None) if bench.on_gpu else (None,))]
+    found, by_torch = runs[0], runs[-1]
+    differences = [_relative(one, other) for one, other in zip(found[1:], by_torch[1:], strict=True)]
+    from_kernel = max(*differences, _relative(found[0] - start.float(), by_torch[0] - start.float()))
+    error = _relative(found[0] - start.float(), expected)
+    bench.record(**{str(each): {"kernel_difference": from_kernel, "difference_from_fp32": error}})
+    require(
+        from_kernel <= _KERNEL_TOLERANCE, f"{each}: the kernel differs from torch's operations by {from_kernel:.1e}"
+    )
+    require(error <= each.tolerance, f"{each}: updates differ from those of fp32 AdamW by {error:.1e}")
+    return f"{error:.0e} from fp32 AdamW, kernel {from_kernel:.0e} from torch's operations"
 
 
-@row("loading", "a GPU")
-def loading(bench: Bench) -> str:
-    """Load a policy from a folder into the device's memory."""
-    saved = make_model(*bench.pick((64_000, 1024, 8), (64, 64, 2)), dtype=torch.bfloat16)
-    saved.save_pretrained(bench.folder / "model")
-    policy = load_policy(str(bench.folder / "model"), device=bench.device)
-    on_device = [p.device.type == bench.device.type for p in policy.parameters()]
-    require(all(on_device), f"{on_device.count(False)} of {len(on_device)} weights are not on the device")
-    same = all(torch.equal(a.cpu(), b) for a, b in zip(policy.parameters(), saved.parameters(), strict=True))
-    require(same, "the weights differ from those of the file")
-    return f"{mib(sum(p.nbytes for p in policy.parameters()))} on the device, equal to the file"
+def _step_in_format(each: Format, start: Tensor, gradients: list[Tensor], kernel: Any) -> list[Tensor]:
+    """Return the weights and moments in fp32 after a step per gradient, by a kernel or (None) torch's operations."""
+    weight = nn.Parameter(start.clone())
+    optimizer = CompactAdamW([weight], lr=1e-2, weight_bits=each.weight_bits, state_bits=each.state_bits)
+    with torch.no_grad():
+        for gradient in gradients:
+            optimizer.update_tensor(weight, gradient.view(-1), optimizer.param_groups[0], kernel)
+    return [optimizer.read(weight, key, 0, weight.numel()).view_as(weight) for key in ("weight", *MOMENTS)]
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    """Return the distance of two tensors over the norm of the second."""
+    return float((one - other).norm() / other.norm())
 
 
 def _milliseconds(call: Callable[[], object], bench: Bench) -> float:
@@ -168,18 +211,3 @@ def _milliseconds(call: Callable[[], object], bench: Bench) -> float:
     timer = Timer("call()", globals={"call": call})
     timer.timeit(2)
     return 1000 * timer.timeit(bench.pick(10, 1)).mean
-
-
-def _peak_of(call: Callable[[], object], bench: Bench) -> int:
-    """Return the peak bytes of tensors during a call, above those allocated before."""
-    if bench.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(bench.device)
-        before = torch.cuda.memory_allocated(bench.device)
-        call()
-        return torch.cuda.max_memory_allocated(bench.device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    events: Any = profile.profiler
-    changes = [event for event in events.kineto_results.events() if event.name() == "[memory]"]
-    changes.sort(key=lambda change: change.start_ns())
-    return max(accumulate((change.nbytes() for change in changes), initial=0))

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+# Qwen2.5-0.5B's shape, which most first runs have.
+HALF_BILLION = {"num_ids": 151_936, "hidden": 896, "layers": 24, "heads": (14, 2), "intermediate": 4864}
+
 
 def make_model(
     num_ids: int = 13,
@@ -15,6 +18,7 @@ def make_model(
     layers: int = 2,
     heads: tuple[int, int] = (4, 4),
     *,
+    intermediate: int | None = None,
     context: int = 64,
     tied: bool = True,
     dtype: torch.dtype = torch.float32,
@@ -29,7 +33,7 @@ def make_model(
         num_hidden_layers=layers,
         num_attention_heads=heads[0],
         num_key_value_heads=heads[1],
-        intermediate_size=4 * hidden,
+        intermediate_size=intermediate or 4 * hidden,
         max_position_embeddings=context,
         tie_word_embeddings=tied,
         pad_token_id=0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,13 +16,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,11 +33,14 @@ Size = TypeVar("Size")
 Say = Callable[[str], None]
 
 LIMIT_SECONDS = 600.0
+QUICK_SECONDS = 180.0
+_ROW_SHARE = 2 / 3  # of the limit of all rows, for one of them: a row that hangs fails before the limit ends
 _LOG_LINES = 15
 _say = partial(print, flush=True)
 _CHILD = "import sys; from lowpeak.selftest.table import run_row; run_row(*sys.argv[1:])"
 _OVER = "the time limit of the self-test was reached"
-_MODULES = tuple(f"lowpeak.selftest.{name}" for name in ("kernels", "engines", "runs"))
+GROUPS = ("kernels", "memory", "decode", "vllm", "oom", "training", "offload", "ranks")
+_MODULES = tuple(f"lowpeak.selftest.{group}" for group in GROUPS)
 
 _NEEDS: dict[str, Callable[[], bool]] = {
     "a GPU": lambda: torch.cuda.device_count() >= 1,
@@ -44,6 +48,8 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "Triton": lambda: find_spec("triton") is not None,
     "vLLM": lambda: find_spec("vllm") is not None,
     "DeepSpeed": lambda: find_spec("deepspeed") is not None,
+    "peft": lambda: find_spec("peft") is not None,
+    "bitsandbytes": lambda: find_spec("bitsandbytes") is not None,
 }
 
 
@@ -53,28 +59,47 @@ class MismatchError(Exception):
 
 @dataclass(frozen=True)
 class Bench:
-    """The device and the empty folder that a row uses."""
+    """The device and the empty folder that a row uses, and the numbers that it measures; `quick` asks for short sizes."""
 
     device: torch.device
     folder: Path
+    quick: bool = False
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     def pick(self, on_gpu: Size, on_cpu: Size) -> Size:
         """Return the size for a GPU, or the small size with which the row runs on a CPU."""
-        return on_gpu if self.device.type == "cuda" else on_cpu
+        return on_gpu if self.on_gpu else on_cpu
+
+    def record(self, **numbers: Any) -> None:
+        """Add numbers to the row's result; those of a row that fails later are kept."""
+        self.numbers.update(numbers)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: `run` returns its numbers as text or raises; `needs` are names of `_NEEDS`."""
+    """A row of the table: `run` returns its numbers as text or raises; `needs` are names of `_NEEDS`.
+
+    `quick` rows run under --quick; rows that are not `usual` run only by their name or group.
+    """
 
     name: str
     run: Callable[[Bench], str]
     needs: tuple[str, ...]
     seconds: float
+    quick: bool = False
+    usual: bool = True
 
     @property
     def module(self) -> str:
         return str(getattr(self.run, "func", self.run).__module__)
+
+    @property
+    def group(self) -> str:
+        return self.module.rpartition(".")[2]
 
     def missing_need(self) -> str | None:
         """Return the first of the row's needs that this machine lacks, or None."""
@@ -83,21 +108,31 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a row ("ok", "FAILED" or "not run"), its numbers or the reason, and a failed row's last output."""
+    """The result of a row ("ok", "FAILED" or "not run"), its text or the reason, and a failed row's last output."""
 
     result: str
-    numbers: str
+    text: str
     log: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def cell(self) -> str:
+        """The text in a cell of a Markdown table, with the seconds of a row that ran."""
+        seconds = "" if self.result == "not run" else f"; {self.seconds:.0f} s"
+        return " ".join(self.text.replace("|", "/").split()) + seconds
 
 
 _ROWS: dict[str, Row] = {}
 
 
-def row(name: str, *needs: str, seconds: float = 60.0) -> Callable[[Callable[[Bench], str]], Callable[[Bench], str]]:
-    """Register a function as the row `name` with a time limit of `seconds`."""
+def row(
+    name: str, *needs: str, seconds: float = 60.0, quick: bool = False, usual: bool = True
+) -> Callable[[Callable[[Bench], str]], Callable[[Bench], str]]:
+    """Register a function as the row `name` with a time limit of `seconds`; see Row."""
 
     def register(run: Callable[[Bench], str]) -> Callable[[Bench], str]:
-        _ROWS[name] = Row(name, run, needs, seconds)
+        _ROWS[name] = Row(name, run, needs, seconds, quick, usual)
         return run
 
     return register
@@ -110,18 +145,48 @@ def all_rows() -> list[Row]:
     return [each for module in _MODULES for each in _ROWS.values() if each.module == module]
 
 
-def choose_rows(gpu: bool) -> tuple[list[Row], str]:
-    """Return all rows (`gpu`) or those of vLLM, with their device; an error if the machine lacks a GPU or vLLM."""
-    if not gpu:
-        require_vllm("lowpeak env --selftest")
-        device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        return [each for each in all_rows() if "vLLM" in each.needs], device
-    if not torch.cuda.is_available():
+@dataclass(frozen=True)
+class Selection:
+    """Rows to run on a device within `limit` seconds in total, in short sizes if `quick`."""
+
+    rows: list[Row]
+    device: str
+    limit: float = LIMIT_SECONDS
+    quick: bool = False
+
+
+def choose_rows(gpu: bool, names: Sequence[str] = (), quick: bool = False) -> Selection:
+    """Return the rows of `names` (groups and rows), the quick rows, or the usual rows: of vLLM alone unless `gpu`.
+
+    Rows that are chosen by name have no common limit. ArgumentError for an unknown name and, with `gpu`, without a GPU.
+    """
+    if gpu and not torch.cuda.is_available():
         raise ArgumentError(
             "`lowpeak env --selftest --gpu` needs a GPU, but torch finds none (`lowpeak env` shows how torch was built): run it on "
             "a machine with a GPU, or remove --gpu to test only vLLM."
         )
-    return all_rows(), "cuda:0"
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    if names:
+        return Selection(_named_rows(names), device, math.inf)
+    rows = all_rows()
+    if not gpu:
+        require_vllm("lowpeak env --selftest")
+        rows = [each for each in rows if "vLLM" in each.needs]
+    if quick:
+        return Selection([each for each in rows if each.quick], device, QUICK_SECONDS, quick=True)
+    return Selection([each for each in rows if each.usual], device)
+
+
+def _named_rows(names: Sequence[str]) -> list[Row]:
+    rows = all_rows()
+    known = {*GROUPS, *(each.name for each in rows)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ArgumentError(
+            f"--rows has {unknown[0]!r}, which is no group ({', '.join(GROUPS)}) and no row "
+            f"({', '.join(each.name for each in rows)})."
+        )
+    return [each for each in rows if {each.group, each.name} & {*names}]
 
 
 def require(condition: bool, message: str) -> None:
@@ -130,44 +195,63 @@ def require(condition: bool, message: str) -> None:
         raise MismatchError(message)
 
 
-def run_rows(rows: Sequence[Row], device: str, say: Say = _say, limit: float = LIMIT_SECONDS) -> bool:
-    """Run rows in order and print their table as Markdown; return whether none failed.
+def run_rows(selection: Selection, say: Say = _say) -> list[Outcome]:
+    """Run rows in order, print their table as Markdown, and return their outcomes.
 
-    Rows that would start after `limit` seconds are not run.
+    Rows that would start after the selection's limit are not run.
     """
     began = time.monotonic()
     say("| row | result | numbers |\n|---|---|---|")
     outcomes = []
-    for each in rows:
-        outcomes.append(_run(each, device, began + limit - time.monotonic()))
-        say(f"| {each.name} | {outcomes[-1].result} | {' '.join(outcomes[-1].numbers.replace('|', '/').split())} |")
+    for each in selection.rows:
+        outcomes.append(_run(each, selection, began + selection.limit - time.monotonic()))
+        say(f"| {each.name} | {outcomes[-1].result} | {outcomes[-1].cell} |")
     counts = [sum(outcome.result == kind for outcome in outcomes) for kind in ("ok", "FAILED", "not run")]
     say(f"\n{counts[0]} ok, {counts[1]} failed, {counts[2]} not run, in {time.monotonic() - began:.0f} s")
-    for each, outcome in zip(rows, outcomes, strict=True):
+    for each, outcome in zip(selection.rows, outcomes, strict=True):
         if outcome.log:
             say(f"\nlast output of {each.name}:\n{outcome.log}")
-    return counts[1] == 0
+    return outcomes
 
 
-def _run(each: Row, device: str, seconds_left: float) -> Outcome:
+def to_json(environment: Mapping[str, str], selection: Selection, outcomes: Sequence[Outcome]) -> str:
+    """Return one JSON document: the environment, and each row with its result, text, numbers, seconds and last output."""
+    rows = [
+        {
+            "row": each.name,
+            "group": each.group,
+            "result": outcome.result,
+            "text": outcome.text,
+            "numbers": outcome.numbers,
+            "seconds": round(outcome.seconds, 1),
+            "last_output": outcome.log,
+        }
+        for each, outcome in zip(selection.rows, outcomes, strict=True)
+    ]
+    document = {"environment": environment, "device": selection.device, "quick": selection.quick, "rows": rows}
+    return json.dumps(document, indent=2)
+
+
+def _run(each: Row, selection: Selection, seconds_left: float) -> Outcome:
     missing = each.missing_need()
     if missing is not None:
         return Outcome("not run", f"needs {missing}")
     if seconds_left <= 0:
         return Outcome("not run", _OVER)
+    limit = min(each.seconds, _ROW_SHARE * selection.limit)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lowpeak-selftest-", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "output.txt")
-        status = _run_process(each, device, log, max(0.0, min(each.seconds, seconds_left)))
-        if status is None and seconds_left < each.seconds:
+        status = _run_process(each, selection, log, min(limit, seconds_left))
+        if status is None and seconds_left < limit:
             return Outcome("not run", _OVER)
-        outcome = _outcome(status, log)
-    return Outcome(outcome.result, f"{outcome.numbers}; {time.monotonic() - began:.0f} s", outcome.log)
+        return replace(_outcome(status, log), seconds=time.monotonic() - began)
 
 
-def _run_process(each: Row, device: str, log: Path, limit: float) -> int | None:
+def _run_process(each: Row, selection: Selection, log: Path, limit: float) -> int | None:
     """Run the row's process, then kill its session; return its exit status, None after `limit` seconds."""
-    command = [sys.executable, "-c", _CHILD, each.module, each.name, device, str(log.parent)]
+    speed = "quick" if selection.quick else "full"
+    command = [sys.executable, "-c", _CHILD, each.module, each.name, selection.device, str(log.parent), speed]
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -193,17 +277,24 @@ def _outcome(status: int | None, log: Path) -> Outcome:
     answer = log.with_name("result.json")
     if not answer.exists():
         return Outcome("FAILED", f"ended with status {status}: {lines[-1] if lines else 'no output'}", end)
-    result, numbers = json.loads(answer.read_text(encoding="utf-8"))
-    return Outcome(result, numbers, end if result == "FAILED" else "")
+    result, text, numbers = json.loads(answer.read_text(encoding="utf-8"))
+    return Outcome(result, text, end if result == "FAILED" else "", numbers)
 
 
-def run_row(module: str, name: str, device: str, folder: str) -> None:
+def run_row(module: str, name: str, device: str, folder: str, speed: str) -> None:
     """Run one row in this process and write its result into the folder."""
     importlib.import_module(module)
+    bench = Bench(torch.device(device), Path(folder), quick=speed == "quick")
     try:
-        result = ("ok", _ROWS[name].run(Bench(torch.device(device), Path(folder))))
+        result = ("ok", _ROWS[name].run(bench))
     except Exception as error:
         traceback.print_exc()
         message = next(iter(str(error).strip().splitlines()), "no message")
         result = ("FAILED", message if isinstance(error, MismatchError) else f"{type(error).__name__}: {message}")
-    Path(folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
+    numbers = {key: _json_number(value) for key, value in bench.numbers.items()}
+    Path(folder, "result.json").write_text(json.dumps([*result, numbers]), encoding="utf-8")
+
+
+def _json_number(value: Any) -> Any:
+    """Return a value that JSON has: NaN and infinities become text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,14 +11,16 @@ import time
 from lowpeak.selftest import require, row
 
 
-@row("works")
+@row("works", quick=True)
 def works(bench):
+    bench.record(device=bench.device.type, share=0.5, largest=float("inf"))
     return f"{bench.device.type}, {len(list(bench.folder.glob('*.json')))} | files"
 
 
 @row("is wrong")
 def is_wrong(bench):
     print("what it printed")
+    bench.record(found=2)
     require(False, "1 is not 2")
 
 
@@ -49,3 +51,8 @@ def hangs(bench):
 @row("lacks", "2 GPUs")
 def lacks(bench):
     raise AssertionError("it does not run")
+
+
+@row("takes long", usual=False)
+def takes_long(bench):
+    return "quick" if bench.quick else "full"

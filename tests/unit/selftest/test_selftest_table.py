@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lowpeak.selftest import all_rows, run_rows
+from lowpeak.errors import ArgumentError
+from lowpeak.selftest import GROUPS, Selection, all_rows, choose_rows, run_rows, to_json
 
 HERE = Path(__file__).parent
 DOCS = Path(__file__).parents[3] / "docs"
@@ -18,7 +20,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """Whether no row failed, the result and numbers of each, all that was said, and the process that the row that hangs started."""
+    """The JSON document of all rows, the result and text of each, all lines, and the process that the row that hangs started."""
     child = tmp_path_factory.mktemp("selftest") / "child"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
@@ -29,9 +31,10 @@ def outcome(tmp_path_factory):
         __import__("selftest_rows")
         sys.modules.pop("selftest_rows")
         said: list[str] = []
-        ok = run_rows(list(rows.values()), "cpu", said.append)
+        selection = Selection(list(rows.values()), "cpu", quick=True)
+        document = json.loads(to_json({"torch": "2.13"}, selection, run_rows(selection, said.append)))
     cells = [re.fullmatch(r"\| (.+) \| (.+) \| (.+) \|", line) for line in said]
-    return ok, {found[1]: (found[2], found[3]) for found in cells if found}, said, int(child.read_text())
+    return document, {found[1]: (found[2], found[3]) for found in cells if found}, said, int(child.read_text())
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,7 @@ def outcome(tmp_path_factory):
         ("leaves", "FAILED", r"ended with status 3: last words; \d+ s"),
         ("hangs", "FAILED", r"did not end in its time; \d+ s"),
         ("lacks", "not run", "needs 2 GPUs"),
+        ("takes long", "ok", r"quick; \d+ s"),
     ],
 )
 def test_however_a_row_ends_it_is_one_line_with_the_reason(outcome, name, result, numbers):
@@ -52,26 +56,72 @@ def test_however_a_row_ends_it_is_one_line_with_the_reason(outcome, name, result
 
 
 def test_totals_and_the_output_of_failed_rows_come_after_the_table_and_what_a_row_started_ends_with_it(outcome):
-    ok, rows, said, child = outcome
-    assert not ok
-    assert len(rows) == 7
-    assert any(re.fullmatch(r"\n1 ok, 5 failed, 1 not run, in \d+ s", line) for line in said)
+    document, rows, said, child = outcome
+    assert len(rows) == len(document["rows"]) == 8
+    assert any(re.fullmatch(r"\n2 ok, 5 failed, 1 not run, in \d+ s", line) for line in said)
     assert any(re.search(r"last output of is wrong:\n(.*\n)*what it printed", line) for line in said)
     status = Path(f"/proc/{child}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+def test_the_document_for_an_issue_has_numbers_seconds_and_the_output_of_failed_rows(outcome):
+    document = outcome[0]
+    assert (document["environment"], document["device"], document["quick"]) == ({"torch": "2.13"}, "cpu", True)
+    rows = {each["row"]: each for each in document["rows"]}
+    assert rows["works"]["numbers"] == {"device": "cpu", "share": 0.5, "largest": "inf"}
+    assert rows["works"]["seconds"] > 0
+    assert not rows["works"]["last_output"]
+    assert rows["is wrong"]["numbers"] == {"found": 2}
+    assert "what it printed" in rows["is wrong"]["last_output"]
+    assert (rows["lacks"]["result"], rows["lacks"]["seconds"]) == ("not run", 0.0)
+
+
 def test_rows_that_there_is_no_time_for_are_not_run():
     said: list[str] = []
-    assert run_rows([replace(all_rows()[0], needs=())], "cpu", said.append, limit=0.0)
+    (outcome,) = run_rows(Selection([replace(all_rows()[0], needs=())], "cpu", limit=0.0), said.append)
     assert said[1] == "| log-prob kernels | not run | the time limit of the self-test was reached |"
+    assert outcome.result == "not run"
+
+
+def test_groups_and_names_choose_rows_in_the_order_of_the_table_without_a_common_limit():
+    chosen = choose_rows(False, ["vLLM start", "decode", "oom", "resume"])
+    names = [
+        each.name for each in all_rows() if each.group in ("decode", "oom") or each.name in ("vLLM start", "resume")
+    ]
+    assert [each.name for each in chosen.rows] == names
+    assert len(names) == 6
+    assert chosen.limit == float("inf")
+    with pytest.raises(ArgumentError, match=r"'decoding'.*decode.*GRPO learns"):
+        choose_rows(False, ["decode", "decoding"])
+
+
+def test_rows_beyond_the_time_of_the_self_test_run_by_name_and_quick_ones_within_three_minutes(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    usual, quick = choose_rows(True), choose_rows(True, quick=True)
+    assert {each.name for each in all_rows()} - {each.name for each in usual.rows} == {
+        each.name for each in all_rows() if not each.usual
+    }
+    assert (usual.limit, usual.quick, quick.limit, quick.quick) == (600, False, 180, True)
+    assert {each.group for each in quick.rows} == {"kernels", "memory", "decode", "vllm", "oom"}
+    assert {each.group for each in all_rows()} == {*GROUPS}
 
 
 def test_the_page_about_gpus_lists_every_row_and_what_it_needs():
     listed = re.findall(
-        r"^\| `(.+?)` \| (.+?) \| (.+?) \|$", (DOCS / "gpus.md").read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| `(.+?)` \| (\w+) \| (.+?) \| (.+?) \| (.+?) \|$",
+        (DOCS / "gpus.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
-    assert [(name, needs) for name, _, needs in listed] == [(each.name, ", ".join(each.needs)) for each in all_rows()]
+    found = {name: (group, marks, needs) for name, group, marks, _, needs in listed}
+    expected = {
+        each.name: (each.group, ", ".join(_marks(each)) or "-", ", ".join(each.needs) or "-") for each in all_rows()
+    }
+    assert [*found] == [*expected]
+    assert found == expected
+
+
+def _marks(each):
+    return [word for word, holds in (("quick", each.quick), ("by name", not each.usual)) if holds]
 
 
 def test_what_the_docs_say_was_not_run_on_a_gpu_has_a_row():
