@@ -4,6 +4,7 @@
 # make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
 # make test-report  the report's page in a headless Chromium, which apt installs if there is none (BROWSER_PATH)
+# make check-cuda-constraints   resolves constraints-cuda.txt for Python 3.11 and 3.12 (needs the package registry)
 # make docs         the manual as a site, in build/site; a broken link is an error
 # Each makes its environment on its first run and installs nothing on the next.
 
@@ -16,6 +17,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := $(PIP) --no-deps --require-hashes --requirement
 DOCS := .venv-docs
 VLLM := .venv-vllm
+UV := .venv-uv/bin/uv
 VLLM_READY := $(VLLM)/.ready
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -32,10 +34,10 @@ export TOKENIZERS_PARALLELISM := false
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help quickstart check test test-kernels test-vllm test-report docs lint types format clean
+.PHONY: help quickstart check test test-kernels test-vllm test-report check-cuda-constraints docs lint types format clean
 
 help:
-	@sed -n 's/^# \{0,1\}//;1,8p' Makefile
+	@sed -n 's/^# \{0,1\}//;1,9p' Makefile
 
 $(CORE): pyproject.toml constraints.txt requirements.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -108,10 +110,23 @@ test-report:
 	@$(BIN)/python tests/with_browser/find_browser.py || { apt-get -qq update && apt-get -qq install --no-install-recommends chromium >/dev/null; }
 	$(BIN)/python -m pytest tests/with_browser
 
+# uv resolves from metadata for another platform than this one; of constraints-cuda.txt each line must be in the result.
+check-cuda-constraints:
+	@echo "make check-cuda-constraints: a few seconds, and the registry's metadata of 215 packages"
+	@test -x $(UV) || { $(PYTHON) -m venv .venv-uv && .venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv; }
+	@for python in 3.11 3.12; do \
+		$(UV) pip compile --no-config --quiet --no-header --no-annotate --python-platform x86_64-manylinux_2_28 --python-version $$python \
+			--constraint constraints-cuda.txt --extra vllm --extra deepspeed --extra peft --extra quantization --extra math \
+			pyproject.toml --output-file .venv-uv/cuda-$$python.txt || exit 1; \
+		grep '^[^#]' constraints-cuda.txt | grep --invert-match --line-regexp --fixed-strings --file .venv-uv/cuda-$$python.txt && \
+			{ echo "these lines of constraints-cuda.txt constrain nothing that lowpeak needs"; exit 1; }; \
+		echo "Python $$python: $$(wc -l < .venv-uv/cuda-$$python.txt) packages fit together"; \
+	done
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(DOCS) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM) $(DOCS) .venv-uv .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
