@@ -22,6 +22,7 @@ from lowpeak.cli.arguments import (
     RunArguments,
     ServingArguments,
 )
+from lowpeak.cli.devices import read_devices
 from lowpeak.cli.job_files import write_run_files
 from lowpeak.cli.output import print_once
 from lowpeak.cli.train import ANSWER_COLUMNS, Job, lora_config, with_config
@@ -119,8 +120,9 @@ def _planned(options: PlanArguments, job: Job, request: PlanRequest) -> Plan:
     if problem:
         print_once(problem)
     if options.format == "json":
-        found = {**plan.as_dict(_price(options, job)), "advice": [dataclasses.asdict(each) for each in advice]}
-        print(json.dumps(found, indent=2))
+        machine = {"gpu": options.gpu, "price_per_hour": options.price_per_hour}
+        advised = {"advice": [dataclasses.asdict(each) for each in advice]}
+        print(json.dumps({**machine, **plan.as_dict(_price(options, job)), **advised}, indent=2))
     else:
         print_plan(plan, advice, price=_price(options, job))
     return plan
@@ -128,17 +130,18 @@ def _planned(options: PlanArguments, job: Job, request: PlanRequest) -> Plan:
 
 def _price(options: PlanArguments, job: Job) -> float | None:
     """Return the dollars of an hour of all GPUs, those of vLLM's servers included; None without a price."""
-    gpus = _training_devices(options, job) + len(_gpus_of(job.given.get("vllm_devices")))
+    gpus = _training_devices(options, job) + len(_gpus_of(job.given, "vllm_devices"))
     return None if options.price_per_hour is None else gpus * options.price_per_hour
 
 
-def _gpus_of(devices: str | None) -> list[str]:
-    return [each for each in (devices or "").split(",") if each.strip() not in ("", "cpu")]
+def _gpus_of(given: Mapping[str, Any], name: str) -> list[str]:
+    devices = given.get(name)
+    return [] if devices is None else [each for each in read_devices(devices, f"--{name}") if each != "cpu"]
 
 
 def _training_devices(options: PlanArguments, job: Job) -> int:
     """Return the devices that train: --gpus, --num_processes, the devices of --train_devices, or 1."""
-    return options.gpus or job.launch.num_processes or len(_gpus_of(job.given.get("train_devices"))) or 1
+    return options.gpus or job.launch.num_processes or len(_gpus_of(job.given, "train_devices")) or 1
 
 
 def _fitted(options: PlanArguments, job: Job, request: PlanRequest) -> Plan | None:
@@ -207,7 +210,7 @@ def _with_servers(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments as the trainer of --vllm_devices gets them, with a URL for each server."""
     if given.get("vllm_devices") is None:
         return dict(given)
-    num_servers = max(1, len(_gpus_of(given["vllm_devices"])) // given.get("vllm_tensor_parallel_size", 1))
+    num_servers = max(1, len(_gpus_of(given, "vllm_devices")) // given.get("vllm_tensor_parallel_size", 1))
     urls = ",".join(f"http://127.0.0.1:{8000 + index}" for index in range(num_servers))
     return trainer_settings(given, {SERVER_URLS: urls})
 

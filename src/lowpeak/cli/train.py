@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -90,8 +91,11 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     resume = parse_resume(job.config.resume_from_checkpoint)
     check_resume(Path(job.config.output_dir), resume)
     report_idle(job)
+    from lowpeak.models import allow_missing_weights
+
     try:
-        trainer = make_trainer(job, library)
+        with allow_missing_weights() if job.run.dry_run else nullcontext():
+            trainer = make_trainer(job, library)
     except LowpeakError:
         raise
     except (ImportError, RuntimeError, ValueError) as error:  # raised by transformers or peft for a bad argument
@@ -138,8 +142,13 @@ def write_results(job: Job) -> None:
         "environment": dict(line.split(": ", 1) for line in environment_report().splitlines()),
         "devices": job.config.world_size,
         "steps": steps[-1]["step"],
-        "seconds": {phase: statistics.median(values[1:] or values) for phase, values in _series(steps, "time/").items()},
-        **{name: statistics.median(_series(steps, name)[""][1:] or [0.0]) for name in ("step_time", "tokens_per_second")},
+        "seconds": {
+            phase: statistics.median(values[1:] or values) for phase, values in _series(steps, "time/").items()
+        },
+        **{
+            name: statistics.median(_series(steps, name)[""][1:] or [0.0])
+            for name in ("step_time", "tokens_per_second")
+        },
         **{kind: {phase: max(values) for phase, values in _series(steps, f"{kind}/").items()} for kind in _PEAKS},
         "outside_bytes": _bytes_outside_allocator(job.config.device),
         "reward": statistics.fmean(_series(steps, "reward").get("", [0.0])[-_LAST_REWARDS:]),
