@@ -46,9 +46,8 @@ def allow_missing_weights() -> Iterator[None]:
 def may_lack_weights(name: str) -> bool:
     """Return whether a model is a folder without weights inside of `allow_missing_weights`."""
     folder = Path(name)
-    return (
-        _MAY_LACK_WEIGHTS.get() and folder.is_dir() and not any(map(list, map(folder.glob, ("*.safetensors", "*.bin"))))
-    )
+    files = (file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
+    return _MAY_LACK_WEIGHTS.get() and folder.is_dir() and next(files, None) is None
 
 
 def device_map_for_loading(device: torch.device | None, options: Mapping[str, Any]) -> dict[str, Any]:

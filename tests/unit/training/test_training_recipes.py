@@ -69,7 +69,8 @@ def test_a_dry_run_of_a_recipe_needs_no_weights(name, model, tmp_path, capsys):
     more = f"{ON_ONE_CPU} {servers}" if name.endswith("4-2") else ""
     command = f"grpo --config {FOLDER / name}.yaml {words} --output_dir {tmp_path} --dry-run {more}"
     assert dispatch(command.split()) == 0
-    found = yaml.safe_load(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    found = yaml.safe_load(printed[printed.index("arguments:") :])  # DeepSpeed prints a line when it is first imported
     lora = "lora" in name
     assert found["model"]["parameters"] == PARAMETERS + (ADAPTERS if lora else 0)
     assert found["model"]["trainable"] == (ADAPTERS if lora else PARAMETERS)
