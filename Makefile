@@ -7,6 +7,7 @@
 # make test-newest  the same on what the index has today (TORCH=torch for the newest torch, too)
 # make update-locks the newest versions into requirements*.txt
 # make test-report  the report's page in a headless Chromium, which apt installs if there is none (BROWSER_PATH)
+# make check-cuda-constraints   resolves constraints-cuda.txt for Python 3.11 and 3.12 (needs the package registry)
 # make docs         the manual as a site, in build/site; a broken link is an error
 # Each makes its environment on its first run and installs nothing on the next.
 
@@ -18,7 +19,6 @@ CORE := $(VENV)/.core
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := $(PIP) --no-deps --require-hashes --requirement
 DOCS := .venv-docs
-UV := .venv-uv
 OLDEST := .venv-oldest
 OLDEST_READY := $(OLDEST)/.ready
 # The lowest versions that pyproject.toml allows, as requirements.
@@ -27,6 +27,7 @@ NEWEST := .venv-newest
 TORCH ?= --constraint constraints.txt torch
 VERSIONS := tests/versions tests/parity/test_native_families.py
 VLLM := .venv-vllm
+UV := .venv-uv/bin/uv
 VLLM_READY := $(VLLM)/.ready
 VLLM_TRITON := $(VLLM)/triton
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -47,11 +48,11 @@ export TOKENIZERS_PARALLELISM := false
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help quickstart check test test-kernels test-vllm test-versions test-newest update-locks test-report docs lint types \
-	format clean
+.PHONY: help quickstart check test test-kernels test-vllm test-versions test-newest update-locks test-report \
+	check-cuda-constraints docs lint types format clean
 
 help:
-	@sed -n '1,11s/^# \{0,1\}//p' Makefile
+	@sed -n '1,12s/^# \{0,1\}//p' Makefile
 
 $(CORE): pyproject.toml constraints.txt requirements.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -89,9 +90,9 @@ $(OLDEST_READY): pyproject.toml constraints.txt requirements-oldest.txt
 	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
-$(UV)/bin/uv:
-	@$(PYTHON) -m venv $(UV)
-	@$(UV)/bin/python -m pip install --quiet --disable-pip-version-check uv
+$(UV):
+	@$(PYTHON) -m venv .venv-uv
+	@.venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 quickstart:
 	@echo "make quickstart: about a minute on two cores, and two to install"
@@ -146,11 +147,11 @@ test-newest:
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) $(VERSIONS)
 
 # Then `make test`; the vLLM environment is pinned by hand in constraints-vllm.txt, since its versions follow vLLM's.
-update-locks: $(UV)/bin/uv
-	$(UV)/bin/uv pip compile --quiet --upgrade pyproject.toml -c constraints.txt --no-emit-package triton -o requirements.txt
-	$(UV)/bin/uv pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra test -o requirements-test.txt
-	echo mkdocs | $(UV)/bin/uv pip compile --quiet --upgrade --no-header - -o requirements-docs.txt
-	{ $(OLDEST_PINS); printf '%s\n' pytest pytest-timeout pytest-xdist; } | $(UV)/bin/uv pip compile --quiet --upgrade \
+update-locks: $(UV)
+	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --no-emit-package triton -o requirements.txt
+	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra test -o requirements-test.txt
+	echo mkdocs | $(UV) pip compile --quiet --upgrade --no-header - -o requirements-docs.txt
+	{ $(OLDEST_PINS); printf '%s\n' pytest pytest-timeout pytest-xdist; } | $(UV) pip compile --quiet --upgrade \
 		pyproject.toml - -c constraints.txt --extra peft --no-emit-package triton -o requirements-oldest.txt
 
 test-report:
@@ -159,10 +160,22 @@ test-report:
 	@$(BIN)/python tests/with_browser/find_browser.py || { apt-get -qq update && apt-get -qq install --no-install-recommends chromium >/dev/null; }
 	$(BIN)/python -m pytest tests/with_browser
 
+# uv resolves from metadata for another platform than this one; of constraints-cuda.txt each line must be in the result.
+check-cuda-constraints: $(UV)
+	@echo "make check-cuda-constraints: a few seconds, and the registry's metadata of 215 packages"
+	@for python in 3.11 3.12; do \
+		$(UV) pip compile --no-config --quiet --no-header --no-annotate --python-platform x86_64-manylinux_2_28 --python-version $$python \
+			--constraint constraints-cuda.txt --extra vllm --extra deepspeed --extra peft --extra quantization --extra math \
+			pyproject.toml --output-file .venv-uv/cuda-$$python.txt || exit 1; \
+		grep '^[^#]' constraints-cuda.txt | grep --invert-match --line-regexp --fixed-strings --file .venv-uv/cuda-$$python.txt && \
+			{ echo "these lines of constraints-cuda.txt constrain nothing that lowpeak needs"; exit 1; }; \
+		echo "Python $$python: $$(wc -l < .venv-uv/cuda-$$python.txt) packages fit together"; \
+	done
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(OLDEST) $(NEWEST) $(UV) $(DOCS) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) $(NEWEST) .venv-uv $(DOCS) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

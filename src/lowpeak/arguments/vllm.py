@@ -79,7 +79,7 @@ _REFUSED_ENGINE_KWARGS = {
 class VllmArguments:
     """Arguments of vLLM: its placement, weight transfer and waves."""
 
-    use_vllm: bool = vllm_argument(False, "Generate with vLLM (needs lowpeak[vllm]) instead of the native engine.")
+    use_vllm: bool = vllm_argument(False, "Generate with vLLM (needs the extra [vllm]) instead of the native engine.")
     vllm_mode: str = vllm_argument(
         "colocate",
         "Where vLLM runs: colocate (in the training processes), or server (`lowpeak serve`).",

@@ -111,11 +111,11 @@ def engine_bytes(inputs: RunInputs, num_parameters: int) -> tuple[int, int]:
 class RolloutEngine:
     """An engine of a run: the devices that it is spread over, the ranks that it generates for, and its KV cache on each device.
 
-    `cache_bytes` is None for servers, whose devices are not the run's.
+    Servers share the ranks, so `ranks` may be a fraction; `cache_bytes` is None for them, whose devices are not the run's.
     """
 
     parallel: int
-    ranks: int
+    ranks: float
     cache_bytes: int | None
 
 
@@ -125,7 +125,7 @@ def rollout_engine(inputs: RunInputs) -> RolloutEngine:
     if vllm is None:
         return RolloutEngine(inputs.request.tensor_parallel, 1, inputs.sizes.kv_cache_bytes if inputs.is_online else 0)
     if not isinstance(vllm.where, ColocateSettings):
-        return RolloutEngine(1, 1, None)
+        return RolloutEngine(1, inputs.request.world_size / len(vllm.where.base_urls), None)
     parallel = vllm.where.tensor_parallel_size
     awake, _ = engine_bytes(inputs, inputs.counts.total)
     return RolloutEngine(parallel, parallel, max(0, awake - vllm_bytes(inputs.counts.total, parallel)))

@@ -265,7 +265,7 @@ def test_a_missing_deepspeed_is_reported_before_anything_starts(monkeypatch, cap
     monkeypatch.setattr("lowpeak.errors.find_spec", lambda name: None)
     words = [*COMMAND, "--dataset", "d", "--reward", "r", "--use_cpu", "--num_processes", "2"]
     assert main([*words, "--accelerate_config", "zero2"]) == 2
-    assert "pip install 'lowpeak[deepspeed]'" in capsys.readouterr().err
+    assert "pip install '.[deepspeed]'" in capsys.readouterr().err
 
 
 # a process that a launcher started

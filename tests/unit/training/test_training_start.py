@@ -20,6 +20,7 @@ from lowpeak.checkpoint import STATE_FILE
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, MemoryExhaustedError
 from lowpeak.memory import MemoryTracker, Phase, PhaseUse
 from lowpeak.ranks import Ranks
+from lowpeak.records import Metric
 from lowpeak.setup import (
     find_resume_checkpoint,
     record_launch,
@@ -27,7 +28,7 @@ from lowpeak.setup import (
     require_same_data,
     silence_nonzero_ranks,
 )
-from lowpeak.training import explain_out_of_memory, gather_usage
+from lowpeak.training import explain_out_of_memory, gather_usage, usage_metrics
 from small_runs import make
 
 
@@ -202,20 +203,25 @@ class Another(Ranks):
 
 
 def test_a_step_took_what_it_took_where_it_took_most():
-    uses = {"rollout": PhaseUse(2.0, 100), "train": PhaseUse(1.0, 700)}
-    theirs = {Phase.ROLLOUT: (3.0, 90.0), Phase.TRAIN: (0.5, 800.0), Phase.SAVE: (0.25, 10.0)}
-    numbers = [0.0, 4.5, *(number for phase in Phase for number in theirs.get(phase, (-1.0, -1.0)))]
+    uses = {"rollout": PhaseUse(2.0, 100, 150), "train": PhaseUse(1.0, 700, 710)}
+    theirs = {Phase.ROLLOUT: (3.0, 90.0, 160.0), Phase.TRAIN: (0.5, 800.0, -1.0), Phase.SAVE: (0.25, 10.0, -1.0)}
+    numbers = [0.0, 4.5, *(number for phase in Phase for number in theirs.get(phase, (-1.0, -1.0, -1.0)))]
     usage = gather_usage(4.0, uses, False, Another(numbers))
     assert (usage.seconds, usage.stopping) == (4.5, False)
-    assert {name: (use.seconds, use.peak_bytes) for name, use in usage.phases.items()} == {
-        "rollout": (3.0, 100),
-        "train": (1.0, 800),
-        "save": (0.25, 10),
+    assert usage.phases == {
+        "rollout": PhaseUse(3.0, 100, 160),
+        "train": PhaseUse(1.0, 800, 710),
+        "save": PhaseUse(0.25, 10),
+    }
+    reserved = {name: value for name, value in usage_metrics(usage, 0).items() if name.startswith("reserved_memory/")}
+    assert reserved == {
+        "reserved_memory/rollout": Metric(160.0, 1.0, "max"),
+        "reserved_memory/train": Metric(710.0, 1.0, "max"),
     }
 
 
 def test_one_rank_that_was_asked_to_stop_is_enough():
-    nothing = [0.0] * (2 + 2 * len(Phase))
+    nothing = [0.0] * (2 + 3 * len(Phase))
     assert gather_usage(0.0, {}, True, Another(nothing)).stopping
     assert gather_usage(0.0, {}, False, Another([1.0, *nothing[1:]])).stopping
     assert not gather_usage(0.0, {}, False, Ranks()).stopping
