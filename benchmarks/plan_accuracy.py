@@ -56,7 +56,7 @@ def main() -> None:
     results = [found[case.name] for case in cases if case.name in found]
     print(resident_table(found, cases) if options.resident else table(results))
     if options.plot:
-        require("matplotlib", "pip install 'lowpeak[plot]'")
+        require("matplotlib", "pip install '.[plot]'")
         draw(results, options.plot)
     print_result({"benchmark": "plan_accuracy", "configurations": len(results), "versions": versions()})
 

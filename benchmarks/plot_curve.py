@@ -26,7 +26,7 @@ PALETTE = 64  # colours of the saved picture: enough for smooth lines, a quarter
 
 def main() -> None:
     data, picture, quick = parse(sys.argv[1:])
-    require("matplotlib", "pip install 'lowpeak[plot]'")
+    require("matplotlib", "pip install '.[plot]'")
     result = json.loads(data.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / picture.name if quick else picture

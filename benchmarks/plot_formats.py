@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=ROOT / "docs" / "formats.json")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "formats.png")
     plan = parser.parse_args()
-    require("matplotlib", "pip install 'lowpeak[plot]'")
+    require("matplotlib", "pip install '.[plot]'")
     runs = json.loads(plan.data.read_text(encoding="utf-8"))["runs"]
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / plan.picture.name if plan.quick else plan.picture

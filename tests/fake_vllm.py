@@ -11,7 +11,7 @@ from lowpeak.arguments import ColocateSettings, Sampling, VllmSettings
 from lowpeak.errors import LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.vllm import Answer, EngineInfo, EngineSharing, PolicyFacts, VllmEngine
+from lowpeak.vllm import Answer, EngineInfo, EngineSharing, PolicyFacts, VllmEngine, check_worker_answers
 from lowpeak.vllm.weight_sync import Piece
 
 FACTS = EngineInfo(
@@ -58,7 +58,7 @@ class ScriptedVllm:
         if run is None:
             self.calls.append((method, arguments))
             return [{}]
-        return [run(**arguments)]
+        return check_worker_answers([run(**arguments)])
 
     def _identity(self):
         return {"incarnation": str(self.incarnation), "policy_version": self.policy_version}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.records import WeightSlice
+from lowpeak.vllm import check_worker_answers
 from lowpeak.vllm.weight_sync import Extension
 
 VOCAB, PADDED, WIDTH = 13, 16, 12
@@ -84,7 +85,7 @@ class FusedVllm:
         self.transport = arguments.get("invitation", {}).get("transport", self.transport)
         self.before(method, arguments)
         given = arguments if self.in_process else json.loads(json.dumps(arguments))
-        return [getattr(worker, method)(**given) for worker in self.workers]
+        return check_worker_answers([getattr(worker, method)(**given) for worker in self.workers])
 
     def versions(self) -> list[int | None]:
         return [answer["policy_version"] for answer in self.call("lowpeak_identity", {})]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lowpeak.records import WeightSlice
-from lowpeak.vllm import EngineInfo
+from lowpeak.vllm import EngineInfo, check_worker_answers
 from tiny_models import tiny_model
 
 PROMPTS = [[2, 3, 4, 5, 6], [7, 8, 9], [5] * 12]
@@ -36,11 +36,15 @@ class InsideVllm:
         return EngineInfo("", "", "", "float32", 128, 8, 1000)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
-        return list(self.llm.collective_rpc(method, timeout, kwargs=dict(arguments)))
+        return check_worker_answers(self.llm.collective_rpc(method, timeout, kwargs=dict(arguments)))
+
+    @property
+    def runner(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner
 
     @property
     def model(self) -> Any:
-        return self.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+        return self.runner.get_model()
 
 
 @contextmanager
@@ -85,18 +89,25 @@ def perturb(model: torch.nn.Module, seed: int, scale: float = 0.02) -> None:
 
 @torch.no_grad()
 def gap(vllm: InsideVllm, model: Any, request: Any = None, **params: Any) -> float:
-    """The largest difference between the log-probs of what the engine samples and the model's full softmax at the temperature."""
+    """The largest difference between the log-probs of what the engine samples and the model's full softmax at the temperature.
+
+    With several temperatures each prompt has its own.
+    """
     from vllm import SamplingParams
 
-    given = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0} | params
+    given = {"max_tokens": 8, "ignore_eos": True, "logprobs": 0} | params
+    temperatures = given.pop("temperature", (0.0,))
+    temperatures = temperatures if isinstance(temperatures, tuple) else (temperatures,)
+    temperatures *= len(PROMPTS) // len(temperatures)
+    sampling = [SamplingParams(**given, temperature=each) for each in temperatures]
     vllm.llm.reset_prefix_cache()
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    outputs = vllm.llm.generate(prompts, SamplingParams(**given), use_tqdm=False, lora_request=request)
+    outputs = vllm.llm.generate(prompts, sampling, use_tqdm=False, lora_request=request)
     worst = 0.0
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+    for prompt, output, temperature in zip(PROMPTS, outputs, temperatures, strict=True):
         ids = list(output.outputs[0].token_ids)
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
-        expected = (logits / (given["temperature"] or 1.0)).log_softmax(-1)
+        expected = (logits / (temperature or 1.0)).log_softmax(-1)
         for t, (token, found) in enumerate(zip(ids, output.outputs[0].logprobs, strict=True)):
             worst = max(worst, abs(found[token].logprob - float(expected[t, token])))
     return worst

@@ -10,6 +10,7 @@ from typing import Any
 
 from fused_model import FusedModel, FusedWorker
 from lowpeak.errors import LostEngineError
+from lowpeak.vllm import check_worker_answers
 
 
 class RemoteVllm:
@@ -30,7 +31,7 @@ class RemoteVllm:
             self._pipe.send((method, dict(arguments)))
             if not self._pipe.poll(timeout):
                 raise LostEngineError("the worker does not answer")
-            return [self._pipe.recv()]
+            return check_worker_answers([self._pipe.recv()])
         except (EOFError, OSError) as error:
             raise LostEngineError("the worker is gone") from error
 

@@ -136,7 +136,8 @@ def require_package(package: str, what: str, extra: str, otherwise: str = "", na
     """
     if not is_installed(package):
         raise MissingPackageError(
-            f"{what} needs {named or package}, which is not installed: pip install 'lowpeak[{extra}]'{otherwise}."
+            f"{what} needs {named or package}, which is not installed: in lowpeak's checkout run "
+            f"pip install '.[{extra}]'{otherwise}."
         )
 
 

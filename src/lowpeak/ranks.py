@@ -31,6 +31,8 @@ Item = TypeVar("Item")
 
 # Words of gloo's, NCCL's and c10d's errors when another process is gone or late; they raise plain RuntimeErrors.
 _LOST_CONNECTION = ("gloo", "nccl", "c10d", "tcpstore", "by peer", "broken pipe", "timed out waiting", "collective")
+# Words of NCCL's errors when its own allocations fail, which are outside of torch's allocator.
+_NCCL_OUT_OF_MEMORY = ("out of memory", "failed to cuda calloc", "failed to cuda malloc", "failed to cuda host alloc")
 _DRAIN_SECONDS = 0.2
 
 
@@ -178,8 +180,12 @@ class Ranks:
         return items
 
     def _report(self, error: Exception) -> Exception:
+        """Report and return an error of this rank; raise RankError for one after which the ranks cannot agree."""
+        lost = nccl_memory_error(error)
         if self._on_error is not None and not getattr(error, "is_awaited", False):
-            self._on_error(error)
+            self._on_error(lost or error)
+        if lost is not None:
+            raise lost from error
         return error
 
     def _raise_first(self, failures: Sequence[Failure | None], own_error: Exception | None) -> None:
@@ -228,6 +234,19 @@ def is_lost_connection(error: BaseException) -> bool:
     """Return whether a process group raised this because another rank did not answer, judged by the message."""
     text = str(error).lower()
     return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _LOST_CONNECTION)
+
+
+def nccl_memory_error(error: BaseException) -> RankError | None:
+    """Return the error that explains NCCL's lack of device memory, with a remedy; None for another error."""
+    text = str(error)
+    lowered = text.lower()
+    if isinstance(error, LowpeakError) or "nccl" not in lowered or not any(w in lowered for w in _NCCL_OUT_OF_MEMORY):
+        return None
+    return RankError(
+        "NCCL ran out of device memory. Its communicator is lost, so smaller sizes cannot be tried and the run ends: leave more of "
+        "the device to NCCL, which allocates outside of torch, with a lower memory_budget or vllm_gpu_memory_utilization. "
+        f"({text.strip().splitlines()[-1].strip()})"
+    )
 
 
 def _failure_of(error: Exception | None) -> Failure | None:

@@ -224,7 +224,7 @@ def build(case: Case, folder: Path, device: torch.device | None) -> Any:
     args = config(output_dir=str(folder), **settings)
     if device is not None:  # accelerate finds no device that it does not know by name
         args.device  # noqa: B018
-        PartialState._shared_state["device"] = device
+        PartialState._shared_state["device"] = torch.device(device.type)  # as in a single process, without the index
         args.__dict__["_setup_devices"] = device
     given = {
         "model": _saved(case.model(), folder / "model") if case.by_path else case.model(),

@@ -271,6 +271,18 @@ def fail_alone(place: Path) -> None:
     note(place, error=error_of(trainer.train))
 
 
+def lose_communicator(place: Path) -> None:
+    """NCCL finds no memory on rank 1 in a collective of a step's pass."""
+    trainer = run_with(place, spread)
+
+    def hook(module: Any, args: Any) -> None:
+        if rank() == 1 and torch.is_grad_enabled() and trainer.state.global_step == 1:
+            raise RuntimeError("NCCL error in: NCCLUtils.cpp:94\nLast error:\nCuda failure 2 'out of memory'")
+
+    trainer.model.model.register_forward_pre_hook(hook)
+    note(place, error=error_of(trainer.train), lowered=sorted(trainer.run.sizes.lowered))
+
+
 def forget_to_fail(place: Path) -> None:
     """Rank 1 runs out of memory in the middle of a step with every size, and stays alive, as a notebook does."""
     trainer = run_with(place, spread)

@@ -64,6 +64,14 @@ def test_a_rank_that_never_has_the_memory_for_a_step_and_lives_on_leaves_nobody_
         assert re.match("MemoryExhaustedError: .*phase train.*smallest sizes.*tried to allocate", error)
 
 
+def test_nccls_lack_of_memory_ends_all_ranks_with_advice_and_is_not_retried(tmp_path):
+    succeed_on_ranks(fault_ranks.lose_communicator, tmp_path)
+    first, second = seen(tmp_path)
+    assert re.match("RankError: NCCL .*memory_budget.*failure 2", second["error"])
+    assert re.match("RankError: rank 1 failed in phase train: NCCL .*memory_budget.*failure 2", first["error"])
+    assert first["lowered"] == second["lowered"] == []
+
+
 def test_a_rank_that_is_slow_is_not_taken_for_a_dead_one(tmp_path):
     succeed_on_ranks(fault_ranks.be_slow, tmp_path)
     assert [rank["step"] for rank in seen(tmp_path)] == [3, 3]

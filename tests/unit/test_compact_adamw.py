@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -273,3 +277,23 @@ def test_steps_of_spiky_gradients_stay_near_those_of_fp32(seed):
     gradients *= torch.rand(gradients.shape, generator=generator) < 0.1
     gradients[40:] = 0
     assert largest_step(gradients, 8) < 2 * largest_step(gradients, 32)
+
+
+def test_a_check_of_the_kernel_that_ran_out_of_memory_is_made_again(monkeypatch):
+    module = importlib.import_module("lowpeak.optim.compact_adamw")
+    full = [True]
+
+    def fail_once(step):
+        if full:
+            full.pop()
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        module.update(step)
+
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "lowpeak.optim.triton_step", SimpleNamespace(update=fail_once))
+    try:
+        with pytest.raises(RuntimeError, match="CUDA"):
+            module._cuda_kernel(CPU)
+        assert module._cuda_kernel(CPU) is fail_once
+    finally:
+        module._cuda_kernel.cache_clear()

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle
+
 import pytest
 import torch
 from torch import nn
 
-from lowpeak.optim import CompactAdamW, GradientSum, find_sum, gradient_of, multiply_gradient
+from lowpeak.optim import (
+    CompactAdamW,
+    GradientSum,
+    HostMemory,
+    UpdatedShard,
+    add_on_host,
+    find_sum,
+    gradient_of,
+    multiply_gradient,
+)
 from lowpeak.parallel import clip_grad_norm
 
 CPU = torch.device("cpu")
@@ -112,3 +124,52 @@ def test_a_removed_sum_leaves_gradients_to_the_parameter():
     assert torch.equal(gradient_of(weight), torch.ones(3))
     multiply_gradient(weight, torch.tensor(2.0))
     assert torch.equal(weight.grad, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("total_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_addition_on_the_host_has_the_bits_of_torchs_addition(dtype, total_dtype):
+    generator = torch.Generator().manual_seed(0)
+    total, values = (torch.randn(200_001, generator=generator) for _ in range(2))
+    total, values = total.to(total_dtype), values.to(dtype)
+    expected = total + values
+    add_on_host(total, values, overwrite=False)
+    assert torch.equal(total, expected.to(total_dtype))
+    add_on_host(total, values, overwrite=True)
+    assert torch.equal(total, values.to(total_dtype))
+
+
+class FakeSlot:
+    """A stream that records its use; its operations run at once."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self._name, self._log = name, log
+
+    def begin(self) -> AbstractContextManager[None]:
+        self._log.append(f"begin {self._name}")
+        return nullcontext()
+
+    def join(self) -> None:
+        self._log.append(f"join {self._name}")
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+
+def test_tensors_visit_the_device_in_turn_and_are_awaited_once_before_any_is_published():
+    log: list[str] = []
+    model, twin = layers(torch.float32), layers(torch.float32)
+    for each in (model, twin):
+        run_micro_batches(each)
+    optimizer, expected = (CompactAdamW(each.parameters(), offload=True, weight_bits=None) for each in (model, twin))
+    host = optimizer._hosts[CPU] = HostMemory(CPU)
+    host.piece, host._slots = 200, [FakeSlot("a", log), FakeSlot("b", log)]
+    host._next = cycle(host._slots)
+    first = next(iter(model.parameters()))
+    optimizer.place({first: UpdatedShard("0", 0, 0, first.numel(), lambda: log.append("publish"))})
+    optimizer.step()
+    expected.step()
+    visits = 4 * (2 + 1)  # a weight of 256 values in two pieces, and a bias
+    assert log == ["begin a", "begin b"] * (visits // 2) + ["join a", "join b", "publish"]
+    for ours, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, other)

@@ -13,3 +13,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # spawn.py: ranks for a test
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    # vLLM's V2 model runner on a CPU: Triton's interpreter runs its kernels, but is no backend in Triton's own list.
+    from triton.backends import backends
+
+    backends.setdefault("cpu", backends["nvidia"])
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    # The interpreter cannot run its kernel of top-k and top-p; vLLM has the same in torch.
+    topk_topp_sampler.HAS_TRITON = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -102,3 +103,10 @@ def test_sampled_logprobs_are_of_the_full_softmax_at_the_temperature(pair):
     assert gap(vllm, policy) < TOLERANCE
     assert gap(vllm, policy, temperature=0.7, top_p=0.8, repetition_penalty=1.3, seed=1) < TOLERANCE
     assert gap(vllm, policy, temperature=1.3, top_k=3, seed=1) < TOLERANCE
+    assert gap(vllm, policy, temperature=(0.0, 0.7, 1.0), top_p=0.9, seed=1) < TOLERANCE
+
+
+def test_the_model_runner_is_v2_where_triton_runs(pair):
+    asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
+    sampler = pair[1].runner.sampler
+    assert type(sampler).__module__ == {"0": "vllm.v1.sample.sampler", "1": "vllm.v1.worker.gpu.sample.sampler"}[asked]

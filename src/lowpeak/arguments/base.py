@@ -97,7 +97,11 @@ HAS_DEVICE_MEMORY = EffectCondition(
     lambda args, facts: facts.has_device_memory is not False, "the device uses host memory; remove it"
 )
 
-
+_ON_CUDA = EffectCondition(lambda args, facts: facts.is_cuda is not False, "the device is no GPU of CUDA; remove it")
+_WITHOUT_VLLM = EffectCondition(
+    lambda args, facts: not getattr(args, "use_vllm", False) or args.vllm_mode != "colocate",
+    "a vLLM in this process turns it off; remove it, or set vllm_mode='server'",
+)
 # Without eval_steps, transformers evaluates every logging_steps.
 _HAS_STEPS = EffectCondition(
     lambda args, facts: (
@@ -180,6 +184,11 @@ class CommonArguments:
     )
     padding_free: bool | None = memory_argument(
         None, "Concatenate the sequences of a micro-batch without padding (None: if the model's attention supports it)."
+    )
+    cudnn_attention: bool = memory_argument(
+        False,
+        "Let torch choose cuDNN's attention, which needs a plan, in time and host memory, for each new shape (GPUs of CUDA).",
+        acts_if=(_ON_CUDA, _WITHOUT_VLLM),
     )
     router_aux_loss_coef: float | None = argument(
         None,
@@ -307,9 +316,10 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class PassSettings:
-    """Settings of forward passes: the load-balancing loss, the entropy, and the temperature of log-probs."""
+    """Settings of forward passes: load-balancing loss, entropy, temperature of log-probs, and attention's kernels."""
 
     router_aux_loss_coef: float | None = None
+    cudnn_attention: bool = False
     log_entropy: bool = True
     temperature: float = 1.0
 
@@ -357,6 +367,7 @@ def run_facts(args: Any, **known: Any) -> RunFacts:
         f"accelerator_config has gradient_accumulation_kwargs={kwargs!r}, which has no effect: set gradient_accumulation_steps "
         "instead.",
     )
+    known = {"is_cuda": args.device.type == "cuda", **known}
     on_device = args.device.type not in ("cpu", "mps")
     return RunFacts(has_device_memory=on_device, replicated=args.has_replicas, idle=idle, **known)
 

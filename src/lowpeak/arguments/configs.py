@@ -41,6 +41,8 @@ from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG
 from lowpeak.arguments.storage import rename_dtype
 from lowpeak.arguments.text import hide_secrets, parse_bytes, read_object, show
 from lowpeak.arguments.validation import check_finite, check_range, check_type, check_types
+from lowpeak.arguments.vllm import resolve_collective_timeout
+from lowpeak.cpu_cores import limit_threads
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.memory import limit_onednn_caches
 from lowpeak.setup import limit_collectives_on_cpu, renew_master_port
@@ -160,6 +162,8 @@ class CommonConfig(CommonArguments, TrainingArguments):
         use_one_device(self)
         if self.device.type == "cpu":
             limit_onednn_caches()
+        if self.world_size == 1:
+            limit_threads()
         if self.deepspeed_plugin is not None:
             sync_deepspeed_config(self.deepspeed_plugin.hf_ds_config.config, self)
 
@@ -264,6 +268,14 @@ class OnlineConfig(OnlineArguments, CommonConfig):
         kwargs: Any = self.generation_kwargs or {}
         for name, target in ARGUMENT_OF_KWARG.items():
             self._set_alias(f"generation_kwargs[{name!r}]", target, kwargs.get(name))
+
+    def _prepare_process_group(self) -> None:
+        for name in ("ddp_timeout", "vllm_wave_timeout"):  # checked early, because they are used here
+            check_type(self, name)
+            check_range(self, name)
+        num_processes = max(int(os.environ.get(name) or 1) for name in _SIZES_OF_LAUNCHERS)
+        self.ddp_timeout = resolve_collective_timeout(self, num_processes)
+        super()._prepare_process_group()
 
     def _set_alias(self, name: str, target: str, value: float | None) -> None:
         """Set the argument `target` by its alias `name`; ArgumentError if both are set to different values."""

@@ -30,7 +30,8 @@ class Check:
 class RunFacts:
     """Facts of a run that decide which arguments have an effect; None if not known yet, which counts as an effect.
 
-    A rollout serves `num_steps` optimizer steps. `has_device_memory`: the device does not use host memory.
+    A rollout serves `num_steps` optimizer steps. `has_device_memory`: the device does not use host memory;
+    `is_cuda`: it is a GPU of CUDA or ROCm.
     `sharded`: parameters are sharded over ranks. `replicated`: several ranks have the same parameters, as under DDP.
     `frozen`: the run has a model that is never trained. `passed_optimizer`: the user passed an optimizer to the trainer
     ("instance"), or its class ("class"); `passed_schedule`: a schedule. `idle` maps other arguments without effect, as shown to
@@ -40,6 +41,7 @@ class RunFacts:
     num_rewards: int | None = None
     num_steps: int | None = None
     has_device_memory: bool | None = None
+    is_cuda: bool | None = None
     sharded: bool | None = None
     replicated: bool | None = None
     in_fp32: bool | None = None

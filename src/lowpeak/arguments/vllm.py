@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from lowpeak.arguments.declare import (
     EffectCondition,
     above_zero,
     at_least,
+    default_value,
     if_on,
     make_settings,
     one_of,
@@ -55,6 +57,9 @@ _NO_URL = EffectCondition(
 )
 _PORT = Check(lambda x: x is None or 0 < x < 1 << 16, "must be a port, from 1 to 65535")
 
+# Seconds for the ranks to agree on what to do after a wave has exceeded its time limit.
+_AFTER_WAVE_SECONDS = 300
+
 _REFUSED_ENGINE_KWARGS = {
     "tensor_parallel_size": "use vllm_tensor_parallel_size",
     "gpu_memory_utilization": "use vllm_gpu_memory_utilization",
@@ -74,7 +79,7 @@ _REFUSED_ENGINE_KWARGS = {
 class VllmArguments:
     """Arguments of vLLM: its placement, weight transfer and waves."""
 
-    use_vllm: bool = vllm_argument(False, "Generate with vLLM (needs lowpeak[vllm]) instead of the native engine.")
+    use_vllm: bool = vllm_argument(False, "Generate with vLLM (needs the extra [vllm]) instead of the native engine.")
     vllm_mode: str = vllm_argument(
         "colocate",
         "Where vLLM runs: colocate (in the training processes), or server (`lowpeak serve`).",
@@ -264,6 +269,31 @@ def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.env
         structured_regex=args.vllm_structured_outputs_regex,
         sampling_kwargs=sampling_kwargs(args.generation_kwargs or {}),
     )
+
+
+def resolve_collective_timeout(args: Any, num_processes: int) -> int:
+    """Return ddp_timeout, raised above a wave's time limit if it is unset; ArgumentError if a wave may exceed it.
+
+    A rank whose wave is done waits for the others in a collective.
+    """
+    limit, wave = args.ddp_timeout, args.vllm_wave_timeout
+    if not args.use_vllm or num_processes == 1:
+        return int(limit)
+    is_unset = limit == default_value(args, "ddp_timeout")
+    if wave is None:
+        require(
+            not is_unset,
+            f"vllm_wave_timeout=None sets no limit, but a rank waits at most ddp_timeout={limit} s for another rank's wave: set "
+            "ddp_timeout above the longest wave, or set vllm_wave_timeout.",
+        )
+        return int(limit)
+    needed = math.ceil(wave) + _AFTER_WAVE_SECONDS
+    require(
+        is_unset or limit >= needed,
+        f"vllm_wave_timeout={wave} is too long for ddp_timeout={limit}, the most seconds that a rank waits for another rank's "
+        f"wave: raise ddp_timeout to {needed}, or lower vllm_wave_timeout.",
+    )
+    return max(int(limit), needed)
 
 
 def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> ColocateSettings:

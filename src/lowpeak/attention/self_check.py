@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lowpeak.attention.install import ForestAttention, attend_forest, forward_arguments
 from lowpeak.errors import ModelError
 from lowpeak.logprobs import backbone_of, causal_lm, eval_mode, matmul_eps
+from lowpeak.memory import is_out_of_memory
 from lowpeak.records import Forest, Tree
 
 
@@ -75,9 +76,10 @@ def packing_mismatch(model: nn.Module, device: torch.device | str, now_on: torch
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         return attention_mismatch(dtype, device, *_heads_of(causal.config.get_text_config()))
-    except torch.OutOfMemoryError:
-        raise
     except (ModelError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # It says nothing about packed sequences, and padded ones would take more memory.
+        if is_out_of_memory(error):
+            raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return f"{type(causal).__name__} cannot run packed sequences: {reason}"
 

@@ -23,7 +23,9 @@ from lowpeak.cli.output import to_yaml as to_yaml
 from lowpeak.cli.parser import HELP_GROUPS as HELP_GROUPS
 from lowpeak.cli.parser import argument_names as argument_names
 from lowpeak.cli.parser import parse_arguments as parse_arguments
+from lowpeak.cli.plan import machine_of as machine_of
 from lowpeak.cli.plan import parse_plan as parse_plan
+from lowpeak.cli.plan import plan_request as plan_request
 from lowpeak.cli.serve import check_port as check_port
 from lowpeak.cli.serve import parse_server as parse_server
 from lowpeak.cli.train import parse_job as parse_job

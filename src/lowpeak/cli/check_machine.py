@@ -6,10 +6,12 @@ import resource
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
+from packaging.requirements import Requirement
 
 from lowpeak.arguments import show_bytes
 from lowpeak.cli.env import installed_version
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from lowpeak.plan import Machine, Plan
 
 _OF_PLAN = ("gpu", "gpu_memory", "gpus_per_host", "host_memory", "fit", "format", "plot", "emit", "output", "journal")
-_LEAST = {"torch": (2, 11), "transformers": (5, 17), "accelerate": (1, 10)}
 _SHARED_MEMORY = GIB  # that NCCL and data loaders of several processes share in /dev/shm
 _OPEN_FILES = 4096
 _KEPT_CHECKPOINTS = 2  # the last one, while the next is written
@@ -83,21 +84,23 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
 
 
 def _versions(job: Job) -> Iterator[Check]:
-    needed = {name: True for name in _LEAST}
-    needed |= {
+    needed = {
+        "torch": True,
+        "transformers": True,
+        "accelerate": True,
         "peft": job.model.use_peft,
         "bitsandbytes": job.model.load_in_4bit or job.model.load_in_8bit,
         "deepspeed": "zero" in str(job.launch.accelerate_config or ""),
         "vllm": getattr(job.config, "use_vllm", False) and getattr(job.config, "vllm_mode", "") == "colocate",
     }
+    supported = {each.name: each.specifier for each in map(Requirement, requires("lowpeak") or ())}
     for package in (name for name, is_needed in needed.items() if is_needed):
         version = installed_version(package)
-        least = _LEAST.get(package, ())
-        known = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-        passed = version != "not installed" and known >= tuple(least)
-        wanted = f", needs {'.'.join(map(str, least))} or later" if least and not passed else ""
-        missing = ": install it" if version == "not installed" else ""
-        yield Check(package, passed, f"{version}{wanted}{missing}")
+        if version == "not installed":
+            yield Check(package, False, f"not installed: install {package}{supported[package]}")
+            continue
+        passed = supported[package].contains(version, prereleases=True)
+        yield Check(package, passed, version if passed else f"{version}, needs {supported[package]}")
 
 
 def _limits(job: Job, machine: Machine) -> Iterator[Check]:
@@ -129,6 +132,9 @@ def _memory(options: PlanArguments, job: Job, machine: Machine) -> Iterator[Chec
     except LowpeakError as error:
         yield Check("plan", False, str(error))
         return
+    if plan.inputs.generation:
+        yield Check("generation", True, plan.inputs.generation)
+    yield Check("layout", True, str(plan.inputs.layout_choice))
     limit = plan.request.machine.memory
     beside = "" if machine.device == "cuda" else " (without the process itself)"
     where = f"{show_bytes(plan.peak)} in {plan.peak_phase}{beside}, of {show_bytes(limit)}"

@@ -15,6 +15,7 @@ import psutil  # type: ignore[import-untyped]
 
 import lowpeak
 from lowpeak.cli.arguments import ErrorParser
+from lowpeak.cpu_cores import THREADS_VARIABLE, allowed_cores
 from lowpeak.errors import ArgumentError
 
 PACKAGES = (
@@ -76,9 +77,12 @@ def _to_lines(facts: dict[str, str]) -> str:
 def environment_facts() -> dict[str, str]:
     """Return the versions of packages, compilers and drivers, and the hardware, by name."""
     facts = {"lowpeak": lowpeak.__version__, "python": platform.python_version(), "platform": platform.platform()}
-    facts |= {name: installed_version(name) for name in PACKAGES} | _compilers() | _accelerators()
+    versions = {name: installed_version(name) for name in PACKAGES}
+    facts |= versions | _compilers() | _accelerators() | _fast_paths()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts["cpu"] = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {usable} usable"
+    facts["physical cores"] = f"{allowed_cores()} allowed by affinity and CPU quota"
+    facts[THREADS_VARIABLE] = os.environ.get(THREADS_VARIABLE, "not set")
     facts["memory"] = _gibibytes(psutil.virtual_memory().total)
     return facts
 
@@ -133,6 +137,22 @@ def _accelerators() -> dict[str, str]:
         capability = f"compute capability {device.major}.{device.minor}"
         facts[f"device {index}"] = f"{device.name}, {_gibibytes(device.total_memory)}, {capability}"
     return facts
+
+
+def _fast_paths() -> dict[str, str]:
+    """Return whether a Llama of the installed transformers generates by the decode loop and trains without padding."""
+    try:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from lowpeak.attention import packing_unsupported_reason
+        from lowpeak.training import describe_generation
+    except (ImportError, OSError) as error:
+        return {"generation": f"unknown: transformers does not import ({error})"}
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))
+    layout = packing_unsupported_reason(llama) or "packed without padding"
+    return {"generation (Llama)": describe_generation(llama, None), "layout (Llama)": layout}
 
 
 def driver_facts() -> dict[str, str]:

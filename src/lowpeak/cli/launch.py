@@ -20,6 +20,7 @@ from typing import Any
 from lowpeak.cli.accelerate_config import DEFAULT_PRESET, PRESET_FOLDER, find_accelerate_config, read_config
 from lowpeak.cli.arguments import LaunchArguments
 from lowpeak.cli.devices import num_devices
+from lowpeak.cpu_cores import THREADS_VARIABLE, allowed_cores
 from lowpeak.errors import ArgumentError, first_line
 from lowpeak.watchdog import PARENT_VARIABLE, exit_training_with_parent
 
@@ -55,6 +56,9 @@ def launch_or_join(arguments: LaunchArguments, command: Sequence[str], output_di
         _join_launched_run(path, config, given)
         return None
     words = launcher_arguments(path, config, given, 0 if on_cpu or config.use_cpu else None)
+    # accelerate and torch give each of several ranks one thread.
+    local_ranks = int(words[words.index("--num_processes") + 1]) // _hosts(path, config, given)
+    os.environ.setdefault(THREADS_VARIABLE, str(max(1, allowed_cores() // local_ranks)))
     return run_launcher([*words, *command], output_dir)
 
 

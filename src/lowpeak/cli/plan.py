@@ -22,9 +22,11 @@ from lowpeak.cli.arguments import (
     RunArguments,
     ServingArguments,
 )
+from lowpeak.cli.devices import read_devices
 from lowpeak.cli.job_files import write_run_files
 from lowpeak.cli.output import print_once
 from lowpeak.cli.train import ANSWER_COLUMNS, Job, lora_config, with_config
+from lowpeak.cli.vllm_devices import SERVER_URLS, trainer_settings
 from lowpeak.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -52,6 +54,9 @@ class PlanArguments:
     )
     host_memory: str | None = device_argument(None, "memory of a host, such as 1TiB; by default it is no limit")
     prompt_tokens: int = device_argument(512, "tokens of a prompt, for which the run is planned")
+    price_per_hour: float | None = device_argument(
+        None, "dollars that one GPU costs an hour, for the run's dollars; the GPUs of --vllm_devices are counted, too"
+    )
     fit: bool = logging_argument(
         False, "choose placement, formats, micro-batches and offloads so that the run fits and is fastest"
     )
@@ -71,7 +76,7 @@ def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
     plan = (
         _fitted(options, job, _within_budget(request, budget_of(request)))
         if options.fit
-        else _planned(options, request)
+        else _planned(options, job, request)
     )
     if plan is not None and options.plot is not None:
         from lowpeak.plan import write_plot
@@ -103,7 +108,7 @@ def plan_within_budget(request: PlanRequest, report: Callable[[str], object] = l
     return dataclasses.replace(fit.plan, request=_within_budget(fit.plan.request, budget)), fit.problem
 
 
-def _planned(options: PlanArguments, request: PlanRequest) -> Plan:
+def _planned(options: PlanArguments, job: Job, request: PlanRequest) -> Plan:
     """Print the plan of a run with its settings, and the changes that would lower its peak."""
     from lowpeak.plan import advise, print_plan
 
@@ -115,10 +120,28 @@ def _planned(options: PlanArguments, request: PlanRequest) -> Plan:
     if problem:
         print_once(problem)
     if options.format == "json":
-        print(json.dumps({**plan.as_dict(), "advice": [dataclasses.asdict(each) for each in advice]}, indent=2))
+        machine = {"gpu": options.gpu, "price_per_hour": options.price_per_hour}
+        advised = {"advice": [dataclasses.asdict(each) for each in advice]}
+        print(json.dumps({**machine, **plan.as_dict(_price(options, job)), **advised}, indent=2))
     else:
-        print_plan(plan, advice)
+        print_plan(plan, advice, price=_price(options, job))
     return plan
+
+
+def _price(options: PlanArguments, job: Job) -> float | None:
+    """Return the dollars of an hour of all GPUs, those of vLLM's servers included; None without a price."""
+    gpus = _training_devices(options, job) + len(_gpus_of(job.given, "vllm_devices"))
+    return None if options.price_per_hour is None else gpus * options.price_per_hour
+
+
+def _gpus_of(given: Mapping[str, Any], name: str) -> list[str]:
+    devices = given.get(name)
+    return [] if devices is None else [each for each in read_devices(devices, f"--{name}") if each != "cpu"]
+
+
+def _training_devices(options: PlanArguments, job: Job) -> int:
+    """Return the devices that train: --gpus, --num_processes, the devices of --train_devices, or 1."""
+    return options.gpus or job.launch.num_processes or len(_gpus_of(job.given, "train_devices")) or 1
 
 
 def _fitted(options: PlanArguments, job: Job, request: PlanRequest) -> Plan | None:
@@ -130,10 +153,11 @@ def _fitted(options: PlanArguments, job: Job, request: PlanRequest) -> Plan | No
     fit = Search(request, _progress, factors, keeps_strategy=keeps_strategy).run()
     _progress("")
     if options.format == "json":
-        print(json.dumps({**(fit.plan.as_dict() if fit.plan else {}), "fit": fit.as_dict()}, indent=2))
+        plan = fit.plan.as_dict(_price(options, job)) if fit.plan else {}
+        print(json.dumps({**plan, "fit": fit.as_dict()}, indent=2))
     else:
         if fit.plan is not None:
-            print_plan(fit.plan)
+            print_plan(fit.plan, price=_price(options, job))
         print("\n".join(fit_lines(fit)))
     if fit.plan is not None:
         for path in write_run_files(Path(options.output), job, fit, options.emit):
@@ -171,7 +195,7 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak, command: str = "lowp
         pick(RunArguments),
         pick(LaunchArguments),
         config=None,
-        given={**rest, "use_cpu": True},
+        given={**_with_servers(rest), "use_cpu": True},
     )
     if (job.model.load_in_4bit or job.model.load_in_8bit) and not job.model.use_peft:
         raise ArgumentError("a quantised model is frozen, so that nothing would be trained: add --use_peft.")
@@ -180,6 +204,15 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak, command: str = "lowp
     job = dataclasses.replace(with_config(dataclasses.replace(job, model=plain), library), model=job.model)
     job.config.given = frozenset(job.config.given) - ({"use_cpu"} if "use_cpu" not in rest else set())
     return options, dataclasses.replace(job, given=rest)
+
+
+def _with_servers(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments as the trainer of --vllm_devices gets them, with a URL for each server."""
+    if given.get("vllm_devices") is None:
+        return dict(given)
+    num_servers = max(1, len(_gpus_of(given, "vllm_devices")) // given.get("vllm_tensor_parallel_size", 1))
+    urls = ",".join(f"http://127.0.0.1:{8000 + index}" for index in range(num_servers))
+    return trainer_settings(given, {SERVER_URLS: urls})
 
 
 def _algorithm(argv: Sequence[str]) -> str:
@@ -214,6 +247,8 @@ def _check_options(options: PlanArguments) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ArgumentError(f"--{name} must be at least 1, got {value}.")
+    if options.price_per_hour is not None and not options.price_per_hour > 0:
+        raise ArgumentError(f"--price_per_hour must be dollars above 0, got {options.price_per_hour}.")
     for name in ("emit", "output"):
         if not options.fit and getattr(options, name) != getattr(PlanArguments, name):
             raise ArgumentError(
@@ -226,7 +261,7 @@ def machine_of(options: PlanArguments, job: Job) -> Machine:
     from lowpeak.memory import free_bytes
     from lowpeak.plan import CARDS, Machine, find_card, measure_cpu
 
-    devices = options.gpus or (job.launch.num_processes or 1)
+    devices = _training_devices(options, job)
     host = None if options.host_memory is None else _bytes("host_memory", options.host_memory)
     if job.given.get("use_cpu"):
         if options.gpu is not None:

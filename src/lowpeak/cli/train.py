@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lowpeak
-from lowpeak.arguments import CLASS_PREFIXES
+from lowpeak.arguments import CLASS_PREFIXES, hide_secrets
 from lowpeak.cli.arguments import (
     DataArguments,
     JudgeArguments,
@@ -40,6 +45,8 @@ _OF_ADAPTERS = (
 _OF_4_BITS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 # TRL's defaults where lowpeak's differ: a file that spells them out is not told that they have no effect.
 _TRL_DEFAULTS = {"model_revision": "main", "eval_split": "test", "lora_dropout": 0.05, "per_device_eval_batch_size": 8}
+_PEAKS = ("peak_memory", "reserved_memory", "planned_memory")
+_LAST_REWARDS = 10  # steps whose mean reward is that of the run's end
 _PEFT_TASKS = {"reward": "SEQ_CLS"}
 
 
@@ -75,17 +82,25 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         status = launch_or_join(parsed.launch, [kind, *argv], folder, on_cpu=on_cpu)
     if status is not None:
         return status
-    from lowpeak.setup import check_resume
-
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `python -m lowpeak` has it: rewards may be modules of this folder
     job = with_config(parsed, library)
-    _show_log(job.config.get_process_log_level())
+    with _show_log(job.config):
+        _train(job, library)
+    return 0
+
+
+def _train(job: Job, library: Any) -> None:
+    from lowpeak.setup import check_resume
+
     resume = parse_resume(job.config.resume_from_checkpoint)
     check_resume(Path(job.config.output_dir), resume)
     report_idle(job)
+    from lowpeak.models import allow_missing_weights
+
     try:
-        trainer = make_trainer(job, library)
+        with allow_missing_weights() if job.run.dry_run else nullcontext():
+            trainer = make_trainer(job, library)
     except LowpeakError:
         raise
     except (ImportError, RuntimeError, ValueError) as error:  # raised by transformers or peft for a bad argument
@@ -97,23 +112,91 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         resolved = trainer.dry_run()
         if is_rank_zero(os.environ):
             print(to_yaml({"arguments": job.given} | resolved), end="")
-        return 0
+        return
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
+    if is_rank_zero(os.environ):
+        write_results(job)
     if job.config.push_to_hub:
         from lowpeak.data import is_on_hub
 
         name = job.data.dataset
         trainer.push_to_hub(dataset_name=name if name and is_on_hub(name) else None)
-    return 0
 
 
-def _show_log(level: int) -> None:
-    """Show lowpeak's messages from this level on; by default Python shows warnings and errors."""
-    logger = logging.getLogger("lowpeak")
-    if level < logging.WARNING and not logger.handlers:
-        logger.setLevel(level)
-        logger.addHandler(logging.StreamHandler())
+def write_results(job: Job) -> None:
+    """Write results.json next to the model: the machine, the arguments, and what the journal's steps measured.
+
+    Seconds and tokens are medians of the steps after the first; bytes are peaks. `outside_bytes` of the device are not torch's
+    allocator's. A run without steps has no results.
+    """
+    from lowpeak.cli.env import environment_facts
+    from lowpeak.journal import EVALUATIONS, EVENTS, read_rows, read_steps
+
+    folder = Path(job.config.output_dir)
+    steps = read_steps(folder / "journal")
+    evaluations, events = (list(read_rows(folder / "journal", name)) for name in (EVALUATIONS, EVENTS))
+    if not steps:
+        return
+    results = {
+        "run": folder.name,
+        "command": job.kind,
+        "date": date.today().isoformat(),
+        "arguments": hide_secrets(dict(job.given)),
+        "environment": environment_facts(),
+        "devices": job.config.world_size,
+        "steps": steps[-1]["step"],
+        "seconds": {
+            phase: statistics.median(values[1:] or values) for phase, values in _series(steps, "time/").items()
+        },
+        **{
+            name: statistics.median(_series(steps, name)[""][1:] or [0.0])
+            for name in ("step_time", "tokens_per_second")
+        },
+        **{kind: {phase: max(values) for phase, values in _series(steps, f"{kind}/").items()} for kind in _PEAKS},
+        "outside_bytes": _bytes_outside_allocator(job.config.device),
+        "reward": statistics.fmean(_series(steps, "reward").get("", [0.0])[-_LAST_REWARDS:]),
+        "evaluation": evaluations[-1] if evaluations else {},
+        "events": Counter(row["event"] for row in events),
+    }
+    (folder / "results.json").write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _series(steps: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[float]]:
+    """Return the numbers of the metrics whose names begin with `prefix`, by the rest of their names."""
+    found: dict[str, list[float]] = {}
+    for row in steps:
+        for name, value in row.items():
+            if name.startswith(prefix) and value is not None:
+                found.setdefault(name.removeprefix(prefix), []).append(float(value))
+    return found
+
+
+def _bytes_outside_allocator(device: Any) -> int | None:
+    """Return the bytes of a device that are taken and not torch's allocator's; None on a CPU."""
+    from lowpeak.memory import free_bytes, has_device_memory, total_bytes
+
+    if not has_device_memory(device):
+        return None
+    import torch
+
+    return total_bytes(device) - free_bytes(device) - torch.get_device_module(device).memory_allocated(device)
+
+
+@contextmanager
+def _show_log(args: Any) -> Iterator[None]:
+    """Show lowpeak's messages from `log_level` on, by default from INFO: generation path, layout, storage, sizes."""
+    # transformers' "passive" keeps Python's level, which shows warnings and errors only.
+    level = logging.INFO if args.log_level == "passive" else args.get_process_log_level()
+    logger, handler = logging.getLogger("lowpeak"), logging.StreamHandler()
+    before = logger.level
+    logger.setLevel(level)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
 
 
 def parse_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowpeak.logprobs import torch_kernels
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale
 from lowpeak.logprobs.torch_kernels import LossDerivatives, SoftmaxStatistics
+from lowpeak.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,9 @@ def kernel_mismatch(kernels: LogitsKernels, device: torch.device) -> str | None:
             largest = max(_relative_difference(one, other) for one, other in pairs)
         # A compiler or a driver may raise anything.
         except Exception as error:
+            # With more free memory the kernels may be right: no reason to use others for the whole run.
+            if is_out_of_memory(error):
+                raise
             return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
         if not largest <= _ALLOWED:
             return f"they differ from torch's operations by {largest:.2g} of the greatest number"

@@ -1,7 +1,10 @@
 from lowpeak.memory.activation_offload import ActivationOffload as ActivationOffload
 from lowpeak.memory.activation_offload import AsyncHostMover as AsyncHostMover
 from lowpeak.memory.cpu_scratch import CpuScratch as CpuScratch
+from lowpeak.memory.device_memory import allow_cudnn_attention as allow_cudnn_attention
 from lowpeak.memory.device_memory import attainable_bytes as attainable_bytes
+from lowpeak.memory.device_memory import bytes_outside_allocator as bytes_outside_allocator
+from lowpeak.memory.device_memory import cap_allocator as cap_allocator
 from lowpeak.memory.device_memory import cgroup_headrooms as cgroup_headrooms
 from lowpeak.memory.device_memory import free_bytes as free_bytes
 from lowpeak.memory.device_memory import has_device_memory as has_device_memory

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lowpeak.memory.device_memory import with_index
-
 LEAST_BYTES = 1 << 16  # of a storage: smaller ones are not worth a copy
 
 
@@ -24,7 +22,7 @@ class AsyncHostMover:
     """Copies flat bytes between `device` and pinned host memory, on a separate stream, during the computation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = with_index(device)
+        self.device = device
         self._torch = torch.get_device_module(self.device)
         self._stream = self._torch.Stream(self.device)
 

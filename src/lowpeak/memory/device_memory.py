@@ -10,8 +10,23 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-# The CPU allocator; CUDA outside of torch's allocator, e.g. for pinned memory; cuBLAS, cuDNN and similar libraries.
-_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED")
+from lowpeak.errors import EngineError, LowpeakError
+
+# Of one process on a GPU: the CUDA context with torch's kernels and cuBLAS's workspaces.
+_CONTEXT_BYTES = 800_000_000
+# NCCL's channels and buffers of the communicators of a run.
+_NCCL_BYTES = 700_000_000
+
+# Words of errors, in lower case.
+_OUT_OF_MEMORY = (
+    "out of memory",  # torch's allocators, the drivers of CUDA and HIP, Triton, vLLM's pool
+    "out_of_device_memory",  # Intel's driver
+    "can't allocate memory",  # torch's CPU allocator
+    *("_alloc_failed", "_allocation_failed", "statusallocfailed"),  # cuBLAS, cuSOLVER, hipBLAS; cuDNN; MIOpen
+    "blas_status_not_initialized",  # cuBLAS and hipBLAS, whose handle finds no room on a full device
+)
+# Shared memory of a chip, which a kernel's blocks exceed. Inductor raises torch.OutOfMemoryError for it.
+_OUT_OF_RESOURCES = "out of resource"
 
 
 def has_device_memory(device: torch.device) -> bool:
@@ -30,15 +45,40 @@ def limit_onednn_caches() -> None:
         os.environ.setdefault(name, "64")
 
 
-def with_index(device: torch.device) -> torch.device:
-    """Return `device` with an index, as tensors name it; the current device's if it has none."""
-    index = torch.get_device_module(device).current_device() if device.index is None else device.index
-    return torch.device(device.type, index)
+def allow_cudnn_attention(allowed: bool) -> None:
+    """Allow or forbid cuDNN's kernels in `scaled_dot_product_attention`, as `torch.backends.cuda.enable_cudnn_sdp`."""
+    # torch prefers them on compute capability 9 and 10. They need a plan for each shape, which takes 0.06 to 1 s (flashinfer#5245,
+    # sglang#4650) and stays in host memory. Decoding has a new shape for each token, padded passes in most.
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error means that memory ran out, by its class or an allocator's or library's words."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    """Return whether an error means that memory ran out, by its class or an allocator's or library's words.
+
+    NCCL's errors do not count: its communicator is lost with them, so nothing can be retried (`ranks.nccl_memory_error`).
+    """
+    if isinstance(error, MemoryError):
+        return True
+    # Other errors of lowpeak are explained already. An EngineError repeats the words of vLLM's worker.
+    if isinstance(error, LowpeakError) and type(error) is not EngineError:
+        return False
+    text = str(error).lower()
+    if _OUT_OF_RESOURCES in text:
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or (
+        "nccl" not in text and any(sign in text for sign in _OUT_OF_MEMORY)
+    )
+
+
+def bytes_outside_allocator(num_devices: int) -> int:
+    """Return the bytes that a run on so many GPUs takes of each outside of torch's allocator."""
+    return _CONTEXT_BYTES + (_NCCL_BYTES if num_devices > 1 else 0)
+
+
+def cap_allocator(device: torch.device, budget: int, num_devices: int) -> None:
+    """Let torch raise an out-of-memory error where a process on a GPU would take more than `budget` bytes of it."""
+    room = max(1, budget - bytes_outside_allocator(num_devices))
+    torch.cuda.set_per_process_memory_fraction(room / total_bytes(device), device)
 
 
 def free_bytes(device: torch.device | str) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import MemoryExhaustedError, first_line
-from lowpeak.memory.device_memory import is_out_of_memory, with_index
+from lowpeak.memory.device_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class HostMover:
     """Copies flat bytes between `device` and pinned host memory, on the computing stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = with_index(device)
+        self.device = device
         self._torch = torch.get_device_module(self.device)
 
     def to_host(self, flat: Tensor) -> Tensor:

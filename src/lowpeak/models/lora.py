@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -125,7 +126,10 @@ def add_adapter(model: Any, peft_config: Any, **options: Any) -> nn.Module:
     from peft import get_peft_model
 
     try:
-        return get_peft_model(model, peft_config, **options)
+        with warnings.catch_warnings():
+            # peft reads `is_gradient_checkpointing`, which transformers 5.24 renamed.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            return get_peft_model(model, peft_config, **options)
     except ValueError as error:
         reason = first_line(error)
         raise ArgumentError(f"peft_config does not fit the model ({reason}): correct it.") from error

@@ -5,6 +5,7 @@ Libraries' errors seldom name the file that they could not read. After a failed 
 from __future__ import annotations
 
 import json
+import logging
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,9 @@ from transformers import PreTrainedConfig
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line, shorten_names
 from lowpeak.memory import is_out_of_memory
-from lowpeak.models.sharded_loading import init_without_weights, load_tensor_parallel, reads_weights
+from lowpeak.models.sharded_loading import init_without_weights, load_tensor_parallel, may_lack_weights, reads_weights
+
+logger = logging.getLogger(__name__)
 
 _REPORTED = ("missing_keys", "mismatched_keys")  # keys of transformers' report; mismatched ones come with both shapes
 
@@ -66,6 +69,13 @@ def _read_model(
     check_load_options(options)
     options = dict(options)
     with_report = options.pop("output_loading_info", False)
+    if may_lack_weights(name):
+        logger.warning(
+            "%s has no weights: the dry run has its sizes, and skips the checks that compute with weights.", name
+        )
+        model = init_without_weights(auto, name, options)
+        model.hf_device_map = {"": "meta"}  # transformers' Trainer then leaves it where it is
+        return model
     if model_parallel == NOT_PARALLEL and "quantization_config" not in options and not reads_weights(frozen_on):
         return init_without_weights(auto, name, options)
     reporting = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}

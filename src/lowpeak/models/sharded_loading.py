@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from lowpeak.arguments import ModelParallel, is_switched_on
 from lowpeak.errors import ArgumentError, MissingPackageError
 from lowpeak.ranks import Ranks
 
+_MAY_LACK_WEIGHTS = ContextVar("_MAY_LACK_WEIGHTS", default=False)
 _EFFICIENT_LOADING = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
@@ -28,6 +31,23 @@ def reads_weights(frozen_on: torch.device | None = None) -> bool:
     efficient = all(os.environ.get(name, "false").lower() in ("true", "1") for name in _EFFICIENT_LOADING)
     is_broadcast = efficient or (frozen_on is not None and _needs_device_copy(frozen_on))
     return not is_broadcast or Ranks().rank == 0
+
+
+@contextmanager
+def allow_missing_weights() -> Iterator[None]:
+    """Let models of folders with a config and no weights have meta parameters in the block: a dry run needs only sizes."""
+    token = _MAY_LACK_WEIGHTS.set(True)
+    try:
+        yield
+    finally:
+        _MAY_LACK_WEIGHTS.reset(token)
+
+
+def may_lack_weights(name: str) -> bool:
+    """Return whether a model is a folder without weights inside of `allow_missing_weights`."""
+    folder = Path(name)
+    files = (file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
+    return _MAY_LACK_WEIGHTS.get() and folder.is_dir() and next(files, None) is None
 
 
 def device_map_for_loading(device: torch.device | None, options: Mapping[str, Any]) -> dict[str, Any]:

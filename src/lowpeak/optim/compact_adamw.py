@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowpeak.errors import first_line
+from lowpeak.memory import is_out_of_memory
 from lowpeak.optim.formats import CompactTensor, TensorStep, WeightBits, update
 from lowpeak.optim.gradient_sums import find_sum, gradient_of
 from lowpeak.optim.host_memory import HostMemory
@@ -115,14 +116,19 @@ class CompactAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        updated = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 gradients, shard = gradient_of(parameter), self.shard(parameter)
                 if gradients is not None:
                     gradients = gradients[shard.first : shard.last]
                     self.update_tensor(parameter, gradients, group, step_kernel(_local(parameter)))
-                    shard.publish()
                     _clear_sum(parameter)
+                    updated.append(shard)
+        for host in self._hosts.values():
+            host.join()
+        for shard in updated:
+            shard.publish()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -278,6 +284,8 @@ def _cuda_kernel(device: torch.device) -> StepKernel | None:
         difference = kernel_difference(update_by_kernel, device)
     # A compiler or a driver may raise anything.
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         logger.warning("The optimizer steps without a Triton kernel: %s: %s.", type(error).__name__, first_line(error))
         return None
     if difference <= _ALLOWED:

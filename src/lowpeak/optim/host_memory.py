@@ -24,6 +24,7 @@ from lowpeak.optim.formats import TensorStep
 logger = logging.getLogger(__name__)
 
 _PIECE = 1 << 24  # values that are copied at a time
+_SCRATCH = 1 << 16  # values that are converted at a time
 _PAGE = 4096  # bytes
 _NUM_SLOTS = 2  # copies under way: while one piece is computed or added, the next one is copied
 
@@ -39,6 +40,7 @@ class HostMemory:
         self._device, self._warned = device, False
         self._slots = [_Slot(device, self.piece) for _ in range(_NUM_SLOTS)] if device.type != "cpu" else []
         self._next = cycle(self._slots)
+        self._factor: Tensor | None = None
 
     @cached_property
     def _adder(self) -> ThreadPoolExecutor:
@@ -68,7 +70,7 @@ class HostMemory:
     def add(self, total: Tensor, values: Tensor, overwrite: bool = False) -> None:
         """Begin to add flat values of the device to a sum in host memory, or to `overwrite` the sum with them."""
         if not self._slots:
-            _add(total, values, overwrite)
+            add_on_host(total, values, overwrite)
             return
         for first in range(0, values.numel(), self.piece):
             piece, slot = slice(first, first + self.piece), next(self._next)
@@ -105,12 +107,17 @@ class HostMemory:
         return None
 
     def visit(self, step: TensorStep, update: Callable[[TensorStep], None], factor: Tensor | None) -> None:
-        """Run a tensor's step on the device, whose states and gradients are in host memory, piece by piece."""
+        """Run a tensor's step on the device, whose states and gradients are in host memory, piece by piece.
+
+        Call `join` after the last tensor of a step: until then pieces of the next tensor are copied during the update.
+        """
         if not self._slots:
             update(step)
             return
+        # Other streams read it until `join`.
+        self._factor = factor
         pieces = step.tensor.chunks(self.piece)
-        for (first, last), slot in zip(pieces, cycle(self._slots), strict=False):
+        for (first, last), slot in zip(pieces, self._next, strict=False):
             here = step.slice(first, last)
             with slot.begin():
                 there = copy_to_device(here, self._device)
@@ -119,8 +126,12 @@ class HostMemory:
                 update(there)
                 for key, values in there.tensor.state.items():
                     here.tensor.state[key].copy_(values, non_blocking=True)
+
+    def join(self) -> None:
+        """Let later computations of the device wait for all visits."""
         for slot in self._slots:
             slot.join()
+        self._factor = None
 
 
 class _Slot:
@@ -161,7 +172,7 @@ class _Slot:
     def add(self, total: Tensor, arriving: Tensor, overwrite: bool) -> None:
         """Add values to a sum when they have arrived."""
         self._stream.synchronize()
-        _add(total, arriving, overwrite)
+        add_on_host(total, arriving, overwrite)
 
     def add_rows(self, total_VD: Tensor, ids_N: Tensor, arriving_ND: Tensor) -> None:
         """Add rows to a sum when they have arrived."""
@@ -190,11 +201,20 @@ def copy_to_device(step: TensorStep, device: torch.device) -> TensorStep:
     return replace(step, tensor=replace(step.tensor, state=state), gradients=copy(step.gradients))
 
 
-def _add(total: Tensor, values: Tensor, overwrite: bool) -> None:
+def add_on_host(total: Tensor, values: Tensor, overwrite: bool) -> None:
+    """Add values to a sum on a CPU, or `overwrite` the sum with them.
+
+    Narrower values are converted to fp32 first, in parts that stay in the processor's cache: the same bits, but torch's
+    addition of two dtypes takes several times as long as a copy and an addition.
+    """
     if overwrite:
         total.copy_(values)
-    else:
+    elif values.dtype == total.dtype or total.dtype != torch.float32:
         total.add_(values)
+    else:
+        scratch = total.new_empty(min(_SCRATCH, total.numel()))
+        for part, added in zip(total.split(_SCRATCH), values.split(_SCRATCH), strict=True):
+            part.add_(scratch[: len(added)].copy_(added))
 
 
 def _add_rows(total_VD: Tensor, ids_N: Tensor, values_ND: Tensor) -> None:

@@ -11,15 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowpeak.arguments import ColocateSettings
-from lowpeak.memory import Kind, PhaseMemory
+from lowpeak.memory import Kind, PhaseMemory, bytes_outside_allocator
 from lowpeak.plan.hardware import GB, Machine
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.records import SLICE_BYTES
 
-# Of one process on a GPU: the CUDA context with torch's kernels and cuBLAS's workspaces.
-CONTEXT_BYTES = int(0.8 * GB)
-# NCCL's channels and buffers of the communicators of a run.
-NCCL_BYTES = int(0.7 * GB)
 # Of the peak: what the caching allocator reserves and cannot use.
 FRAGMENTATION = 0.04
 # Of one process in host memory: Python, torch, CUDA's libraries, the tokenizer and the dataset's index.
@@ -37,8 +33,7 @@ def margin(machine: Machine, tensors: int) -> int:
     """Return the bytes of a device beside tensors; none on a CPU, where resident memory is not planned."""
     if machine.device == "cpu":
         return 0
-    network = NCCL_BYTES if machine.num_devices > 1 else 0
-    return CONTEXT_BYTES + network + int(FRAGMENTATION * tensors)
+    return bytes_outside_allocator(machine.num_devices) + int(FRAGMENTATION * tensors)
 
 
 def zero_shares(stage: int, parameters: int, frozen_bytes: int, ranks: int, *, bf16: bool) -> dict[Kind, int]:
@@ -116,11 +111,11 @@ def engine_bytes(inputs: RunInputs, num_parameters: int) -> tuple[int, int]:
 class RolloutEngine:
     """An engine of a run: the devices that it is spread over, the ranks that it generates for, and its KV cache on each device.
 
-    `cache_bytes` is None for servers, whose devices are not the run's.
+    Servers share the ranks, so `ranks` may be a fraction; `cache_bytes` is None for them, whose devices are not the run's.
     """
 
     parallel: int
-    ranks: int
+    ranks: float
     cache_bytes: int | None
 
 
@@ -130,7 +125,7 @@ def rollout_engine(inputs: RunInputs) -> RolloutEngine:
     if vllm is None:
         return RolloutEngine(inputs.request.tensor_parallel, 1, inputs.sizes.kv_cache_bytes if inputs.is_online else 0)
     if not isinstance(vllm.where, ColocateSettings):
-        return RolloutEngine(1, 1, None)
+        return RolloutEngine(1, inputs.request.world_size / len(vllm.where.base_urls), None)
     parallel = vllm.where.tensor_parallel_size
     awake, _ = engine_bytes(inputs, inputs.counts.total)
     return RolloutEngine(parallel, parallel, max(0, awake - vllm_bytes(inputs.counts.total, parallel)))

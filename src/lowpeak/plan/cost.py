@@ -5,6 +5,7 @@ A model, not a measurement: it ranks configurations of one run on one machine. A
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -230,7 +231,7 @@ def work_of(inputs: Any, batches: Sequence[Any]) -> Work:
         needs = inputs.algorithm.needs
         passes = int(bool(needs & {"old", "entropy", "values"})) + int("reference" in needs)
     engine = rollout_engine(inputs)
-    sequences = inputs.sequences_of_rank * engine.ranks
+    sequences = math.ceil(inputs.sequences_of_rank * engine.ranks)
     slots = sequences
     if engine.cache_bytes is not None:
         slots = engine.parallel * engine.cache_bytes // (kv_bytes * (prompt + completion))

@@ -47,7 +47,14 @@ from lowpeak.records import Completion, MicroBatch, Prompt, Record
 from lowpeak.rewards import REWARD_BATCH_TOKENS
 from lowpeak.rollout.native import bytes_per_token
 from lowpeak.trainers import attach_critic
-from lowpeak.training import LogprobSettings, ModelShape, Sizes, choose_layout
+from lowpeak.training import (
+    LayoutChoice,
+    LogprobSettings,
+    ModelShape,
+    Sizes,
+    choose_layout,
+    describe_generation,
+)
 
 OFFLINE = ("sft", "reward")
 
@@ -220,8 +227,17 @@ class RunInputs:
         check_tensor_parallel(self._plain_model, sizes)
 
     @cached_property
+    def layout_choice(self) -> LayoutChoice:
+        return choose_layout(self.settings.memory, packing_unsupported_reason(self._plain_model))
+
+    @property
     def layout(self) -> Any:
-        return choose_layout(self.settings.memory, packing_unsupported_reason(self._plain_model)).layout
+        return self.layout_choice.layout
+
+    @property
+    def generation(self) -> str:
+        """Return what generates completions, in words; empty for an offline run."""
+        return describe_generation(self._plain_model, self.settings.vllm) if self.is_online else ""
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -232,7 +248,7 @@ class RunInputs:
             memory,
             ModelShape.of(self.config, itemsize, stream),
             max(0, self._free_bytes(self)),
-            choose_layout(memory, None if self.layout != "padded" else "the model's attention cannot pack"),
+            self.layout_choice,
             self.args.checkpoints_activations,
         )
 

@@ -16,11 +16,13 @@ from lowpeak.plan.fit import Fit
 from lowpeak.plan.plan import Plan
 
 
-def print_plan(plan: Plan, advice: Sequence[Advice] = (), console: Console | None = None) -> None:
-    """Print a row per phase, the phase that peaks, and what would lower the peak."""
+def print_plan(
+    plan: Plan, advice: Sequence[Advice] = (), console: Console | None = None, price: float | None = None
+) -> None:
+    """Print a row per phase, the phase that peaks, the run's minutes and dollars, and what would lower the peak."""
     console = console or Console(width=None if Console().is_terminal else 160)
     console.print(plan_table(plan))
-    for line in summary(plan, advice):
+    for line in summary(plan, advice, price):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -52,8 +54,8 @@ def _millions(number: int) -> str:
     return f"{number / 1e9:.2f}B" if number >= 10**8 else f"{number / 1e6:.2f}M"
 
 
-def summary(plan: Plan, advice: Sequence[Advice]) -> list[str]:
-    """Return the plan in words: whether it fits, its sizes, its time, and the advice."""
+def summary(plan: Plan, advice: Sequence[Advice], price: float | None = None) -> list[str]:
+    """Return the plan in words: whether it fits, its sizes, its time and price, and the advice."""
     memory, peak = plan.request.machine.memory, show_bytes(plan.peak)
     verdict = "fits on each device" if plan.peak <= memory else "does not fit on a device"
     lines = [f"The run {verdict}: {plan.peak_phase} takes {peak} of {show_bytes(memory)}."]
@@ -61,8 +63,15 @@ def summary(plan: Plan, advice: Sequence[Advice]) -> list[str]:
     lines.insert(0 if plan.host_excess else 1, host_line(plan))
     sizes = ", ".join(f"{name}={value}" for name, value in plan.sizes.items())
     lines.append(f"Sizes: {sizes}; micro-batches a step: {plan.num_batches}, the largest of {plan.tokens:,} tokens.")
+    generation = f"Generation: {plan.inputs.generation}. " if plan.inputs.generation else ""
+    lines.append(f"{generation}Layout: {plan.inputs.layout_choice}.")
     seconds = ", ".join(f"{phase} {value:.2g}" for phase, value in plan.seconds.items())
     lines.append(f"A step takes about {sum(plan.seconds.values()):.2g} s by the cost model ({seconds}).")
+    cost = "" if price is None else f" and cost {plan.dollars(price):.2f} dollars at {price:g} an hour for all GPUs"
+    lines.append(
+        f"{plan.run_steps:,} steps take about {plan.minutes:,.2g} minutes{cost}, without start and evaluation; "
+        f"{plan.tokens_per_second:,.0f} tokens per second."
+    )
     if advice:
         lines.append(f"What lowers the peak of {peak} most:")
     lines += [f"  {each.setting}: about {show_bytes(each.peak)}, {each.added_seconds:+.2g} s a step" for each in advice]

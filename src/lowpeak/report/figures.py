@@ -27,7 +27,7 @@ _CURVES = {
     "Engine-trainer mismatch": r"sampling/sampling_logp_difference/mean",
     "Tokens per second": r"tokens_per_second",
 }
-_NOT_METRICS = r"step|epoch|step_time|memory_limit|(time|peak_memory|planned_memory)/.*"
+_NOT_METRICS = r"step|epoch|step_time|memory_limit|(time|peak_memory|reserved_memory|planned_memory)/.*"
 _COLORS = ("#1f77b4", "#d95f02", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#7f7f7f")
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _LIMIT = "#c00000"

@@ -8,7 +8,9 @@ Shapes: N sequences, V vocabulary, K positions, L tokens seen so far, M rows of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -30,6 +32,8 @@ _LOG2_E = 1.4426950408889634
 # 64 x 151,936 scores took three times as long in one piece), elsewhere 128 MiB of fp32.
 _MAX_ELEMENTS = {"cpu": 1 << 18}
 _MAX_ELEMENTS_ELSEWHERE = 1 << 25
+_NUM_CANDIDATES = 1024  # likeliest tokens that filters look at first
+_UNITS = 2.0**44  # of a weight of 1: the sum of half a million weights fits int64
 MAX_DRAWS = 1 << 18  # per philox call, which needs about ten int64 words for each
 
 
@@ -97,6 +101,39 @@ class UniformDraws:
         return None if self._is_greedy else self._uniforms_RC[rows_N, positions_N]
 
 
+class TokenDraw:
+    """The next token of each sequence, int64 `tokens_N`, and its log-prob, float32 `logprobs_N`: see `sample_tokens`.
+
+    Filters look at the likeliest 1,024 tokens first, with a top-k at twice as many as it keeps. A sequence that needs more
+    has a log-prob of NaN until `draw_from_all`: the caller sees it in the read that it makes anyway.
+    """
+
+    def __init__(
+        self,
+        logits_MV: Tensor,
+        sampling: Sampling,
+        uniforms_N: Tensor | None,
+        history_NL: Tensor | None,
+        sources_N: Tensor | None = None,
+    ) -> None:
+        self._logits_MV, self._sampling = logits_MV, sampling
+        self._uniforms_N, self._history_NL, self._sources_N = uniforms_N, history_NL, sources_N
+        num_candidates = sampling.top_k + max(sampling.top_k, 64) if sampling.top_k else _NUM_CANDIDATES
+        self.tokens_N, self.logprobs_N = sample_tokens(
+            logits_MV, sampling, uniforms_N, history_NL, sources_N, num_candidates=num_candidates
+        )
+
+    def draw_from_all(self, sequences: Sequence[int]) -> None:
+        """Draw the tokens of these sequences again, with filters over the whole vocabulary."""
+        index_n = torch.tensor(sequences).to(self.tokens_N.device)
+        sources_n = index_n if self._sources_N is None else self._sources_N[index_n]
+        rows = (_rows(self._uniforms_N, index_n), _rows(self._history_NL, index_n), sources_n)
+        # A sort takes about 48 bytes per score, four times what the first draw takes.
+        max_elements = _max_elements(self._logits_MV.device) // 4
+        drawn = sample_tokens(self._logits_MV, self._sampling, *rows, max_elements)
+        self.tokens_N[index_n], self.logprobs_N[index_n] = drawn
+
+
 def sample_tokens(
     logits_MV: Tensor,
     sampling: Sampling,
@@ -104,6 +141,7 @@ def sample_tokens(
     history_NL: Tensor | None,
     sources_N: Tensor | None = None,
     max_elements: int | None = None,
+    num_candidates: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each sequence, int64 [N], and its log-prob, float32 [N].
 
@@ -111,47 +149,65 @@ def sample_tokens(
     (temperature 0) takes `argmax` after the penalty and the log-prob at temperature 1. `uniforms_N` may be None when
     greedy, `history_NL` (see `apply_repetition_penalty`) without a penalty. Sequence n has the logits of row
     `sources_N[n]`, or of row n if `sources_N` is None. Sequences are processed in slices of at most `max_elements`
-    scores, which bounds the memory besides the logits.
+    scores, which bounds the memory besides the logits. Filters look at the `num_candidates` likeliest tokens (None:
+    all); a sequence that needs more has a log-prob of NaN.
     """
     scores = Scores(logits_MV, sources_N, sampling.temperature or 1.0)
-    max_elements = max_elements or _MAX_ELEMENTS.get(device_kind(logits_MV.device), _MAX_ELEMENTS_ELSEWHERE)
-    num_slice = max(1, max_elements // logits_MV.shape[-1])
-    is_plain = _samples_full_softmax(sampling)
-    sums, tokens = [], []
-    for start in range(0, len(scores), num_slice):
-        rows = slice(start, start + num_slice)
-        raw_nV = scores.raw(rows)
-        sums.append(BlockSums.of(_scale(raw_nV, scores.temperature)))
-        if not is_plain:
-            uniforms_n = None if uniforms_N is None else uniforms_N[rows]
-            tokens.append(
-                _sample_filtered(raw_nV, sampling, uniforms_n, None if history_NL is None else history_NL[rows])
-            )
-    all_sums = BlockSums(torch.cat([x.largest_N1 for x in sums]), torch.cat([x.sums_NM for x in sums]))
-    if is_plain:
-        assert uniforms_N is not None, "sampling needs one uniform per row"
-        tokens.append(all_sums.draw(scores, uniforms_N))
-    tokens_N = torch.cat(tokens)
-    return tokens_N, all_sums.logprobs(scores.at(tokens_N[:, None]))[:, 0]
+    num_slice = max(1, (max_elements or _max_elements(logits_MV.device)) // logits_MV.shape[-1])
+    slices = [slice(start, start + num_slice) for start in range(0, len(scores), num_slice)]
+    parts = [
+        _sample_slice(scores.raw(rows), sampling, _rows(uniforms_N, rows), _rows(history_NL, rows), num_candidates)
+        for rows in slices
+    ]
+    sums = BlockSums(torch.cat([x.sums.largest_N1 for x in parts]), torch.cat([x.sums.sums_NM for x in parts]))
+    tokens = [x.tokens_N for x in parts if x.tokens_N is not None]
+    tokens_N = torch.cat(tokens) if tokens else sums.draw(scores, uniforms_N)
+    logprobs_N = sums.logprobs(scores.at(tokens_N[:, None]))[:, 0]
+    exact = [x.exact_N for x in parts if x.exact_N is not None]
+    return tokens_N, logprobs_N.where(torch.cat(exact), math.nan) if exact else logprobs_N
 
 
-def _samples_full_softmax(sampling: Sampling) -> bool:
-    """Return whether tokens are drawn from the full softmax."""
-    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return sampling.temperature > 0 and sampling.repetition_penalty == 1 and not filters
+def _max_elements(device: torch.device) -> int:
+    return _MAX_ELEMENTS.get(device_kind(device), _MAX_ELEMENTS_ELSEWHERE)
 
 
-def _sample_filtered(
-    logits_NV: Tensor, sampling: Sampling, uniforms_N: Tensor | None, history_NL: Tensor | None
-) -> Tensor:
-    scores_NV = logits_NV
+def _rows(values_N: Tensor | None, rows: slice | Tensor) -> Tensor | None:
+    return None if values_N is None else values_N[rows]
+
+
+class _Slice(NamedTuple):
+    """Sums of some sequences, their tokens (None: to be drawn from the sums), and which are exact (None: all)."""
+
+    sums: BlockSums
+    tokens_N: Tensor | None = None
+    exact_N: Tensor | None = None
+
+
+def _sample_slice(
+    logits_NV: Tensor,
+    sampling: Sampling,
+    uniforms_N: Tensor | None,
+    history_NL: Tensor | None,
+    num_candidates: int | None,
+) -> _Slice:
+    has_filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    weights_NV, sums = BlockSums.weigh(_scale(logits_NV, sampling.temperature or 1.0))
+    filtered_sums = sums
     if sampling.repetition_penalty != 1:
         assert history_NL is not None, "a repetition penalty needs the tokens so far"
-        scores_NV = apply_repetition_penalty(logits_NV, history_NL, sampling.repetition_penalty)
+        logits_NV = apply_repetition_penalty(logits_NV, history_NL, sampling.repetition_penalty)
     if sampling.temperature == 0:
-        return scores_NV.argmax(dim=-1)
+        return _Slice(sums, logits_NV.argmax(dim=-1))
     assert uniforms_N is not None, "sampling needs one uniform per row"
-    return draw_tokens(filter_scores(scores_NV, sampling), uniforms_N)
+    if sampling.repetition_penalty != 1:
+        scores_NV = _scale(logits_NV, sampling.temperature)
+        if not has_filters:
+            return _Slice(sums, draw_tokens(scores_NV, uniforms_N))
+        weights_NV, filtered_sums = BlockSums.weigh(scores_NV)
+    if not has_filters:
+        return _Slice(sums)
+    candidates = Candidates.of(weights_NV, num_candidates).filter(sampling, filtered_sums.total_N1)
+    return _Slice(sums, candidates.draw(uniforms_N), candidates.exact_N)
 
 
 class Scores(NamedTuple):
@@ -186,48 +242,63 @@ def apply_repetition_penalty(scores_NV: Tensor, history_NL: Tensor, penalty: flo
     return scores_NV.scatter(-1, history_NL, seen_NL)
 
 
-def filter_scores(scores_NV: Tensor, sampling: Sampling) -> Tensor:
-    """Apply temperature, top-k, top-p and min-p, in this order; removed tokens get minus infinity."""
-    scores_NV = _scale(scores_NV, sampling.temperature)
-    top_k = min(sampling.top_k, scores_NV.shape[-1])
-    if top_k > 0:
-        scores_NV = _keep_top_k(scores_NV, top_k)
-    if sampling.top_p < 1:
-        scores_NV = _keep_top_p(scores_NV, sampling.top_p, top_k)
-    if sampling.min_p > 0:
-        probs_NV = scores_NV.softmax(dim=-1)
-        unlikely_NV = probs_NV < sampling.min_p * probs_NV.amax(dim=-1, keepdim=True)
-        scores_NV = scores_NV.masked_fill(unlikely_NV, float("-inf"))
-    return scores_NV
-
-
 def _scale(scores_NV: Tensor, temperature: float) -> Tensor:
     return scores_NV if temperature == 1 else scores_NV / temperature
 
 
-def _keep_top_k(scores_NV: Tensor, top_k: int) -> Tensor:
-    """Mask scores below the k-th largest; tokens that tie with it stay."""
-    kth_N1 = scores_NV.topk(top_k, dim=-1, sorted=True).values[:, -1:]
-    return scores_NV.masked_fill(scores_NV < kth_N1, float("-inf"))
+class Candidates(NamedTuple):
+    """The likeliest R tokens of each sequence, in the order of their ids, with weights `exp(score - largest score)`.
 
-
-def _keep_top_p(scores_NV: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Mask the least likely tokens, up to a total probability of 1 - `top_p`; the likeliest token always stays.
-
-    After a top-k only its survivors are sorted. The number of ties with the k-th is unknown without a read from the
-    device, so there is room for as many tokens again (at least 64); a larger tie is truncated, among equally likely
-    tokens.
+    A filter keeps tokens of the largest weights, and of equal weights the largest ids, as a stable sort of the vocabulary
+    does. `exact_N` says for which sequences it is certain that no token beyond the candidates would stay (None: for all).
     """
-    room = min(scores_NV.shape[-1], top_k + max(top_k, 64)) if top_k else scores_NV.shape[-1]
-    if room < scores_NV.shape[-1]:
-        largest = scores_NV.topk(room, dim=-1, sorted=True)
-        values_NR, tokens_NR = largest.values.flip(-1), largest.indices.flip(-1)
-    else:
-        values_NR, tokens_NR = scores_NV.sort(dim=-1)
-    unlikely_NR = cumulative_sum(values_NR.softmax(dim=-1)) <= 1 - top_p
-    unlikely_NR[:, -1] = False
-    values_NR = values_NR.masked_fill(unlikely_NR, float("-inf"))
-    return torch.full_like(scores_NV, float("-inf")).scatter(-1, tokens_NR, values_NR)
+
+    tokens_NR: Tensor | None  # None: all tokens of the vocabulary
+    weights_NR: Tensor  # fp32, or after `filter` int64 in units of 1 / _UNITS, 0 for removed tokens
+    exact_N: Tensor | None
+
+    @classmethod
+    def of(cls, weights_NV: Tensor, num_candidates: int | None) -> Candidates:
+        if num_candidates is None or num_candidates >= weights_NV.shape[-1]:
+            return cls(None, weights_NV, None)
+        largest = weights_NV.topk(num_candidates, dim=-1, sorted=False)
+        tokens_NR, order_NR = largest.indices.sort(dim=-1)
+        return cls(tokens_NR, largest.values.gather(-1, order_NR), None)
+
+    def filter(self, sampling: Sampling, total_N1: Tensor) -> Candidates:
+        """Apply top-k, top-p and min-p, in this order; `total_N1` is the weight of the whole vocabulary.
+
+        Sums are of integers, so that they do not depend on the number of candidates or on the order of additions. A
+        top-k keeps tokens that tie with the k-th. A top-p keeps a token if the larger ones have less than `top_p` of the
+        weight after the top-k.
+        """
+        # In ascending order: a stable sort keeps equal weights in the order of their ids.
+        values_NR, order_NR = self.weights_NR.sort(dim=-1, stable=True)
+        units_NR = (values_NR * _UNITS).long()
+        kept = []
+        if sampling.top_k > 0:
+            kept.append(values_NR >= values_NR[:, -min(sampling.top_k, values_NR.shape[-1]), None])
+            units_NR = units_NR.mul_(kept[-1])
+        if sampling.top_p < 1:
+            sums_NR = units_NR.cumsum(dim=-1)
+            whole_N1 = sums_NR[:, -1:].double() if sampling.top_k > 0 else total_N1 * _UNITS
+            kept.append(sums_NR > sums_NR[:, -1:] - (whole_N1 * sampling.top_p).long())
+        if sampling.min_p > 0:
+            kept.append(values_NR >= sampling.min_p)
+        units_NR = units_NR.mul_(reduce(torch.logical_and, kept))
+        exact_N = None
+        if self.tokens_NR is not None:
+            # A token beyond the candidates may tie with the least likely one.
+            exact_N = ~(units_NR * (values_NR == values_NR[:, :1])).any(dim=-1)
+        return Candidates(self.tokens_NR, torch.empty_like(units_NR).scatter_(-1, order_NR, units_NR), exact_N)
+
+    def draw(self, uniforms_N: Tensor) -> Tensor:
+        """Return the token [N] that each uniform selects, in the order of ids as `draw_tokens` does."""
+        sums_NR = self.weights_NR.cumsum(dim=-1)
+        target_N1 = (uniforms_N[:, None] * sums_NR[:, -1:]).long() + 1
+        # The first sum of at least `target` is of a token that was kept, also where the product was rounded up.
+        index_N1 = torch.searchsorted(sums_NR, target_N1.minimum(sums_NR[:, -1:]))
+        return (index_N1 if self.tokens_NR is None else self.tokens_NR.gather(-1, index_N1))[:, 0]
 
 
 def draw_tokens(scores_NV: Tensor, uniforms_N: Tensor) -> Tensor:
@@ -253,16 +324,26 @@ class BlockSums(NamedTuple):
 
     @classmethod
     def of(cls, scores_NV: Tensor) -> BlockSums:
+        return cls.weigh(scores_NV)[1]
+
+    @classmethod
+    def weigh(cls, scores_NV: Tensor) -> tuple[Tensor, BlockSums]:
+        """Return `exp(scores - largest)` [N, V] and its sums."""
         largest_N1 = scores_NV.amax(dim=-1, keepdim=True)
         weights_NV = _exp_weights(scores_NV, largest_N1)
         num_in_blocks = weights_NV.shape[-1] // _BLOCK * _BLOCK
         sums = [weights_NV[:, :num_in_blocks].unflatten(-1, (-1, _BLOCK)).sum(dim=-1)] if num_in_blocks else []
         if num_in_blocks < weights_NV.shape[-1]:
             sums.append(weights_NV[:, num_in_blocks:].sum(dim=-1, keepdim=True))
-        return cls(largest_N1, torch.cat(sums, dim=-1).double())
+        return weights_NV, cls(largest_N1, torch.cat(sums, dim=-1).double())
 
-    def draw(self, scores: Scores, uniforms_N: Tensor) -> Tensor:
+    @property
+    def total_N1(self) -> Tensor:
+        return self.sums_NM.sum(dim=-1, keepdim=True)
+
+    def draw(self, scores: Scores, uniforms_N: Tensor | None) -> Tensor:
         """Return the token [N] that each uniform selects, by a search for its block and then within the block."""
+        assert uniforms_N is not None, "sampling needs one uniform per row"
         vocab_size = scores.logits_MV.shape[-1]
         block_N1, rest_N1 = torch.zeros_like(uniforms_N, dtype=torch.int64)[:, None], uniforms_N[:, None]
         if vocab_size > _BLOCK:
@@ -273,7 +354,7 @@ class BlockSums(NamedTuple):
         return (block_N1 * _BLOCK + token_N1).clamp(max=vocab_size - 1)[:, 0]
 
     def logprobs(self, scores_NK: Tensor) -> Tensor:
-        return (scores_NK - self.largest_N1 - self.sums_NM.sum(dim=-1, keepdim=True).log()).float()
+        return (scores_NK - self.largest_N1 - self.total_N1.log()).float()
 
 
 def _exp_weights(scores_NV: Tensor, largest_N1: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -106,6 +107,13 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         self.run, self.scratch = run, StepScratch()
         self.algorithm_state, self.unlogged_metrics = dict(run.algorithm.state), {}
         self.add_callback(StepCallback(lambda: self.run, self.finish_step))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, with the index of its device, which accelerate omits in a single process."""
+        super().create_accelerator_and_postprocess()
+        # accelerate copies the second state from the first whenever it makes one.
+        for state in (PartialState(), self.accelerator.state):
+            state.device = self.args.device
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or resume from a checkpoint (True: the last complete one of output_dir); Ctrl-C saves and stops."""

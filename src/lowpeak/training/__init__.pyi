@@ -26,6 +26,7 @@ from lowpeak.training.dry_run import describe_run as describe_run
 from lowpeak.training.dry_run import describe_vllm as describe_vllm
 from lowpeak.training.engines import check_function as check_function
 from lowpeak.training.engines import connect_checked as connect_checked
+from lowpeak.training.engines import describe_generation as describe_generation
 from lowpeak.training.engines import why_adapters_idle as why_adapters_idle
 from lowpeak.training.engines import within_rotations as within_rotations
 from lowpeak.training.evaluation import Evaluation as Evaluation
@@ -55,6 +56,7 @@ from lowpeak.training.run import Run as Run
 from lowpeak.training.run import StepCallback as StepCallback
 from lowpeak.training.run import StepScratch as StepScratch
 from lowpeak.training.run import explain_out_of_memory as explain_out_of_memory
+from lowpeak.training.run_sizes import LayoutChoice as LayoutChoice
 from lowpeak.training.run_sizes import ModelShape as ModelShape
 from lowpeak.training.run_sizes import Sizes as Sizes
 from lowpeak.training.run_sizes import auto_chunk_tokens as auto_chunk_tokens

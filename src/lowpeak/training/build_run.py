@@ -31,7 +31,15 @@ from lowpeak.data import DatasetCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
 from lowpeak.logprobs import causal_lm, install_head, verify_load_balance
-from lowpeak.memory import LEAST_BYTES, ActivationOffload, AsyncHostMover, HostMover, RolloutOffloader, room_in_budget
+from lowpeak.memory import (
+    LEAST_BYTES,
+    ActivationOffload,
+    AsyncHostMover,
+    HostMover,
+    RolloutOffloader,
+    allow_cudnn_attention,
+    room_in_budget,
+)
 from lowpeak.models import (
     LOGPROB_HEAD,
     HeadKind,
@@ -138,6 +146,7 @@ def make_run(
     """
     device, ranks = context.accelerator.device, strategy.ranks
     memory, passes, cast_head = settings.memory, settings.passes, settings.model.cast_lm_head_to_fp32
+    allow_cudnn_attention(passes.cudnn_attention)
     # A cache of bf16 copies would keep 2 bytes per parameter until a forward pass ends, and each copy is used once.
     context.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     with ranks.propagate_errors():

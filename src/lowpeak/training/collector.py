@@ -14,7 +14,7 @@ from lowpeak.batching import assign_completions, balanced_partition
 from lowpeak.data import DatasetCursor, PromptReader
 from lowpeak.errors import MemoryExhaustedError, RewardError
 from lowpeak.logprobs import causal_lm
-from lowpeak.memory import Phase, RolloutOffloader
+from lowpeak.memory import Phase, RolloutOffloader, has_device_memory, total_bytes
 from lowpeak.models import context_length
 from lowpeak.ranks import Ranks
 from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
@@ -165,10 +165,15 @@ class RolloutCollector:
         return Demand(cache_bytes=num_sequences * per_sequence, sequence_bytes=per_sequence)
 
     def _vllm_demand(self) -> Demand:
-        """Return one sequence's part of vLLM's KV cache, in whole blocks; vLLM allocates all of it, for any sequences."""
-        policy = self._policy()
-        context = self.settings.prompts.vllm_max_model_length or context_length(policy) or 0
-        return Demand(sequence_bytes=2 * context * bytes_per_token(policy))
+        """Return the bytes of vLLM's KV cache, and of one sequence in it, in whole blocks."""
+        policy, device, settings = self._policy(), self.context.accelerator.device, self.settings
+        context = settings.prompts.vllm_max_model_length or context_length(policy) or 0
+        sequence_bytes = 2 * context * bytes_per_token(policy)
+        if settings.vllm is None:
+            return Demand(sequence_bytes=sequence_bytes)
+        # On a CPU the cache is that of the run's sizes.
+        total = total_bytes(device) if has_device_memory(device) else 0
+        return Demand.of_vllm(settings.vllm.where, self.context.run.num_parameters, total, sequence_bytes)
 
     def _policy(self) -> Any:
         return causal_lm(self.context.accelerator.unwrap_model(self.context.model_wrapped))

@@ -12,13 +12,14 @@ from lowpeak.arguments import VllmSettings
 from lowpeak.batching import plan_micro_batches
 from lowpeak.data import DatasetCursor
 from lowpeak.training.collector import RolloutCollector
+from lowpeak.training.engines import describe_generation
 from lowpeak.training.run import Run, RunContext
 
 Report = dict[str, Any]
 
 
 def describe_run(context: RunContext, model: nn.Module, collector: RolloutCollector, num_steps: int | None) -> Report:
-    """Return the dry run of an online context: model, data, algorithm, rollout, sampling, sizes, micro-batches.
+    """Return the dry run of an online context: model, data, algorithm, rollout, sampling, sizes, generation, micro-batches.
 
     `num_steps` is the number of steps of an epoch.
     """
@@ -40,6 +41,7 @@ def describe_run(context: RunContext, model: nn.Module, collector: RolloutCollec
         "sampling": asdict(settings.sampling),
         **({} if settings.vllm is None else {"vllm": describe_vllm(settings.vllm)}),
         "sizes": run.sizes.as_dict(),
+        "generation": describe_generation(model, settings.vllm),
         "layout": str(run.sizes.layout_choice),
         "micro_batches": _rollout_plan(context, collector),
     }

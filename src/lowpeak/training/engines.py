@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,7 +21,13 @@ from lowpeak.models import context_length, is_peft, longrope_switch_length, num_
 from lowpeak.parallel import unchanged_names, unties_head
 from lowpeak.ranks import Ranks
 from lowpeak.rollout import FunctionEngine, RolloutEngine
-from lowpeak.rollout.native import NativeEngine, bytes_per_token, end_token_ids, parameter_dtype
+from lowpeak.rollout.native import (
+    NativeEngine,
+    bytes_per_token,
+    end_token_ids,
+    parameter_dtype,
+    unsupported_reason,
+)
 from lowpeak.training.prepare_run import OnlineParts
 from lowpeak.training.rollout import RolloutStats
 from lowpeak.training.run import Run, RunContext
@@ -40,6 +47,8 @@ from lowpeak.vllm import (
 )
 from lowpeak.vllm import connect_servers as connect_servers
 from lowpeak.vllm.weight_sync import adapter_config
+
+_logger = logging.getLogger(__name__)
 
 _MAX_SEQUENCES = 256  # that vLLM decodes at once by default
 _LEAST_CACHE_BYTES = 1 << 24
@@ -61,6 +70,14 @@ def why_adapters_idle(settings: VllmSettings | None, policy: Any, num_ranks: int
     return ""
 
 
+def describe_generation(policy: nn.Module, vllm: VllmSettings | None) -> str:
+    """Return what generates completions, in words; with the reason if the native engine cannot run its decode loop."""
+    if vllm is not None:
+        return f"vLLM, {vllm.mode}"
+    reason = unsupported_reason(policy)
+    return "decode loop" if reason is None else f"model.generate(), which is slower and takes more memory: {reason}"
+
+
 def make_engine(
     context: RunContext,
     parts: OnlineParts,
@@ -77,6 +94,9 @@ def make_engine(
         )
 
     device = context.accelerator.device
+    is_slow = parts.settings.vllm is None and unsupported_reason(parts.policy) is not None
+    level = logging.WARNING if is_slow else logging.INFO
+    _logger.log(level, "Generation: %s.", describe_generation(parts.policy, parts.settings.vllm))
     engine: RolloutEngine
     gather_for_function: Callable[[], AbstractContextManager[nn.Module]]
     if parts.settings.vllm is None:

@@ -23,7 +23,7 @@ from torch import nn
 from lowpeak.arguments import MemorySettings, StorageFormat
 from lowpeak.errors import ArgumentError
 from lowpeak.journal import STEPS, read_rows
-from lowpeak.memory import Phase, attainable_bytes, free_bytes, has_device_memory, total_bytes
+from lowpeak.memory import Phase, attainable_bytes, cap_allocator, free_bytes, has_device_memory, total_bytes
 from lowpeak.parallel import DeviceFractions, Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric
@@ -78,9 +78,9 @@ def resolve_sizes(
     """
     device, args = context.accelerator.device, context.acting_args
     budget = budget_bytes(memory, device, strategy.ranks)
-    if budget is not None and memory.memory_budget != "auto" and device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(budget / total_bytes(device), device)
     plan = plan_sizes(context, policy, strategy, budget, prompt_tokens)
+    if budget is not None and memory.memory_budget != "auto" and device.type == "cuda":
+        cap_allocator(device, budget, strategy.ranks.processes.world_size)
     planned = dict(plan.sizes)
     sync_bytes = min(SYNC_BYTES, planned.pop("vllm_bucket_size", SYNC_BYTES))
     sizes = Sizes.of(

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lowpeak.arguments import ColocateSettings, ServerSettings
 from lowpeak.batching import masked_batch
 from lowpeak.errors import MemoryExhaustedError
 from lowpeak.memory import ActivationOffload, AsyncHostMover, Phase, free_bytes, has_device_memory
@@ -56,6 +57,20 @@ class Demand:
         num_sequences = max((batch.tokens.num_sequences for batch in batches), default=0)
         num_tokens = max((batch.input_ids_BL.numel() for batch in batches), default=0)
         return cls(num_tokens, num_sequences // 2 if unit == "pair" else num_sequences)
+
+    @classmethod
+    def of_vllm(
+        cls, where: ColocateSettings | ServerSettings, num_parameters: int, total: int, sequence_bytes: int
+    ) -> Demand:
+        """Return the demand of a colocated vLLM on a device of `total` bytes (0: unknown), which allocates all of its KV cache.
+
+        Its share of the device has bf16 weights and the cache; activations and graphs are left out.
+        """
+        cache_bytes = 0
+        if isinstance(where, ColocateSettings) and total:
+            share = int(where.gpu_memory_utilization * total)
+            cache_bytes = where.kv_cache_bytes or max(0, share - 2 * num_parameters // where.tensor_parallel_size)
+        return cls(cache_bytes=cache_bytes, sequence_bytes=sequence_bytes)
 
     @classmethod
     def of_passes(cls, guard: GuardedPasses, ranks: Ranks, unit: Unit) -> Demand:

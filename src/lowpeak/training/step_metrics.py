@@ -90,11 +90,22 @@ def _split_columns(
 
 def gather_usage(seconds: float, uses: Mapping[str, PhaseUse], stopping: bool, ranks: Ranks) -> StepUsage:
     """Return times, peaks and the request to stop as the maximum over ranks, by one collective."""
-    local = [(uses[phase].seconds, uses[phase].peak_bytes) if phase in uses else (-1.0, -1) for phase in Phase]
-    most = ranks.max([float(stopping), seconds, *(float(number) for pair in local for number in pair)])
-    pairs = zip(Phase, most[2::2], most[3::2], strict=True)
-    phases = {phase.value: PhaseUse(time, int(peak)) for phase, time, peak in pairs if time >= 0}
+    local = [number for phase in Phase for number in _numbers_of_use(uses.get(phase))]
+    most = ranks.max([float(stopping), seconds, *local])
+    columns = zip(Phase, most[2::3], most[3::3], most[4::3], strict=True)
+    phases = {
+        phase.value: PhaseUse(time, int(peak), int(reserved) if reserved >= 0 else None)
+        for phase, time, peak, reserved in columns
+        if time >= 0
+    }
     return StepUsage(most[1], phases, most[0] > 0)
+
+
+def _numbers_of_use(use: PhaseUse | None) -> tuple[float, float, float]:
+    """Return seconds, peak and reserved bytes, each -1 if there is none."""
+    if use is None:
+        return -1.0, -1.0, -1.0
+    return use.seconds, float(use.peak_bytes), -1.0 if use.reserved_bytes is None else float(use.reserved_bytes)
 
 
 def require_finite_step(
@@ -158,9 +169,14 @@ def _remedy(output_dir: Path, model: nn.Module) -> str:
 
 
 def usage_metrics(usage: StepUsage, num_new: int) -> dict[str, Metric]:
-    """Return `time/<phase>` in seconds a step, `peak_memory/<phase>` in bytes, the step's time and its new tokens per second."""
+    """Return `time/<phase>` in seconds a step, `peak_memory/<phase>` in bytes, the step's time and its new tokens per second.
+
+    On a device also `reserved_memory/<phase>`, the bytes that torch's allocator held for that peak.
+    """
     metrics = {"step_time": Metric(usage.seconds), "tokens_per_second": Metric(float(num_new), usage.seconds)}
     for phase, use in usage.phases.items():
         metrics[f"time/{phase}"] = Metric(use.seconds, 1.0)
         metrics[f"peak_memory/{phase}"] = Metric(float(use.peak_bytes), 1.0, "max")
+        if use.reserved_bytes is not None:
+            metrics[f"reserved_memory/{phase}"] = Metric(float(use.reserved_bytes), 1.0, "max")
     return metrics

@@ -6,6 +6,7 @@ from lowpeak.vllm.compatibility import SUPPORTED as SUPPORTED
 from lowpeak.vllm.compatibility import check_same_model as check_same_model
 from lowpeak.vllm.compatibility import fingerprint as fingerprint
 from lowpeak.vllm.compatibility import require_vllm as require_vllm
+from lowpeak.vllm.compatibility import score_at_temperature as score_at_temperature
 from lowpeak.vllm.compatibility import warn_unsupported as warn_unsupported
 from lowpeak.vllm.engine import EngineSharing as EngineSharing
 from lowpeak.vllm.engine import PolicyFacts as PolicyFacts
@@ -19,6 +20,7 @@ from lowpeak.vllm.protocol import EngineInfo as EngineInfo
 from lowpeak.vllm.protocol import Request as Request
 from lowpeak.vllm.protocol import Vllm as Vllm
 from lowpeak.vllm.protocol import call_concurrently as call_concurrently
+from lowpeak.vllm.protocol import check_worker_answers as check_worker_answers
 from lowpeak.vllm.requests import SequenceRequest as SequenceRequest
 from lowpeak.vllm.requests import check_answers as check_answers
 from lowpeak.vllm.requests import completion_seed as completion_seed

@@ -28,7 +28,7 @@ from lowpeak.vllm.process_isolation import (
     shut_down_vllm,
     undo_vllm_class_patch,
 )
-from lowpeak.vllm.protocol import Answer, EngineInfo, Request, Vllm
+from lowpeak.vllm.protocol import Answer, EngineInfo, Request, Vllm, check_worker_answers
 from lowpeak.vllm.requests import wave_capacity
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class ColocatedVllm(Vllm):
         return self.llm.llm_engine.model_executor.driver_worker.model_runner.model
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
-        return self.llm.collective_rpc(method, kwargs=dict(arguments))
+        return check_worker_answers(self.llm.collective_rpc(method, kwargs=dict(arguments)))
 
     def engine_info(self) -> EngineInfo:
         info = read_engine_info(self.llm.llm_engine.vllm_config)

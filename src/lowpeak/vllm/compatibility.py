@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from lowpeak.errors import EngineError, require_package
@@ -111,6 +112,7 @@ def read_engine_info(config: Any) -> EngineInfo:
         max_num_seqs=int(config.scheduler_config.max_num_seqs),
         kv_tokens=int(cache.num_gpu_blocks or 0) * int(cache.block_size),
         serves_adapters=config.lora_config is not None,
+        speculates=config.speculative_config is not None,
     )
 
 
@@ -133,6 +135,8 @@ def check_same_model(info: EngineInfo, model: Any, tokenizer: Any) -> None:
 
 # vLLM's threshold: below it a sequence is greedy, and its log-probs are those at temperature 1.
 _GREEDY = 1e-5
+# Arguments by which a V2 sampler's function finds the sequence of each row of logits.
+_V2_ARGUMENTS = {"logprob_token_ids_state", "expanded_idx_mapping"}
 
 
 def disable_cpu_repacking() -> None:
@@ -156,12 +160,44 @@ def score_at_temperature(sampler: Any) -> None:
 
     Log-probs of sampled tokens must be the policy's: of the full softmax at the sampling temperature, before top-k, top-p and
     penalties. vLLM's "raw_logprobs" have temperature 1; its "processed_logprobs" are renormalised after top-k and top-p. In raw
-    mode vLLM's sampler computes them from the unmodified logits, so the logits are divided by each sequence's temperature there.
+    mode vLLM's samplers compute them from the unmodified logits, so the logits are divided by each sequence's temperature there.
+    vLLM 0.31 to 0.33 have two samplers: that of the V2 model runner, their default where Triton works, and V1's.
     """
-    if getattr(sampler, "lowpeak_scores_at_temperature", False):
-        return
-    if getattr(sampler, "logprobs_mode", None) != "raw_logprobs":
+    if getattr(sampler, "logprobs_mode", "raw_logprobs") != "raw_logprobs":
         raise EngineError('vLLM needs logprobs_mode="raw_logprobs": remove the option that changes it.')
+    # V2's sampler calls a function of its module; one namespace serves all samplers of the process.
+    namespace = getattr(type(sampler).__call__, "__globals__", {})
+    compute = namespace.get("compute_topk_scores")
+    if hasattr(sampler, "sampling_states") and compute and signature(compute).parameters.keys() >= _V2_ARGUMENTS:
+        sampler.logprob_token_ids_state.lowpeak_sampling_states = sampler.sampling_states
+        if not hasattr(compute, "lowpeak_scores_at_temperature"):
+            namespace["compute_topk_scores"] = _score_v2_at_temperature(compute)
+    elif hasattr(sampler, "compute_logprobs") and hasattr(sampler, "forward"):
+        if not hasattr(sampler, "lowpeak_scores_at_temperature"):
+            _score_v1_at_temperature(sampler)
+    else:
+        import vllm
+
+        raise EngineError(
+            f"vLLM {vllm.__version__} has a sampler ({type(sampler).__module__}.{type(sampler).__qualname__}) without log-probs at "
+            f"the sampling temperature: install vLLM {SUPPORTED}, or set use_vllm=False."
+        )
+
+
+def _score_v2_at_temperature(compute: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(compute)
+    def compute_at_temperature(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        states = getattr(kwargs["logprob_token_ids_state"], "lowpeak_sampling_states", None)
+        # A copy of the logits costs memory, and most runs sample at temperature 1.
+        if states is not None and ((states.temperature.np != 0) & (states.temperature.np != 1)).any():
+            logits = _at_temperature(logits, states.temperature.gpu[kwargs["expanded_idx_mapping"]])
+        return compute(logits, *args, **kwargs)
+
+    compute_at_temperature.lowpeak_scores_at_temperature = True  # type: ignore[attr-defined]
+    return compute_at_temperature
+
+
+def _score_v1_at_temperature(sampler: Any) -> None:
     temperature: list[Tensor | None] = [None]
     compute: Callable[[Tensor], Tensor] = sampler.compute_logprobs
     forward: Callable[..., Any] = sampler.forward
@@ -177,11 +213,13 @@ def score_at_temperature(sampler: Any) -> None:
     @wraps(compute)
     def compute_at_temperature(logits: Tensor) -> Tensor:
         temperatures = temperature[0]
-        if temperatures is None:
-            return compute(logits)
-        divisor = temperatures.masked_fill(temperatures < _GREEDY, 1.0).to(logits.device)
-        return compute(logits.float() / divisor.unsqueeze(1))
+        return compute(logits if temperatures is None else _at_temperature(logits, temperatures))
 
     sampler.forward = forward_with_temperature
     sampler.compute_logprobs = compute_at_temperature
     sampler.lowpeak_scores_at_temperature = True
+
+
+def _at_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Return the logits, in fp32, divided by the temperature of each row's sequence; a greedy one's is 1."""
+    return logits / temperatures.masked_fill(temperatures < _GREEDY, 1.0).to(logits.device).unsqueeze(1)

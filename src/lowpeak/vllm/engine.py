@@ -128,6 +128,7 @@ class VllmEngine:
         engine_ranks, settings = self.sharing.engine_ranks, self.settings
         with engine_ranks.propagate_errors():
             self._check_lengths(prompts, sampling)
+            self._check_speculation(sampling)
         end_ids = self.policy.end_ids(sampling)
         local = sequence_requests(prompts, sampling, end_ids, settings.structured_regex, settings.sampling_kwargs)
         sequences = [sequence for rank in engine_ranks.gather(local) for sequence in rank]
@@ -313,3 +314,11 @@ class VllmEngine:
         if isinstance(where, ServerSettings):
             remedy += f", or set vllm_max_model_length={context}, which rejects such prompts at the start"
         check_lengths(prompts, sampling, context, "vLLM's", remedy)
+
+    def _check_speculation(self, sampling: Sampling) -> None:
+        """Raise EngineError if vLLM's log-probs are at temperature 1, as with speculative decoding, and sampling is not."""
+        if sampling.temperature not in (0.0, 1.0) and any(info.speculates for info in self._engine_infos):
+            raise EngineError(
+                f"vLLM's speculative decoding returns log-probs at temperature 1, but temperature={sampling.temperature}: start "
+                "vLLM without speculative_config, or sample at temperature 1."
+            )

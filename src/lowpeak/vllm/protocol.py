@@ -60,6 +60,7 @@ class EngineInfo:
     `model` is the name or path that vLLM loaded, `fingerprint` a hash of the configuration's sizes and of the
     tokenizer's vocabulary, `dtype` torch's name of the weights' dtype, `kv_tokens` the KV cache's capacity. With
     `limits_to_cache` vLLM starts no more sequences than the cache fits at full length, so a wave may have any size.
+    `speculates` means speculative decoding.
     """
 
     version: str
@@ -71,6 +72,7 @@ class EngineInfo:
     kv_tokens: int
     serves_adapters: bool = False
     limits_to_cache: bool = False
+    speculates: bool = False
 
 
 @runtime_checkable
@@ -88,7 +90,10 @@ class Vllm(Protocol):
         """
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
-        """Call a method of all workers and return the results in rank order; raise LostEngineError if one is gone."""
+        """Call a method of all workers and return the results in rank order.
+
+        Raise EngineError with the first error that a worker returned, LostEngineError if one is gone.
+        """
 
     def engine_info(self) -> EngineInfo:
         """Return the properties; call it once vLLM is ready, and again after a restart."""
@@ -123,23 +128,20 @@ class Vllm(Protocol):
         return
 
 
+def check_worker_answers(answers: Sequence[Any]) -> list[Any]:
+    """Return the workers' answers; raise EngineError with the first error among them."""
+    for answer in answers:
+        if isinstance(answer, Mapping) and "error" in answer:
+            raise EngineError(answer["error"])
+    return list(answers)
+
+
 def call_workers(
     vllms: Sequence[Vllm], method: str, arguments: Sequence[Mapping[str, Any]], timeout: float
 ) -> list[list[dict[str, Any]]]:
-    """Call a method on the workers of all engines concurrently and return the workers' answers per engine.
-
-    Raise EngineError with the first error that a worker returned.
-    """
-
-    def call_engine(vllm: Vllm, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = vllm.call(method, kwargs, timeout)
-        for answer in answers:
-            if "error" in answer:
-                raise EngineError(answer["error"])
-        return answers
-
+    """Call a method on the workers of all engines concurrently and return the workers' answers per engine."""
     return call_concurrently(
-        [partial(call_engine, vllm, kwargs) for vllm, kwargs in zip(vllms, arguments, strict=True)]
+        [partial(vllm.call, method, kwargs, timeout) for vllm, kwargs in zip(vllms, arguments, strict=True)]
     )
 
 

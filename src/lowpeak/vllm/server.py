@@ -17,7 +17,7 @@ from typing import Any
 from lowpeak.arguments import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run_on_loop
-from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Request, Vllm
+from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Request, Vllm, check_worker_answers
 from lowpeak.vllm.requests import COMPLETIONS, GENERATE, Route, parse_answer, request_body
 from lowpeak.vllm.serving import ADAPTER_ROUTE
 
@@ -69,13 +69,13 @@ class ServerVllm(Vllm):
         answer = self._http.post("/collective_rpc", body, timeout + 5.0)
         if not isinstance(answer, dict) or not isinstance(answer.get("results"), list) or not answer["results"]:
             raise EngineError(f"the server at {self.url} returned nothing for {method}: {str(answer)[:200]}.")
-        return list(answer["results"])
+        return check_worker_answers(answer["results"])
 
     def read_incarnation(self) -> str:
         """Return the incarnation ids of the server's workers."""
         identities = self.call("lowpeak_identity", {}, _CALL_SECONDS)
         for identity in identities:
-            if not isinstance(identity, dict) or "error" in identity:
+            if not isinstance(identity, dict):
                 raise EngineError(
                     f"a worker of the server at {self.url} does not answer lowpeak_identity: {str(identity)[:500]}"
                 )

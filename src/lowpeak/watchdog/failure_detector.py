@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.errors import LowpeakError, RankError, first_line, show_controls
-from lowpeak.ranks import Ranks, destroy_group_at_exit, is_lost_connection
+from lowpeak.ranks import Ranks, destroy_group_at_exit, is_lost_connection, nccl_memory_error
 from lowpeak.watchdog.connections import RankConnection, connect
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,10 @@ class FailureDetector:
                 self._concluded.clear()
 
     def explain(self, error: Exception) -> RankError | None:
-        """Return a RankError that explains a failed collective; None for an error that other ranks did not cause."""
+        """Return a RankError that explains a failed collective; None for an error that no collective caused."""
+        own = nccl_memory_error(error)
+        if own is not None:
+            return own
         lost = is_lost_connection(error)
         self._concluded.wait(2 * self._grace if lost else 0.0)
         verdict = next(iter(self._verdicts), None)

@@ -166,3 +166,38 @@ def test_the_correction_is_trls_in_four_modes_with_bounds_that_bind(tmp_path, ki
         return
     with pytest.raises(ArgumentError, match=expected):
         correction(tmp_path, *kind, use_vllm=True, **named)
+
+
+class _GroupMade(Exception):
+    pass
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 3900),
+        ({"vllm_wave_timeout": 7200.5}, 7501),
+        ({"vllm_wave_timeout": 60.0}, 1800),
+        ({"ddp_timeout": 4000}, 4000),
+        ({"ddp_timeout": 9000, "vllm_wave_timeout": None}, 9000),
+        ({"use_vllm": False}, 1800),
+        ({"ddp_timeout": 3600}, r"vllm_wave_timeout=3600\.0 .*ddp_timeout=3600,.*ddp_timeout to 3900"),
+        ({"vllm_wave_timeout": None}, "vllm_wave_timeout=None .*ddp_timeout=1800 "),
+        ({"vllm_wave_timeout": "1h"}, "vllm_wave_timeout='1h'"),
+    ],
+    ids=str,
+)
+def test_ranks_wait_longer_for_each_other_than_a_wave_may_take(tmp_path, monkeypatch, mode, changes, expected):
+    def make_group(seconds, backend):
+        raise _GroupMade(seconds)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("lowpeak.arguments.configs.limit_collectives_on_cpu", make_group)
+    error, match = (ArgumentError, expected) if isinstance(expected, str) else (_GroupMade, f"^{expected}$")
+    with pytest.raises(error, match=match):
+        config(tmp_path, **{"use_vllm": True, "vllm_mode": mode, **changes})
+
+
+def test_a_single_process_keeps_its_timeouts(tmp_path):
+    assert config(tmp_path, use_vllm=True).ddp_timeout == 1800

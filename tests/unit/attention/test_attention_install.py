@@ -11,10 +11,18 @@ import torch
 import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forest_cases import MODELS, NUM_IDS, SIZES, forest_of, length_of, model_of, rows_of
-from lowpeak.attention import forward_arguments, install_attention, packing_unsupported_reason, uninstall_attention
+from lowpeak.attention import (
+    ATTENTION_NAME,
+    forward_arguments,
+    install_attention,
+    packing_unsupported_reason,
+    uninstall_attention,
+)
 from lowpeak.errors import ModelError
 from rounding import assert_close_to_largest
 from tiny_models import tiny_model
@@ -259,3 +267,41 @@ def test_a_forest_is_what_makes_the_difference():
     alone = model(ids[:, row]).logits
     assert_close_to_largest(together(model)[:, row], alone, 3e-6)
     assert (causal[:, row] - alone).abs().max() > 0.1
+
+
+class LargestOutput(TorchDispatchMode):
+    """Bytes of the largest new tensor that an operation returns."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.num_bytes = max(self.num_bytes, out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_per_sequence_attends_in_groups_of_heads_without_a_copy_of_the_cache(dtype):
+    model = made("Qwen2", **GROUPED)
+    install_attention(model)
+    layer = model.model.layers[0].self_attn
+    rows, width, columns = 3, 16, 200
+    groups = layer.num_key_value_groups
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(rows, num_heads, length, width, generator=generator).to(dtype)
+        for num_heads, length in ((2 * groups, 1), (2, columns), (2, columns))
+    )
+    mask = torch.where(torch.arange(columns) <= torch.tensor([[4], [150], [199]]), 0.0, torch.finfo(dtype).min)
+    mask = mask.to(dtype)[:, None, None]
+    with LargestOutput() as largest:
+        found, _ = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME](layer, query, key, value, mask, scaling=0.3, dropout=0.0)
+    assert largest.num_bytes < key.nbytes
+    every = [x.float().repeat_interleave(groups, dim=1) for x in (key, value)]
+    expected = (0.3 * query.float() @ every[0].transpose(-1, -2) + mask.float()).softmax(-1) @ every[1]
+    assert found.shape == (rows, 1, 2 * groups, width)
+    assert found.dtype == dtype
+    torch.testing.assert_close(
+        found.float(), expected.transpose(1, 2), atol=1e-6 if dtype == torch.float32 else 2e-2, rtol=0
+    )

@@ -77,6 +77,30 @@ def test_a_model_that_cannot_run_says_why():
     assert re.search("^Qwen2.*Attention.*causal", packing_mismatch(other, CPU))
 
 
+@pytest.mark.parametrize(
+    ("error", "is_raised"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (torch.OutOfMemoryError("out of resource: triton_tem_fused_0 Required: 152064 Hardware limit:101376"), False),
+    ],
+    ids=str,
+)
+def test_a_check_that_runs_out_of_memory_raises_and_a_kernel_too_large_for_the_chip_is_a_reason(error, is_raised):
+    model = tiny_model()
+    install_attention(model)
+
+    def fail(module, args):
+        raise error
+
+    model.model.layers[0].register_forward_pre_hook(fail)
+    if is_raised:
+        with pytest.raises(type(error), match="CUDA"):
+            packing_mismatch(model, CPU)
+    else:
+        assert "152064" in packing_mismatch(model, CPU)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_of_this_device_agrees_with_the_definition(dtype):
     assert attention_mismatch(dtype, CPU) is None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.metadata import version as installed
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import lowpeak
 from lowpeak.cli import PACKAGES, driver_facts, environment_report, installed_version, main
+from lowpeak.cpu_cores import allowed_cores
 
 
 def test_versions_and_hardware_are_one_line_each():
@@ -19,6 +21,8 @@ def test_versions_and_hardware_are_one_line_each():
     assert {*PACKAGES, *hardware} <= facts.keys()
     assert "cores" in facts["cpu"]
     assert facts["memory"].endswith(" GiB")
+    assert facts["physical cores"].split()[0] == str(allowed_cores())
+    assert facts["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "not set")
 
 
 def test_a_package_that_is_missing_is_said_to_be():

@@ -265,7 +265,7 @@ def test_a_missing_deepspeed_is_reported_before_anything_starts(monkeypatch, cap
     monkeypatch.setattr("lowpeak.errors.find_spec", lambda name: None)
     words = [*COMMAND, "--dataset", "d", "--reward", "r", "--use_cpu", "--num_processes", "2"]
     assert main([*words, "--accelerate_config", "zero2"]) == 2
-    assert "pip install 'lowpeak[deepspeed]'" in capsys.readouterr().err
+    assert "pip install '.[deepspeed]'" in capsys.readouterr().err
 
 
 # a process that a launcher started
@@ -374,6 +374,21 @@ def test_the_same_command_runs_on_every_rank():
     )
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, 2 * preset_text("single"), "")
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "6"), ("3", "3")])
+def test_ranks_share_the_cores_unless_the_number_of_threads_is_set(chosen, expected):
+    call = (
+        "from pathlib import Path\n"
+        "from lowpeak.cli import launch; from lowpeak.cli.arguments import LaunchArguments\n"
+        "launch.allowed_cores = lambda: 12\n"
+        "told = LaunchArguments(accelerate_config='ddp', num_processes=2)\n"
+        "raise SystemExit(launch.launch_or_join(told, ['env'], Path('out'), on_cpu=True))"
+    )
+    os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ |= {} if chosen is None else {"OMP_NUM_THREADS": chosen}
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.count(f"OMP_NUM_THREADS: {expected}\n") == 2, done.stderr
 
 
 def test_a_message_of_all_ranks_is_written_once(tmp_path):

@@ -38,6 +38,7 @@ def words(model: str, *more: dict[str, Any]) -> list[str]:
     arguments = {"--model": model, **SMALL, **GPU}
     for each in more:
         arguments |= each
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     return ["plan", *(str(word) for pair in arguments.items() for word in pair)]
 
 
@@ -74,6 +75,31 @@ def test_a_plan_in_json_adds_up(model, capsys):
     for phase in found["phases"].values():
         assert sum(phase["device"].values()) == phase["peak"]
     assert found["advice"]
+
+
+def test_a_plan_has_the_runs_minutes_and_dollars(model, capsys):
+    found = planned(capsys, model, {"--max_steps": 300, "--price_per_hour": 2.5})
+    seconds = sum(found["seconds_per_step"].values())
+    assert found["minutes"] == pytest.approx(300 * seconds / 60)
+    assert found["dollars"] == pytest.approx(300 * seconds / 3600 * 2.5)
+    assert found["tokens_per_second"] == pytest.approx(8 * 32 / seconds)
+    assert dispatch(words(model, {"--max_steps": 300, "--price_per_hour": 2.5})) == 0
+    assert " dollars at 2.5 an hour for all GPUs" in capsys.readouterr().out
+
+
+def test_the_gpus_of_vllm_servers_share_the_rollout_and_are_paid_for(model, capsys):
+    split = {"--gpus": None, "--train_devices": "0,1", "--accelerate_config": "fsdp2", "--use_vllm": True}
+    words_of = {"--price_per_hour": 1, "--per_device_train_batch_size": 64}
+    one, two, tensor = (
+        planned(capsys, model, split, words_of, {"--vllm_devices": devices, "--vllm_tensor_parallel_size": size})
+        for devices, size in (("2", 1), ("2,3", 1), ("2,3", 2))
+    )
+    assert one["devices"] == two["devices"] == 2
+    assert one["phases"]["rollout"]["device"].get(Kind.ENGINE, 0) == 0
+    assert one["seconds_per_step"]["rollout"] > two["seconds_per_step"]["rollout"]
+    assert tensor["seconds_per_step"]["rollout"] == one["seconds_per_step"]["rollout"]
+    for found, gpus in ((one, 3), (two, 4)):
+        assert found["dollars"] == pytest.approx(found["minutes"] / 60 * gpus)
 
 
 def test_a_yaml_file_names_the_algorithm_and_the_command_line_overrides_it(model, tmp_path, capsys):
@@ -185,6 +211,7 @@ def test_a_plot_is_a_page_without_a_network(model, tmp_path):
         ({"--gpu_memory": "much"}, "gpu_memory"),
         ({"--gpus": 0}, "gpus"),
         ({"--format": "xml"}, "format"),
+        ({"--price_per_hour": 0}, "price_per_hour .*0"),
         ({"--emit": "slurm"}, "emit"),
         ({"--output": "folder"}, "output"),
         ({"--gpu": "h100", "--use_cpu": True}, "gpu"),

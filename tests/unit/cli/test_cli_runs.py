@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 
 import pytest
 import yaml
@@ -49,6 +50,23 @@ def test_a_model_is_trained_and_saved(command, folder):
     AutoModelForCausalLM.from_pretrained(folder / "out")
     steps = [json.loads(line)["step"] for line in (folder / "out/journal/steps.jsonl").read_text().splitlines()]
     assert steps == [1, 2]
+
+
+def test_a_run_leaves_its_results_with_what_its_journal_measured(folder):
+    more = ["--num_generations", "4", "--hub_token", "S3CRET", "--eval_dataset", f"{folder}/rows.jsonl"]
+    assert main(["grpo", *rewarded(folder, *more, "--eval_strategy", "steps", "--eval_steps", "2")]) == 0
+    text = (folder / "out/results.json").read_text()
+    found = json.loads(text)
+    steps = [json.loads(line) for line in (folder / "out/journal/steps.jsonl").read_text().splitlines()]
+    assert "S3CRET" not in text
+    assert (found["run"], found["command"], found["steps"], found["devices"]) == ("out", "grpo", 2, 1)
+    assert found["arguments"]["num_generations"] == 4
+    assert found["environment"]["torch"] == metadata.version("torch")
+    assert found["seconds"]["train"] == steps[1]["time/train"]
+    assert (found["step_time"], found["tokens_per_second"]) == (steps[1]["step_time"], steps[1]["tokens_per_second"])
+    assert found["peak_memory"]["train"] == max(step["peak_memory/train"] for step in steps)
+    assert found["reward"] == pytest.approx(sum(step["reward"] for step in steps) / 2)
+    assert found["evaluation"]["step"] == 2
 
 
 def test_supervised_training_saves_a_model(folder):

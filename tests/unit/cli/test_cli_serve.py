@@ -215,7 +215,7 @@ def test_the_end_of_a_server_shows_its_log_and_what_sizes_it_unless_it_was_an_op
 def test_a_missing_vllm_is_reported_at_once(monkeypatch, capsys):
     monkeypatch.setattr("lowpeak.errors.find_spec", lambda name: None)
     assert main(["serve", "--model", "m"]) == 2
-    assert "pip install 'lowpeak[vllm]'" in capsys.readouterr().err
+    assert "pip install '.[vllm]'" in capsys.readouterr().err
 
 
 # how it ends, with a program that has vLLM's bad manners: deaf to SIGTERM, with a child of its own

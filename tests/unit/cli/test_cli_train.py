@@ -133,18 +133,16 @@ def test_words_about_a_hubs_data_set_that_do_nothing_for_a_file_are_told(library
     assert "dataset_config" not in caplog.text
 
 
-def test_messages_of_level_info_are_shown_on_request(library, folder, capsys):
-    logger = logging.getLogger("lowpeak")
-    before = logger.level
-    try:
-        trainer_of("grpo", argv(folder), library)
-        assert not logger.handlers
-        trainer_of("grpo", argv(folder, "--log_level", "info"), library)
-        logging.getLogger("lowpeak.training").info("the sizes of the run")
-        assert "the sizes of the run" in capsys.readouterr().err
-    finally:
-        logger.handlers.clear()
-        logger.setLevel(before)
+@pytest.mark.parametrize(("level", "shown"), [(None, True), ("info", True), ("warning", False)])
+def test_a_command_shows_messages_of_level_info_unless_log_level_excludes_them(level, shown, library, folder, capsys):
+    class Logging(library.GRPOTrainer):
+        def train(self, resume_from_checkpoint=None):
+            logging.getLogger("lowpeak.training").info("the sizes of the run")
+
+    library.GRPOTrainer = Logging
+    assert run_training("grpo", argv(folder, *(["--log_level", level] if level else [])), library) == 0
+    assert ("the sizes of the run" in capsys.readouterr().err) == shown
+    assert not logging.getLogger("lowpeak").handlers
 
 
 def test_a_dry_run_prints_what_was_resolved_and_does_not_train(library, folder, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import BertConfig, BertLMHeadModel, Qwen2ForCausalLM, Qwen2Model, T5Config, T5ForConditionalGeneration
 
 from lowpeak.errors import HeadMismatchError, ModelError
+from lowpeak.logprobs import kernels as kernel_choice
 from lowpeak.logprobs import torch_kernels
 from lowpeak.logprobs.kernels import kernel_mismatch
 from lowpeak.logprobs.lm_head import install_head
@@ -78,6 +80,26 @@ def test_passes_that_compute_something_else_are_found(other):
 
 def test_a_failure_is_a_reason():
     assert kernel_mismatch(kernels(fails), CPU) == "RuntimeError: no kernel image is available"
+
+
+def test_a_check_that_ran_out_of_memory_is_made_again(monkeypatch):
+    full = [True]
+
+    def fail_once(raw, bias, settings):
+        if full:
+            full.pop()
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        return torch_kernels.softmax_statistics(raw, bias, settings)
+
+    compiled = kernels(fail_once)
+    monkeypatch.setattr(kernel_choice, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "lowpeak.logprobs.triton_kernels", compiled)
+    try:
+        with pytest.raises(RuntimeError, match="CUDA"):
+            kernel_choice._cuda_kernels(CPU)
+        assert kernel_choice._cuda_kernels(CPU) is compiled
+    finally:
+        kernel_choice._cuda_kernels.cache_clear()
 
 
 class OtherQwen2(Qwen2ForCausalLM):

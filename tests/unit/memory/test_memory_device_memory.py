@@ -11,21 +11,85 @@ import psutil
 import pytest
 import torch
 
-from lowpeak.memory import cgroup_headrooms, free_bytes, is_out_of_memory
+from lowpeak.errors import EngineError, LostEngineError, MemoryExhaustedError, RankError
+from lowpeak.memory import allow_cudnn_attention, cap_allocator, cgroup_headrooms, free_bytes, is_out_of_memory
+from lowpeak.ranks import nccl_memory_error
 
 RAN_OUT = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 MiB."),
     MemoryError(),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried"),
-    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    MemoryExhaustedError("a phase"),
+    EngineError("vLLM's worker failed in lowpeak_begin: OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB"),
+    *map(RuntimeError, (
+        "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:119",
+        "CUDA driver error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "HIP error: out of memory",
+        "InductorError: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+        "miopenStatusAllocFailed",
+        "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+    )),
+)  # fmt: skip
+NCCL = tuple(
+    RuntimeError(
+        "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.29.7\n"
+        f"ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n{last}"
+    )
+    for last in ("Cuda failure 2 'out of memory'", "Failed to CUDA calloc async 1920 bytes")
 )
-OTHERS = (RuntimeError("CUDA error: an illegal memory access was encountered"), ValueError("batch is out of range"))
+OTHERS = (
+    torch.OutOfMemoryError("out of resource: triton_tem_fused_0 Required: 152064 Hardware limit:101376"),
+    RankError("on rank 1, so all ranks stop: OutOfMemoryError: CUDA out of memory"),
+    LostEngineError("the server is gone: CUDA out of memory"),
+    ValueError("batch is out of range"),
+    *map(RuntimeError, (
+        "out of resource: shared memory, Required: 148224, Hardware limit: 101376. Reducing block sizes may help.",
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`",
+        "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error",
+    )),
+)  # fmt: skip
 
 
 def test_out_of_memory_errors_of_allocators_and_libraries_are_recognized():
-    assert [error for error in (*RAN_OUT, *OTHERS) if is_out_of_memory(error)] == list(RAN_OUT)
+    assert [error for error in (*RAN_OUT, *NCCL, *OTHERS) if is_out_of_memory(error)] == list(RAN_OUT)
+
+
+def test_nccls_lack_of_memory_is_an_error_of_its_own_with_arguments_to_lower():
+    assert [error for error in (*RAN_OUT, *NCCL, *OTHERS) if nccl_memory_error(error)] == list(NCCL)
+    for error, last in zip(NCCL, ("out of memory", "1920 bytes"), strict=True):
+        said = str(nccl_memory_error(error))
+        assert all(name in said for name in ("memory_budget", "vllm_gpu_memory_utilization", last))
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_devices", "fraction"),
+    [(20 << 30, 1, (20 * 2**30 - 8e8) / 2**36), (20 << 30, 2, (20 * 2**30 - 15e8) / 2**36), (1 << 29, 1, 2**-36)],
+)
+def test_torchs_cap_is_the_budget_without_what_lies_outside_of_its_allocator(
+    monkeypatch, budget, num_devices, fraction
+):
+    set_by_torch = []
+    monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**35, 2**36))
+    monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *args: set_by_torch.append(args), raising=False)
+    cap_allocator(torch.device("cuda:0"), budget, num_devices)
+    assert set_by_torch == [(pytest.approx(fraction), 0)]
+
+
+def test_cudnns_attention_is_switched():
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    for allowed in (True, False, before):
+        allow_cudnn_attention(allowed)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is allowed
 
 
 GB = 2**30

@@ -21,10 +21,12 @@ from lowpeak.arguments import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout import (
     MAX_DRAWS,
+    BlockSums,
+    Candidates,
+    TokenDraw,
     UniformDraws,
     apply_repetition_penalty,
     draw_tokens,
-    filter_scores,
     philox,
     sample_tokens,
     shifted_cumulative_sum,
@@ -137,6 +139,16 @@ def _by_transformers(scores: torch.Tensor, history: torch.Tensor, sampling: Samp
     return processors(history, scores)
 
 
+def _filter_scores(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Minus infinity for the tokens that filters remove."""
+    scores = scores / sampling.temperature
+    if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+        return scores
+    weights, sums = BlockSums.weigh(scores)
+    kept = Candidates.of(weights, None).filter(sampling, sums.total_N1).weights_NR
+    return scores.masked_fill(kept == 0, -math.inf)
+
+
 FILTERS = {
     "none": {},
     "temperature": {"temperature": 0.7},
@@ -160,24 +172,69 @@ def test_filters_leave_the_scores_that_transformers_leaves(settings):
     ours = scores
     if sampling.repetition_penalty != 1:
         ours = apply_repetition_penalty(scores, history, sampling.repetition_penalty)
-    torch.testing.assert_close(filter_scores(ours, sampling), _by_transformers(scores, history, sampling))
+    torch.testing.assert_close(_filter_scores(ours, sampling), _by_transformers(scores, history, sampling))
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 20}, {"min_p": 0.05}, {"top_k": 20, "min_p": 0.3}])
+TIED = ({"top_k": 20}, {"min_p": 0.05}, {"top_k": 20, "min_p": 0.3})
+
+
+@pytest.mark.parametrize("settings", TIED)
 def test_filters_treat_ties_as_transformers_does(settings):
     scores = _scores(ties=True)
-    kept = filter_scores(scores, replace(PLAIN, **settings))
+    kept = _filter_scores(scores, replace(PLAIN, **settings))
     expected = _by_transformers(scores, torch.zeros(16, 1, dtype=torch.int64), replace(PLAIN, **settings))
     assert torch.equal(kept, expected)
-    assert "top_k" not in settings or int((kept > -math.inf).sum(-1).max()) > settings["top_k"] or "min_p" in settings
+    assert settings != {"top_k": 20} or int((kept > -math.inf).sum(-1).max()) > 20
 
 
-def test_top_p_keeps_as_many_ties_after_a_top_k_as_transformers_does():
-    scores = _scores(vocab_size=1000, ties=True)
-    sampling = replace(PLAIN, top_k=100, top_p=0.97)
-    kept = (filter_scores(scores, sampling) > -math.inf).sum(-1)
-    expected = (_by_transformers(scores, torch.zeros(16, 1, dtype=torch.int64), sampling) > -math.inf).sum(-1)
-    assert torch.equal(kept, expected)
+@pytest.mark.parametrize("settings", [{"top_p": 0.97}, {"top_k": 100, "top_p": 0.97}])
+def test_top_p_keeps_as_many_ties_as_transformers_does_with_the_largest_ids(settings):
+    scores, sampling = _scores(vocab_size=1000, ties=True), replace(PLAIN, **settings)
+    kept = _filter_scores(scores, sampling) > -math.inf
+    expected = _by_transformers(scores, torch.zeros(16, 1, dtype=torch.int64), sampling) > -math.inf
+    assert torch.equal(kept.sum(-1), expected.sum(-1))
+    lowest = scores.masked_fill(~kept, math.inf).amin(-1, keepdim=True)
+    tied = scores == lowest
+    assert (tied & ~kept).any()
+    assert torch.equal(tied & kept, tied & (tied.flip(-1).cumsum(-1).flip(-1) <= (tied & kept).sum(-1, keepdim=True)))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"top_p": 0.8}, {"top_p": 0.99}, {"top_p": 0.95, "temperature": 0.6}, {"top_p": 0.9, "min_p": 0.01}),
+        *({"top_p": 0.9, "repetition_penalty": 1.5}, {"top_k": 30}, {"top_k": 30, "top_p": 0.9}, {"min_p": 0.05}),
+    ],
+)
+def test_candidates_give_the_tokens_and_logprobs_of_the_whole_vocabulary_or_say_that_they_cannot(settings, ties):
+    sampling, scores = replace(PLAIN, **settings), _scores(400, 3000, ties=ties)
+    scores *= torch.linspace(0.1, 2, 400)[:, None]  # from flat to peaked
+    rows = (torch.rand(400, generator=torch.Generator().manual_seed(0)).double(), torch.arange(1200).view(400, 3))
+    every = sample_tokens(scores, sampling, *rows)
+    tokens, logprobs = sample_tokens(scores, sampling, *rows, num_candidates=64)
+    exact = logprobs.isfinite()
+    assert 0.02 < exact.float().mean() <= 1
+    assert torch.equal(tokens[exact], every[0][exact])
+    assert torch.equal(logprobs[exact], every[1][exact])
+    if not ties:  # torch's default sort, which transformers takes, leaves equal scores in any order
+        assert torch.equal(every[0], draw_tokens(_by_transformers(scores, rows[1], sampling), rows[0]))
+    draw = TokenDraw(scores, sampling, *rows)
+    needed = draw.logprobs_N.isnan().nonzero()[:, 0].tolist()
+    assert bool(needed) == ("top_k" not in settings)
+    draw.draw_from_all(needed or [0])
+    assert torch.equal(draw.tokens_N, every[0])
+    assert torch.equal(draw.logprobs_N, every[1])
+
+
+def test_a_tie_that_the_candidates_cut_needs_the_whole_vocabulary():
+    scores = torch.zeros(2, 3000)
+    scores[0, :40] = 9.0
+    scores[1, :80] = 9.0
+    uniform = torch.full((2,), 0.999).double()
+    tokens, logprobs = sample_tokens(scores, replace(PLAIN, top_k=30), uniform, None, num_candidates=64)
+    assert logprobs.isfinite().tolist() == [True, False]
+    assert tokens[0] == 39
 
 
 def test_a_history_padded_with_its_own_token_is_penalized_once():

@@ -100,14 +100,14 @@ def test_a_resumed_run_keeps_the_layout_that_auto_became(tmp_path, saved):
         assert kinds(trained_grpo(tmp_path / "again", share_prompt=True, resume=checkpoint)) == {"shared"}
 
 
-def test_a_model_with_sliding_windows_trains_on_padded_rows_and_the_log_says_why(tmp_path, caplog):
+def test_a_model_with_sliding_windows_trains_on_padded_rows_and_log_and_dry_run_say_why(tmp_path, caplog):
     run = grpo(tmp_path, sliding_model(), beta=0.1)
     run.train()
     assert kinds(run) == {"padded"}
-    (line,) = [record.message for record in caplog.records if record.message.startswith("Layout")]
-    assert "padded" in line
-    assert "sliding" in line
-    assert "sliding" in run.dry_run()["layout"]
+    resolved = run.dry_run()
+    for name, path, reason in (("layout", "padded", "sliding"), ("generation", "generate()", "SlidingWindow")):
+        (line,) = [record.message for record in caplog.records if record.message.startswith(name.title())]
+        assert all(path in text and reason in text for text in (line, resolved[name]))
 
 
 def test_the_log_says_in_one_line_that_prompts_are_shared(tmp_path, caplog):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowpeak.arguments import MemorySettings
+from lowpeak.arguments import ColocateSettings, MemorySettings, ServerSettings
 from lowpeak.errors import MemoryExhaustedError
 from lowpeak.journal import read_rows
 from lowpeak.memory import Phase
@@ -54,6 +54,21 @@ def test_generation_halves_the_cache_that_its_sequences_would_fill_down_to_one_s
         planned = smaller
         budgets.append(planned.gather_budget)
     assert budgets == [3 << 19, 3 << 18, 0]
+
+
+@pytest.mark.parametrize(
+    ("where", "total", "cache"),
+    [
+        (ColocateSettings(gpu_memory_utilization=0.5), 80 << 30, 8 << 30),  # below half of 20 GiB
+        (ColocateSettings(gpu_memory_utilization=0.5, tensor_parallel_size=2), 80 << 30, 8 << 30),  # of 30
+        (ColocateSettings(kv_cache_bytes=3 << 30), 80 << 30, 1 << 30),
+        (ColocateSettings(), 0, 1 << 39),
+        (ServerSettings(("http://a:1",)), 80 << 30, 1 << 39),
+    ],
+)
+def test_a_vllm_gets_less_than_half_of_the_cache_that_its_share_of_the_device_holds(where, total, cache):
+    demand = Demand.of_vllm(where, 10 << 30, total, 1 << 20)
+    assert smaller_sizes(replace(SIZES, kv_cache_bytes=1 << 40), Phase.ROLLOUT, demand).kv_cache_bytes == cache
 
 
 def test_a_sync_halves_its_buckets_and_other_phases_have_no_size():

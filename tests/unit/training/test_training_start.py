@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 
+import lowpeak
 from lowpeak.arguments import GRPOConfig
 from lowpeak.checkpoint import STATE_FILE
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, MemoryExhaustedError
 from lowpeak.memory import MemoryTracker, Phase, PhaseUse
 from lowpeak.ranks import Ranks
+from lowpeak.records import Metric
 from lowpeak.setup import (
     find_resume_checkpoint,
     record_launch,
@@ -25,7 +28,8 @@ from lowpeak.setup import (
     require_same_data,
     silence_nonzero_ranks,
 )
-from lowpeak.training import explain_out_of_memory, gather_usage
+from lowpeak.training import explain_out_of_memory, gather_usage, usage_metrics
+from small_runs import make
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -199,20 +203,25 @@ class Another(Ranks):
 
 
 def test_a_step_took_what_it_took_where_it_took_most():
-    uses = {"rollout": PhaseUse(2.0, 100), "train": PhaseUse(1.0, 700)}
-    theirs = {Phase.ROLLOUT: (3.0, 90.0), Phase.TRAIN: (0.5, 800.0), Phase.SAVE: (0.25, 10.0)}
-    numbers = [0.0, 4.5, *(number for phase in Phase for number in theirs.get(phase, (-1.0, -1.0)))]
+    uses = {"rollout": PhaseUse(2.0, 100, 150), "train": PhaseUse(1.0, 700, 710)}
+    theirs = {Phase.ROLLOUT: (3.0, 90.0, 160.0), Phase.TRAIN: (0.5, 800.0, -1.0), Phase.SAVE: (0.25, 10.0, -1.0)}
+    numbers = [0.0, 4.5, *(number for phase in Phase for number in theirs.get(phase, (-1.0, -1.0, -1.0)))]
     usage = gather_usage(4.0, uses, False, Another(numbers))
     assert (usage.seconds, usage.stopping) == (4.5, False)
-    assert {name: (use.seconds, use.peak_bytes) for name, use in usage.phases.items()} == {
-        "rollout": (3.0, 100),
-        "train": (1.0, 800),
-        "save": (0.25, 10),
+    assert usage.phases == {
+        "rollout": PhaseUse(3.0, 100, 160),
+        "train": PhaseUse(1.0, 800, 710),
+        "save": PhaseUse(0.25, 10),
+    }
+    reserved = {name: value for name, value in usage_metrics(usage, 0).items() if name.startswith("reserved_memory/")}
+    assert reserved == {
+        "reserved_memory/rollout": Metric(160.0, 1.0, "max"),
+        "reserved_memory/train": Metric(710.0, 1.0, "max"),
     }
 
 
 def test_one_rank_that_was_asked_to_stop_is_enough():
-    nothing = [0.0] * (2 + 2 * len(Phase))
+    nothing = [0.0] * (2 + 3 * len(Phase))
     assert gather_usage(0.0, {}, True, Another(nothing)).stopping
     assert gather_usage(0.0, {}, False, Another([1.0, *nothing[1:]])).stopping
     assert not gather_usage(0.0, {}, False, Ranks()).stopping
@@ -229,6 +238,32 @@ def test_where_a_run_is_outlasts_the_error_that_left_a_phase():
     assert tracker.current_phase == "phase reward"
     with tracker.phase(Phase.SCORE):
         assert tracker.current_phase == "phase score"
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+def test_a_runs_device_has_the_index_that_accelerate_omits_in_a_single_process(tmp_path, monkeypatch, kind):
+    indexed, config = torch.device("cpu", 0), getattr(lowpeak, f"{kind}Config")
+    monkeypatch.setattr(config, "device", property(lambda args: torch.device(args._setup_devices.type, 0)))
+    try:
+        trainer = make(kind, tmp_path)
+        assert trainer.run.logprob_settings.device == trainer.accelerator.device == indexed
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+def test_cudnns_attention_is_off_from_the_start_of_a_run_unless_the_user_turns_it_on_later(tmp_path, kind):
+    backend = torch.backends.cuda
+    before = backend.cudnn_sdp_enabled()
+    try:
+        backend.enable_cudnn_sdp(True)
+        trainer = make(kind, tmp_path, max_steps=1)
+        assert not backend.cudnn_sdp_enabled()
+        backend.enable_cudnn_sdp(True)
+        trainer.train()
+        assert backend.cudnn_sdp_enabled()
+    finally:
+        backend.enable_cudnn_sdp(before)
 
 
 SIZES = {"micro_batch_tokens": 64, "logprob_chunk_size": 16, "kv_cache_bytes": 4096}

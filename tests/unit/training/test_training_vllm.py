@@ -24,6 +24,7 @@ from small_runs import column, journal, make, rows, same, weights
 from tiny_models import char_tokenizer, tiny_model
 
 DATA = rows(10)
+AWAKE, SLEEPING = ColocateSettings(), ColocateSettings(sleeps=True)
 
 
 class Reward:
@@ -39,12 +40,12 @@ class Reward:
         return [float(sum(ids) % 5) for ids in completion_ids]
 
 
-def run_over(folder, *vllms, kind="GRPO", reward=None, **changes):
+def run_over(folder, *vllms, kind="GRPO", reward=None, where=AWAKE, **changes):
     evaluation = DATA if "eval_strategy" in changes else None
     settings = {"max_completion_length": 3, "max_steps": 3, "reward_funcs": reward or Reward(), **changes}
     run = make(kind, folder, data=DATA, eval_dataset=evaluation, **settings)
     if vllms:
-        run.collector.engine = engine_over(*vllms, batch_size=4)
+        run.collector.engine = engine_over(*vllms, where=where, batch_size=4)
         run.collector.engine.close()
     return run
 
@@ -123,6 +124,25 @@ def test_a_vllm_that_never_comes_back_ends_the_run_after_so_many_tries(tmp_path)
     assert "close" in doomed.vllm.events
 
 
+def test_a_vllm_that_finds_no_memory_when_it_wakes_is_built_again_with_a_smaller_cache(tmp_path):
+    calm, shaken = scripted(), scripted()
+    undisturbed, disturbed = run_over(tmp_path / "a", calm), run_over(tmp_path / "b", shaken, where=SLEEPING)
+    cache = disturbed.run.sizes.kv_cache_bytes
+
+    def wake():
+        shaken.wake = lambda: None
+        raise RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:119")
+
+    shaken.wake = wake
+    for run in (undisturbed, disturbed):
+        run.train()
+    assert shaken.events.count("close") == calm.events.count("close") + 1
+    (event,) = journal(tmp_path / "b", "events")
+    assert event["kv_cache_bytes"] == disturbed.run.sizes.kv_cache_bytes < cache
+    assert "cumem_allocator" in event["reason"]
+    assert same(weights(undisturbed), weights(disturbed))
+
+
 def test_evaluation_asks_the_engine_too(tmp_path):
     vllm = scripted()
     run = run_over(tmp_path, vllm, eval_strategy="steps", eval_steps=1, max_steps=1)
@@ -159,7 +179,7 @@ def test_what_vllm_was_told_is_described_without_its_token(tmp_path):
 
 
 LORA = {"r": 2, "target_modules": ["q_proj"]}
-HERE, SERVING = ColocateSettings(), ColocateSettings(engine_kwargs={"enable_lora": True})
+SERVING = ColocateSettings(engine_kwargs={"enable_lora": True})
 THERE = ServerSettings(("http://a:1",))
 
 
@@ -167,7 +187,7 @@ THERE = ServerSettings(("http://a:1",))
     ("where", "lora", "num_ranks", "because"),
     [
         (THERE, None, 1, "adapter"),
-        (HERE, LORA, 1, "vllm_engine_kwargs .*enable_lora"),
+        (AWAKE, LORA, 1, "vllm_engine_kwargs .*enable_lora"),
         (SERVING, LORA | {"use_dora": True}, 1, "vLLM .*adapter"),
         (THERE, LORA, 2, "servers"),
         (THERE, LORA, 1, None),

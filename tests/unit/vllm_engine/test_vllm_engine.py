@@ -67,6 +67,14 @@ def test_sampling_becomes_vllms_parameters():
     }
 
 
+def test_speculative_decoding_is_refused_at_temperatures_for_which_it_returns_no_logprobs():
+    engine = engine_over(scripted(speculates=True))
+    for temperature in (0.0, 1.0):
+        assert engine.generate(prompts(1), replace(SAMPLING, temperature=temperature))
+    with pytest.raises(EngineError, match=r"temperature=0\.7: .*speculative_config"):
+        engine.generate(prompts(1), replace(SAMPLING, temperature=0.7))
+
+
 def test_a_wave_is_as_large_as_the_cache_holds_rows_of_full_length_unless_vllm_keeps_to_it_by_itself():
     vllm = scripted(kv_tokens=4 * 9)  # the longest row: 6 prompt tokens and 3 new ones
     engine_over(vllm).generate(prompts(), SAMPLING)

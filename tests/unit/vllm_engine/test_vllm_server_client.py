@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.vllm import (
     Adapter,
     Answer,
+    ColocatedVllm,
     Request,
     SequenceRequest,
     ServerVllm,
@@ -58,6 +60,21 @@ def test_a_client_asks_for_facts_and_passes_calls_with_their_limit_on_to_the_wor
     fake.answers["/collective_rpc"] = lambda body: (200, {"results": [body, None]})
     told = vllm.call("lowpeak_receive", {"pieces": [1]}, 7.0)
     assert told == [{"method": "lowpeak_receive", "kwargs": {"pieces": [1]}, "timeout": 7.0}, None]
+
+
+class InProcess(ColocatedVllm):
+    """A colocated vLLM whose workers answer `results`."""
+
+    def __init__(self, results):
+        self.llm = SimpleNamespace(collective_rpc=lambda method, kwargs: results)
+
+
+def test_a_call_raises_the_error_that_any_worker_answered_with(fake):
+    results = [{}, {"error": "a complaint"}]
+    fake.answers["/collective_rpc"] = lambda body: (200, {"results": results})
+    for vllm in (ServerVllm(fake.url), InProcess(results)):
+        with pytest.raises(EngineError, match="complaint"):
+            vllm.call("lowpeak_score_at_temperature", {}, 7.0)
 
 
 def test_token_ids_go_in_and_come_back_in_the_order_of_the_requests(fake):

@@ -3,10 +3,12 @@ from lowpeak.rollout.native.cache import ROOM as ROOM
 from lowpeak.rollout.native.cache import PromptLayer as PromptLayer
 from lowpeak.rollout.native.cache import SlotCache as SlotCache
 from lowpeak.rollout.native.cache import bytes_per_token as bytes_per_token
+from lowpeak.rollout.native.cache import cache_argument as cache_argument
 from lowpeak.rollout.native.cache import left_pad as left_pad
 from lowpeak.rollout.native.cache import parameter_dtype as parameter_dtype
 from lowpeak.rollout.native.cache import prefill_prompts as prefill_prompts
 from lowpeak.rollout.native.cache import split_prefill as split_prefill
+from lowpeak.rollout.native.decode_loop import DecodeLoop as DecodeLoop
 from lowpeak.rollout.native.engine import NativeEngine as NativeEngine
 from lowpeak.rollout.native.engine import decode_by_generate as decode_by_generate
 from lowpeak.rollout.native.engine import unsupported_reason as unsupported_reason

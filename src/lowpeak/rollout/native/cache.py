@@ -8,6 +8,7 @@ A prompt is forwarded once for all sequences of its group."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from lowpeak.errors import EngineError
+from lowpeak.models import transformers_model
 
 ROOM = 64  # columns by which a buffer grows
 # Elements that are copied into slots at once: the copy's temporary is not counted in the cache's budget.
@@ -58,6 +60,13 @@ def text_config(model: nn.Module) -> Any:
     """Return the config of the model's text decoder."""
     config: Any = model.config
     return config.get_text_config(decoder=True)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name of the KV cache in the model's forward."""
+    # transformers 5.24 renamed `past_key_values` to `cache`.
+    accepted = inspect.signature(transformers_model(model).forward).parameters
+    return "past_key_values" if "past_key_values" in accepted else "cache"
 
 
 def _attribute(config: Any, name: str) -> int | None:
@@ -227,9 +236,9 @@ def prefill_prompts(model: nn.Module, prompts: Ids, device: torch.device) -> tup
         input_ids=left_pad(prompts, device),
         attention_mask=mask_PL,
         position_ids=positions_PL,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **{cache_argument(model): cache},
     )
     return output.logits[:, -1], cache
 

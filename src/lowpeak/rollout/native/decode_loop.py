@@ -23,6 +23,7 @@ from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import (
     SlotCache,
     bytes_per_token,
+    cache_argument,
     left_pad,
     parameter_dtype,
     prefill_prompts,
@@ -31,7 +32,7 @@ from lowpeak.rollout.native.cache import (
 )
 from lowpeak.rollout.native.output import OutputBuffer
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId
-from lowpeak.rollout.sampling import UniformDraws, sample_tokens
+from lowpeak.rollout.sampling import TokenDraw, UniformDraws
 
 # Attention implementations that add a mask to the scores accept a prepared mask, made once for all layers; flash kernels do not.
 _ADDITIVE_MASKS = ("sdpa", "eager", ATTENTION_NAME)
@@ -109,9 +110,9 @@ class DecodeLoop:
         logits_NV = self._inputs.forward(self._cache, num_columns)
         uniforms_N = self._draws.at(self._inputs.rows_N, self._inputs.written_N)
         history_NL = self._inputs.history(num_columns)
-        tokens_N, logprobs_N = sample_tokens(logits_NV, self.sampling, uniforms_N, history_NL)
-        self._ended = self.output.add(self._inputs.rows_N, tokens_N, logprobs_N, len(self._running))
-        self._inputs.advance(tokens_N)
+        draw = TokenDraw(logits_NV, self.sampling, uniforms_N, history_NL)
+        self._ended = self.output.add(self._inputs.rows_N, draw, len(self._running))
+        self._inputs.advance(draw.tokens_N)
         self._num_steps += 1
 
     def _num_columns(self) -> int:
@@ -174,8 +175,8 @@ class DecodeLoop:
         rows_N, written_N = self._inputs.rows_N, self._inputs.written_N
         sources_N = torch.arange(len(prompts), device=rows_N.device).repeat_interleave(size)
         uniforms_N = self._draws.at(rows_N, written_N)
-        sampled = sample_tokens(logits_PV, self.sampling, uniforms_N, self._inputs.history(0), sources_N)
-        ended = self.output.add(rows_N, *sampled, len(rows))
+        draw = TokenDraw(logits_PV, self.sampling, uniforms_N, self._inputs.history(0), sources_N)
+        ended = self.output.add(rows_N, draw, len(rows))
         return [(row, sequence.prompt) for row, sequence, end in zip(rows, sequences, ended, strict=True) if not end]
 
     def _entering(self, row: int, prompt: int) -> RunningSequence:
@@ -204,6 +205,7 @@ class DecodeInputs:
         self, model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, output: OutputBuffer
     ) -> None:
         self._model = model
+        self._cache_argument = cache_argument(model)
         self._size = sampling.num_generations
         self._output = output
         self._device = output.device
@@ -234,9 +236,9 @@ class DecodeInputs:
             input_ids=self._tokens_N[:, None],
             attention_mask=self._mask(num_columns),
             position_ids=self._columns_N[:, None],
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_argument: cache},
         )
         return output.logits[:, -1]
 

@@ -8,7 +8,6 @@ that leaves `generate()` one token to choose."""
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,13 +24,11 @@ from lowpeak.memory import has_device_memory
 from lowpeak.models import transformers_model
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
-from lowpeak.rollout.native.cache import bytes_per_token, left_mask, left_pad, text_config
+from lowpeak.rollout.native.cache import bytes_per_token, cache_argument, left_mask, left_pad, text_config
 from lowpeak.rollout.native.decode_loop import DecodeLoop
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, Wave, form_waves
-from lowpeak.rollout.sampling import UniformDraws, sample_tokens
-
-_logger = logging.getLogger(__name__)
+from lowpeak.rollout.sampling import TokenDraw, UniformDraws
 
 
 @dataclass(eq=False, repr=False)
@@ -53,7 +50,6 @@ class NativeEngine:
     policy_version: int | None = field(default=None, init=False)
     supports_partial_groups = True
     slice_form = SliceForm()
-    _warned = False
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         if self.policy_version is None:
@@ -95,7 +91,7 @@ class NativeEngine:
         shape = ([len(prompt.ids) for prompt in prompts], sampling.num_generations, sampling.max_new_tokens, max_tokens)
         ends = (end_token_ids(model, self.tokenizer, sampling), StopStrings(self.tokenizer, sampling.stop))
         device = self.device or next(model.parameters()).device
-        if self._uses_decode_loop(model):
+        if unsupported_reason(model) is None:
             num_rows = len(prompts) * sampling.num_generations
             output = OutputBuffer(num_rows, sampling.max_new_tokens, *ends, self.on_tokens, device)
             with _inference_mode(model):
@@ -108,14 +104,6 @@ class NativeEngine:
             completions.update(zip(wave, output.completions(), strict=True))
         return [completions[sequence] for sequence in sorted(completions)]
 
-    def _uses_decode_loop(self, model: nn.Module) -> bool:
-        """Return whether the decode loop supports the model; warn once if it does not."""
-        reason = unsupported_reason(model)
-        if reason is not None and not self._warned:
-            self._warned = True
-            _logger.warning("%s generates through model.generate(), which is slower: %s.", type(model).__name__, reason)
-        return reason is None
-
 
 def _inference_mode(model: nn.Module) -> AbstractContextManager[Any]:
     """Return inference mode if all parameters are plain tensors, otherwise a no-op."""
@@ -125,13 +113,13 @@ def _inference_mode(model: nn.Module) -> AbstractContextManager[Any]:
     return torch.inference_mode() if is_plain else nullcontext()
 
 
-_NEEDED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
+_NEEDED = ("attention_mask", "position_ids", "logits_to_keep")
 
 
 def unsupported_reason(model: nn.Module) -> str | None:
     """Return why the decode loop does not support `model`, or None if it does."""
     accepted = inspect.signature(transformers_model(model).forward).parameters
-    missing = [name for name in _NEEDED if name not in accepted]
+    missing = [name for name in (*_NEEDED, cache_argument(model)) if name not in accepted]
     if missing:
         return f"its forward does not accept {', '.join(missing)}"
     if "local" in (getattr(text_config(model), "attention_layers", None) or ()):
@@ -173,20 +161,18 @@ class _TokenChooser(LogitsProcessor):
         self.ended = [False] * num_rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        rows_N = torch.arange(len(scores), device=scores.device)
-        uniforms_N = self._draws.at(rows_N, torch.full_like(rows_N, self._position))
-        tokens_N, logprobs_N = sample_tokens(scores, self._sampling, uniforms_N, input_ids)
-        self._position += 1
-        self._write(tokens_N, logprobs_N)
-        return torch.full_like(scores, float("-inf")).scatter(-1, tokens_N[:, None], 0.0)
-
-    def _write(self, tokens_N: Tensor, logprobs_N: Tensor) -> None:
-        """Add the tokens of the running sequences; ended sequences stay in the batch until all have ended."""
+        # Ended sequences stay in the batch until all have ended; any token will do for them.
         running = [row for row, ended in enumerate(self.ended) if not ended]
-        rows_n = torch.tensor(running).to(tokens_N.device)
-        ended = self._output.add(rows_n, tokens_N[rows_n], logprobs_N[rows_n], len(tokens_N))
+        rows_n = torch.tensor(running).to(scores.device)
+        uniforms_n = self._draws.at(rows_n, torch.full_like(rows_n, self._position))
+        draw = TokenDraw(scores, self._sampling, uniforms_n, input_ids[rows_n], rows_n)
+        ended = self._output.add(rows_n, draw, len(scores))
+        self._position += 1
         for row, has_ended in zip(running, ended, strict=True):
             self.ended[row] = has_ended
+        tokens_N = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+        tokens_N[rows_n] = draw.tokens_N
+        return torch.full_like(scores, float("-inf")).scatter(-1, tokens_N[:, None], 0.0)
 
 
 class _StopEnded(StoppingCriteria):

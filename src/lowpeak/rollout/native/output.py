@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion
+from lowpeak.rollout.sampling import TokenDraw
 
 # Extra tokens before the shortest window that could contain a stop string: a window that starts inside a character or a word
 # decodes differently there, and special tokens decode to no text.
@@ -89,12 +90,17 @@ class OutputBuffer:
         self._written_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._stopped_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
-    def add(self, rows_N: Tensor, tokens_N: Tensor, logprobs_N: Tensor, num_computed: int) -> list[bool]:
+    def add(self, rows_N: Tensor, draw: TokenDraw, num_computed: int) -> list[bool]:
         """Add the next tokens of running sequences, from a forward of `num_computed`; return which are finished.
 
-        This is the only device read of a step. Raise EngineError for a NaN or infinite log-prob.
+        This is the only device read of a step, except where `draw` needs the whole vocabulary. Raise EngineError for a
+        NaN or infinite log-prob.
         """
-        states = self.write(rows_N, tokens_N, logprobs_N).tolist()
+        states = self.write(rows_N, draw.tokens_N, draw.logprobs_N).tolist()
+        if _NON_FINITE in states:
+            draw.draw_from_all([i for i, state in enumerate(states) if state == _NON_FINITE])
+            self._written_R[rows_N] -= 1
+            states = self.write(rows_N, draw.tokens_N, draw.logprobs_N).tolist()
         if _NON_FINITE in states:
             raise EngineError(
                 "The model's logits are NaN or infinite while generating: the policy's weights are broken "
@@ -102,7 +108,7 @@ class OutputBuffer:
             )
         if self._on_tokens is not None:
             self._on_tokens(len(states), num_computed)
-        stopped = self._stopped(rows_N, tokens_N)
+        stopped = self._stopped(rows_N, draw.tokens_N)
         return [bool(state) or i in stopped for i, state in enumerate(states)]
 
     def write(self, rows_N: Tensor, tokens_N: Tensor, logprobs_N: Tensor) -> Tensor:

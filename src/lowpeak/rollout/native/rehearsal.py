@@ -15,6 +15,7 @@ from lowpeak.rollout.native.cache import ROOM, SlotLayer, bytes_per_token
 from lowpeak.rollout.native.decode_loop import DecodeLoop
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings
 from lowpeak.rollout.native.scheduler import PromptQueue
+from lowpeak.rollout.sampling import TokenDraw
 
 
 def rehearse_decoding(
@@ -40,8 +41,12 @@ def rehearse_decoding(
 
 
 class EndlessOutput(OutputBuffer):
-    """An output buffer whose sequences never end: nothing is read from the device."""
+    """An output buffer whose sequences never end: nothing is read from the device.
 
-    def add(self, rows_N: Tensor, tokens_N: Tensor, logprobs_N: Tensor, num_computed: int) -> list[bool]:
-        self.write(rows_N, tokens_N, logprobs_N)
+    Each token is drawn twice, as it is if filters need the whole vocabulary.
+    """
+
+    def add(self, rows_N: Tensor, draw: TokenDraw, num_computed: int) -> list[bool]:
+        draw.draw_from_all(range(len(rows_N)))
+        self.write(rows_N, draw.tokens_N, draw.logprobs_N)
         return [False] * len(rows_N)

@@ -17,6 +17,7 @@ from lowpeak.rollout.native import (
     PromptLayer,
     SlotCache,
     bytes_per_token,
+    cache_argument,
     left_pad,
     prefill_prompts,
     split_prefill,
@@ -154,7 +155,9 @@ def test_logits_and_slots_are_those_of_each_prompt_alone():
         cache.place(prefilled, rows, lengths, 2)
         for prompt, ids in enumerate(PROMPTS):
             alone = DynamicCache()
-            expected = model(input_ids=torch.tensor([ids]), past_key_values=alone, use_cache=True).logits[0, -1]
+            expected = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): alone}).logits[
+                0, -1
+            ]
             torch.testing.assert_close(logits[prompt], expected, atol=1e-5, rtol=1e-5)
             for slot in [2 + i for i, row in enumerate(rows) if row == prompt]:
                 for mine, other in zip(cache.layers, alone.layers, strict=True):
@@ -170,7 +173,7 @@ def test_a_prompt_is_padded_with_its_own_token_so_that_no_penalty_meets_another(
 def _measured(model: nn.Module) -> int:
     cache = DynamicCache()
     with torch.no_grad():
-        model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=True, **{cache_argument(model): cache})
     return sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values)) // 3
 
 

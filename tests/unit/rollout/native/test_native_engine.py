@@ -21,7 +21,7 @@ from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Group, Prompt
 from lowpeak.rollout import RolloutEngine
-from lowpeak.rollout.native import NativeEngine, SlotCache, bytes_per_token
+from lowpeak.rollout.native import NativeEngine, SlotCache, bytes_per_token, cache_argument
 from tiny_models import char_tokenizer, tiny_model
 
 TEXTS = ("12=", "987654321=", "5=", "33333=", "0=", "4711=")
@@ -58,7 +58,7 @@ def watched(model: nn.Module) -> Iterator[list[Forward]]:
     seen: list[Forward] = []
 
     def note(module, args, kwargs) -> None:
-        made, cache = Forward(*kwargs["input_ids"].shape), kwargs["past_key_values"]
+        made, cache = Forward(*kwargs["input_ids"].shape), kwargs[cache_argument(module)]
         if isinstance(cache, SlotCache):
             states = [each for layer in cache.layers for each in (layer.keys, layer.values)]
             held = sum(each.untyped_storage().nbytes() for each in states)  # used or not

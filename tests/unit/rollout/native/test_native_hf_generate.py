@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from dataclasses import replace
 
 import pytest
@@ -112,14 +111,3 @@ def test_the_models_own_generation_defaults_neither_act_nor_change_and_no_random
     assert torch.equal(torch.get_rng_state(), state)
     for before, after in zip(expected, again, strict=True):
         assert [c.ids.tolist() for c in before.completions] == [c.ids.tolist() for c in after.completions]
-
-
-def test_the_fallback_is_announced_once(caplog):
-    engine = _engine(_model())
-    with caplog.at_level(logging.WARNING, logger="lowpeak"):
-        engine.generate(PROMPTS, SAMPLING)
-        engine.generate(PROMPTS, SAMPLING)
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("lowpeak")]
-    assert len(said) == 1
-    assert "MistralForCausalLM" in said[0]
-    assert "DynamicSlidingWindowLayer" in said[0]

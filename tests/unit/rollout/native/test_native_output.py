@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -71,10 +73,21 @@ def _progress(num_rows: int, counted: list[tuple[int, int]] | None = None, max_n
     return OutputBuffer(num_rows, max_new_tokens, frozenset({1}), stops, on_tokens, torch.device("cpu"))
 
 
+class FixedDraw:
+    """A draw of these tokens; for a sequence that is drawn from the whole vocabulary, of token 7."""
+
+    def __init__(self, tokens_N: torch.Tensor, logprobs_N: torch.Tensor, again: float = math.nan) -> None:
+        self.tokens_N, self.logprobs_N, self._again = tokens_N, logprobs_N, again
+
+    def draw_from_all(self, sequences: Sequence[int]) -> None:
+        self.tokens_N[list(sequences)], self.logprobs_N[list(sequences)] = 7, self._again
+
+
 def _add(
     progress: OutputBuffer, rows: list[int], tokens: list[int], logprob: float = -1.0, computed: int = 3
 ) -> list[bool]:
-    return progress.add(torch.tensor(rows), torch.tensor(tokens), torch.full((len(rows),), logprob), computed)
+    draw = FixedDraw(torch.tensor(tokens), torch.full((len(rows),), logprob))
+    return progress.add(torch.tensor(rows), draw, computed)
 
 
 def test_rows_end_by_token_or_string_or_length_and_keep_what_ended_them():
@@ -111,3 +124,13 @@ def test_tokens_are_counted_beside_the_rows_that_were_computed():
 def test_logits_that_are_not_finite_are_an_error(bad):
     with pytest.raises(EngineError, match="NaN"):
         _add(_progress(2), [1], [3], bad)
+
+
+def test_a_sequence_that_needs_the_whole_vocabulary_is_drawn_again_and_counts_once():
+    progress = _progress(3)
+    _add(progress, [0, 1, 2], [3, 3, 3])
+    draw = FixedDraw(torch.tensor([1, 5]), torch.tensor([math.nan, -2.0]), -0.5)
+    assert progress.add(torch.tensor([2, 0]), draw, 2) == [False, False]
+    made = progress.completions()
+    assert [c.ids.tolist() for c in made] == [[3, 5], [3], [3, 7]]
+    assert made[2].logprobs.tolist() == [-1.0, -0.5]

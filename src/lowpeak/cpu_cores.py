@@ -1,0 +1,58 @@
+"""Physical CPU cores that this process may use, and the number of threads that torch gets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+
+def allowed_cores(root: Path = Path("/")) -> int:
+    """Return the physical cores that CPU affinity and the cgroups' CPU quotas allow, at least 1."""
+    number = os.cpu_count() or 1
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(number))
+    topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {tuple(_lines(root / topology.format(cpu))) or cpu for cpu in cpus}
+    physical = psutil.cpu_count(logical=False) or number
+    return max(1, int(min([len(cores), physical, *_cpu_quotas(root)])))
+
+
+def limit_threads() -> None:
+    """Lower torch's threads to the cores that are allowed; call it in a run of one process.
+
+    The load of the cores does not count, because the number of threads can change bits.
+    """
+    import torch
+
+    cores = allowed_cores()
+    if cores < torch.get_num_threads():
+        torch.set_num_threads(cores)
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """Yield the CPUs that each cgroup with the process in it allows, of version 1 or 2."""
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, group = line.split(":", 2)
+        mount = root / "sys/fs/cgroup"
+        if number != "0":
+            if "cpu" not in controllers.split(","):
+                continue
+            mount /= "cpu"
+        # Inside a container this folder may not exist: the mount is then the process's cgroup.
+        folder = mount / group.strip("/")
+        for each in (folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))):
+            words = " ".join([*_lines(each / "cpu.max"), *_lines(each / "cpu.cfs_quota_us")]).split()
+            period = [*words[1:], *_lines(each / "cpu.cfs_period_us")]
+            if words and period and words[0] not in ("max", "-1"):
+                yield int(words[0]) / int(period[0])
+
+
+def _lines(path: Path) -> list[str]:
+    with suppress(OSError):
+        return path.read_text().splitlines()
+    return []

@@ -1,0 +1,59 @@
+"""The cores that affinity and cgroups allow, and the threads of a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from lowpeak.cpu_cores import allowed_cores
+
+CORE = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+CPUS = {0, 1, 2, 3, 8, 9, 10, 11}
+V1 = "3:cpu,cpuacct:/job\n1:memory:/job\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({CORE.format(cpu): f"{cpu % 8},{cpu % 8 + 8}\n" for cpu in CPUS}, 4),
+        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/cpu.max": "max 100000\n"}, 8),
+        ({"proc/self/cgroup": "0::/slice/job\n", "sys/fs/cgroup/slice/cpu.max": "250000 100000\n"}, 2),
+        ({"proc/self/cgroup": "0::/on/the/host\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+        ({"proc/self/cgroup": V1, "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n"}, 8),
+        (
+            {
+                "proc/self/cgroup": V1,
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+            },
+            3,
+        ),
+    ],
+)
+def test_cores_are_those_of_affinity_and_of_every_cgroups_quota(tmp_path, monkeypatch, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: CPUS, raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16)
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert allowed_cores(tmp_path) == cores
+
+
+def test_a_config_of_one_process_lowers_torchs_threads_to_the_cores(tmp_path):
+    script = (
+        "import lowpeak.cpu_cores, torch\n"
+        "from lowpeak import GRPOConfig\n"
+        "for chosen, cores, ranks in ((8, 3, 1), (2, 3, 1), (8, 3, 2)):\n"
+        "    torch.set_num_threads(chosen)\n"
+        "    lowpeak.cpu_cores.allowed_cores = lambda cores=cores: cores\n"
+        f"    type('Config', (GRPOConfig,), {{'world_size': ranks}})(output_dir={str(tmp_path)!r}, use_cpu=True)\n"
+        "    print(torch.get_num_threads())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["3", "2", "8"], done.stderr
