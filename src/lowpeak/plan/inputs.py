@@ -47,14 +47,7 @@ from lowpeak.records import Completion, MicroBatch, Prompt, Record
 from lowpeak.rewards import REWARD_BATCH_TOKENS
 from lowpeak.rollout.native import bytes_per_token
 from lowpeak.trainers import attach_critic
-from lowpeak.training import (
-    LayoutChoice,
-    LogprobSettings,
-    ModelShape,
-    Sizes,
-    choose_layout,
-    describe_generation,
-)
+from lowpeak.training import LayoutChoice, LogprobSettings, ModelShape, Sizes, choose_layout, describe_generation
 
 OFFLINE = ("sft", "reward")
 
@@ -169,7 +162,7 @@ class RunInputs:
             SCORE_HEAD.install(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
         else:
             install_head(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
-        if self.layout != "padded":
+        if self.layout_choice.layout != "padded":
             install_attention(model)
         if self.args.checkpoints_activations:
             kwargs = self.args.gradient_checkpointing_kwargs or {"use_reentrant": False}
@@ -194,7 +187,7 @@ class RunInputs:
     def make_reference(self) -> nn.Module:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=self.checkpoint_dtype)
         install_head(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
-        if self.layout != "padded":
+        if self.layout_choice.layout != "padded":
             install_attention(model)
         return model
 
@@ -229,10 +222,6 @@ class RunInputs:
     @cached_property
     def layout_choice(self) -> LayoutChoice:
         return choose_layout(self.settings.memory, packing_unsupported_reason(self._plain_model))
-
-    @property
-    def layout(self) -> Any:
-        return self.layout_choice.layout
 
     @property
     def generation(self) -> str:
