@@ -59,7 +59,10 @@ LIMITS = {"0.5B": 1088, "7B": 1251}  # without filters
 EXTRA_OF_TOP_P = 6
 _PROMPT, _PROMPTS, _GENERATIONS = 256, 8, 8
 # A scalar is a kernel's argument.
-_WITHOUT_KERNEL = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "device", "scalar_tensor")
+_WITHOUT_KERNEL = (
+    *("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "_unsafe_view", "device"),
+    "scalar_tensor",
+)
 
 
 def main() -> None:
