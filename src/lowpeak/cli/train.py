@@ -31,7 +31,7 @@ from lowpeak.cli.dataset import load_datasets
 from lowpeak.cli.launch import is_rank_zero, launch_or_join, output_folder
 from lowpeak.cli.output import to_yaml
 from lowpeak.cli.vllm_devices import run_with_servers, trainer_settings
-from lowpeak.errors import ArgumentError, LowpeakError, first_line, require_package
+from lowpeak.errors import ArgumentError, LowpeakError, MemoryExhaustedError, first_line, require_package
 
 Part = TypeVar("Part")
 # The columns of a supervised dataset beside `prompt`; these jobs generate nothing and take no reward.
@@ -96,6 +96,7 @@ def _train(job: Job, library: Any) -> None:
     resume = parse_resume(job.config.resume_from_checkpoint)
     check_resume(Path(job.config.output_dir), resume)
     report_idle(job)
+    from lowpeak.memory import is_out_of_memory
     from lowpeak.models import allow_missing_weights
 
     try:
@@ -104,6 +105,11 @@ def _train(job: Job, library: Any) -> None:
     except LowpeakError:
         raise
     except (ImportError, RuntimeError, ValueError) as error:  # raised by transformers or peft for a bad argument
+        if is_out_of_memory(error):
+            raise MemoryExhaustedError(
+                f"the models do not fit in the memory of {job.config.device}: {first_line(error)}. `lowpeak plan` with this run's "
+                "arguments shows what they take, and with --fit chooses settings that fit."
+            ) from error
         raise ArgumentError(
             f"the run cannot be set up: {first_line(error)}. Correct the argument that this names; set LOWPEAK_TRACEBACK=1 in the "
             "environment to see the traceback."

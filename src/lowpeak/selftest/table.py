@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -228,7 +229,8 @@ def to_json(environment: Mapping[str, str], selection: Selection, outcomes: Sequ
         }
         for each, outcome in zip(selection.rows, outcomes, strict=True)
     ]
-    document = {"environment": environment, "device": selection.device, "quick": selection.quick, "rows": rows}
+    started = {"date": date.today().isoformat(), "device": selection.device, "quick": selection.quick}
+    document = {"environment": environment, **started, "rows": rows}
     return json.dumps(document, indent=2)
 
 

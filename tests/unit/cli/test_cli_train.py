@@ -4,10 +4,11 @@ import json
 import logging
 
 import pytest
+import torch
 import yaml
 
 from lowpeak.cli import parse_job, parse_resume, run_training, to_yaml, with_config
-from lowpeak.errors import ArgumentError, DataError
+from lowpeak.errors import ArgumentError, DataError, MemoryExhaustedError
 
 
 def argv(folder, *more, reward=True):
@@ -143,6 +144,16 @@ def test_a_command_shows_messages_of_level_info_unless_log_level_excludes_them(l
     assert run_training("grpo", argv(folder, *(["--log_level", level] if level else [])), library) == 0
     assert ("the sizes of the run" in capsys.readouterr().err) == shown
     assert not logging.getLogger("lowpeak").handlers
+
+
+def test_models_that_do_not_fit_in_memory_are_no_bad_argument(library, folder):
+    class Large(library.GRPOTrainer):
+        def __init__(self, **keywords):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    library.GRPOTrainer = Large
+    with pytest.raises(MemoryExhaustedError, match=r"2\.00 GiB.*--fit"):
+        run_training("grpo", argv(folder), library)
 
 
 def test_a_dry_run_prints_what_was_resolved_and_does_not_train(library, folder, capsys):
