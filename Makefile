@@ -3,7 +3,7 @@
 # make test         lint, types and all tests
 # make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
-# make test-versions what must work on each supported version: on the oldest transformers, accelerate, peft and datasets, and the locked
+# make test-versions tests on the oldest supported and the locked transformers, accelerate, peft and datasets
 # make test-newest  the same on what the index has today (TORCH=torch for the newest torch, too)
 # make update-locks the newest versions into requirements*.txt
 # make test-report  the report's page in a headless Chromium, which apt installs if there is none (BROWSER_PATH)

@@ -36,11 +36,15 @@ class Feature:
     """What the page has a row for: rows of the self-test that prove it, and what a run that proves it has."""
 
     rows: tuple[str, ...] = ()
-    in_run: Callable[[Result], bool] = lambda run: False
+    is_proved_by: Callable[[Result], bool] = lambda run: False
 
 
 def _has(**arguments: Any) -> Callable[[Result], bool]:
     return lambda run: all(run["arguments"].get(name) == value for name, value in arguments.items())
+
+
+def _generates(run: Result) -> bool:
+    return run["command"] not in ("sft", "reward")
 
 
 def _on_servers(run: Result) -> bool:
@@ -48,7 +52,7 @@ def _on_servers(run: Result) -> bool:
 
 
 FEATURES: dict[str, Feature] = {
-    "native engine": Feature(("decode", "GRPO learns"), lambda run: not run["arguments"].get("use_vllm")),
+    "native engine": Feature(("decode", "GRPO learns"), lambda run: _generates(run) and not _has(use_vllm=True)(run)),
     "vLLM, colocated": Feature(("vLLM colocated",), lambda run: _has(use_vllm=True)(run) and not _on_servers(run)),
     "vLLM on servers": Feature(("vLLM server",), _on_servers),
     "weights sent by NCCL": Feature(("vLLM server on another GPU",)),
@@ -73,8 +77,8 @@ TEXT = """\
 # Proved on
 
 Each row names the card on which a feature ran and was right, with versions and date. "CPU only"
-means that tests cover it on CPUs and no GPU has run it. The page is made from the files in
-`docs/results` by `python -m benchmarks.gpu_results`.
+means that no GPU has run it: what a CPU can run of it is tested on CPUs. The page is made from the
+files in `docs/results` by `python -m benchmarks.gpu_results`.
 
 To add a card, put one of two files into that folder and run the command: what
 `lowpeak env --selftest --gpu --format json` printed, or the `results.json` that a run leaves in its
@@ -96,7 +100,7 @@ def main() -> None:
     commands = list(constant_commands(constants(results)))
     print("\n".join(commands))
     print_result(
-        {"benchmark": "gpu_results", "files": len(results), "constants": len(commands), "kept": not options.quick}
+        {"benchmark": "gpu_results", "files": len(results), "constants": len(commands), "written": not options.quick}
     )
 
 
@@ -140,13 +144,14 @@ def _proofs(feature: Feature, results: Mapping[str, Result]) -> list[tuple[str, 
 
 def _proves(result: Result, feature: Feature) -> bool:
     ok = {row["row"] for row in result.get("rows", ()) if row["result"] == "ok"}
-    return bool(ok.intersection(feature.rows)) or ("run" in result and feature.in_run(result))
+    return bool(ok.intersection(feature.rows)) or ("run" in result and feature.is_proved_by(result))
 
 
 def card_of(result: Result) -> str | None:
-    """Return the first card of the machine, such as "NVIDIA H100 80GB HBM3"; None for a plan and on CPUs."""
+    """Return the first card of the machine, such as "NVIDIA H100 80GB HBM3"; None for a plan and a run on CPUs."""
     name = result.get("environment", {}).get("device 0")
-    return None if name is None else name.partition(",")[0]
+    on_gpu = result.get("device", "").startswith("cuda")
+    return name.partition(",")[0] if name is not None and on_gpu else None
 
 
 def _versions(result: Result) -> str:
@@ -178,7 +183,7 @@ def _recipe_rows(name: str, results: Mapping[str, Result]) -> Iterator[str]:
         cost = f"{plan['minutes'] * 100 / plan['steps']:.0f} minutes{price}"
         seconds = sum(plan["seconds_per_step"].values())
         cells = (f"{seconds:.1f}", f"{plan['tokens_per_second']:,.0f}", f"{plan['peak'] / _GIB:.1f}", cost, "")
-        yield " | ".join((name, f"planned for {plan['gpu']}{'' if runs else f'; {CPU_ONLY}'}", *cells))
+        yield " | ".join((name, f"plan for {plan['gpu']}{'' if runs else f' ({CPU_ONLY})'}", *cells))
     for card, run in runs.items():
         peak = max({**run["peak_memory"], **run["reserved_memory"]}.values()) / _GIB
         accuracy = run["evaluation"].get("eval_accuracy")
@@ -195,8 +200,8 @@ def _runs(results: Mapping[str, Result], name: str | None = None) -> list[Result
 
 # The plan's constants.
 
-# Where each stands: the text before its value.
-_PLACES = {
+# The text before each constant's value.
+_CONSTANT_PATTERNS = {
     "FLOPS_SHARE": r"^FLOPS_SHARE = ",
     "BANDWIDTH_SHARE": r"^BANDWIDTH_SHARE = ",
     "LAYER_LATENCY": r'^_LAYER_LATENCY = \{"cuda": ',
@@ -209,43 +214,44 @@ _PLACES = {
 def constants(results: Mapping[str, Result]) -> dict[str, float]:
     """Return the constants of the plan as files measured them; those that no file has measured are left out.
 
-    Shares of the data sheet are planned over measured seconds of the same tokens; fragmentation is reserved over allocated bytes.
+    Shares of the data sheet are planned over measured seconds, for the tokens that were generated and trained on, if each step
+    had its own rollout. Fragmentation is the excess of the reserved peak over the allocated one.
     """
     found: dict[str, list[float]] = {}
     for run in filter(card_of, _runs(results)):
         peaks, reserved = run["peak_memory"], run["reserved_memory"]
-        found.setdefault("FRAGMENTATION", []).append(
-            max((reserved[phase] / peaks[phase] - 1 for phase in reserved), default=0)
-        )
+        found.setdefault("FRAGMENTATION", []).append(max(reserved.values()) / max(peaks.values()) - 1)
         plan = results.get(f"{run['run']}.plan")
         if plan is not None:
             for name, ratio in _speeds(run, plan).items():
-                found.setdefault(name, []).append(_value(name)[2] * ratio)
+                found.setdefault(name, []).append(find_constant(name)[2] * ratio)
         if not run["arguments"].get("use_vllm"):  # whose memory would count
-            found.setdefault("CONTEXT_BYTES" if run["devices"] == 1 else "outside", []).append(run["outside_bytes"])
+            found.setdefault("CONTEXT_BYTES" if run["devices"] == 1 else "CONTEXT_AND_NCCL_BYTES", []).append(
+                run["outside_bytes"]
+            )
     for row in (row for result in results.values() if card_of(result) for row in result.get("rows", ())):
         if row["row"] == "decode" and row["result"] == "ok":
             ratio = row["numbers"]["again_ms_per_step"] / row["numbers"]["planned_ms_per_step"]
-            found.setdefault("LAYER_LATENCY", []).append(_value("LAYER_LATENCY")[2] * ratio)
+            found.setdefault("LAYER_LATENCY", []).append(find_constant("LAYER_LATENCY")[2] * ratio)
     values = {name: statistics.median(numbers) for name, numbers in found.items()}
-    outside, context = values.pop("outside", None), values.get("CONTEXT_BYTES")
-    return values if outside is None or context is None else {**values, "NCCL_BYTES": outside - context}
+    both, context = values.pop("CONTEXT_AND_NCCL_BYTES", None), values.get("CONTEXT_BYTES")
+    return values if both is None or context is None else {**values, "NCCL_BYTES": both - context}
 
 
 def _speeds(run: Result, plan: Result) -> dict[str, float]:
-    """Return planned over measured seconds of training, for the tokens that were trained on, and of a native rollout."""
+    """Return planned over measured seconds of training and of a native rollout, for the run's tokens."""
     planned, measured = plan["seconds_per_step"], run["seconds"]
     planned_tokens = plan["tokens_per_second"] * sum(planned.values())
     share = run["tokens_per_second"] * run["step_time"] / planned_tokens
     speeds = {"FLOPS_SHARE": share * planned["train"] / measured["train"]}
-    if not run["arguments"].get("use_vllm"):
-        speeds["BANDWIDTH_SHARE"] = planned["rollout"] / measured["rollout"]
+    if not run["arguments"].get("use_vllm") and run["arguments"].get("num_iterations", 1) == 1:
+        speeds["BANDWIDTH_SHARE"] = share * planned["rollout"] / measured["rollout"]
     return speeds
 
 
-def _value(name: str) -> tuple[Path, int, float, str]:
+def find_constant(name: str) -> tuple[Path, int, float, str]:
     """Return where a constant is: file, line, value, and the value's text."""
-    pattern = re.compile(_PLACES[name] + r"([^,}#\n]*[^,}#\s])")
+    pattern = re.compile(_CONSTANT_PATTERNS[name] + r"([^,}#\n]*[^,}#\s])")
     for path in sorted((ROOT / "src" / "lowpeak").rglob("*.py")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             found = pattern.match(line)
@@ -253,13 +259,13 @@ def _value(name: str) -> tuple[Path, int, float, str]:
                 text = found.group(1)
                 factors = re.findall(r"\d[\d_]*(?:\.\d+)?(?:e-?\d+)?", text)
                 return path, number, float(factors[0]) * (1e9 if "GB" in text else 1), text
-    raise LookupError(f"src/lowpeak has no line that matches {_PLACES[name]}")
+    raise LookupError(f"src/lowpeak has no line that matches {_CONSTANT_PATTERNS[name]}")
 
 
 def constant_commands(values: Mapping[str, float]) -> Iterator[str]:
     """Yield a command of sed for each constant, with the old and the new value."""
     for name, value in values.items():
-        path, number, _, text = _value(name)
+        path, number, _, text = find_constant(name)
         new = f"{round(value, -7):.0f}" if name.endswith("BYTES") else f"{value:.2g}"
         old = re.sub(r"[][.*^$/\\]", r"\\\g<0>", text)
         yield f"sed -i '{number}s/= \\(.*\\){old}/= \\1{new}/' {path.relative_to(ROOT)}  # {name}: {text} -> {new}"

@@ -106,7 +106,7 @@ def adapter() -> Any:
     return LoraConfig(**LORA)
 
 
-def run_steps(request: CriticRequest) -> dict[str, Any]:
+def planned_steps(request: CriticRequest) -> dict[str, Any]:
     """Train, and tell what each step took, what was resident before, and how many values are trained."""
     torch.set_num_threads(request.threads)
     before = resident_bytes()
@@ -137,4 +137,4 @@ def run_steps(request: CriticRequest) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print_result(run_steps(CriticRequest(**json.loads(sys.argv[1]))))
+    print_result(planned_steps(CriticRequest(**json.loads(sys.argv[1]))))

@@ -166,7 +166,7 @@ def watch(trainer: Any, library: str, clock: PhaseClock) -> None:
     clock.watch(trainer, "training_step", "train")
 
 
-def run_steps(request: PairRequest) -> dict[str, Any]:
+def planned_steps(request: PairRequest) -> dict[str, Any]:
     """Train, and tell what each step took, what was resident before, and what was computed."""
     seen: list[list[int]] = []
     trainer, clock = make_trainer(request, seen), PhaseClock()
@@ -175,4 +175,4 @@ def run_steps(request: PairRequest) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print_result(run_steps(PairRequest(**json.loads(sys.argv[1]))))
+    print_result(planned_steps(PairRequest(**json.loads(sys.argv[1]))))

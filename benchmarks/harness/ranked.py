@@ -121,7 +121,7 @@ def canned_lengths(request: RankedRequest) -> Iterator[list[int]]:
         yield shapes.draw_lengths(shapes.NUM_GENERATIONS, 2 * step + rank, request.completion)
 
 
-def run_steps(request: RankedRequest) -> dict[str, Any]:
+def planned_steps(request: RankedRequest) -> dict[str, Any]:
     """Train, and tell this rank's memory by phase above the process before the model, and the last step's seconds."""
     importlib.import_module(f"{request.library}").GRPOTrainer  # noqa: B018, loads what is loaded lazily
     before = resident_bytes() or 0
@@ -164,7 +164,7 @@ def main(request: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    found = run_steps(RankedRequest(**request))
+    found = planned_steps(RankedRequest(**request))
     if not dist.is_initialized():
         print_result({"ranks": [found]})
         return

@@ -163,7 +163,7 @@ def force_lengths(trainer: Any, given: Any) -> None:
     trainer._generate_single_turn = generate
 
 
-def run_steps(request: StepRequest) -> dict[str, Any]:
+def planned_steps(request: StepRequest) -> dict[str, Any]:
     """Train, and tell what each step took, what was resident before, and what was computed."""
     lengths: list[list[int]] = []
     importlib.import_module(request.library).GRPOTrainer  # noqa: B018, loads what is loaded lazily
@@ -232,4 +232,4 @@ def own_numbers(trainer: Any, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print_result(run_steps(StepRequest(**json.loads(sys.argv[1]))))
+    print_result(planned_steps(StepRequest(**json.loads(sys.argv[1]))))

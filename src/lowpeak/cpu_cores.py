@@ -13,7 +13,7 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 def allowed_cores(root: Path = Path("/")) -> int:
-    """Return the physical cores that CPU affinity and the cgroups' CPU quotas allow, at least 1."""
+    """Return the physical cores that CPU affinity and the cgroups' CPU quotas allow, rounded down, at least 1."""
     number = os.cpu_count() or 1
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(number))
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -23,19 +23,19 @@ def allowed_cores(root: Path = Path("/")) -> int:
 
 
 def limit_threads() -> None:
-    """Lower torch's threads to the cores that are allowed; call it in a run of one process.
+    """Lower torch's threads to the allowed cores, unless OMP_NUM_THREADS is set; call it in a run of one process.
 
-    The load of the cores does not count, because the number of threads can change bits.
+    The current load is ignored: the number of threads can change bits.
     """
     import torch
 
     cores = allowed_cores()
-    if cores < torch.get_num_threads():
+    if THREADS_VARIABLE not in os.environ and cores < torch.get_num_threads():
         torch.set_num_threads(cores)
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Yield the CPUs that each cgroup with the process in it allows, of version 1 or 2."""
+    """Yield the CPU quota of each cgroup of this process (version 1 or 2), in CPUs."""
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, group = line.split(":", 2)
         mount = root / "sys/fs/cgroup"

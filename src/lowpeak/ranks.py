@@ -180,12 +180,12 @@ class Ranks:
         return items
 
     def _report(self, error: Exception) -> Exception:
-        """Report and return an error of this rank; raise RankError for one after which the ranks cannot agree."""
-        lost = nccl_memory_error(error)
+        """Report an error of this rank and return it; raise RankError if collectives are impossible."""
+        nccl_error = nccl_memory_error(error)
         if self._on_error is not None and not getattr(error, "is_awaited", False):
-            self._on_error(lost or error)
-        if lost is not None:
-            raise lost from error
+            self._on_error(nccl_error or error)
+        if nccl_error is not None:
+            raise nccl_error from error
         return error
 
     def _raise_first(self, failures: Sequence[Failure | None], own_error: Exception | None) -> None:
@@ -237,7 +237,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def nccl_memory_error(error: BaseException) -> RankError | None:
-    """Return the error that explains NCCL's lack of device memory, with a remedy; None for another error."""
+    """Return a RankError with a remedy if NCCL ran out of device memory, else None."""
     text = str(error)
     lowered = text.lower()
     if isinstance(error, LowpeakError) or "nccl" not in lowered or not any(w in lowered for w in _NCCL_OUT_OF_MEMORY):

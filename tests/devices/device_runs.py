@@ -41,7 +41,8 @@ CLASSES = {
 }
 # What differs between two runs of the same numbers: time and memory.
 _MEASURED = (
-    "time/", "peak_memory/", "step_time", "tokens_per_second", "train_", "eval_runtime", "eval_samples_per", "offload/",
+    "time/", "peak_memory/", "reserved_memory/", "step_time", "tokens_per_second", "train_", "eval_runtime",
+    "eval_samples_per", "offload/",
 )  # fmt: skip
 
 

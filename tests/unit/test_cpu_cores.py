@@ -45,15 +45,17 @@ def test_cores_are_those_of_affinity_and_of_every_cgroups_quota(tmp_path, monkey
     assert allowed_cores(tmp_path) == cores
 
 
-def test_a_config_of_one_process_lowers_torchs_threads_to_the_cores(tmp_path):
+def test_a_config_of_one_process_lowers_torchs_threads_to_the_cores_unless_the_variable_is_set(tmp_path):
     script = (
-        "import lowpeak.cpu_cores, torch\n"
+        "import lowpeak.cpu_cores, os, torch\n"
         "from lowpeak import GRPOConfig\n"
-        "for chosen, cores, ranks in ((8, 3, 1), (2, 3, 1), (8, 3, 2)):\n"
+        "for chosen, cores, ranks, variable in ((8, 3, 1, ''), (2, 3, 1, ''), (8, 3, 2, ''), (8, 3, 1, '8')):\n"
         "    torch.set_num_threads(chosen)\n"
+        "    os.environ.pop('OMP_NUM_THREADS', None)\n"
+        "    os.environ.update({'OMP_NUM_THREADS': variable} if variable else {})\n"
         "    lowpeak.cpu_cores.allowed_cores = lambda cores=cores: cores\n"
         f"    type('Config', (GRPOConfig,), {{'world_size': ranks}})(output_dir={str(tmp_path)!r}, use_cpu=True)\n"
         "    print(torch.get_num_threads())"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["3", "2", "8"], done.stderr
+    assert done.stdout.split() == ["3", "2", "8", "8"], done.stderr

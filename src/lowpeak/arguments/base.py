@@ -97,8 +97,8 @@ HAS_DEVICE_MEMORY = EffectCondition(
     lambda args, facts: facts.has_device_memory is not False, "the device uses host memory; remove it"
 )
 
-_ON_CUDA = EffectCondition(lambda args, facts: facts.is_cuda is not False, "the device is no GPU of CUDA; remove it")
-_WITHOUT_VLLM = EffectCondition(
+_ON_CUDA = EffectCondition(lambda args, facts: facts.is_cuda is not False, "cuDNN is for NVIDIA GPUs; remove it")
+_NO_COLOCATED_VLLM = EffectCondition(
     lambda args, facts: not getattr(args, "use_vllm", False) or args.vllm_mode != "colocate",
     "a vLLM in this process turns it off; remove it, or set vllm_mode='server'",
 )
@@ -187,8 +187,8 @@ class CommonArguments:
     )
     cudnn_attention: bool = memory_argument(
         False,
-        "Let torch choose cuDNN's attention, which needs a plan, in time and host memory, for each new shape (GPUs of CUDA).",
-        acts_if=(_ON_CUDA, _WITHOUT_VLLM),
+        "Let torch use cuDNN's attention on GPUs. It builds a plan for each new shape, which costs time and host memory.",
+        acts_if=(_ON_CUDA, _NO_COLOCATED_VLLM),
     )
     router_aux_loss_coef: float | None = argument(
         None,
@@ -367,9 +367,9 @@ def run_facts(args: Any, **known: Any) -> RunFacts:
         f"accelerator_config has gradient_accumulation_kwargs={kwargs!r}, which has no effect: set gradient_accumulation_steps "
         "instead.",
     )
-    known = {"is_cuda": args.device.type == "cuda", **known}
     on_device = args.device.type not in ("cpu", "mps")
-    return RunFacts(has_device_memory=on_device, replicated=args.has_replicas, idle=idle, **known)
+    is_cuda = args.device.type == "cuda"
+    return RunFacts(has_device_memory=on_device, is_cuda=is_cuda, replicated=args.has_replicas, idle=idle, **known)
 
 
 def resolve_memory(args: Any, **computed: Any) -> MemorySettings:

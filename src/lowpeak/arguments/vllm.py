@@ -58,7 +58,7 @@ _NO_URL = EffectCondition(
 _PORT = Check(lambda x: x is None or 0 < x < 1 << 16, "must be a port, from 1 to 65535")
 
 # Seconds for the ranks to agree on what to do after a wave has exceeded its time limit.
-_AFTER_WAVE_SECONDS = 300
+_AGREEMENT_SECONDS = 300
 
 _REFUSED_ENGINE_KWARGS = {
     "tensor_parallel_size": "use vllm_tensor_parallel_size",
@@ -272,9 +272,9 @@ def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.env
 
 
 def resolve_collective_timeout(args: Any, num_processes: int) -> int:
-    """Return ddp_timeout, raised above a wave's time limit if it is unset; ArgumentError if a wave may exceed it.
+    """Return the seconds that a collective may take: an unset ddp_timeout is raised above vllm_wave_timeout.
 
-    A rank whose wave is done waits for the others in a collective.
+    A rank whose wave is done waits for the others in a collective. ArgumentError if ddp_timeout is set below a wave's limit.
     """
     limit, wave = args.ddp_timeout, args.vllm_wave_timeout
     if not args.use_vllm or num_processes == 1:
@@ -287,7 +287,7 @@ def resolve_collective_timeout(args: Any, num_processes: int) -> int:
             "ddp_timeout above the longest wave, or set vllm_wave_timeout.",
         )
         return int(limit)
-    needed = math.ceil(wave) + _AFTER_WAVE_SECONDS
+    needed = math.ceil(wave) + _AGREEMENT_SECONDS
     require(
         is_unset or limit >= needed,
         f"vllm_wave_timeout={wave} is too long for ddp_timeout={limit}, the most seconds that a rank waits for another rank's "

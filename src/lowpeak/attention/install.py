@@ -214,7 +214,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Return attention's output, [1, L, H, F], and no weights, as transformers' registry expects of a function."""
     if forest is None:
-        if _has_shared_mask(query, key, attention_mask) and not _unknown(kwargs):
+        if _is_grouped_decode(query, key, attention_mask) and not _unknown(kwargs):
             return _attend_last_token(query, key, value, attention_mask, **kwargs), None
         return ALL_ATTENTION_FUNCTIONS[SDPA](module, query, key, value, attention_mask, **kwargs)
     _check_layer_arguments(module, query, attention_mask, kwargs)
@@ -224,7 +224,7 @@ def _attend(
     return attend_forest(query, key, value, forest, query.shape[-1] ** -0.5 if scale is None else scale), None
 
 
-def _has_shared_mask(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+def _is_grouped_decode(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Return whether one token per sequence attends in groups of heads, with one mask for all heads."""
     return mask is not None and query.shape[2] == mask.shape[1] == 1 and query.shape[1] > key.shape[1]
 
@@ -233,7 +233,7 @@ def _attend_last_token(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None = None,
     dropout: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Return attention [N, 1, H, F] with the heads of a group as rows of one query [N, K, H / K, E].
+    """Return attention [N, 1, H, F]; the heads of a group are the query rows of one KV head, [N, K, H / K, E].
 
     transformers before 5.20 copies keys and values for each head of their group instead.
     """

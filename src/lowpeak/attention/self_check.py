@@ -77,7 +77,7 @@ def packing_mismatch(model: nn.Module, device: torch.device | str, now_on: torch
             dtype = torch.get_autocast_dtype(device.type)
         return attention_mismatch(dtype, device, *_heads_of(causal.config.get_text_config()))
     except (ModelError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # It says nothing about packed sequences, and padded ones would take more memory.
+        # Out of memory says nothing about packing, and padded rows would need more.
         if is_out_of_memory(error):
             raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)

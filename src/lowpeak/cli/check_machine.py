@@ -93,7 +93,7 @@ def _versions(job: Job) -> Iterator[Check]:
         "deepspeed": "zero" in str(job.launch.accelerate_config or ""),
         "vllm": getattr(job.config, "use_vllm", False) and getattr(job.config, "vllm_mode", "") == "colocate",
     }
-    supported = {each.name: each.specifier for each in map(Requirement, requires("lowpeak") or ())}
+    supported = {each.name: each.specifier for each in map(Requirement, requires("lowpeak") or [])}
     for package in (name for name, is_needed in needed.items() if is_needed):
         version = installed_version(package)
         if version == "not installed":
@@ -136,8 +136,8 @@ def _memory(options: PlanArguments, job: Job, machine: Machine) -> Iterator[Chec
         yield Check("generation", True, plan.inputs.generation)
     yield Check("layout", True, str(plan.inputs.layout_choice))
     limit = plan.request.machine.memory
-    beside = "" if machine.device == "cuda" else " (without the process itself)"
-    where = f"{show_bytes(plan.peak)} in {plan.peak_phase}{beside}, of {show_bytes(limit)}"
+    process_note = "" if machine.device == "cuda" else " (without the process itself)"
+    where = f"{show_bytes(plan.peak)} in {plan.peak_phase}{process_note}, of {show_bytes(limit)}"
     fits = plan.peak <= limit
     remedy = "" if fits else ": `lowpeak plan --fit` chooses settings that fit"
     yield Check("device memory", fits and not problem, problem or where + remedy)

@@ -16,14 +16,14 @@ import psutil  # type: ignore[import-untyped]
 import lowpeak
 from lowpeak.cli.arguments import ErrorParser
 from lowpeak.cpu_cores import THREADS_VARIABLE, allowed_cores
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, first_line
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "numpy"),
     *("peft", "bitsandbytes", "vllm", "deepspeed", "ninja", "triton", "psutil"),
 )
 
-# Options of the self-test, and what each does to it.
+# Options of the self-test and their effects.
 SELFTEST_OPTIONS = {
     "--gpu": "adds the GPU to the self-test",
     "--rows": "chooses rows of the self-test",
@@ -78,7 +78,7 @@ def environment_facts() -> dict[str, str]:
     """Return the versions of packages, compilers and drivers, and the hardware, by name."""
     facts = {"lowpeak": lowpeak.__version__, "python": platform.python_version(), "platform": platform.platform()}
     versions = {name: installed_version(name) for name in PACKAGES}
-    facts |= versions | _compilers() | _accelerators() | _fast_paths()
+    facts |= versions | _compilers() | _accelerators() | _describe_fast_paths()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts["cpu"] = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {usable} usable"
     facts["physical cores"] = f"{allowed_cores()} allowed by affinity and CPU quota"
@@ -88,7 +88,7 @@ def environment_facts() -> dict[str, str]:
 
 
 def _compilers() -> dict[str, str]:
-    """Return the versions of compilers; for one that is missing, what needs it."""
+    """Return each compiler's version, or what needs the missing compiler."""
     found = {name: _first_line(name, "--version") or f"not found: {use}" for name, use in _COMPILERS.items()}
     if installed_version("ninja") == "not installed" and shutil.which("ninja") is None:
         found["ninja"] = f"not installed: {_COMPILERS['g++']}"
@@ -139,7 +139,7 @@ def _accelerators() -> dict[str, str]:
     return facts
 
 
-def _fast_paths() -> dict[str, str]:
+def _describe_fast_paths() -> dict[str, str]:
     """Return whether a Llama of the installed transformers generates by the decode loop and trains without padding."""
     try:
         import torch
@@ -147,16 +147,18 @@ def _fast_paths() -> dict[str, str]:
 
         from lowpeak.attention import packing_unsupported_reason
         from lowpeak.training import describe_generation
-    except (ImportError, OSError) as error:
-        return {"generation": f"unknown: transformers does not import ({error})"}
-    with torch.device("meta"):
-        llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))
-    layout = packing_unsupported_reason(llama) or "packed without padding"
-    return {"generation (Llama)": describe_generation(llama, None), "layout (Llama)": layout}
+
+        with torch.device("meta"):
+            llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))
+        layout = packing_unsupported_reason(llama) or "packed without padding"
+        return {"generation (Llama)": describe_generation(llama, None), "layout (Llama)": layout}
+    # A report of versions must not fail because of one.
+    except Exception as error:
+        return {"generation (Llama)": f"unknown: {type(error).__name__}: {first_line(error)}"}
 
 
 def driver_facts() -> dict[str, str]:
-    """Return the driver's version and each card's free memory: before any process of this run has a context there."""
+    """Return the driver's version and the free memory of each card, in MiB."""
     query = ("nvidia-smi", "--query-gpu=driver_version,memory.free,memory.total", "--format=csv,noheader,nounits")
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()

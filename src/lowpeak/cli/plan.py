@@ -26,7 +26,7 @@ from lowpeak.cli.devices import read_devices
 from lowpeak.cli.job_files import write_run_files
 from lowpeak.cli.output import print_once
 from lowpeak.cli.train import ANSWER_COLUMNS, Job, lora_config, with_config
-from lowpeak.cli.vllm_devices import SERVER_URLS, trainer_settings
+from lowpeak.cli.vllm_devices import SERVER_URLS, split_devices, trainer_settings
 from lowpeak.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
     plan = (
         _fitted(options, job, _within_budget(request, budget_of(request)))
         if options.fit
-        else _planned(options, job, request)
+        else _print_plan(options, job, request)
     )
     if plan is not None and options.plot is not None:
         from lowpeak.plan import write_plot
@@ -108,7 +108,7 @@ def plan_within_budget(request: PlanRequest, report: Callable[[str], object] = l
     return dataclasses.replace(fit.plan, request=_within_budget(fit.plan.request, budget)), fit.problem
 
 
-def _planned(options: PlanArguments, job: Job, request: PlanRequest) -> Plan:
+def _print_plan(options: PlanArguments, job: Job, request: PlanRequest) -> Plan:
     """Print the plan of a run with its settings, and the changes that would lower its peak."""
     from lowpeak.plan import advise, print_plan
 
@@ -120,15 +120,19 @@ def _planned(options: PlanArguments, job: Job, request: PlanRequest) -> Plan:
     if problem:
         print_once(problem)
     if options.format == "json":
-        machine = {"gpu": options.gpu, "price_per_hour": options.price_per_hour}
         advised = {"advice": [dataclasses.asdict(each) for each in advice]}
-        print(json.dumps({**machine, **plan.as_dict(_price(options, job)), **advised}, indent=2))
+        print(json.dumps({**_plan_document(options, job, plan), **advised}, indent=2))
     else:
-        print_plan(plan, advice, price=_price(options, job))
+        print_plan(plan, advice, hourly_price=_total_hourly_price(options, job))
     return plan
 
 
-def _price(options: PlanArguments, job: Job) -> float | None:
+def _plan_document(options: PlanArguments, job: Job, plan: Plan) -> dict[str, Any]:
+    machine = {"gpu": options.gpu, "price_per_hour": options.price_per_hour}
+    return {**machine, **plan.as_dict(_total_hourly_price(options, job))}
+
+
+def _total_hourly_price(options: PlanArguments, job: Job) -> float | None:
     """Return the dollars of an hour of all GPUs, those of vLLM's servers included; None without a price."""
     gpus = _training_devices(options, job) + len(_gpus_of(job.given, "vllm_devices"))
     return None if options.price_per_hour is None else gpus * options.price_per_hour
@@ -153,11 +157,11 @@ def _fitted(options: PlanArguments, job: Job, request: PlanRequest) -> Plan | No
     fit = Search(request, _progress, factors, keeps_strategy=keeps_strategy).run()
     _progress("")
     if options.format == "json":
-        plan = fit.plan.as_dict(_price(options, job)) if fit.plan else {}
+        plan = _plan_document(options, job, fit.plan) if fit.plan else {}
         print(json.dumps({**plan, "fit": fit.as_dict()}, indent=2))
     else:
         if fit.plan is not None:
-            print_plan(fit.plan, price=_price(options, job))
+            print_plan(fit.plan, hourly_price=_total_hourly_price(options, job))
         print("\n".join(fit_lines(fit)))
     if fit.plan is not None:
         for path in write_run_files(Path(options.output), job, fit, options.emit):
@@ -195,7 +199,7 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak, command: str = "lowp
         pick(RunArguments),
         pick(LaunchArguments),
         config=None,
-        given={**_with_servers(rest), "use_cpu": True},
+        given={**_add_server_urls(rest), "use_cpu": True},
     )
     if (job.model.load_in_4bit or job.model.load_in_8bit) and not job.model.use_peft:
         raise ArgumentError("a quantised model is frozen, so that nothing would be trained: add --use_peft.")
@@ -206,11 +210,12 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak, command: str = "lowp
     return options, dataclasses.replace(job, given=rest)
 
 
-def _with_servers(given: Mapping[str, Any]) -> dict[str, Any]:
+def _add_server_urls(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments as the trainer of --vllm_devices gets them, with a URL for each server."""
     if given.get("vllm_devices") is None:
         return dict(given)
-    num_servers = max(1, len(_gpus_of(given, "vllm_devices")) // given.get("vllm_tensor_parallel_size", 1))
+    devices = read_devices(given["vllm_devices"], "--vllm_devices")
+    num_servers = len(split_devices(devices, given.get("vllm_tensor_parallel_size", 1)))
     urls = ",".join(f"http://127.0.0.1:{8000 + index}" for index in range(num_servers))
     return trainer_settings(given, {SERVER_URLS: urls})
 

@@ -46,7 +46,7 @@ _OF_4_BITS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_q
 # TRL's defaults where lowpeak's differ: a file that spells them out is not told that they have no effect.
 _TRL_DEFAULTS = {"model_revision": "main", "eval_split": "test", "lora_dropout": 0.05, "per_device_eval_batch_size": 8}
 _PEAKS = ("peak_memory", "reserved_memory", "planned_memory")
-_LAST_REWARDS = 10  # steps whose mean reward is that of the run's end
+_NUM_FINAL_REWARDS = 10  # steps whose mean reward is that of the run's end
 _PEFT_TASKS = {"reward": "SEQ_CLS"}
 
 
@@ -104,11 +104,16 @@ def _train(job: Job, library: Any) -> None:
             trainer = make_trainer(job, library)
     except LowpeakError:
         raise
-    except (ImportError, RuntimeError, ValueError) as error:  # raised by transformers or peft for a bad argument
+    except (
+        ImportError,
+        MemoryError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # raised by transformers or peft for a bad argument
         if is_out_of_memory(error):
             raise MemoryExhaustedError(
-                f"the models do not fit in the memory of {job.config.device}: {first_line(error)}. `lowpeak plan` with this run's "
-                "arguments shows what they take, and with --fit chooses settings that fit."
+                f"the models do not fit in the memory of {job.config.device}: {first_line(error)}. `lowpeak plan` with the same "
+                "arguments shows the memory that they need; --fit chooses settings that fit."
             ) from error
         raise ArgumentError(
             f"the run cannot be set up: {first_line(error)}. Correct the argument that this names; set LOWPEAK_TRACEBACK=1 in the "
@@ -133,8 +138,9 @@ def _train(job: Job, library: Any) -> None:
 def write_results(job: Job) -> None:
     """Write results.json next to the model: the machine, the arguments, and what the journal's steps measured.
 
-    Seconds and tokens are medians of the steps after the first; bytes are peaks. `outside_bytes` of the device are not torch's
-    allocator's. A run without steps has no results.
+    `step_time`, `tokens_per_second` and `seconds` by phase are medians without the first value; `peak_memory` and
+    `reserved_memory` by phase are the largest bytes. `outside_bytes` of the device are not torch's allocator's, but CUDA's, NCCL's
+    and other processes'. `reward` is the mean of the last ten that the journal has. A run without steps has no results.
     """
     from lowpeak.cli.env import environment_facts
     from lowpeak.journal import EVALUATIONS, EVENTS, read_rows, read_steps
@@ -144,31 +150,35 @@ def write_results(job: Job) -> None:
     evaluations, events = (list(read_rows(folder / "journal", name)) for name in (EVALUATIONS, EVENTS))
     if not steps:
         return
+    rewards = _group_metrics(steps, "reward").get("")
     results = {
         "run": folder.name,
         "command": job.kind,
         "date": date.today().isoformat(),
         "arguments": hide_secrets(dict(job.given)),
         "environment": environment_facts(),
+        "device": str(job.config.device),
         "devices": job.config.world_size,
         "steps": steps[-1]["step"],
-        "seconds": {
-            phase: statistics.median(values[1:] or values) for phase, values in _series(steps, "time/").items()
-        },
+        "seconds": {phase: _typical(values) for phase, values in _group_metrics(steps, "time/").items()},
+        **{name: _typical(_group_metrics(steps, name)[""]) for name in ("step_time", "tokens_per_second")},
         **{
-            name: statistics.median(_series(steps, name)[""][1:] or [0.0])
-            for name in ("step_time", "tokens_per_second")
+            kind: {phase: max(values) for phase, values in _group_metrics(steps, f"{kind}/").items()} for kind in _PEAKS
         },
-        **{kind: {phase: max(values) for phase, values in _series(steps, f"{kind}/").items()} for kind in _PEAKS},
-        "outside_bytes": _bytes_outside_allocator(job.config.device),
-        "reward": statistics.fmean(_series(steps, "reward").get("", [0.0])[-_LAST_REWARDS:]),
+        "outside_bytes": _measure_outside_bytes(job.config.device),
+        "reward": statistics.fmean(rewards[-_NUM_FINAL_REWARDS:]) if rewards else None,
         "evaluation": evaluations[-1] if evaluations else {},
         "events": Counter(row["event"] for row in events),
     }
     (folder / "results.json").write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def _series(steps: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[float]]:
+def _typical(values: Sequence[float]) -> float:
+    """Return the median without the first value, which includes compilation; the first if there is no other."""
+    return statistics.median(values[1:] or values)
+
+
+def _group_metrics(steps: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[float]]:
     """Return the numbers of the metrics whose names begin with `prefix`, by the rest of their names."""
     found: dict[str, list[float]] = {}
     for row in steps:
@@ -178,7 +188,7 @@ def _series(steps: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[f
     return found
 
 
-def _bytes_outside_allocator(device: Any) -> int | None:
+def _measure_outside_bytes(device: Any) -> int | None:
     """Return the bytes of a device that are taken and not torch's allocator's; None on a CPU."""
     from lowpeak.memory import free_bytes, has_device_memory, total_bytes
 
@@ -195,13 +205,13 @@ def _show_log(args: Any) -> Iterator[None]:
     # transformers' "passive" keeps Python's level, which shows warnings and errors only.
     level = logging.INFO if args.log_level == "passive" else args.get_process_log_level()
     logger, handler = logging.getLogger("lowpeak"), logging.StreamHandler()
-    before = logger.level
+    previous_level = logger.level
     logger.setLevel(level)
     logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(previous_level)
         logger.removeHandler(handler)
 
 

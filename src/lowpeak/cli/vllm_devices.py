@@ -67,7 +67,7 @@ def plan_processes(
         serving = read_devices(given["vllm_devices"], "--vllm_devices", num_devices)
     training = _training_devices(given, num_devices, serving)
     token = given.get("vllm_server_token") or environ.get(SERVER_TOKEN) or secrets.token_hex(16)
-    shares = _split_devices(serving, given.get("vllm_tensor_parallel_size", 1))
+    shares = split_devices(serving, given.get("vllm_tensor_parallel_size", 1))
     ports = free_ports(len(shares))
     servers = tuple(_server(given, share, port, token) for share, port in zip(shares, ports, strict=True))
     added = {STARTED_WITH_SERVERS: "1"} | visible_device_variables(training, environ)
@@ -142,7 +142,7 @@ def _remaining_devices(num_devices: int, serving: Sequence[str]) -> tuple[str, .
     return remaining
 
 
-def _split_devices(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
+def split_devices(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
     """Return the devices of each server; on CPUs there is one server for any `size`."""
     if not devices or tuple(devices) == (CPU,):
         return [(CPU,)] if devices else []

@@ -20,7 +20,12 @@ from transformers import PreTrainedConfig
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line, shorten_names
 from lowpeak.memory import is_out_of_memory
-from lowpeak.models.sharded_loading import init_without_weights, load_tensor_parallel, may_lack_weights, reads_weights
+from lowpeak.models.sharded_loading import (
+    init_without_weights,
+    is_weightless_folder,
+    load_tensor_parallel,
+    reads_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +74,8 @@ def _read_model(
     check_load_options(options)
     options = dict(options)
     with_report = options.pop("output_loading_info", False)
-    if may_lack_weights(name):
-        logger.warning(
-            "%s has no weights: the dry run has its sizes, and skips the checks that compute with weights.", name
-        )
+    if is_weightless_folder(name):
+        logger.warning("%s has no weights: the dry run reads its sizes only and skips checks that need weights.", name)
         model = init_without_weights(auto, name, options)
         model.hf_device_map = {"": "meta"}  # transformers' Trainer then leaves it where it is
         return model

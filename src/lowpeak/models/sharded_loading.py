@@ -35,7 +35,7 @@ def reads_weights(frozen_on: torch.device | None = None) -> bool:
 
 @contextmanager
 def allow_missing_weights() -> Iterator[None]:
-    """Let models of folders with a config and no weights have meta parameters in the block: a dry run needs only sizes."""
+    """Load folders without weights as meta models inside the block: a dry run needs only sizes."""
     token = _MAY_LACK_WEIGHTS.set(True)
     try:
         yield
@@ -43,7 +43,7 @@ def allow_missing_weights() -> Iterator[None]:
         _MAY_LACK_WEIGHTS.reset(token)
 
 
-def may_lack_weights(name: str) -> bool:
+def is_weightless_folder(name: str) -> bool:
     """Return whether a model is a folder without weights inside of `allow_missing_weights`."""
     folder = Path(name)
     files = (file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))

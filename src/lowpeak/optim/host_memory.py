@@ -204,8 +204,7 @@ def copy_to_device(step: TensorStep, device: torch.device) -> TensorStep:
 def add_on_host(total: Tensor, values: Tensor, overwrite: bool) -> None:
     """Add values to a sum on a CPU, or `overwrite` the sum with them.
 
-    Narrower values are converted to fp32 first, in parts that stay in the processor's cache: the same bits, but torch's
-    addition of two dtypes takes several times as long as a copy and an addition.
+    Convert narrower values to fp32 in cache-sized parts: the same bits, several times faster than torch's mixed addition.
     """
     if overwrite:
         total.copy_(values)

@@ -111,7 +111,7 @@ def engine_bytes(inputs: RunInputs, num_parameters: int) -> tuple[int, int]:
 class RolloutEngine:
     """An engine of a run: the devices that it is spread over, the ranks that it generates for, and its KV cache on each device.
 
-    Servers share the ranks, so `ranks` may be a fraction; `cache_bytes` is None for them, whose devices are not the run's.
+    `ranks` is fractional for servers, which share the ranks; their `cache_bytes` is None, since they have devices of their own.
     """
 
     parallel: int

@@ -225,7 +225,7 @@ class RunInputs:
 
     @property
     def generation(self) -> str:
-        """Return what generates completions, in words; empty for an offline run."""
+        """Describe the generation path, as `describe_generation`; empty for an offline run."""
         return describe_generation(self._plain_model, self.settings.vllm) if self.is_online else ""
 
     @cached_property

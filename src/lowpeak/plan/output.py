@@ -17,12 +17,12 @@ from lowpeak.plan.plan import Plan
 
 
 def print_plan(
-    plan: Plan, advice: Sequence[Advice] = (), console: Console | None = None, price: float | None = None
+    plan: Plan, advice: Sequence[Advice] = (), console: Console | None = None, hourly_price: float | None = None
 ) -> None:
     """Print a row per phase, the phase that peaks, the run's minutes and dollars, and what would lower the peak."""
     console = console or Console(width=None if Console().is_terminal else 160)
     console.print(plan_table(plan))
-    for line in summary(plan, advice, price):
+    for line in summary(plan, advice, hourly_price):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -54,7 +54,7 @@ def _millions(number: int) -> str:
     return f"{number / 1e9:.2f}B" if number >= 10**8 else f"{number / 1e6:.2f}M"
 
 
-def summary(plan: Plan, advice: Sequence[Advice], price: float | None = None) -> list[str]:
+def summary(plan: Plan, advice: Sequence[Advice], hourly_price: float | None = None) -> list[str]:
     """Return the plan in words: whether it fits, its sizes, its time and price, and the advice."""
     memory, peak = plan.request.machine.memory, show_bytes(plan.peak)
     verdict = "fits on each device" if plan.peak <= memory else "does not fit on a device"
@@ -67,9 +67,13 @@ def summary(plan: Plan, advice: Sequence[Advice], price: float | None = None) ->
     lines.append(f"{generation}Layout: {plan.inputs.layout_choice}.")
     seconds = ", ".join(f"{phase} {value:.2g}" for phase, value in plan.seconds.items())
     lines.append(f"A step takes about {sum(plan.seconds.values()):.2g} s by the cost model ({seconds}).")
-    cost = "" if price is None else f" and cost {plan.dollars(price):.2f} dollars at {price:g} an hour for all GPUs"
+    cost = (
+        ""
+        if hourly_price is None
+        else f" and cost {plan.dollars(hourly_price):.2f} dollars at {hourly_price:g} an hour for all GPUs"
+    )
     lines.append(
-        f"{plan.run_steps:,} steps take about {plan.minutes:,.2g} minutes{cost}, without start and evaluation; "
+        f"{plan.planned_steps:,} steps take about {plan.minutes:,.2g} minutes{cost}, without start and evaluation; "
         f"{plan.tokens_per_second:,.0f} tokens per second."
     )
     if advice:

@@ -148,30 +148,30 @@ class Plan:
         return replace(self, seconds={phase: factors.get(phase, 1.0) * value for phase, value in self.seconds.items()})
 
     @property
-    def run_steps(self) -> int:
-        """Steps that the plan's minutes are of: max_steps, or 1,000 if the data decide."""
+    def planned_steps(self) -> int:
+        """Steps that `minutes` covers: max_steps, or 1,000 if it is unset."""
         steps = int(self.request.args.max_steps)
         return steps if steps > 0 else 1_000
 
     @property
     def minutes(self) -> float:
-        """Minutes of `run_steps` steps, without start and evaluation."""
-        return self.run_steps * sum(self.seconds.values()) / 60
+        """Minutes of `planned_steps` steps, without start and evaluation."""
+        return self.planned_steps * sum(self.seconds.values()) / 60
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all completions of a step by its seconds; of a supervised run, its rows' tokens."""
+        """Generated tokens of a step per second; for supervised runs all tokens of the rows."""
         inputs = self.inputs
         tokens = inputs.completion_tokens if inputs.is_online else inputs.longest_sequence
         rows = inputs.settings.rollout.num_sequences / self.work.steps if inputs.is_online else inputs.rows_per_step
         return float(rows * tokens / sum(self.seconds.values()))
 
-    def dollars(self, price: float) -> float:
-        """Return the dollars of `minutes` at a price of an hour of all GPUs."""
-        return self.minutes / 60 * price
+    def dollars(self, hourly_price: float) -> float:
+        """Return the price of `minutes`, in dollars; `hourly_price` covers all GPUs."""
+        return self.minutes / 60 * hourly_price
 
-    def as_dict(self, price: float | None = None) -> dict[str, Any]:
-        """Return the plan for JSON; `price` is in dollars for an hour of all GPUs."""
+    def as_dict(self, hourly_price: float | None = None) -> dict[str, Any]:
+        """Return the plan for JSON; `hourly_price` is in dollars for all GPUs."""
         machine = self.request.machine
         return {
             "algorithm": self.request.kind,
@@ -193,9 +193,9 @@ class Plan:
             "fits": self.fits,
             "seconds_per_step": dict(self.seconds),
             "tokens_per_second": self.tokens_per_second,
-            "steps": self.run_steps,
+            "steps": self.planned_steps,
             "minutes": self.minutes,
-            "dollars": None if price is None else self.dollars(price),
+            "dollars": None if hourly_price is None else self.dollars(hourly_price),
             "bytes_to_host_per_step": self.to_host,
             "bytes_to_device_per_step": self.to_device,
             "bytes_copied_per_rollout": 0 if self.work is None else self.work.rollout_bytes,

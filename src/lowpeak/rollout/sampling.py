@@ -104,8 +104,10 @@ class UniformDraws:
 class TokenDraw:
     """The next token of each sequence, int64 `tokens_N`, and its log-prob, float32 `logprobs_N`: see `sample_tokens`.
 
-    Filters look at the likeliest 1,024 tokens first, with a top-k at twice as many as it keeps. A sequence that needs more
-    has a log-prob of NaN until `draw_from_all`: the caller sees it in the read that it makes anyway.
+    Filters first search 1,024 candidates, with a top-k at least k + 64. A sequence whose filters may keep tokens beyond the
+    candidates has log-prob NaN until `redraw_from_vocabulary`: the caller sees it in the read that it makes anyway.
+    Takes logits [M, V], uniforms [N] in [0, 1) (None if greedy), the tokens so far [N, L] (None without a penalty), and the row
+    of each sequence, `sources_N` (None: its own number).
     """
 
     def __init__(
@@ -123,11 +125,11 @@ class TokenDraw:
             logits_MV, sampling, uniforms_N, history_NL, sources_N, num_candidates=num_candidates
         )
 
-    def draw_from_all(self, sequences: Sequence[int]) -> None:
+    def redraw_from_vocabulary(self, sequences: Sequence[int]) -> None:
         """Draw the tokens of these sequences again, with filters over the whole vocabulary."""
         index_n = torch.tensor(sequences).to(self.tokens_N.device)
         sources_n = index_n if self._sources_N is None else self._sources_N[index_n]
-        rows = (_rows(self._uniforms_N, index_n), _rows(self._history_NL, index_n), sources_n)
+        rows = (_select_rows(self._uniforms_N, index_n), _select_rows(self._history_NL, index_n), sources_n)
         # A sort takes about 48 bytes per score, four times what the first draw takes.
         max_elements = _max_elements(self._logits_MV.device) // 4
         drawn = sample_tokens(self._logits_MV, self._sampling, *rows, max_elements)
@@ -150,13 +152,15 @@ def sample_tokens(
     greedy, `history_NL` (see `apply_repetition_penalty`) without a penalty. Sequence n has the logits of row
     `sources_N[n]`, or of row n if `sources_N` is None. Sequences are processed in slices of at most `max_elements`
     scores, which bounds the memory besides the logits. Filters look at the `num_candidates` likeliest tokens (None:
-    all); a sequence that needs more has a log-prob of NaN.
+    all); a sequence whose filters may keep tokens beyond them has log-prob NaN.
     """
     scores = Scores(logits_MV, sources_N, sampling.temperature or 1.0)
     num_slice = max(1, (max_elements or _max_elements(logits_MV.device)) // logits_MV.shape[-1])
     slices = [slice(start, start + num_slice) for start in range(0, len(scores), num_slice)]
     parts = [
-        _sample_slice(scores.raw(rows), sampling, _rows(uniforms_N, rows), _rows(history_NL, rows), num_candidates)
+        _sample_slice(
+            scores.raw(rows), sampling, _select_rows(uniforms_N, rows), _select_rows(history_NL, rows), num_candidates
+        )
         for rows in slices
     ]
     sums = BlockSums(torch.cat([x.sums.largest_N1 for x in parts]), torch.cat([x.sums.sums_NM for x in parts]))
@@ -171,12 +175,12 @@ def _max_elements(device: torch.device) -> int:
     return _MAX_ELEMENTS.get(device_kind(device), _MAX_ELEMENTS_ELSEWHERE)
 
 
-def _rows(values_N: Tensor | None, rows: slice | Tensor) -> Tensor | None:
+def _select_rows(values_N: Tensor | None, rows: slice | Tensor) -> Tensor | None:
     return None if values_N is None else values_N[rows]
 
 
-class _Slice(NamedTuple):
-    """Sums of some sequences, their tokens (None: to be drawn from the sums), and which are exact (None: all)."""
+class _SliceDraw(NamedTuple):
+    """Sums of a slice; its tokens (None: draw them from the sums); whether each draw is exact (None: all are)."""
 
     sums: BlockSums
     tokens_N: Tensor | None = None
@@ -189,25 +193,25 @@ def _sample_slice(
     uniforms_N: Tensor | None,
     history_NL: Tensor | None,
     num_candidates: int | None,
-) -> _Slice:
+) -> _SliceDraw:
     has_filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    weights_NV, sums = BlockSums.weigh(_scale(logits_NV, sampling.temperature or 1.0))
+    weights_NV, sums = BlockSums.weights_and_sums(_scale(logits_NV, sampling.temperature or 1.0))
     filtered_sums = sums
     if sampling.repetition_penalty != 1:
         assert history_NL is not None, "a repetition penalty needs the tokens so far"
         logits_NV = apply_repetition_penalty(logits_NV, history_NL, sampling.repetition_penalty)
     if sampling.temperature == 0:
-        return _Slice(sums, logits_NV.argmax(dim=-1))
+        return _SliceDraw(sums, logits_NV.argmax(dim=-1))
     assert uniforms_N is not None, "sampling needs one uniform per row"
     if sampling.repetition_penalty != 1:
         scores_NV = _scale(logits_NV, sampling.temperature)
         if not has_filters:
-            return _Slice(sums, draw_tokens(scores_NV, uniforms_N))
-        weights_NV, filtered_sums = BlockSums.weigh(scores_NV)
+            return _SliceDraw(sums, draw_tokens(scores_NV, uniforms_N))
+        weights_NV, filtered_sums = BlockSums.weights_and_sums(scores_NV)
     if not has_filters:
-        return _Slice(sums)
+        return _SliceDraw(sums)
     candidates = Candidates.of(weights_NV, num_candidates).filter(sampling, filtered_sums.total_N1)
-    return _Slice(sums, candidates.draw(uniforms_N), candidates.exact_N)
+    return _SliceDraw(sums, candidates.draw(uniforms_N), candidates.exact_N)
 
 
 class Scores(NamedTuple):
@@ -324,10 +328,10 @@ class BlockSums(NamedTuple):
 
     @classmethod
     def of(cls, scores_NV: Tensor) -> BlockSums:
-        return cls.weigh(scores_NV)[1]
+        return cls.weights_and_sums(scores_NV)[1]
 
     @classmethod
-    def weigh(cls, scores_NV: Tensor) -> tuple[Tensor, BlockSums]:
+    def weights_and_sums(cls, scores_NV: Tensor) -> tuple[Tensor, BlockSums]:
         """Return `exp(scores - largest)` [N, V] and its sums."""
         largest_N1 = scores_NV.amax(dim=-1, keepdim=True)
         weights_NV = _exp_weights(scores_NV, largest_N1)

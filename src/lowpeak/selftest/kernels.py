@@ -145,7 +145,7 @@ def forest_attention(bench: Bench) -> str:
     return "values and gradients equal those of a dense mask in bf16 (head size 128) and fp32 (head size 64)"
 
 
-@row("FlexAttention by head size", seconds=600, usual=False)
+@row("FlexAttention by head size", seconds=600, in_default_run=False)
 def head_sizes(bench: Bench) -> str:
     """Compare attention as `FlexAttention` does for each head size and dtype; where it fails, runs pad their rows."""
     reasons = {

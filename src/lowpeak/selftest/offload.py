@@ -32,7 +32,7 @@ for _flag in _OFFLOADS:
     row(_flag, seconds=120)(partial(offloaded_run, flag=_flag))
 
 
-@row("offload_optimizer at 1B", seconds=300, usual=False)
+@row("offload_optimizer at 1B", seconds=300, in_default_run=False)
 def large_optimizer(bench: Bench) -> str:
     """Time micro-batches and optimizer steps of a 1B model whose gradients and states are in host memory."""
     shape: dict[str, Any] = bench.pick(

@@ -19,8 +19,8 @@ from lowpeak.selftest.runs import make_trainer
 from lowpeak.selftest.table import Bench, require, row
 
 _ROOM = 5 << 28  # bytes that the run has left
-_CONTEXT_BYTES = 5 << 27  # of the other process, besides its tensor
-_TAKE = (
+_CHILD_CONTEXT_BYTES = 5 << 27  # of the other process, besides its tensor
+_BALLAST_SCRIPT = (
     "import sys, torch; t = torch.empty(int(sys.argv[2]), dtype=torch.uint8, device=sys.argv[1]); "
     "print(flush=True); input()"
 )
@@ -63,9 +63,9 @@ class Ballast(TrainerCallback):
         device = self._bench.device
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
-        self.num_bytes = free - self._room - _CONTEXT_BYTES
+        self.num_bytes = free - self._room - _CHILD_CONTEXT_BYTES
         require(self.num_bytes > 0, f"{device} has {mib(free)} free, less than the run is to have left")
-        command = [sys.executable, "-c", _TAKE, str(device), str(self.num_bytes)]
+        command = [sys.executable, "-c", _BALLAST_SCRIPT, str(device), str(self.num_bytes)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         require(self._process.stdout.readline() == b"\n", f"no other process could take {mib(self.num_bytes)}")
@@ -98,7 +98,7 @@ def oom_training(bench: Bench) -> str:
     ballast.fail_on_cpu(model, "tokens", 128)
     sizes = {"micro_batch_tokens": 1 << 20, "kv_cache_bytes": 1 << 30}
     changes = {**sizes, "max_completion_length": bench.pick(512, 7)}
-    return _recovered(bench, ballast, model, "train", per_device_train_batch_size=bench.pick(64, 32), **changes)
+    return _check_recovery(bench, ballast, model, "train", per_device_train_batch_size=bench.pick(64, 32), **changes)
 
 
 @row("out of memory in a rollout", seconds=180)
@@ -108,20 +108,20 @@ def oom_rollout(bench: Bench) -> str:
     model = make_model(*bench.pick((32_000, 1024, 8, (16, 16)), (13, 32, 2, (4, 2))), context=1024)
     ballast.fail_on_cpu(model, "rows", 16)
     changes = {"kv_cache_bytes": 8 << 30, "max_completion_length": bench.pick(768, 7)}
-    return _recovered(bench, ballast, model, "rollout", per_device_train_batch_size=bench.pick(128, 32), **changes)
+    return _check_recovery(bench, ballast, model, "rollout", per_device_train_batch_size=bench.pick(128, 32), **changes)
 
 
-@row("out of memory in vLLM's wake-up", "a GPU", "vLLM", seconds=300, usual=False)
+@row("out of memory in vLLM's wake-up", "a GPU", "vLLM", seconds=300, in_default_run=False)
 def oom_wake_up(bench: Bench) -> str:
     """Leave a sleeping vLLM too little memory for its KV cache, and read which sizes the run lowered."""
     ballast = Ballast(bench, 2 * _ROOM, ("step", "reward"))
     model = make_model(512, 256, 2, (4, 2), context=1024, tied=False)
     engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "vllm_max_model_length": 1024}
     changes = {"vllm_engine_kwargs": {"enforce_eager": True}, "kv_cache_bytes": 8 << 30, "bf16": True}
-    return _recovered(bench, ballast, model, "rollout", max_steps=2, **engine, **changes)
+    return _check_recovery(bench, ballast, model, "rollout", max_steps=2, **engine, **changes)
 
 
-def _recovered(bench: Bench, ballast: Ballast, model: Any, phase: str, **changes: Any) -> str:
+def _check_recovery(bench: Bench, ballast: Ballast, model: Any, phase: str, **changes: Any) -> str:
     """Run with the ballast; return the sizes that the journal says were lowered in `phase`."""
     settings = {"max_steps": 1, "padding_free": False, **changes}
     trainer = make_trainer(bench, "oom", model, ballast.reward, callbacks=[ballast], **settings)

@@ -95,8 +95,8 @@ def _flat(model: Any) -> Tensor:
 def same_run(bench: Bench, changes: Mapping[str, Any], tolerance: float = 0.0, **settings: Any) -> str:
     """Compare a run with `settings` and `changes` with two equal runs without `changes`.
 
-    MismatchError if its weights differ more than ten times as much as those of the two equal runs, and by more than `tolerance`:
-    zero if the changed run has the same operations in the same order.
+    MismatchError if its weights differ by more than `tolerance` of their movement, and more than ten times as much as those of
+    the equal runs. The tolerance is 0 if `changes` leave the operations and their order.
     """
 
     def run(name: str, **more: Any) -> _Run:
@@ -106,7 +106,8 @@ def same_run(bench: Bench, changes: Mapping[str, Any], tolerance: float = 0.0, *
     noise, difference = plain.distance(again), plain.distance(changed)
     bench.record(difference=difference, difference_of_equal_runs=noise, changed=changed.numbers, plain=plain.numbers)
     require(
-        difference <= 10 * noise, f"weights differ by {difference:.1e} of their movement, but equal runs by {noise:.1e}"
+        difference <= max(tolerance, 10 * noise),
+        f"weights differ by {difference:.1e} of their movement, but equal runs by {noise:.1e}",
     )
     result = (
         "the same bits"

@@ -39,7 +39,7 @@ _ROW_SHARE = 2 / 3  # of the limit of all rows, for one of them: a row that hang
 _LOG_LINES = 15
 _say = partial(print, flush=True)
 _CHILD = "import sys; from lowpeak.selftest.table import run_row; run_row(*sys.argv[1:])"
-_OVER = "the time limit of the self-test was reached"
+_LIMIT_REACHED = "the time limit of the self-test was reached"
 GROUPS = ("kernels", "memory", "decode", "vllm", "oom", "training", "offload", "ranks")
 _MODULES = tuple(f"lowpeak.selftest.{group}" for group in GROUPS)
 
@@ -84,7 +84,7 @@ class Bench:
 class Row:
     """A row of the table: `run` returns its numbers as text or raises; `needs` are names of `_NEEDS`.
 
-    `quick` rows run under --quick; rows that are not `usual` run only by their name or group.
+    `quick` rows run under --quick; rows that are not `in_default_run` run only by their name or group.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Row:
     needs: tuple[str, ...]
     seconds: float
     quick: bool = False
-    usual: bool = True
+    in_default_run: bool = True
 
     @property
     def module(self) -> str:
@@ -128,12 +128,12 @@ _ROWS: dict[str, Row] = {}
 
 
 def row(
-    name: str, *needs: str, seconds: float = 60.0, quick: bool = False, usual: bool = True
+    name: str, *needs: str, seconds: float = 60.0, quick: bool = False, in_default_run: bool = True
 ) -> Callable[[Callable[[Bench], str]], Callable[[Bench], str]]:
     """Register a function as the row `name` with a time limit of `seconds`; see Row."""
 
     def register(run: Callable[[Bench], str]) -> Callable[[Bench], str]:
-        _ROWS[name] = Row(name, run, needs, seconds, quick, usual)
+        _ROWS[name] = Row(name, run, needs, seconds, quick, in_default_run)
         return run
 
     return register
@@ -157,7 +157,7 @@ class Selection:
 
 
 def choose_rows(gpu: bool, names: Sequence[str] = (), quick: bool = False) -> Selection:
-    """Return the rows of `names` (groups and rows), the quick rows, or the usual rows: of vLLM alone unless `gpu`.
+    """Return the rows of `names` (groups and rows), the quick rows, or the in_default_run rows: of vLLM alone unless `gpu`.
 
     Rows that are chosen by name have no common limit. ArgumentError for an unknown name and, with `gpu`, without a GPU.
     """
@@ -175,7 +175,7 @@ def choose_rows(gpu: bool, names: Sequence[str] = (), quick: bool = False) -> Se
         rows = [each for each in rows if "vLLM" in each.needs]
     if quick:
         return Selection([each for each in rows if each.quick], device, QUICK_SECONDS, quick=True)
-    return Selection([each for each in rows if each.usual], device)
+    return Selection([each for each in rows if each.in_default_run], device)
 
 
 def _named_rows(names: Sequence[str]) -> list[Row]:
@@ -239,14 +239,14 @@ def _run(each: Row, selection: Selection, seconds_left: float) -> Outcome:
     if missing is not None:
         return Outcome("not run", f"needs {missing}")
     if seconds_left <= 0:
-        return Outcome("not run", _OVER)
+        return Outcome("not run", _LIMIT_REACHED)
     limit = min(each.seconds, _ROW_SHARE * selection.limit)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lowpeak-selftest-", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "output.txt")
         status = _run_process(each, selection, log, min(limit, seconds_left))
         if status is None and seconds_left < limit:
-            return Outcome("not run", _OVER)
+            return Outcome("not run", _LIMIT_REACHED)
         return replace(_outcome(status, log), seconds=time.monotonic() - began)
 
 
@@ -293,10 +293,14 @@ def run_row(module: str, name: str, device: str, folder: str, speed: str) -> Non
         traceback.print_exc()
         message = next(iter(str(error).strip().splitlines()), "no message")
         result = ("FAILED", message if isinstance(error, MismatchError) else f"{type(error).__name__}: {message}")
-    numbers = {key: _json_number(value) for key, value in bench.numbers.items()}
+    numbers = {key: _to_json_value(value) for key, value in bench.numbers.items()}
     Path(folder, "result.json").write_text(json.dumps([*result, numbers]), encoding="utf-8")
 
 
-def _json_number(value: Any) -> Any:
-    """Return a value that JSON has: NaN and infinities become text."""
+def _to_json_value(value: Any) -> Any:
+    """Return a value that JSON has: NaN and infinities, which it lacks, become text."""
+    if isinstance(value, Mapping):
+        return {key: _to_json_value(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json_value(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -57,7 +57,7 @@ def colocated_vllm(bench: Bench) -> str:
     return "; ".join(results)
 
 
-@row("vLLM start", "vLLM", seconds=600, usual=False)
+@row("vLLM start", "vLLM", seconds=600, in_default_run=False)
 def vllm_start(bench: Bench) -> str:
     """Start vLLM twice for a 0.5B model, and push the weights over each transport."""
     import vllm as _  # noqa: F401  # its import is not part of a start

@@ -109,7 +109,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         self.add_callback(StepCallback(lambda: self.run, self.finish_step))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, with the index of its device, which accelerate omits in a single process."""
+        """Create the accelerator and set its device's index, which accelerate omits in a single process."""
         super().create_accelerator_and_postprocess()
         # accelerate copies the second state from the first whenever it makes one.
         for state in (PartialState(), self.accelerator.state):

@@ -11,6 +11,7 @@ from torch import nn
 from lowpeak.arguments import VllmSettings
 from lowpeak.batching import plan_micro_batches
 from lowpeak.data import DatasetCursor
+from lowpeak.rollout import FunctionEngine
 from lowpeak.training.collector import RolloutCollector
 from lowpeak.training.engines import describe_generation
 from lowpeak.training.run import Run, RunContext
@@ -41,7 +42,9 @@ def describe_run(context: RunContext, model: nn.Module, collector: RolloutCollec
         "sampling": asdict(settings.sampling),
         **({} if settings.vllm is None else {"vllm": describe_vllm(settings.vllm)}),
         "sizes": run.sizes.as_dict(),
-        "generation": describe_generation(model, settings.vllm),
+        "generation": describe_generation(
+            model, settings.vllm, by_function=isinstance(collector.engine, FunctionEngine)
+        ),
         "layout": str(run.sizes.layout_choice),
         "micro_batches": _rollout_plan(context, collector),
     }

@@ -70,8 +70,10 @@ def why_adapters_idle(settings: VllmSettings | None, policy: Any, num_ranks: int
     return ""
 
 
-def describe_generation(policy: nn.Module, vllm: VllmSettings | None) -> str:
-    """Return what generates completions, in words; with the reason if the native engine cannot run its decode loop."""
+def describe_generation(policy: nn.Module, vllm: VllmSettings | None, *, by_function: bool = False) -> str:
+    """Describe the generation path; name the reason if the decode loop cannot run."""
+    if by_function:
+        return f"rollout_func, whose engine is: {describe_generation(policy, vllm)}"
     if vllm is not None:
         return f"vLLM, {vllm.mode}"
     reason = unsupported_reason(policy)
@@ -94,9 +96,10 @@ def make_engine(
         )
 
     device = context.accelerator.device
-    is_slow = parts.settings.vllm is None and unsupported_reason(parts.policy) is not None
-    level = logging.WARNING if is_slow else logging.INFO
-    _logger.log(level, "Generation: %s.", describe_generation(parts.policy, parts.settings.vllm))
+    by_function = rollout_func is not None
+    is_slow = parts.settings.vllm is None and not by_function and unsupported_reason(parts.policy) is not None
+    path = describe_generation(parts.policy, parts.settings.vllm, by_function=by_function)
+    _logger.log(logging.WARNING if is_slow else logging.INFO, "Generation: %s.", path)
     engine: RolloutEngine
     gather_for_function: Callable[[], AbstractContextManager[nn.Module]]
     if parts.settings.vllm is None:

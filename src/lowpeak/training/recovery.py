@@ -60,15 +60,15 @@ class Demand:
 
     @classmethod
     def of_vllm(
-        cls, where: ColocateSettings | ServerSettings, num_parameters: int, total: int, sequence_bytes: int
+        cls, where: ColocateSettings | ServerSettings, num_parameters: int, device_bytes: int, sequence_bytes: int
     ) -> Demand:
-        """Return the demand of a colocated vLLM on a device of `total` bytes (0: unknown), which allocates all of its KV cache.
+        """Return the demand of a colocated vLLM on a device of `device_bytes` (0: unknown), which allocates all of its KV cache.
 
         Its share of the device has bf16 weights and the cache; activations and graphs are left out.
         """
         cache_bytes = 0
-        if isinstance(where, ColocateSettings) and total:
-            share = int(where.gpu_memory_utilization * total)
+        if isinstance(where, ColocateSettings) and device_bytes:
+            share = int(where.gpu_memory_utilization * device_bytes)
             cache_bytes = where.kv_cache_bytes or max(0, share - 2 * num_parameters // where.tensor_parallel_size)
         return cls(cache_bytes=cache_bytes, sequence_bytes=sequence_bytes)
 

@@ -90,7 +90,7 @@ def _split_columns(
 
 def gather_usage(seconds: float, uses: Mapping[str, PhaseUse], stopping: bool, ranks: Ranks) -> StepUsage:
     """Return times, peaks and the request to stop as the maximum over ranks, by one collective."""
-    local = [number for phase in Phase for number in _numbers_of_use(uses.get(phase))]
+    local = [number for phase in Phase for number in _to_numbers(uses.get(phase))]
     most = ranks.max([float(stopping), seconds, *local])
     columns = zip(Phase, most[2::3], most[3::3], most[4::3], strict=True)
     phases = {
@@ -101,7 +101,7 @@ def gather_usage(seconds: float, uses: Mapping[str, PhaseUse], stopping: bool, r
     return StepUsage(most[1], phases, most[0] > 0)
 
 
-def _numbers_of_use(use: PhaseUse | None) -> tuple[float, float, float]:
+def _to_numbers(use: PhaseUse | None) -> tuple[float, float, float]:
     """Return seconds, peak and reserved bytes, each -1 if there is none."""
     if use is None:
         return -1.0, -1.0, -1.0
@@ -171,7 +171,7 @@ def _remedy(output_dir: Path, model: nn.Module) -> str:
 def usage_metrics(usage: StepUsage, num_new: int) -> dict[str, Metric]:
     """Return `time/<phase>` in seconds a step, `peak_memory/<phase>` in bytes, the step's time and its new tokens per second.
 
-    On a device also `reserved_memory/<phase>`, the bytes that torch's allocator held for that peak.
+    On a device also `reserved_memory/<phase>`, the most bytes that torch's allocator reserved.
     """
     metrics = {"step_time": Metric(usage.seconds), "tokens_per_second": Metric(float(num_new), usage.seconds)}
     for phase, use in usage.phases.items():

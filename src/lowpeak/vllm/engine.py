@@ -316,7 +316,7 @@ class VllmEngine:
         check_lengths(prompts, sampling, context, "vLLM's", remedy)
 
     def _check_speculation(self, sampling: Sampling) -> None:
-        """Raise EngineError if vLLM's log-probs are at temperature 1, as with speculative decoding, and sampling is not."""
+        """Raise EngineError for speculative decoding at a temperature other than 0 or 1."""
         if sampling.temperature not in (0.0, 1.0) and any(info.speculates for info in self._engine_infos):
             raise EngineError(
                 f"vLLM's speculative decoding returns log-probs at temperature 1, but temperature={sampling.temperature}: start "

@@ -139,9 +139,9 @@ class FailureDetector:
 
     def explain(self, error: Exception) -> RankError | None:
         """Return a RankError that explains a failed collective; None for an error that no collective caused."""
-        own = nccl_memory_error(error)
-        if own is not None:
-            return own
+        nccl_error = nccl_memory_error(error)
+        if nccl_error is not None:
+            return nccl_error
         lost = is_lost_connection(error)
         self._concluded.wait(2 * self._grace if lost else 0.0)
         verdict = next(iter(self._verdicts), None)

@@ -99,7 +99,7 @@ def resolved(folder, config=GRPOConfig, **said):
         *((config, {}, {"remove_unused_columns": True}, "columns") for config in (GRPOConfig, SFTConfig, RewardConfig)),
         *((GRPOConfig, {}, {name: True}, "memory") for name in (
             "activation_offloading", "offload_during_rollout", "offload_optimizer")),
-        *((config, {}, {"cudnn_attention": True}, "CUDA") for config in (GRPOConfig, SFTConfig)),
+        *((config, {}, {"cudnn_attention": True}, "NVIDIA") for config in (GRPOConfig, SFTConfig)),
         *((config, {"weight_bits": 32}, {"shard_optimizer_states": True}, "same parameters") for config in (GRPOConfig, SFTConfig)),
         (GRPOConfig, {"beta": 0.1}, {"offload_frozen_models": True}, "memory"),
         *((GRPOConfig, {}, {name: value}, reason) for name, value, reason in (

@@ -30,7 +30,7 @@ def test_a_step_of_the_learning_task_is_timed_and_counted_by_phase(tmp_path):
     options = {lowpeak.__name__: {"per_device_train_batch_size": 32}}
     plan = step_table.Plan(**{**asdict(plan), "options": options})
     request = step_table.request_of(plan, "lowpeak", [[]] * 2, tmp_path / "start", tmp_path / "run")
-    found = stepping.run_steps(stepping.StepRequest(**request))
+    found = stepping.planned_steps(stepping.StepRequest(**request))
     assert {"rollout", "reward", "score", "train", "optimizer"} <= {name for _, name in found["events"]}
     assert 4 * 7 + sum(found["lengths"][0]) - 32 <= found["tokens"]["train"]
     run = {**found, "peak_rss_mb": 9e3, "peak_rss_mb_by_phase": peaks_by_phase(found["events"], [(1e12, 1 << 20)])}

@@ -144,7 +144,7 @@ def _filter_scores(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     scores = scores / sampling.temperature
     if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
         return scores
-    weights, sums = BlockSums.weigh(scores)
+    weights, sums = BlockSums.weights_and_sums(scores)
     kept = Candidates.of(weights, None).filter(sampling, sums.total_N1).weights_NR
     return scores.masked_fill(kept == 0, -math.inf)
 
@@ -222,7 +222,7 @@ def test_candidates_give_the_tokens_and_logprobs_of_the_whole_vocabulary_or_say_
     draw = TokenDraw(scores, sampling, *rows)
     needed = draw.logprobs_N.isnan().nonzero()[:, 0].tolist()
     assert bool(needed) == ("top_k" not in settings)
-    draw.draw_from_all(needed or [0])
+    draw.redraw_from_vocabulary(needed or [0])
     assert torch.equal(draw.tokens_N, every[0])
     assert torch.equal(draw.logprobs_N, every[1])
 

@@ -53,6 +53,6 @@ def lacks(bench):
     raise AssertionError("it does not run")
 
 
-@row("takes long", usual=False)
+@row("takes long", in_default_run=False)
 def takes_long(bench):
     return "quick" if bench.quick else "full"

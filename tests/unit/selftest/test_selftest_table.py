@@ -97,11 +97,11 @@ def test_groups_and_names_choose_rows_in_the_order_of_the_table_without_a_common
 
 def test_rows_beyond_the_time_of_the_self_test_run_by_name_and_quick_ones_within_three_minutes(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    usual, quick = choose_rows(True), choose_rows(True, quick=True)
-    assert {each.name for each in all_rows()} - {each.name for each in usual.rows} == {
-        each.name for each in all_rows() if not each.usual
+    in_default_run, quick = choose_rows(True), choose_rows(True, quick=True)
+    assert {each.name for each in all_rows()} - {each.name for each in in_default_run.rows} == {
+        each.name for each in all_rows() if not each.in_default_run
     }
-    assert (usual.limit, usual.quick, quick.limit, quick.quick) == (600, False, 180, True)
+    assert (in_default_run.limit, in_default_run.quick, quick.limit, quick.quick) == (600, False, 180, True)
     assert {each.group for each in quick.rows} == {"kernels", "memory", "decode", "vllm", "oom"}
     assert {each.group for each in all_rows()} == {*GROUPS}
 
@@ -121,7 +121,7 @@ def test_the_page_about_gpus_lists_every_row_and_what_it_needs():
 
 
 def _marks(each):
-    return [word for word, holds in (("quick", each.quick), ("by name", not each.usual)) if holds]
+    return [word for word, holds in (("quick", each.quick), ("by name", not each.in_default_run)) if holds]
 
 
 def test_what_the_docs_say_was_not_run_on_a_gpu_has_a_row():

@@ -57,7 +57,7 @@ def test_the_plan_in_a_recipes_first_lines_fits_its_gpus(name, model):
     assert plan.fits
     assert plan.counts.total == PARAMETERS + (ADAPTERS if job.model.use_peft else 0)
     assert 0.6 < plan.peak / plan.request.machine.memory < 0.95 or plan.request.machine.num_devices == 4
-    assert plan.run_steps == 100
+    assert plan.planned_steps == 100
     # What README and docs/proved-on.md show.
     shown = json.loads((ROOT / "docs" / "results" / f"{name}.plan.json").read_text())
     assert {key: plan.as_dict()[key] for key in ("peak", "minutes")} == {

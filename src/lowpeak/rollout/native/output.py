@@ -98,7 +98,7 @@ class OutputBuffer:
         """
         states = self.write(rows_N, draw.tokens_N, draw.logprobs_N).tolist()
         if _NON_FINITE in states:
-            draw.draw_from_all([i for i, state in enumerate(states) if state == _NON_FINITE])
+            draw.redraw_from_vocabulary([i for i, state in enumerate(states) if state == _NON_FINITE])
             self._written_R[rows_N] -= 1
             states = self.write(rows_N, draw.tokens_N, draw.logprobs_N).tolist()
         if _NON_FINITE in states:

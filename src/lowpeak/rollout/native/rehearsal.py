@@ -47,6 +47,6 @@ class EndlessOutput(OutputBuffer):
     """
 
     def add(self, rows_N: Tensor, draw: TokenDraw, num_computed: int) -> list[bool]:
-        draw.draw_from_all(range(len(rows_N)))
+        draw.redraw_from_vocabulary(range(len(rows_N)))
         self.write(rows_N, draw.tokens_N, draw.logprobs_N)
         return [False] * len(rows_N)

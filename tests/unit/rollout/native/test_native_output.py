@@ -79,7 +79,7 @@ class FixedDraw:
     def __init__(self, tokens_N: torch.Tensor, logprobs_N: torch.Tensor, again: float = math.nan) -> None:
         self.tokens_N, self.logprobs_N, self._again = tokens_N, logprobs_N, again
 
-    def draw_from_all(self, sequences: Sequence[int]) -> None:
+    def redraw_from_vocabulary(self, sequences: Sequence[int]) -> None:
         self.tokens_N[list(sequences)], self.logprobs_N[list(sequences)] = 7, self._again
 
 
