@@ -91,6 +91,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only try: the pages are not written")
     parser.add_argument("--folder", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if not options.folder.is_dir():
+        parser.error(f"--folder {options.folder} does not exist: name a folder with results files")
     results = read_results(options.folder)
     readme = README.read_text(encoding="utf-8")
     pages = {PAGE: proved_on(results), README: with_recipes(readme, results)}

@@ -37,7 +37,7 @@ def limit_threads() -> None:
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """Yield the CPU quota of each cgroup of this process (version 1 or 2), in CPUs."""
     for line in _lines(root / "proc/self/cgroup"):
-        number, controllers, group = line.split(":", 2)
+        number, controllers, group = (*line.split(":", 2), "", "")[:3]
         mount = root / "sys/fs/cgroup"
         if number != "0":
             if "cpu" not in controllers.split(","):
@@ -48,11 +48,12 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
         for each in (folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))):
             words = " ".join([*_lines(each / "cpu.max"), *_lines(each / "cpu.cfs_quota_us")]).split()
             period = [*words[1:], *_lines(each / "cpu.cfs_period_us")]
-            if words and period and words[0] not in ("max", "-1"):
+            # "max" and -1 are no quotas, and what cannot be read is none.
+            if words and period and words[0].isdigit() and period[0].isdigit() and int(period[0]) > 0:
                 yield int(words[0]) / int(period[0])
 
 
 def _lines(path: Path) -> list[str]:
     with suppress(OSError):
-        return path.read_text().splitlines()
+        return path.read_text(errors="replace").splitlines()
     return []

@@ -25,6 +25,7 @@ V1 = "3:cpu,cpuacct:/job\n1:memory:/job\n"
         ({"proc/self/cgroup": "0::/slice/job\n", "sys/fs/cgroup/slice/cpu.max": "250000 100000\n"}, 2),
         ({"proc/self/cgroup": "0::/on/the/host\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
         ({"proc/self/cgroup": V1, "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n"}, 8),
+        ({"proc/self/cgroup": "unreadable\n0::/job\n", "sys/fs/cgroup/job/cpu.max": "100000 0\n"}, 8),
         (
             {
                 "proc/self/cgroup": V1,

@@ -280,10 +280,10 @@ def resolve_collective_timeout(args: Any, num_processes: int) -> int:
     if not args.use_vllm or num_processes == 1:
         return int(limit)
     is_unset = limit == default_value(args, "ddp_timeout")
-    if wave is None:
+    if wave is None or math.isinf(wave):
         require(
             not is_unset,
-            f"vllm_wave_timeout=None sets no limit, but a rank waits at most ddp_timeout={limit} s for another rank's wave: set "
+            f"vllm_wave_timeout={wave} sets no limit, but a rank waits at most ddp_timeout={limit} s for another rank's wave: set "
             "ddp_timeout above the longest wave, or set vllm_wave_timeout.",
         )
         return int(limit)

@@ -23,7 +23,19 @@ if TYPE_CHECKING:
     from lowpeak.cli.train import Job
     from lowpeak.plan import Machine, Plan
 
-_OF_PLAN = ("gpu", "gpu_memory", "gpus_per_host", "host_memory", "fit", "format", "plot", "emit", "output", "journal")
+_OF_PLAN = (
+    "gpu",
+    "gpu_memory",
+    "gpus_per_host",
+    "host_memory",
+    "fit",
+    "format",
+    "plot",
+    "emit",
+    "output",
+    "journal",
+    "price_per_hour",
+)
 _SHARED_MEMORY = GIB  # that NCCL and data loaders of several processes share in /dev/shm
 _OPEN_FILES = 4096
 _KEPT_CHECKPOINTS = 2  # the last one, while the next is written

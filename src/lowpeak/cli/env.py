@@ -89,7 +89,7 @@ def environment_facts() -> dict[str, str]:
 
 def _compilers() -> dict[str, str]:
     """Return each compiler's version, or what needs the missing compiler."""
-    found = {name: _first_line(name, "--version") or f"not found: {use}" for name, use in _COMPILERS.items()}
+    found = {name: _first_line(name, "--version") or f"does not run: {use}" for name, use in _COMPILERS.items()}
     if installed_version("ninja") == "not installed" and shutil.which("ninja") is None:
         found["ninja"] = f"not installed: {_COMPILERS['g++']}"
     return found
@@ -98,7 +98,7 @@ def _compilers() -> dict[str, str]:
 def _first_line(*command: str) -> str:
     """Return the first line that a command prints; "" if it is missing, fails, or takes 10 seconds."""
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return next(iter(ended.stdout.splitlines()), "")
@@ -161,10 +161,13 @@ def driver_facts() -> dict[str, str]:
     """Return the driver's version and the free memory of each card, in MiB."""
     query = ("nvidia-smi", "--query-gpu=driver_version,memory.free,memory.total", "--format=csv,noheader,nounits")
     try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+        lines = subprocess.run(
+            query, capture_output=True, text=True, errors="replace", timeout=30, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return {"driver": "unknown: nvidia-smi does not answer"}
-    cards = [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
+    # It also prints warnings, and sentences such as "No devices were found".
+    cards = [fields for line in lines if len(fields := [field.strip() for field in line.split(",")]) == 3]
     facts = {"driver": cards[0][0] if cards else "unknown"}
     for index, (_, free, total) in enumerate(cards):  # in nvidia-smi's order, whatever CUDA_VISIBLE_DEVICES says
         facts[f"free memory of card {index}"] = f"{free} of {total} MiB"

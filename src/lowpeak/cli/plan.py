@@ -145,7 +145,11 @@ def _gpus_of(given: Mapping[str, Any], name: str) -> list[str]:
 
 def _training_devices(options: PlanArguments, job: Job) -> int:
     """Return the devices that train: --gpus, --num_processes, the devices of --train_devices, or 1."""
-    return options.gpus or job.launch.num_processes or len(_gpus_of(job.given, "train_devices")) or 1
+    listed = len(_gpus_of(job.given, "train_devices"))
+    number = options.gpus or job.launch.num_processes or listed or 1
+    if listed and number != listed:
+        raise ArgumentError(f"--train_devices names {listed} GPUs, but the plan is for {number}: set one of the two.")
+    return number
 
 
 def _fitted(options: PlanArguments, job: Job, request: PlanRequest) -> Plan | None:
@@ -252,7 +256,7 @@ def _check_options(options: PlanArguments) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ArgumentError(f"--{name} must be at least 1, got {value}.")
-    if options.price_per_hour is not None and not options.price_per_hour > 0:
+    if options.price_per_hour is not None and not 0 < options.price_per_hour < float("inf"):
         raise ArgumentError(f"--price_per_hour must be dollars above 0, got {options.price_per_hour}.")
     for name in ("emit", "output"):
         if not options.fit and getattr(options, name) != getattr(PlanArguments, name):

@@ -124,10 +124,11 @@ def _train(job: Job, library: Any) -> None:
         if is_rank_zero(os.environ):
             print(to_yaml({"arguments": job.given} | resolved), end="")
         return
+    earlier = _read_steps(job)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     if is_rank_zero(os.environ):
-        write_results(job)
+        write_results(job, earlier)
     if job.config.push_to_hub:
         from lowpeak.data import is_on_hub
 
@@ -135,18 +136,25 @@ def _train(job: Job, library: Any) -> None:
         trainer.push_to_hub(dataset_name=name if name and is_on_hub(name) else None)
 
 
-def write_results(job: Job) -> None:
+def _read_steps(job: Job) -> list[dict[str, Any]]:
+    from lowpeak.journal import read_steps
+
+    return list(read_steps(Path(job.config.output_dir) / "journal"))
+
+
+def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
     """Write results.json next to the model: the machine, the arguments, and what the journal's steps measured.
 
     `step_time`, `tokens_per_second` and `seconds` by phase are medians without the first value; `peak_memory` and
     `reserved_memory` by phase are the largest bytes. `outside_bytes` of the device are not torch's allocator's, but CUDA's, NCCL's
-    and other processes'. `reward` is the mean of the last ten that the journal has. A run without steps has no results.
+    and other processes'. `reward` is the mean of the last ten that the journal has. The steps of `earlier` invocations do
+    not count, and without other steps nothing is written.
     """
     from lowpeak.cli.env import environment_facts
-    from lowpeak.journal import EVALUATIONS, EVENTS, read_rows, read_steps
+    from lowpeak.journal import EVALUATIONS, EVENTS, read_rows
 
     folder = Path(job.config.output_dir)
-    steps = read_steps(folder / "journal")
+    steps = [row for row in _read_steps(job) if row not in earlier]
     evaluations, events = (list(read_rows(folder / "journal", name)) for name in (EVALUATIONS, EVENTS))
     if not steps:
         return

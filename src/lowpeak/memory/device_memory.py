@@ -19,8 +19,8 @@ _NCCL_BYTES = 700_000_000
 
 # Words of errors, in lower case.
 _OUT_OF_MEMORY = (
-    "out of memory",  # torch's allocators, the drivers of CUDA and HIP, Triton, vLLM's pool
-    "out_of_device_memory",  # Intel's driver
+    # torch's allocators, the drivers of CUDA, HIP and Intel, Triton, vLLM's pool
+    *("out of memory", "out_of_memory", "erroroutofmemory", "out_of_device_memory", "out_of_host_memory"),
     "can't allocate memory",  # torch's CPU allocator
     *("_alloc_failed", "_allocation_failed", "statusallocfailed"),  # cuBLAS, cuSOLVER, hipBLAS; cuDNN; MIOpen
     "blas_status_not_initialized",  # cuBLAS and hipBLAS, whose handle finds no room on a full device
@@ -61,6 +61,9 @@ def is_out_of_memory(error: Exception) -> bool:
         return True
     # lowpeak's other errors name their cause already. An EngineError repeats the words of vLLM's worker.
     if isinstance(error, LowpeakError) and type(error) is not EngineError:
+        return False
+    # Libraries raise RuntimeErrors; the words of other errors may be a file's name or a user's text.
+    if not isinstance(error, RuntimeError | EngineError):
         return False
     text = str(error).lower()
     if _OUT_OF_RESOURCES in text:

@@ -286,7 +286,8 @@ class Candidates(NamedTuple):
         if sampling.top_p < 1:
             sums_NR = units_NR.cumsum(dim=-1)
             whole_N1 = sums_NR[:, -1:].double() if sampling.top_k > 0 else total_N1 * _UNITS
-            kept.append(sums_NR > sums_NR[:, -1:] - (whole_N1 * sampling.top_p).long())
+            # At least one unit, so that the likeliest token stays.
+            kept.append(sums_NR > sums_NR[:, -1:] - (whole_N1 * sampling.top_p).long().clamp(min=1))
         if sampling.min_p > 0:
             kept.append(values_NR >= sampling.min_p)
         units_NR = units_NR.mul_(reduce(torch.logical_and, kept))

@@ -67,6 +67,7 @@ def test_the_result_for_an_issue_is_one_document_and_the_table_is_on_stderr(caps
 
 
 FAKE_SMI = """#!/bin/sh
+echo "WARNING: infoROM is corrupted at gpu 0000:01:00.0"
 echo "580.95.05, 80500, 81559"
 echo "580.95.05, 17000, 81559"
 """

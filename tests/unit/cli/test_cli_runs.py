@@ -54,7 +54,8 @@ def test_a_model_is_trained_and_saved(command, folder):
 
 def test_a_run_leaves_its_results_with_what_its_journal_measured(folder):
     more = ["--num_generations", "4", "--hub_token", "S3CRET", "--eval_dataset", f"{folder}/rows.jsonl"]
-    assert main(["grpo", *rewarded(folder, *more, "--eval_strategy", "steps", "--eval_steps", "2")]) == 0
+    more += ["--eval_strategy", "steps", "--eval_steps", "2", "--save_strategy", "steps", "--save_steps", "1"]
+    assert main(["grpo", *rewarded(folder, *more)]) == 0
     text = (folder / "out/results.json").read_text()
     found = json.loads(text)
     steps = [json.loads(line) for line in (folder / "out/journal/steps.jsonl").read_text().splitlines()]
@@ -67,6 +68,8 @@ def test_a_run_leaves_its_results_with_what_its_journal_measured(folder):
     assert found["peak_memory"]["train"] == max(step["peak_memory/train"] for step in steps)
     assert found["reward"] == pytest.approx(sum(step["reward"] for step in steps) / 2)
     assert found["evaluation"]["step"] == 2
+    assert main(["grpo", *rewarded(folder, *more, "--resume_from_checkpoint", "true")]) == 0  # no step is left
+    assert (folder / "out/results.json").read_text() == text
 
 
 def test_supervised_training_saves_a_model(folder):

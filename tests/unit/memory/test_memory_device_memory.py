@@ -35,6 +35,8 @@ RAN_OUT = (
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
         "miopenStatusAllocFailed",
+        "Error: CUDA_ERROR_OUT_OF_MEMORY",
+        "hipErrorOutOfMemory",
         "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
     )),
 )  # fmt: skip
@@ -49,7 +51,8 @@ OTHERS = (
     torch.OutOfMemoryError("out of resource: triton_tem_fused_0 Required: 152064 Hardware limit:101376"),
     RankError("on rank 1, so all ranks stop: OutOfMemoryError: CUDA out of memory"),
     LostEngineError("the server is gone: CUDA out of memory"),
-    ValueError("batch is out of range"),
+    ValueError("the completion ran out of memory budget"),
+    FileNotFoundError("/data/out of memory/rows.jsonl"),
     *map(RuntimeError, (
         "out of resource: shared memory, Required: 148224, Hardware limit: 101376. Reducing block sizes may help.",
         "CUDA error: an illegal memory access was encountered",

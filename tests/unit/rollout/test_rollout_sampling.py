@@ -156,7 +156,7 @@ FILTERS = {
     "top-k of one": {"top_k": 1},
     "top-k beyond the vocabulary": {"top_k": 1000},
     "top-p": {"top_p": 0.8},
-    "top-p of nearly nothing": {"top_p": 1e-6},
+    "top-p of nearly nothing": {"top_p": 1e-15},
     "min-p": {"min_p": 0.05},
     "penalty": {"repetition_penalty": 1.3},
     "all": {"temperature": 1.4, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
