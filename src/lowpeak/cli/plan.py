@@ -26,7 +26,7 @@ from lowpeak.cli.devices import read_devices
 from lowpeak.cli.job_files import write_run_files
 from lowpeak.cli.output import print_once
 from lowpeak.cli.train import ANSWER_COLUMNS, Job, lora_config, with_config
-from lowpeak.cli.vllm_devices import SERVER_URLS, split_devices, trainer_settings
+from lowpeak.cli.vllm_devices import add_server_urls
 from lowpeak.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class PlanArguments:
     host_memory: str | None = device_argument(None, "memory of a host, such as 1TiB; by default it is no limit")
     prompt_tokens: int = device_argument(512, "tokens of a prompt, for which the run is planned")
     price_per_hour: float | None = device_argument(
-        None, "dollars that one GPU costs an hour, for the run's dollars; the GPUs of --vllm_devices are counted, too"
+        None, "dollars per GPU hour, for the price of the run; GPUs of --vllm_devices count too"
     )
     fit: bool = logging_argument(
         False, "choose placement, formats, micro-batches and offloads so that the run fits and is fastest"
@@ -203,7 +203,7 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak, command: str = "lowp
         pick(RunArguments),
         pick(LaunchArguments),
         config=None,
-        given={**_add_server_urls(rest), "use_cpu": True},
+        given={**add_server_urls(rest), "use_cpu": True},
     )
     if (job.model.load_in_4bit or job.model.load_in_8bit) and not job.model.use_peft:
         raise ArgumentError("a quantised model is frozen, so that nothing would be trained: add --use_peft.")
@@ -212,16 +212,6 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak, command: str = "lowp
     job = dataclasses.replace(with_config(dataclasses.replace(job, model=plain), library), model=job.model)
     job.config.given = frozenset(job.config.given) - ({"use_cpu"} if "use_cpu" not in rest else set())
     return options, dataclasses.replace(job, given=rest)
-
-
-def _add_server_urls(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments as the trainer of --vllm_devices gets them, with a URL for each server."""
-    if given.get("vllm_devices") is None:
-        return dict(given)
-    devices = read_devices(given["vllm_devices"], "--vllm_devices")
-    num_servers = len(split_devices(devices, given.get("vllm_tensor_parallel_size", 1)))
-    urls = ",".join(f"http://127.0.0.1:{8000 + index}" for index in range(num_servers))
-    return trainer_settings(given, {SERVER_URLS: urls})
 
 
 def _algorithm(argv: Sequence[str]) -> str:

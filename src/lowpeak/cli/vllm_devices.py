@@ -67,7 +67,7 @@ def plan_processes(
         serving = read_devices(given["vllm_devices"], "--vllm_devices", num_devices)
     training = _training_devices(given, num_devices, serving)
     token = given.get("vllm_server_token") or environ.get(SERVER_TOKEN) or secrets.token_hex(16)
-    shares = split_devices(serving, given.get("vllm_tensor_parallel_size", 1))
+    shares = _split_devices(serving, given.get("vllm_tensor_parallel_size", 1))
     ports = free_ports(len(shares))
     servers = tuple(_server(given, share, port, token) for share, port in zip(shares, ports, strict=True))
     added = {STARTED_WITH_SERVERS: "1"} | visible_device_variables(training, environ)
@@ -142,12 +142,22 @@ def _remaining_devices(num_devices: int, serving: Sequence[str]) -> tuple[str, .
     return remaining
 
 
-def split_devices(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
+def _split_devices(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
     """Return the devices of each server; on CPUs there is one server for any `size`."""
     if not devices or tuple(devices) == (CPU,):
         return [(CPU,)] if devices else []
     check_tensor_parallel_size(size, len(devices), f"the {len(devices)} devices of --vllm_devices")
     return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
+
+
+def add_server_urls(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments as the trainer of --vllm_devices gets them, with a URL for each server."""
+    if given.get("vllm_devices") is None:
+        return dict(given)
+    devices = read_devices(given["vllm_devices"], "--vllm_devices")
+    num_servers = len(_split_devices(devices, given.get("vllm_tensor_parallel_size", 1)))
+    urls = ",".join(f"http://127.0.0.1:{8000 + index}" for index in range(num_servers))
+    return trainer_settings(given, {SERVER_URLS: urls})
 
 
 def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token: str) -> ServerSpec:
