@@ -163,7 +163,7 @@ def test_after_training_the_engine_is_let_go_of_and_comes_back_when_asked(tmp_pa
 
 
 def test_without_vllm_installed_use_vllm_says_what_to_install(tmp_path):
-    with pytest.raises(MissingPackageError, match=r"vLLM >=0\.31,<0\.34.*'lowpeak\[vllm\]'"):
+    with pytest.raises(MissingPackageError, match=r"vLLM >=0\.31,<0\.34.*'\.\[vllm\]'"):
         run_over(tmp_path, use_vllm=True)
 
 
