@@ -105,7 +105,7 @@ check:
 	$(PYTEST) $(BY_FILE) -m "not processes" tests/architecture tests/unit
 
 test:
-	@echo "make test: about 30 minutes on two cores"
+	@echo "make test: about 40 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
 	$(PYTEST) $(BY_FILE) --ignore=tests/with_vllm --ignore=tests/with_browser
 
