@@ -1,11 +1,13 @@
 # make quickstart   see reinforcement learning work, in minutes on two CPU cores
 # make check        lint, types and the tests that start no process and train nothing for long
-# make test         lint, types and all tests
+# make test         lint, types and all tests but those of the other targets
+# make test-release what takes longer: learning, every rank as the victim, every recipe's plan, and make test-real
 # make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
 # make test-versions tests on the oldest supported and the locked transformers, accelerate, peft and datasets
 # make test-newest  the same on what the index has today (TORCH=torch for the newest torch, too)
 # make update-locks the newest versions into requirements*.txt
+# make test-real    tests with a real model of 135M parameters, which is downloaded once (93 MB); test-real-core: the quick ones
 # make test-report  the report's page in a headless Chromium, which apt installs if there is none (BROWSER_PATH)
 # make check-cuda-constraints   resolves constraints-cuda.txt for Python 3.11 and 3.12 (needs the package registry)
 # make docs         the manual as a site, in build/site; a broken link is an error
@@ -34,12 +36,16 @@ VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-chec
 WORKERS ?= 2
 SEED ?= 0
 ALGORITHM ?= grpo
+MODEL ?=
+TASK ?= sums
 # torch's, oneDNN's and MKL's kernels for the oldest processors, which every x86-64 processor runs.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
 NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/logprobs
 # A file's tests stay in one process, for what they have made together; the files in their order, which has the longest first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 VLLM_PYTEST := TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR $(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile
+# Tests that need another environment, a browser, or a downloaded model.
+IN_OTHER_TARGETS := $(addprefix --ignore=tests/,with_vllm with_browser with_real_model)
 # Tests that also run on vLLM's V2 model runner.
 V2_RUNNER := tests/with_vllm/test_vllm_weights.py tests/with_vllm/test_vllm_adapters.py -k "not memory"
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
@@ -49,10 +55,10 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help quickstart check test test-kernels test-vllm test-versions test-newest update-locks test-report \
-	check-cuda-constraints docs lint types format clean
+	check-cuda-constraints test-release test-real test-real-core smollm2 docs lint types format clean
 
 help:
-	@sed -n '1,12s/^# \{0,1\}//p' Makefile
+	@sed -n '1,14s/^# \{0,1\}//p' Makefile
 
 $(CORE): pyproject.toml constraints.txt requirements.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -95,19 +101,25 @@ $(UV):
 	@.venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 quickstart:
-	@echo "make quickstart: about a minute on two cores, and two to install"
+	@echo "make quickstart: about 5 minutes on two cores (MODEL=tiny: 1), and two to install"
 	@$(MAKE) --no-print-directory $(CORE)
-	$(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) --seed $(SEED)
+	$(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) $(if $(MODEL),--model $(MODEL)) --task $(TASK) --seed $(SEED)
 
 check:
 	@echo "make check: about 2 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
-	$(PYTEST) $(BY_FILE) -m "not processes" tests/architecture tests/unit
+	$(PYTEST) $(BY_FILE) -m "not processes and not release" tests/architecture tests/unit
 
 test:
 	@echo "make test: about 40 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
-	$(PYTEST) $(BY_FILE) --ignore=tests/with_vllm --ignore=tests/with_browser
+	$(PYTEST) $(BY_FILE) -m "not release" $(IN_OTHER_TARGETS)
+
+test-release:
+	@echo "make test-release: about 30 minutes on two cores; before a release"
+	@$(MAKE) --no-print-directory $(READY)
+	$(PYTEST) $(BY_FILE) -m release $(IN_OTHER_TARGETS)
+	@$(MAKE) --no-print-directory test-real
 
 docs:
 	@echo "make docs: a few seconds, and half a minute to install"
@@ -148,11 +160,25 @@ test-newest:
 
 # Then `make test`; the vLLM environment is pinned by hand in constraints-vllm.txt, since its versions follow vLLM's.
 update-locks: $(UV)
-	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --no-emit-package triton -o requirements.txt
-	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra test -o requirements-test.txt
+	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra examples --no-emit-package triton -o requirements.txt
+	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra examples --extra test -o requirements-test.txt
 	echo mkdocs | $(UV) pip compile --quiet --upgrade --no-header - -o requirements-docs.txt
 	{ $(OLDEST_PINS); printf '%s\n' pytest pytest-timeout pytest-xdist; } | $(UV) pip compile --quiet --upgrade \
 		pyproject.toml - -c constraints.txt --extra peft --no-emit-package triton -o requirements-oldest.txt
+
+smollm2: $(READY)
+	@$(BIN)/python examples/get_smollm2.py
+
+test-real:
+	@echo "make test-real: about 12 minutes on two cores"
+	@$(MAKE) --no-print-directory smollm2 $(VLLM_READY)
+	$(PYTEST) $(BY_FILE) tests/with_real_model --ignore=tests/with_real_model/test_real_vllm.py
+	$(VLLM_PYTEST) tests/with_real_model/test_real_vllm.py
+
+test-real-core:
+	@echo "make test-real-core: about 3 minutes on two cores"
+	@$(MAKE) --no-print-directory smollm2
+	$(PYTEST) --dist worksteal tests/with_real_model/test_real_core.py
 
 test-report:
 	@echo "make test-report: half a minute on two cores, and half a minute to install a browser"

@@ -1,4 +1,4 @@
-"""GRPO as a TRL user writes it, with the import changed. Run `make quickstart` first: it makes what this reads."""
+"""GRPO as a TRL user writes it, with the import changed. Run `make quickstart MODEL=tiny` first: it makes what this reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Online DPO with a judge, or with `--reward` by a reward. Run `make quickstart` first: it makes what this reads."""
+"""Online DPO with a judge, or with `--reward` by a reward. Run `make quickstart MODEL=tiny` first: it makes what this reads."""
 
 from __future__ import annotations
 

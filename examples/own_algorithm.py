@@ -6,7 +6,7 @@
                                  and  weight  <- decay * weight  + (1 - decay)
 
 Williams 1992 (doi 10.1007/BF00992696, equation 11) with the reinforcement comparison of its section 4; the division by `weight`
-is Adam's correction of an average that starts at 0. Run `make quickstart` first: it writes the data that this file trains on.
+is Adam's correction of an average that starts at 0. Run `make quickstart MODEL=tiny` first: it writes this file's data.
 """
 
 from __future__ import annotations

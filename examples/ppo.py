@@ -1,4 +1,4 @@
-"""PPO with a value head on the policy's backbone. Run `make quickstart` first: it makes what this reads."""
+"""PPO with a value head on the policy's backbone. Run `make quickstart MODEL=tiny` first: it makes what this reads."""
 
 from __future__ import annotations
 

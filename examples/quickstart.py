@@ -1,10 +1,11 @@
 """Reinforcement learning on a laptop, in minutes: `make quickstart`.
 
-It makes a small model and a dataset of the task of noisy_sort.py, warm-starts the model on demonstrations that are
-wrong on purpose, and trains it with GRPO (or RLOO, PPO, or Online DPO) until it sorts. Everything is written below runs/quickstart,
-where examples/grpo.py, rloo.py, ppo.py, online_dpo.py, sft.py, reward.py and their YAML files find their model and data.
+By default it trains SmolLM2-135M-Instruct, a real language model, on questions in English (english_tasks.py): sums, or answers
+of a stated number of sentences. With `--model tiny` it makes a small model and a dataset of the task of noisy_sort.py, and
+warm-starts the model on demonstrations that are wrong on purpose; examples/grpo.py, rloo.py, ppo.py, online_dpo.py, sft.py,
+reward.py and their YAML files find their model and data in the folder of that run.
 
-    python examples/quickstart.py [--algorithm rloo] [--seed 1] [--output_dir runs/quickstart] [--steps 160]
+    python examples/quickstart.py [--algorithm rloo] [--model tiny] [--task sentences] [--seed 1] [--steps 160]
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from typing import Any
 import noisy_sort
 import torch
 from datasets import Dataset
+from english_tasks import TASKS
+from get_smollm2 import DownloadError, get_smollm2
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
@@ -38,76 +42,163 @@ from lowpeak import (
 )
 from lowpeak.report import write_report
 
+GENERATIONS = 8  # of each prompt
+SHOWN = 8
 WARM_STEPS = 32
 WARM_ROWS = 128  # a step, each row seen once
-RL_PROMPTS = 32  # a step
-GENERATIONS = 8  # of each prompt
-HELD_OUT = 512
-PREFERENCES = 120 * 64  # what examples/reward.py trains a reward model on
-SHOWN = 8
+TINY_STEPS = 160
+TINY_PROMPTS = 32  # a step
+PREFERENCES = 120 * 64  # rows that examples/reward.py trains a reward model on
+DEFAULT_MODEL = {"grpo": "smollm2", "rloo": "smollm2", "ppo": "tiny", "online-dpo": "tiny"}
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A model, what it learns, and the settings with which it learns that in minutes."""
+
+    model: Any
+    tokenizer: Any
+    reward: Callable[..., list[float]]
+    prompts: Dataset
+    held_out: Dataset
+    steps: int
+    settings: Mapping[str, Any]
+    folder: Path  # of the run
+    next_command: str
 
 
 def main() -> None:
-    """Make, warm-start, measure, train, measure."""
+    """Make the lesson, measure, train, measure."""
     options = parse()
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # for so small a model a second thread costs more than it gives
     if not sys.stderr.isatty():
         disable_progress_bar()
-    folder = Path(options.output_dir)
     start = time.perf_counter()
-    data = make_data(folder, options.seed, options.steps)
-    print(
-        f"1/3  supervised start: {len(data.demonstrations)} demonstrations, most of them wrong on purpose", flush=True
-    )
-    model, tokenizer = warm_start(folder, data.demonstrations, options.seed)
-    trainer = make_trainer(options, model, tokenizer, data)
-    before = trainer.predict(data.held_out, metric_key_prefix="eval")
+    lesson = make_lesson(options)
+    trainer = make_trainer(options, lesson)
+    before = trainer.predict(lesson.held_out, metric_key_prefix="eval")
     show_accuracy("before", before)
+    args = trainer.args
     print(
-        f"2/3  {options.algorithm.upper()}: {options.steps} steps of {RL_PROMPTS} prompts x {GENERATIONS}", flush=True
+        f"2/3  {options.algorithm.upper()}: {args.max_steps} steps of "
+        f"{args.per_device_train_batch_size // GENERATIONS} prompts x {GENERATIONS}",
+        flush=True,
     )
     trainer.train()
     trainer.save_model()
     print("3/3  the same held-out prompts again", flush=True)
-    after = trainer.predict(data.held_out, metric_key_prefix="eval")
-    show(before, after, trainer.args.output_dir, time.perf_counter() - start)
+    after = trainer.predict(lesson.held_out, metric_key_prefix="eval")
+    show(before, after)
+    draw_curve(trainer, before, after, Path(args.output_dir, "curve.png"))
+    show_files(args.output_dir, lesson.next_command, time.perf_counter() - start)
 
 
 def parse() -> argparse.Namespace:
     """The few things that can be chosen."""
     parser = argparse.ArgumentParser(
-        description="See GRPO, RLOO, PPO or Online DPO learn a small task on a small model."
+        description="See GRPO, RLOO, PPO or Online DPO teach a task to a small language model."
     )
-    parser.add_argument("--algorithm", choices=["grpo", "rloo", "ppo", "online-dpo"], default="grpo")
+    parser.add_argument("--algorithm", choices=list(DEFAULT_MODEL), default="grpo")
+    parser.add_argument(
+        "--model", choices=["smollm2", "tiny"], help="default: smollm2 for grpo and rloo, tiny for the others"
+    )
+    parser.add_argument("--task", choices=list(TASKS), default="sums", help="what smollm2 learns")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, help=f"default: those of the task, {TINY_STEPS} for tiny")
     parser.add_argument("--output_dir", default="runs/quickstart")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.model = options.model or DEFAULT_MODEL[options.algorithm]
+    return options
 
 
-@dataclass(frozen=True)
-class Data:
-    """What the model is started with, trained on and judged on, and what a reward model learns from."""
+def make_lesson(options: argparse.Namespace) -> Lesson:
+    """The lesson of the chosen model; that of the tiny one if the other cannot be downloaded."""
+    if options.model == "smollm2":
+        try:
+            return make_smollm2_lesson(options)
+        except DownloadError as error:
+            print(f"{error}; a tiny model is trained instead (MODEL=tiny)", flush=True)
+    return make_tiny_lesson(options)
 
-    demonstrations: Dataset
-    prompts: Dataset
-    held_out: Dataset
-    preferences: Dataset
 
+def make_smollm2_lesson(options: argparse.Namespace) -> Lesson:
+    """SmolLM2 and a task in English; the files are those that examples/smollm2.yaml reads."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-def make_data(folder: Path, seed: int, steps: int) -> Data:
-    """The datasets, as files that the other examples open."""
-    folder.mkdir(parents=True, exist_ok=True)
-    data = Data(
-        demonstrations=noisy_sort.make_demonstrations(WARM_STEPS * WARM_ROWS, seed),
-        prompts=noisy_sort.make_prompts(max(steps, 160) * RL_PROMPTS, seed),
-        held_out=noisy_sort.make_prompts(HELD_OUT, seed, held_out=True),
-        preferences=noisy_sort.make_preferences(PREFERENCES, seed),
+    print("1/3  SmolLM2-135M-Instruct: downloaded once (93 MB)", flush=True)
+    path, task = get_smollm2(), TASKS[options.task]
+    folder = Path(options.output_dir, "smollm2")
+    prompts, held_out = task.prompts(options.seed), task.held_out()
+    write_rows(folder, {"prompts": prompts, "held_out": held_out})
+    link = folder / path.name
+    if not link.exists():
+        link.symlink_to(path, target_is_directory=True)
+    return Lesson(
+        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        tokenizer=AutoTokenizer.from_pretrained(path),
+        reward=task.reward,
+        prompts=prompts,
+        held_out=held_out,
+        steps=task.steps,
+        settings={
+            "max_completion_length": task.max_completion_length,
+            "per_device_train_batch_size": 4 * GENERATIONS,
+            "learning_rate": 1e-5,
+            "lr_scheduler_type": "constant",
+            "num_generations_eval": 1,
+            "logging_steps": 2,
+            "eval_strategy": "no",
+            "save_strategy": "no",
+        },
+        folder=folder / options.algorithm,
+        next_command="grpo --config examples/smollm2.yaml --dry-run",
     )
-    for name, rows in vars(data).items():
+
+
+def make_tiny_lesson(options: argparse.Namespace) -> Lesson:
+    """A new model that has learned too little from demonstrations, most of them wrong; other examples open the files."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # for so small a model a second thread costs more than it gives
+    folder, seed = Path(options.output_dir), options.seed
+    steps = options.steps or TINY_STEPS
+    demonstrations = noisy_sort.make_demonstrations(WARM_STEPS * WARM_ROWS, seed)
+    prompts = noisy_sort.make_prompts(max(steps, TINY_STEPS) * TINY_PROMPTS, seed)
+    held_out = noisy_sort.make_prompts(512, seed, held_out=True)
+    preferences = noisy_sort.make_preferences(PREFERENCES, seed)
+    files = {"demonstrations": demonstrations, "prompts": prompts, "held_out": held_out, "preferences": preferences}
+    write_rows(folder, files)
+    print(f"1/3  supervised start: {len(demonstrations)} demonstrations, most of them wrong on purpose", flush=True)
+    model, tokenizer = warm_start(folder, demonstrations, seed)
+    settings = {
+        "max_completion_length": noisy_sort.MAX_COMPLETION_LENGTH,
+        "per_device_train_batch_size": TINY_PROMPTS * GENERATIONS,
+        "learning_rate": 5e-4,
+        "warmup_steps": 10,
+        "lr_scheduler_type": "linear",
+        "gradient_checkpointing": False,
+        "logging_steps": 10,
+        "eval_strategy": "steps",
+        "eval_steps": 40,
+        "save_steps": 80,
+        "save_total_limit": 2,
+    }
+    return Lesson(
+        model=model,
+        tokenizer=tokenizer,
+        reward=noisy_sort.sorted_exactly,
+        prompts=prompts,
+        held_out=held_out,
+        steps=TINY_STEPS,
+        settings=settings,
+        folder=folder / options.algorithm,
+        next_command="grpo --config examples/grpo.yaml --dry-run",
+    )
+
+
+def write_rows(folder: Path, datasets: Mapping[str, Dataset]) -> None:
+    """Write each dataset as a file of JSON lines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in datasets.items():
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    return data
 
 
 def warm_start(folder: Path, demonstrations: Dataset, seed: int) -> tuple[Any, Any]:
@@ -134,7 +225,7 @@ def warm_start(folder: Path, demonstrations: Dataset, seed: int) -> tuple[Any, A
     return trainer.model, tokenizer
 
 
-def make_trainer(options: argparse.Namespace, model: Any, tokenizer: Any, data: Data) -> Any:
+def make_trainer(options: argparse.Namespace, lesson: Lesson) -> Any:
     """Any of them with the same settings, but that Online DPO holds to a reference, and PPO has a critic to teach."""
     critic = {"num_iterations": 2, "value_learning_rate": 1e-2, "vf_coef": 0.5, "cliprange_value": None}
     config_class, trainer_class, more = {
@@ -144,32 +235,22 @@ def make_trainer(options: argparse.Namespace, model: Any, tokenizer: Any, data: 
         "online-dpo": (OnlineDPOConfig, OnlineDPOTrainer, {"beta": 0.1}),
     }[options.algorithm]
     args = config_class(
-        output_dir=f"{options.output_dir}/{options.algorithm}",
-        max_steps=options.steps,
-        per_device_train_batch_size=RL_PROMPTS * GENERATIONS,
+        output_dir=str(lesson.folder),
+        max_steps=options.steps or lesson.steps,
         num_generations=GENERATIONS,
-        max_completion_length=noisy_sort.MAX_COMPLETION_LENGTH,
-        learning_rate=5e-4,
-        warmup_steps=10,
-        lr_scheduler_type="linear",
         weight_decay=0.0,
-        gradient_checkpointing=False,
-        logging_steps=10,
-        eval_strategy="steps",
-        eval_steps=40,
-        save_steps=80,
-        save_total_limit=2,
         disable_tqdm=not sys.stderr.isatty(),
         seed=options.seed,
+        **lesson.settings,
         **more,
     )
     trainer = trainer_class(
-        model=model,
-        reward_funcs=noisy_sort.sorted_exactly,
+        model=lesson.model,
+        reward_funcs=lesson.reward,
         args=args,
-        train_dataset=data.prompts,
-        eval_dataset=data.held_out,
-        processing_class=tokenizer,
+        train_dataset=lesson.prompts,
+        eval_dataset=lesson.held_out,
+        processing_class=lesson.tokenizer,
     )
     log_shortly(trainer)
     return trainer
@@ -217,30 +298,63 @@ def short_line(step: int, logs: dict[str, float]) -> str:
     return f"{start}loss {logs['loss']:.2f}" if "loss" in logs else ""
 
 
+def accuracies(prediction: Any) -> tuple[float, float]:
+    """The greedy and the sampled accuracy."""
+    return prediction.metrics["eval_greedy_accuracy"], prediction.metrics["eval_accuracy"]
+
+
 def show_accuracy(when: str, prediction: Any) -> None:
     """Both accuracies on the held-out prompts, in one line."""
-    greedy, sampled = prediction.metrics["eval_greedy_accuracy"], prediction.metrics["eval_accuracy"]
+    greedy, sampled = accuracies(prediction)
+    number = len({row["group"] for row in prediction.predictions})
     print(
-        f"     {when:6s}  accuracy on {HELD_OUT} held-out prompts: greedy {greedy:.2f}, sampled {sampled:.2f}",
-        flush=True,
+        f"     {when:6s}  accuracy on {number} held-out prompts: greedy {greedy:.2f}, sampled {sampled:.2f}", flush=True
     )
 
 
-def show(before: Any, after: Any, output_dir: str, seconds: float) -> None:
-    """Accuracy and a few completions before and after, and where the files are."""
-    print(f"\n{'prompt':10s}{'right':10s}{'before':16s}{'after':16s}   (sampled)")
+def show(before: Any, after: Any) -> None:
+    """A few sampled completions before and after, and the accuracies."""
+    print()
     for old, new in zip(sampled_rows(before), sampled_rows(after), strict=True):
-        right = noisy_sort.answer_to(str(old["prompt"]))
-        print(f"{old['prompt']:10s}{right:10s}{marked(old, right):16s}{marked(new, right):16s}")
+        print(f"{question(old)}  ({old['answer']})")
+        for when, row in (("before", old), ("after", new)):
+            print(f"     {when:6s}  {' '.join(row['completion'].split())}  {'ok' if row['reward'] == 1 else 'wrong'}")
     print()
     show_accuracy("before", before)
     show_accuracy("after", after)
-    print(f"\n{seconds:.0f} seconds in all. The run's files are in {output_dir}: the trained model, checkpoints, and")
+
+
+def draw_curve(trainer: Any, before: Any, after: Any, picture: Path) -> None:
+    """Save the rewards of the steps, and the held-out accuracy before and after, as a picture."""
+    from matplotlib.figure import Figure
+
+    steps, rewards = zip(
+        *((log["step"], log["reward"]) for log in trainer.state.log_history if "reward" in log), strict=True
+    )
+    figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, rewards, color="#dd4b39", label="reward of the sampled completions")
+    ends = [0, trainer.args.max_steps]
+    axes.plot(ends, [accuracies(each)[0] for each in (before, after)], "o", color="#30638e", label="held out, greedy")
+    axes.set(xlabel="step", ylim=(0, 1.02))
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(picture)
+
+
+def show_files(output_dir: str, next_command: str, seconds: float) -> None:
+    """The seconds, where the files are, and what to try next."""
+    print(f"\n{seconds:.0f} seconds in all. The run's files are in {output_dir}: the trained model, curve.png, and")
     print("journal/ with one line per step (steps.jsonl) and per completion (rollouts.jsonl) for pandas or polars.")
     print(f"Curves and completions, in a browser: {write_report([Path(output_dir)])}")
     command = Path(sys.executable).with_name("lowpeak")
     here = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else "lowpeak"
-    print(f"Next: {here} grpo --config examples/grpo.yaml --dry-run")
+    print(f"Next: {here} {next_command}")
+
+
+def question(row: Mapping[str, Any]) -> str:
+    """The text of a row's prompt."""
+    prompt = row["prompt"]
+    return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
 
 
 def sampled_rows(prediction: Any) -> list[dict[str, Any]]:
@@ -250,11 +364,6 @@ def sampled_rows(prediction: Any) -> list[dict[str, Any]]:
         if row["decoding"] == "sampled":
             firsts.setdefault(row["group"], row)
     return [firsts[group] for group in random.Random(0).sample(sorted(firsts), SHOWN)]
-
-
-def marked(row: dict[str, Any], right: str) -> str:
-    """The completion with a tick or a cross."""
-    return f"{row['completion']} {'ok' if row['completion'] == right else 'wrong'}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A reward model in Python, from preferences. Run `make quickstart` first: it makes model and data."""
+"""A reward model in Python, from preferences. Run `make quickstart MODEL=tiny` first: it makes model and data."""
 
 from __future__ import annotations
 

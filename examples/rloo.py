@@ -1,4 +1,4 @@
-"""RLOO as a TRL user writes it, with the import changed. Run `make quickstart` first: it makes what this reads."""
+"""RLOO as a TRL user writes it, with the import changed. Run `make quickstart MODEL=tiny` first: it makes what this reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised training in Python, on demonstrations. Run `make quickstart` first: it makes model and data."""
+"""Supervised training in Python, on demonstrations. Run `make quickstart MODEL=tiny` first: it makes model and data."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ def test_activations_go_to_the_host_when_memory_runs_out_and_nothing_can_be_smal
     succeed(offload_when_nothing_is_smaller, "", tmp_path, seconds=SECONDS)
 
 
+@pytest.mark.release
 def test_measured_peaks_enlarge_micro_batches_which_take_at_most_what_was_predicted(tmp_path):
     succeed(correct_by_peaks, "", tmp_path, seconds=SECONDS)
 

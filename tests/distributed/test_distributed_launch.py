@@ -138,7 +138,7 @@ def test_ranks_save_and_end_when_their_launcher_was_killed(folder):
                 rank.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("num_hosts", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_a_command_that_runs_out_of_memory_goes_on_by_itself_with_smaller_sizes(folder, num_hosts):
     """Under ZeRO-3, before the first checkpoint and after it."""
     out, judge = folder / f"exhausted{num_hosts}", f"{folder / 'judge.py'}:exhaust"

@@ -47,6 +47,7 @@ def test_with_little_room_the_run_takes_fewer_bytes_per_parameter():
     assert found.arguments["weight_bits"] in (16, 32)
 
 
+@pytest.mark.release
 def test_another_package_is_not_needed_without_gain():
     assert fit(80, 2).candidate.strategy in ("ddp", "fsdp2", "tp")
 
@@ -172,7 +173,7 @@ def test_too_little_host_memory_is_the_reason_that_is_named():
     assert "of a host's memory of 1 MiB" in found.smallest_change
 
 
-@pytest.mark.processes
+@pytest.mark.release
 def test_estimates_agree_with_plans_under_every_strategy_with_and_without_checkpointing():
     search = Search(request(80, 4, beta=0.1, micro_batch_tokens=320))  # two micro-batches
     firsts = {}

@@ -46,6 +46,7 @@ def test_each_recipe_is_here():
     assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == [*RECIPES]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_plan_in_a_recipes_first_lines_fits_its_gpus(name, model):
     path = FOLDER / f"{name}.yaml"

@@ -1,0 +1,33 @@
+"""GRPO on sums with a real model, as a TRL user writes it; `make quickstart` does the same with pictures."""
+
+from __future__ import annotations
+
+from english_tasks import TASKS
+from get_smollm2 import get_smollm2
+
+from lowpeak import GRPOConfig, GRPOTrainer
+
+
+def main() -> None:
+    """Train SmolLM2-135M-Instruct for 60 steps: about 4 minutes on two CPU cores."""
+    sums = TASKS["sums"]
+    args = GRPOConfig(
+        output_dir="runs/smollm2",
+        max_steps=60,
+        per_device_train_batch_size=32,
+        num_generations=8,
+        max_completion_length=24,
+        learning_rate=1e-5,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        save_strategy="no",
+    )
+    trainer = GRPOTrainer(
+        model=str(get_smollm2()), reward_funcs=sums.reward, args=args, train_dataset=sums.prompts(seed=0)
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()

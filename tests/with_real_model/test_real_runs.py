@@ -1,0 +1,139 @@
+"""Each kind of run with real weights: steps, storage formats, 4 bits, memory, kills and errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.harness.planned import Case, Shape
+from benchmarks.plan_accuracy import compare
+from peft import LoraConfig
+from real_runs import chat_prompts, differences, generated, make_real
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from allocation_cap import CappedPhases
+from child_processes import KILLED, call
+from lowpeak.arguments import Sampling
+from lowpeak.logprobs import install_head
+from lowpeak.memory import Phase
+from small_runs import SAVED, StopAfter, column, same, weights
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LORA = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+
+
+def test_greedy_tokens_of_64_prompts_equal_those_of_generate(smollm2, tokenizer):
+    model, prompts = AutoModelForCausalLM.from_pretrained(smollm2).eval(), chat_prompts(tokenizer, 64)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt.ids])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+        expected.append(made[0, ids.shape[1] :].tolist())
+    sampling = Sampling(num_generations=1, max_new_tokens=16, temperature=0.0)
+    assert [made[0].ids.tolist() for made in generated(install_head(model), tokenizer, prompts, sampling)] == expected
+
+
+def test_sampled_log_probs_of_bf16_weights_are_near_those_of_a_full_forward_in_fp32(smollm2, tokenizer):
+    found = differences(smollm2, tokenizer, torch.bfloat16)
+    assert found.mean() < 0.04
+    assert (found > 0.1).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("kind", ["RLOO", "PPO", "OnlineDPO", "SFT", "Reward"])
+def test_one_step_of_each_trainer(smollm2, kind, tmp_path):
+    run = make_real(kind, tmp_path, smollm2, max_steps=1)
+    before = weights(run)
+    run.train()
+    assert column(run, "grad_norm")[0] > 0
+    moved = [not values.equal(before[name]) for name, values in weights(run).items()]
+    assert sum(moved) > 0.9 * len(moved)
+
+
+@pytest.mark.parametrize("bits", [16, 24, 32])
+def test_bf16_weights_are_trained_in_each_storage_format(smollm2, bits, tmp_path):
+    run = make_real("SFT", tmp_path, smollm2, max_steps=1, weight_bits=bits, learning_rate=1e-4)
+    before = weights(run)
+    run.train()
+    assert {values.dtype for values in weights(run).values()} == {torch.bfloat16}
+    assert any(not values.equal(before[name]) for name, values in weights(run).items())
+
+
+def test_lora_on_weights_of_4_bits(smollm2, tmp_path):
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    run = make_real("GRPO", tmp_path, smollm2, peft_config=LORA, quantization_config=quantized, max_steps=1)
+    run.train()
+    assert column(run, "grad_norm")[0] > 0
+
+
+@dataclass(frozen=True)
+class RealShape(Shape):
+    """The shape of the model in a folder."""
+
+    folder: str = ""
+
+    def config(self) -> Any:
+        config = AutoConfig.from_pretrained(self.folder)
+        config.dtype = torch.float32
+        return config
+
+
+def test_a_plan_has_the_measured_bytes_of_each_phase(smollm2):
+    result = compare(Case("smollm2", "real", shape=RealShape(folder=smollm2), args={"max_steps": 2, "save_steps": 2}))
+    ratios = {phase: result["planned"][phase] / peak for phase, peak in result["measured"].items()}
+    assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), abs=0.015)
+
+
+def kill_in_the_second_step(smollm2: str, place: Path) -> None:
+    import os
+    import signal
+
+    run = make_real("GRPO", place / "run", smollm2, **SAVED)
+    run.model.register_forward_pre_hook(
+        lambda *_: (
+            os.kill(os.getpid(), signal.SIGKILL) if run.state.global_step == 1 and torch.is_grad_enabled() else None
+        )
+    )
+    run.train()
+
+
+def test_a_killed_run_resumes_to_the_same_bits(smollm2, tmp_path):
+    assert call(kill_in_the_second_step, smollm2, tmp_path) == KILLED
+    resumed = make_real("GRPO", tmp_path / "run", smollm2, **SAVED)
+    resumed.train(resume_from_checkpoint=True)
+    whole = make_real("GRPO", tmp_path / "whole", smollm2)
+    whole.train()
+    assert same(weights(resumed), weights(whole))
+
+
+def test_a_step_that_runs_out_of_memory_is_run_again_and_equals_one_with_more(smollm2, tmp_path):
+    free = make_real("GRPO", tmp_path / "free", smollm2, max_steps=1)
+    uncapped = CappedPhases(free, {})
+    free.train()
+    tight = make_real("GRPO", tmp_path / "tight", smollm2, max_steps=1)
+    capped = CappedPhases(tight, {Phase.TRAIN: int(0.97 * uncapped.highest["train"])})
+    tight.train()
+    assert capped.num_errors > 0
+    torch.testing.assert_close(column(tight, "loss"), column(free, "loss"), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(column(tight, "grad_norm"), column(free, "grad_norm"), rtol=1e-3, atol=1e-6)
+
+
+def test_a_run_that_is_stopped_leaves_a_model_card(smollm2, tmp_path):
+    run = make_real("GRPO", tmp_path, smollm2, callbacks=[StopAfter(1)])
+    run.train()
+    run.create_model_card()
+    assert "SmolLM2-135M-Instruct" in (tmp_path / "README.md").read_text()
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    cells = json.loads((EXAMPLES / "smollm2.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    exec(code.replace("STEPS = 60", "STEPS = 1").replace("sums.held_out()", "sums.held_out().select(range(8))"), {})
+    assert (tmp_path / "runs" / "notebook" / "journal" / "steps.jsonl").exists()

@@ -1,0 +1,17 @@
+"""Real weights in a real vLLM: pushed, proved, and the log-probs of the trainer."""
+
+from __future__ import annotations
+
+import pytest
+from real_runs import make_real
+
+from small_runs import column
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_vllms_log_probs_are_the_trainers(smollm2, dtype, most, tmp_path):
+    settings = {"use_vllm": True, "vllm_dtype": dtype, "max_steps": 2}
+    run = make_real("GRPO", tmp_path, smollm2, **settings)
+    run.train()
+    assert max(column(run, "sampling/sampling_logp_difference/mean")) < most
+    assert all(value > 0 for value in column(run, "grad_norm"))
