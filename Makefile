@@ -153,8 +153,7 @@ test-versions:
 
 test-newest:
 	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
-	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(TORCH)
-	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager pytest pytest-timeout pytest-xdist --editable '.[peft]'
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager $(TORCH) pytest pytest-timeout pytest-xdist --editable '.[peft]'
 	@$(NEWEST)/bin/python -m pip list 2>/dev/null | grep -E '^(torch|transformers|accelerate|datasets|peft|numpy) '
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) $(VERSIONS)
 

@@ -74,9 +74,10 @@ def convert(gguf: Path, folder: Path) -> None:
     config = {key: value for key, value in dequantized.config.to_dict().items() if key != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(dequantized.state_dict())
-    # The end of a turn, which ends an answer, and the end of a text, which is also the padding.
-    ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = ends, ends[1]
+    # The end of a turn, which ends an answer, and the end of a text.
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    for settings in (model.config, model.generation_config):
+        settings.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     shutil.copymode(folder.parent.parent, folder)

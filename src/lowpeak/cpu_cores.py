@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+
+from lowpeak.cgroups import cgroup_folders, read_lines
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
@@ -17,7 +18,7 @@ def allowed_cores(root: Path = Path("/")) -> int:
     number = os.cpu_count() or 1
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(number))
     topology = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    cores = {tuple(_lines(root / topology.format(cpu))) or cpu for cpu in cpus}
+    cores = {tuple(read_lines(root / topology.format(cpu))) or cpu for cpu in cpus}
     physical = psutil.cpu_count(logical=False) or number
     return max(1, int(min([len(cores), physical, *_cpu_quotas(root)])))
 
@@ -36,24 +37,9 @@ def limit_threads() -> None:
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """Yield the CPU quota of each cgroup of this process (version 1 or 2), in CPUs."""
-    for line in _lines(root / "proc/self/cgroup"):
-        number, controllers, group = (*line.split(":", 2), "", "")[:3]
-        mount = root / "sys/fs/cgroup"
-        if number != "0":
-            if "cpu" not in controllers.split(","):
-                continue
-            mount /= "cpu"
-        # Inside a container this folder may not exist: the mount is then the process's cgroup.
-        folder = mount / group.strip("/")
-        for each in (folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))):
-            words = " ".join([*_lines(each / "cpu.max"), *_lines(each / "cpu.cfs_quota_us")]).split()
-            period = [*words[1:], *_lines(each / "cpu.cfs_period_us")]
-            # "max" and -1 are no quotas, and what cannot be read is none.
-            if words and period and words[0].isdigit() and period[0].isdigit() and int(period[0]) > 0:
-                yield int(words[0]) / int(period[0])
-
-
-def _lines(path: Path) -> list[str]:
-    with suppress(OSError):
-        return path.read_text(errors="replace").splitlines()
-    return []
+    for folder in cgroup_folders(root, "cpu"):
+        words = " ".join([*read_lines(folder / "cpu.max"), *read_lines(folder / "cpu.cfs_quota_us")]).split()
+        period = [*words[1:], *read_lines(folder / "cpu.cfs_period_us")]
+        # "max" and -1 are no quotas, and what cannot be read is none.
+        if words and period and words[0].isdigit() and period[0].isdigit() and int(period[0]) > 0:
+            yield int(words[0]) / int(period[0])

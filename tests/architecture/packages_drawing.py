@@ -22,7 +22,7 @@ ROWS = (
     ("rewards", "data", "memory"),
     ("models", "parallel", "watchdog"),
     ("algorithms", "batching", "logprobs", "attention", "optim"),
-    ("arguments", "records", "errors", "ranks", "damage", "exports", "device_kind", "cpu_cores"),
+    ("arguments", "records", "errors", "ranks", "damage", "exports", "device_kind", "cgroups", "cpu_cores"),
 )
 WIDTH, ROW_HEIGHT, BOX = 960, 92, (118, 34)
 

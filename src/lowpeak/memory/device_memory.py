@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from lowpeak.cgroups import cgroup_folders, read_lines
 from lowpeak.errors import EngineError, LowpeakError
 
 # Of one process on a GPU: the CUDA context with torch's kernels and cuBLAS's workspaces.
@@ -123,21 +123,9 @@ def cgroup_headrooms(root: Path) -> Iterator[int]:
 
     File pages that the kernel would drop under memory pressure do not count as used.
     """
-    group = next((line[3:] for line in _lines(root / "proc/self/cgroup") if line.startswith("0::")), None)
-    if group is None:
-        return
-    mount = root / "sys/fs/cgroup"
-    # Inside a container this folder may not exist: the mount is then the process's cgroup.
-    folder = mount / group.strip("/")
-    for each in (folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))):
-        limit = next(iter(_lines(each / "memory.max")), "max")
+    for folder in cgroup_folders(root, "memory"):
+        limit = next(iter(read_lines(folder / "memory.max")), "max")
         if limit != "max":
-            use = int(next(iter(_lines(each / "memory.current")), "0"))
-            stat = dict(line.split() for line in _lines(each / "memory.stat"))
+            use = int(next(iter(read_lines(folder / "memory.current")), "0"))
+            stat = dict(line.split() for line in read_lines(folder / "memory.stat"))
             yield max(0, int(limit) - max(0, use - int(stat.get("inactive_file", 0))))
-
-
-def _lines(path: Path) -> list[str]:
-    with suppress(OSError):
-        return path.read_text().splitlines()
-    return []
