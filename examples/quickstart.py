@@ -87,7 +87,7 @@ def main() -> None:
     trainer.save_model()
     print("3/3  the same held-out prompts again", flush=True)
     after = trainer.predict(lesson.held_out, metric_key_prefix="eval")
-    show(before, after)
+    show(lesson, before, after)
     draw_curve(trainer, before, after, Path(args.output_dir, "curve.png"))
     show_files(args.output_dir, lesson.next_command, time.perf_counter() - start)
 
@@ -312,11 +312,12 @@ def show_accuracy(when: str, prediction: Any) -> None:
     )
 
 
-def show(before: Any, after: Any) -> None:
+def show(lesson: Lesson, before: Any, after: Any) -> None:
     """A few sampled completions before and after, and the accuracies."""
+    answers = {question(row): row["answer"] for row in lesson.held_out}
     print()
     for old, new in zip(sampled_rows(before), sampled_rows(after), strict=True):
-        print(f"{question(old)}  ({old['answer']})")
+        print(f"{question(old)}  ({answers[question(old)]})")
         for when, row in (("before", old), ("after", new)):
             print(f"     {when:6s}  {' '.join(row['completion'].split())}  {'ok' if row['reward'] == 1 else 'wrong'}")
     print()
