@@ -83,6 +83,6 @@ def has_stated_length(completions: Sequence[Any], answer: Sequence[str], **colum
 
 
 TASKS = {
-    "sums": Task(sum_rows, last_number_is_right, steps=60, max_completion_length=24),
+    "sums": Task(sum_rows, last_number_is_right, steps=50, max_completion_length=24),
     "sentences": Task(sentence_rows, has_stated_length, steps=60, max_completion_length=80),
 }

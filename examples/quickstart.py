@@ -144,6 +144,7 @@ def make_smollm2_lesson(options: argparse.Namespace) -> Lesson:
             "per_device_train_batch_size": 4 * GENERATIONS,
             "learning_rate": 1e-5,
             "lr_scheduler_type": "constant",
+            "gradient_checkpointing": False,
             "num_generations_eval": 1,
             "logging_steps": 2,
             "eval_strategy": "no",

@@ -9,11 +9,11 @@ from lowpeak import GRPOConfig, GRPOTrainer
 
 
 def main() -> None:
-    """Train SmolLM2-135M-Instruct for 60 steps: about 4 minutes on two CPU cores."""
+    """Train SmolLM2-135M-Instruct for 50 steps: about 4 minutes on two CPU cores."""
     sums = TASKS["sums"]
     args = GRPOConfig(
         output_dir="runs/smollm2",
-        max_steps=60,
+        max_steps=50,
         per_device_train_batch_size=32,
         num_generations=8,
         max_completion_length=24,

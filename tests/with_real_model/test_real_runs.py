@@ -135,5 +135,5 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("MPLBACKEND", "agg")
-    exec(code.replace("STEPS = 60", "STEPS = 1").replace("sums.held_out()", "sums.held_out().select(range(8))"), {})
+    exec(code.replace("STEPS = 50", "STEPS = 1").replace("sums.held_out()", "sums.held_out().select(range(8))"), {})
     assert (tmp_path / "runs" / "notebook" / "journal" / "steps.jsonl").exists()
