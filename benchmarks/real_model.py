@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.harness.process import run_apart
 from benchmarks.harness.real_side import GENERATIONS, PROMPTS
-from benchmarks.harness.report import OURS, PEER, SIDES, mean, print_result, ratio, require_peer, versions
+from benchmarks.harness.report import OURS, PEER, SIDES, mean, print_result, ratio, require, require_peer, versions
 from benchmarks.harness.task import load_example
 
 KINDS = ("fp32", "bf16", "lora")
@@ -34,7 +34,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--save", type=Path, help="results so far, to go on from")
+    parser.add_argument("--picture", type=Path, help="a picture of rewards over wall-clock minutes")
     options = parser.parse_args()
+    if options.picture:
+        require("matplotlib", "pip install '.[plot]'")
     if options.quick:
         options.kinds, options.seeds, options.steps, options.sides = ["fp32"], [0], 1, [OURS]
     if PEER in options.sides:
@@ -57,6 +60,8 @@ def main() -> None:
                     if options.save:
                         options.save.write_text(json.dumps(runs))
     print(table(runs, options.kinds, options.seeds))
+    if options.picture:
+        draw(runs, options.picture)
     print_result({"benchmark": "real_model", "runs": runs, "versions": versions()})
 
 
@@ -97,6 +102,24 @@ def table(runs: Mapping[str, Mapping[str, Any]], kinds: Sequence[str], seeds: Se
             cells = [_show(ratio(ours[n], peer[n]) if ours[n] is not None and peer[n] else None) for n in names]
             lines.append(f"| {kind}, ratio | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def draw(runs: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
+    """Save a line for each run: the mean reward of the last WINDOW steps over minutes, TRL's dashed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    colors = dict(zip(KINDS, ("#9d1b32", "#30638e", "#3d9970"), strict=True))
+    for name, run in runs.items():
+        kind, seed, side = name.split()
+        rewards = [mean(run["rewards"][max(0, i - WINDOW + 1) : i + 1]) for i in range(len(run["rewards"]))]
+        minutes = [seconds / 60 for seconds in run["seconds"]]
+        style = "--" if side == PEER else "-"
+        axes.plot(minutes, rewards, style, color=colors[kind], label=f"{side}, {kind}, seed {seed}")
+    axes.set(xlabel="minutes on one thread", ylabel=f"reward, mean of {WINDOW} steps", ylim=(0, 1.02))
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(picture)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -9,7 +9,10 @@ from benchmarks.harness.task import train_judge
 
 from lowpeak import PPOConfig, PPOTrainer
 
-pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]  # training the reward model takes minutes on a slow processor
+pytestmark = [
+    pytest.mark.release,
+    pytest.mark.timeout(1800),
+]  # training the reward model takes minutes on a slow processor
 TASK = (6, 32)
 JUDGE_STEPS = 700
 # A reward model can be fooled, so the policy is held to its start, and the critic begins as the reward model and learns first.

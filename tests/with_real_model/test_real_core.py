@@ -35,7 +35,7 @@ def test_a_grpo_step_saves_a_model_that_transformers_loads_and_resumes_to_the_sa
     whole.train()
     assert all(value > 0 for value in column(whole, "grad_norm"))
     assert max(column(whole, "sampling/sampling_logp_difference/max")) < 1e-4
-    resumed = make_real("GRPO", tmp_path / "resumed", smollm2, **SAVED)
+    resumed = make_real("GRPO", tmp_path / "resumed", smollm2)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
     assert same(weights(whole), weights(resumed))
     whole.save_model(str(tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""Each kind of run with real weights: steps, storage formats, 4 bits, memory, kills and errors."""
+"""Each kind of run with real weights: steps, storage formats, 4 bits, planned memory, kills."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import pytest
 import torch
 from benchmarks.harness.planned import Case, Shape
 from benchmarks.plan_accuracy import compare
+from huggingface_hub import ModelCard
 from peft import LoraConfig
 from real_runs import chat_prompts, differences, generated, make_real
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from allocation_cap import CappedPhases
 from child_processes import KILLED, call
 from lowpeak.arguments import Sampling
 from lowpeak.logprobs import install_head
-from lowpeak.memory import Phase
 from small_runs import SAVED, StopAfter, column, same, weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -109,23 +108,11 @@ def test_a_killed_run_resumes_to_the_same_bits(smollm2, tmp_path):
     assert same(weights(resumed), weights(whole))
 
 
-def test_a_step_that_runs_out_of_memory_is_run_again_and_equals_one_with_more(smollm2, tmp_path):
-    free = make_real("GRPO", tmp_path / "free", smollm2, max_steps=1)
-    uncapped = CappedPhases(free, {})
-    free.train()
-    tight = make_real("GRPO", tmp_path / "tight", smollm2, max_steps=1)
-    capped = CappedPhases(tight, {Phase.TRAIN: int(0.97 * uncapped.highest["train"])})
-    tight.train()
-    assert capped.num_errors > 0
-    torch.testing.assert_close(column(tight, "loss"), column(free, "loss"), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(column(tight, "grad_norm"), column(free, "grad_norm"), rtol=1e-3, atol=1e-6)
-
-
 def test_a_run_that_is_stopped_leaves_a_model_card(smollm2, tmp_path):
     run = make_real("GRPO", tmp_path, smollm2, callbacks=[StopAfter(1)])
     run.train()
     run.create_model_card()
-    assert "SmolLM2-135M-Instruct" in (tmp_path / "README.md").read_text()
+    assert {"lowpeak", "grpo"} <= set(ModelCard.load(tmp_path / "README.md").data.tags)
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
