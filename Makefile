@@ -37,7 +37,6 @@ WORKERS ?= 2
 SEED ?= 0
 ALGORITHM ?= grpo
 MODEL ?=
-TASK ?= sums
 # torch's, oneDNN's and MKL's kernels for the oldest processors, which every x86-64 processor runs.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
 NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/logprobs
@@ -103,7 +102,7 @@ $(UV):
 quickstart:
 	@echo "make quickstart: about 5 minutes on two cores (MODEL=tiny: 1), and two to install"
 	@$(MAKE) --no-print-directory $(CORE)
-	$(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) $(if $(MODEL),--model $(MODEL)) --task $(TASK) --seed $(SEED)
+	$(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) $(if $(MODEL),--model $(MODEL)) --seed $(SEED)
 
 check:
 	@echo "make check: about 2 minutes on two cores"
@@ -111,7 +110,7 @@ check:
 	$(PYTEST) $(BY_FILE) -m "not processes and not release" tests/architecture tests/unit
 
 test:
-	@echo "make test: about 40 minutes on two cores"
+	@echo "make test: about 35 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
 	$(PYTEST) $(BY_FILE) -m "not release" $(IN_OTHER_TARGETS)
 

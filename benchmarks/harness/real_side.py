@@ -56,10 +56,10 @@ class Clock(TrainerCallback):
 
 def run_side(request: RealRequest) -> dict[str, Any]:
     """Train, and measure the held-out accuracy before and after with transformers' generate()."""
-    task, package = load_example("english_tasks").TASKS["sums"], importlib.import_module(request.library)
+    sums, package = load_example("sums"), importlib.import_module(request.library)
     tokenizer = AutoTokenizer.from_pretrained(request.model)
     model = AutoModelForCausalLM.from_pretrained(request.model, dtype=torch.float32)
-    before = held_out_accuracy(model, tokenizer, task)
+    before = held_out_accuracy(model, tokenizer, sums)
     more: dict[str, Any] = {}
     if request.kind == "lora":
         from peft import LoraConfig
@@ -71,7 +71,7 @@ def run_side(request: RealRequest) -> dict[str, Any]:
         max_steps=request.steps,
         per_device_train_batch_size=PROMPTS * GENERATIONS,
         num_generations=GENERATIONS,
-        max_completion_length=task.max_completion_length,
+        max_completion_length=sums.MAX_COMPLETION_LENGTH,
         learning_rate=2e-4 if request.kind == "lora" else 1e-5,
         lr_scheduler_type="constant",
         beta=0.0,
@@ -86,9 +86,9 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     )
     trainer = package.GRPOTrainer(
         model=model,
-        reward_funcs=task.reward,
+        reward_funcs=sums.last_number_is_right,
         args=args,
-        train_dataset=task.prompts(request.seed),
+        train_dataset=sums.make_prompts(request.seed),
         processing_class=tokenizer,
         callbacks=[clock],
         **more,
@@ -97,7 +97,7 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     trainer.train()
     logs = [log for log in trainer.state.log_history if "reward" in log and "completions/mean_length" in log]
     return {
-        "accuracy": [before, held_out_accuracy(trainer.model, tokenizer, task)],
+        "accuracy": [before, held_out_accuracy(trainer.model, tokenizer, sums)],
         "rewards": [round(log["reward"], 4) for log in logs][: request.steps],
         "lengths": [round(log["completions/mean_length"], 2) for log in logs][: request.steps],
         "cpu_seconds": clock.cpu_seconds,
@@ -106,19 +106,19 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     }
 
 
-def held_out_accuracy(model: Any, tokenizer: Any, task: Any) -> float:
+def held_out_accuracy(model: Any, tokenizer: Any, sums: Any) -> float:
     """The share of held-out questions that are answered rightly, decoded greedily."""
-    rows = task.held_out()
+    rows = sums.make_held_out()
     texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in rows["prompt"]]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     was_training = model.training
     with torch.no_grad():
         made = model.eval().generate(
-            **inputs, max_new_tokens=task.max_completion_length, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            **inputs, max_new_tokens=sums.MAX_COMPLETION_LENGTH, do_sample=False, pad_token_id=tokenizer.pad_token_id
         )
     model.train(was_training)
     answers = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    rewards = task.reward([[{"content": text}] for text in answers], rows["answer"])
+    rewards = sums.last_number_is_right([[{"content": text}] for text in answers], rows["answer"])
     return sum(rewards) / len(rewards)
 
 

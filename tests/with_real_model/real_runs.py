@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from english_tasks import TASKS
+from sums import make_held_out, make_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,7 +19,6 @@ from lowpeak.records import Completion, Prompt
 from lowpeak.rollout.native import NativeEngine
 from small_runs import DATA, make
 
-SUMS = TASKS["sums"]
 QUESTIONS = (
     "What is the capital of France?",
     "Name three colours.",
@@ -33,13 +32,13 @@ SMALL = {"max_completion_length": 8, "logprob_chunk_size": 64, "learning_rate": 
 def supervised_rows() -> Dataset:
     """Sums with their answers."""
     return Dataset.from_list(
-        [{"prompt": row["prompt"], "completion": _turn(row["answer"])} for row in SUMS.prompts(0).select(range(8))]
+        [{"prompt": row["prompt"], "completion": _turn(row["answer"])} for row in make_prompts(0).select(range(8))]
     )
 
 
 def pair_rows() -> Dataset:
     """Sums with the right answer chosen and zero rejected."""
-    rows = SUMS.prompts(0).select(range(8))
+    rows = make_prompts(0).select(range(8))
     return Dataset.from_list(
         [{"prompt": row["prompt"], "chosen": _turn(row["answer"]), "rejected": _turn("0")} for row in rows]
     )
@@ -56,7 +55,7 @@ def length_reward(completions: list[Any], **columns: Any) -> list[float]:
 
 def make_real(kind: str, folder: Path | str, smollm2: str, model: Any = None, **changes: Any) -> Any:
     """A trainer of `kind` for the real model on sums; `changes` as for `make`."""
-    data = {"SFT": supervised_rows, "Reward": pair_rows}.get(kind, lambda: SUMS.prompts(0))()
+    data = {"SFT": supervised_rows, "Reward": pair_rows}.get(kind, lambda: make_prompts(0))()
     settings: dict[str, Any] = {"learning_rate": 1e-5} if kind in DATA else dict(SMALL)
     if kind not in DATA:
         settings |= {"reward_funcs": length_reward}
@@ -70,7 +69,7 @@ def make_real(kind: str, folder: Path | str, smollm2: str, model: Any = None, **
 def chat_prompts(tokenizer: Any, count: int) -> list[Prompt]:
     """Four questions and held-out sums, in chat form."""
     turns = [[{"role": "user", "content": text}] for text in QUESTIONS]
-    turns += [row["prompt"] for row in SUMS.held_out()][: count - len(turns)]
+    turns += [row["prompt"] for row in make_held_out()][: count - len(turns)]
     texts = [tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) for turn in turns]
     return [Prompt(i, tuple(tokenizer(text)["input_ids"]), text) for i, text in enumerate(texts)]
 
@@ -82,6 +81,20 @@ def generated(
     engine = NativeEngine(lambda: contextlib.nullcontext(model), tokenizer, lambda: 1 << 30)
     engine.load([], 0)
     return [group.completions for group in engine.generate(prompts, sampling)]
+
+
+def assert_greedy_tokens(smollm2: str, tokenizer: Any, count: int, max_new_tokens: int) -> list[list[int]]:
+    """The native engine's greedy tokens of each prompt, which are those of `generate()` on the prompt alone."""
+    model, prompts = AutoModelForCausalLM.from_pretrained(smollm2).eval(), chat_prompts(tokenizer, count)
+    sampling = Sampling(num_generations=1, max_new_tokens=max_new_tokens, temperature=0.0)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt.ids])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False)
+        expected.append(made[0, ids.shape[1] :].tolist())
+    ours = [made[0].ids.tolist() for made in generated(install_head(model), tokenizer, prompts, sampling)]
+    assert ours == expected
+    return ours
 
 
 def differences(smollm2: str, tokenizer: Any, dtype: torch.dtype) -> Tensor:

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig, PeftModel
-from real_runs import chat_prompts, differences, generated, make_real
+from real_runs import assert_greedy_tokens, differences, make_real
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowpeak.arguments import Sampling
-from lowpeak.logprobs import install_head
 from small_runs import SAVED, column, same, weights
 
 
 def test_greedy_tokens_equal_those_of_generate_on_each_prompt_alone(smollm2, tokenizer):
-    model, prompts = AutoModelForCausalLM.from_pretrained(smollm2).eval(), chat_prompts(tokenizer, 12)
-    sampling = Sampling(num_generations=1, max_new_tokens=24, temperature=0.0)
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt.ids])
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-        expected.append(made[0, ids.shape[1] :].tolist())
-    ours = [completions[0].ids.tolist() for completions in generated(install_head(model), tokenizer, prompts, sampling)]
-    assert ours == expected
+    ours = assert_greedy_tokens(smollm2, tokenizer, count=12, max_new_tokens=24)
     assert "Paris" in tokenizer.decode(ours[0])
     assert {ids[-1] for ids in ours if len(ids) < 24} == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
 

@@ -13,12 +13,10 @@ from benchmarks.harness.planned import Case, Shape
 from benchmarks.plan_accuracy import compare
 from huggingface_hub import ModelCard
 from peft import LoraConfig
-from real_runs import chat_prompts, differences, generated, make_real
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from real_runs import assert_greedy_tokens, differences, make_real
+from transformers import AutoConfig, BitsAndBytesConfig
 
 from child_processes import KILLED, call
-from lowpeak.arguments import Sampling
-from lowpeak.logprobs import install_head
 from small_runs import SAVED, StopAfter, column, same, weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -26,14 +24,7 @@ LORA = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
 
 
 def test_greedy_tokens_of_64_prompts_equal_those_of_generate(smollm2, tokenizer):
-    model, prompts = AutoModelForCausalLM.from_pretrained(smollm2).eval(), chat_prompts(tokenizer, 64)
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt.ids])
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
-        expected.append(made[0, ids.shape[1] :].tolist())
-    sampling = Sampling(num_generations=1, max_new_tokens=16, temperature=0.0)
-    assert [made[0].ids.tolist() for made in generated(install_head(model), tokenizer, prompts, sampling)] == expected
+    assert_greedy_tokens(smollm2, tokenizer, count=64, max_new_tokens=16)
 
 
 def test_sampled_log_probs_of_bf16_weights_are_near_those_of_a_full_forward_in_fp32(smollm2, tokenizer):
@@ -122,5 +113,8 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("MPLBACKEND", "agg")
-    exec(code.replace("STEPS = 50", "STEPS = 1").replace("sums.held_out()", "sums.held_out().select(range(8))"), {})
+    exec(
+        code.replace("max_steps=STEPS", "max_steps=1").replace("make_held_out()", "make_held_out().select(range(8))"),
+        {},
+    )
     assert (tmp_path / "runs" / "notebook" / "journal" / "steps.jsonl").exists()
