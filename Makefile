@@ -100,7 +100,7 @@ $(UV):
 	@.venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 quickstart:
-	@echo "make quickstart: about 5 minutes on two cores (MODEL=tiny: 1), and two to install"
+	@echo "make quickstart: about 6 minutes on two cores (MODEL=tiny: 1), and two to install"
 	@$(MAKE) --no-print-directory $(CORE)
 	$(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) $(if $(MODEL),--model $(MODEL)) --seed $(SEED)
 

@@ -9,7 +9,7 @@ from lowpeak import GRPOConfig, GRPOTrainer
 
 
 def main() -> None:
-    """Train SmolLM2-135M-Instruct for 50 steps: about 4 minutes on two CPU cores."""
+    """Train SmolLM2-135M-Instruct for 50 steps: about 5 minutes on two CPU cores."""
     args = GRPOConfig(
         output_dir="runs/smollm2",
         max_steps=50,
