@@ -37,6 +37,7 @@ WORKERS ?= 2
 SEED ?= 0
 ALGORITHM ?= grpo
 MODEL ?=
+TASK ?=
 # torch's, oneDNN's and MKL's kernels for the oldest processors, which every x86-64 processor runs.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
 NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/logprobs
@@ -102,7 +103,7 @@ $(UV):
 quickstart:
 	@echo "make quickstart: about 6 minutes on two cores (MODEL=tiny: 1), and two to install"
 	@$(MAKE) --no-print-directory $(CORE)
-	$(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) $(if $(MODEL),--model $(MODEL)) --seed $(SEED)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) $(if $(MODEL),--model $(MODEL)) $(if $(TASK),--task $(TASK)) --seed $(SEED)
 
 check:
 	@echo "make check: about 2 minutes on two cores"

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct on sums beside TRL: `python -m benchmarks.real_model [--quick] [--kinds fp32 bf16 lora]`.
+"""SmolLM2-135M-Instruct on sums beside TRL: `python -m benchmarks.real_model [--quick] [--kinds fp32 uncheckpointed bf16 lora]`.
 
 For each kind and seed both libraries train the same weights on the same prompts with the same settings, each in a fresh process
 with one thread. A run reaches a reward at the first step at which the mean reward of the last five steps is at least
@@ -20,7 +20,7 @@ from benchmarks.harness.real_side import GENERATIONS, PROMPTS
 from benchmarks.harness.report import OURS, PEER, SIDES, mean, print_result, ratio, require, require_peer, versions
 from benchmarks.harness.task import load_example
 
-KINDS = ("fp32", "bf16", "lora")
+KINDS = ("fp32", "uncheckpointed", "bf16", "lora")
 REWARD = 0.8
 WINDOW = 5  # steps
 
@@ -77,7 +77,7 @@ def summary(run: Mapping[str, Any]) -> dict[str, float | None]:
     tokens = sum(run["lengths"]) * PROMPTS * GENERATIONS
     return {
         "cpu_ms_per_token": round(1e3 * run["cpu_seconds"][-1] / tokens, 1),
-        "peak_mb": run["peak_rss_mb"],
+        "peak_mb": run["peak_rss_mb_by_phase"]["training"],
         "steps_until": None if step is None else step + 1,
         "cpu_seconds_until": None if step is None else run["cpu_seconds"][step],
         "minutes_until": None if step is None else round(run["seconds"][step] / 60, 1),
@@ -110,7 +110,7 @@ def draw(runs: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
 
     figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
     axes = figure.subplots()
-    colors = dict(zip(KINDS, ("#9d1b32", "#30638e", "#3d9970"), strict=True))
+    colors = dict(zip(KINDS, ("#9d1b32", "#8a6d3b", "#30638e", "#3d9970"), strict=True))
     for name, run in runs.items():
         kind, seed, side = name.split()
         rewards = [mean(run["rewards"][max(0, i - WINDOW + 1) : i + 1]) for i in range(len(run["rewards"]))]

@@ -1,11 +1,11 @@
 """Reinforcement learning on a laptop, in minutes: `make quickstart`.
 
-By default it trains SmolLM2-135M-Instruct, a real language model, on sums asked in English (sums.py). With `--model tiny` it
-makes a small model and a dataset of the task of noisy_sort.py, and warm-starts the model on demonstrations that are wrong on
-purpose; examples/grpo.py, rloo.py, ppo.py, online_dpo.py, sft.py, reward.py and their YAML files find their model and data in
-the folder of that run.
+By default it trains SmolLM2-135M-Instruct, a real language model, on sums asked in English (sums.py), or to answer in two
+sentences (`--task sentences`, sentences.py). With `--model tiny` it makes a small model and a dataset of the task of
+noisy_sort.py, and warm-starts the model on demonstrations that are wrong on purpose; examples/grpo.py, rloo.py, ppo.py,
+online_dpo.py, sft.py, reward.py and their YAML files find their model and data in the folder of that run.
 
-    python examples/quickstart.py [--algorithm rloo] [--model tiny] [--seed 1] [--steps 160]
+    python examples/quickstart.py [--algorithm rloo] [--task sentences] [--model tiny] [--seed 1] [--steps 160]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import noisy_sort
+import sentences
 import sums
 import torch
 from datasets import Dataset
@@ -49,6 +50,10 @@ WARM_ROWS = 128  # a step, each row seen once
 TINY_STEPS = 160
 TINY_PROMPTS = 32  # a step
 PREFERENCES = 120 * 64  # rows that examples/reward.py trains a reward model on
+TASKS: Mapping[str, tuple[Any, Callable[..., list[float]]]] = {
+    "sums": (sums, sums.last_number_is_right),
+    "sentences": (sentences, sentences.number_of_sentences_is_right),
+}
 DEFAULT_MODEL = {"grpo": "smollm2", "rloo": "smollm2", "ppo": "tiny", "online-dpo": "tiny"}
 
 
@@ -101,11 +106,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model", choices=["smollm2", "tiny"], help="default: smollm2 for grpo and rloo, tiny for the others"
     )
+    parser.add_argument("--task", choices=list(TASKS), help="of smollm2; default: sums")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help=f"default: those of the task, {TINY_STEPS} for tiny")
     parser.add_argument("--output_dir", default="runs/quickstart")
     options = parser.parse_args()
     options.model = options.model or DEFAULT_MODEL[options.algorithm]
+    if options.task and options.model == "tiny":
+        parser.error("--task: the tiny model has a task of its own; leave --task out, or add --model smollm2")
+    options.task = options.task or "sums"
     return options
 
 
@@ -120,13 +129,14 @@ def make_lesson(options: argparse.Namespace) -> Lesson:
 
 
 def make_smollm2_lesson(options: argparse.Namespace) -> Lesson:
-    """SmolLM2 and sums in English; the files are those that examples/smollm2.yaml reads."""
+    """SmolLM2 and the chosen task; with sums the files are those that examples/smollm2.yaml reads."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print("1/3  SmolLM2-135M-Instruct: downloaded once (93 MB)", flush=True)
     path = get_smollm2()
-    folder = Path(options.output_dir, "smollm2")
-    prompts, held_out = sums.make_prompts(options.seed), sums.make_held_out()
+    task, reward = TASKS[options.task]
+    folder = Path(options.output_dir, "smollm2" if task is sums else options.task)
+    prompts, held_out = task.make_prompts(options.seed), task.make_held_out()
     write_rows(folder, {"prompts": prompts, "held_out": held_out})
     link = folder / path.name
     link.unlink(missing_ok=True)  # of an earlier run, perhaps with another cache
@@ -134,14 +144,14 @@ def make_smollm2_lesson(options: argparse.Namespace) -> Lesson:
     return Lesson(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         tokenizer=AutoTokenizer.from_pretrained(path),
-        reward=sums.last_number_is_right,
+        reward=reward,
         prompts=prompts,
         held_out=held_out,
-        steps=sums.STEPS,
+        steps=task.STEPS,
         settings={
-            "max_completion_length": sums.MAX_COMPLETION_LENGTH,
-            "per_device_train_batch_size": 4 * GENERATIONS,
-            "learning_rate": 1e-5,
+            "max_completion_length": task.MAX_COMPLETION_LENGTH,
+            "per_device_train_batch_size": task.PROMPTS * GENERATIONS,
+            "learning_rate": task.LEARNING_RATE,
             "lr_scheduler_type": "constant",
             "gradient_checkpointing": False,
             "num_generations_eval": 1,

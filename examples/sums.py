@@ -12,6 +12,8 @@ from datasets import Dataset
 HELD_OUT = 64
 LARGEST = 20
 STEPS = 50
+PROMPTS = 4  # a step
+LEARNING_RATE = 1e-5
 MAX_COMPLETION_LENGTH = 24
 
 

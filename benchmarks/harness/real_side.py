@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from benchmarks.harness.process import resident_bytes
 from benchmarks.harness.report import print_result
 from benchmarks.harness.task import load_example
 
@@ -26,7 +25,7 @@ PROMPTS = 4  # a step
 
 @dataclass(frozen=True)
 class RealRequest:
-    """What one side is to do: `kind` is fp32, bf16 (autocast) or lora (fp32)."""
+    """What one side is to do: `kind` is fp32, bf16 (autocast), lora, or uncheckpointed (fp32)."""
 
     library: str
     kind: str
@@ -59,6 +58,7 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     sums, package = load_example("sums"), importlib.import_module(request.library)
     tokenizer = AutoTokenizer.from_pretrained(request.model)
     model = AutoModelForCausalLM.from_pretrained(request.model, dtype=torch.float32)
+    events = [(time.monotonic(), "before")]
     before = held_out_accuracy(model, tokenizer, sums)
     more: dict[str, Any] = {}
     if request.kind == "lora":
@@ -76,6 +76,7 @@ def run_side(request: RealRequest) -> dict[str, Any]:
         lr_scheduler_type="constant",
         beta=0.0,
         bf16=request.kind == "bf16",
+        gradient_checkpointing=request.kind != "uncheckpointed",
         use_cpu=True,
         shuffle_dataset=False,
         logging_steps=1,
@@ -93,8 +94,9 @@ def run_side(request: RealRequest) -> dict[str, Any]:
         callbacks=[clock],
         **more,
     )
-    resident = resident_bytes()
+    events.append((time.monotonic(), "training"))
     trainer.train()
+    events.append((time.monotonic(), "after"))
     logs = [log for log in trainer.state.log_history if "reward" in log and "completions/mean_length" in log]
     return {
         "accuracy": [before, held_out_accuracy(trainer.model, tokenizer, sums)],
@@ -102,7 +104,7 @@ def run_side(request: RealRequest) -> dict[str, Any]:
         "lengths": [round(log["completions/mean_length"], 2) for log in logs][: request.steps],
         "cpu_seconds": clock.cpu_seconds,
         "seconds": clock.seconds,
-        "start_rss_mb": None if resident is None else round(resident / 2**20, 1),
+        "events": events,
     }
 
 

@@ -278,6 +278,21 @@ def test_a_head_in_another_dtype_than_the_hidden_states_is_cast():
 
 
 @pytest.mark.parametrize("autocast", [True, False])
+def test_logits_without_gradients_have_the_log_probs_of_a_request(autocast):
+    # of a bf16 head with logits around 20, where bf16 has steps of 0.125
+    model, data = tiny_model(NUM_IDS, dtype=torch.float32 if autocast else torch.bfloat16), batch()
+    model.lm_head.weight.data.mul_(20.0)
+    install_head(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=data[0]).logits
+        answer = model(input_ids=data[0], head_request=ask(data))
+    assert logits.dtype == torch.float32
+    assert logits.abs().max() > 10
+    expected = torch.log_softmax(logits.flatten(0, 1)[data[1]] / 0.8, -1).gather(-1, data[2][:, None])[:, 0]
+    torch.testing.assert_close(answer["logprobs"], expected, rtol=1e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_head_cast_to_fp32_multiplies_in_fp32_with_and_without_a_request(autocast, dtype):
     model = tiny_model(NUM_IDS, dtype=dtype)

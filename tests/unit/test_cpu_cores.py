@@ -60,3 +60,12 @@ def test_a_config_of_one_process_lowers_torchs_threads_to_the_cores_unless_the_v
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["3", "2", "8", "8"], done.stderr
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_torchs_idle_threads_sleep_unless_the_variable_is_set(value, expected):
+    variables = {name: text for name, text in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    variables |= {"OMP_WAIT_POLICY": value} if value else {}
+    script = "import lowpeak, os; print(os.environ['OMP_WAIT_POLICY'])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=variables)
+    assert done.stdout.strip() == expected

@@ -1,8 +1,11 @@
-"""Each kind of run with real weights: steps, storage formats, 4 bits, planned memory, kills."""
+"""Each kind of run with real weights: steps, storage formats, 4 bits, memory, kills, the hub."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,11 @@ from peft import LoraConfig
 from real_runs import assert_greedy_tokens, differences, make_real
 from transformers import AutoConfig, BitsAndBytesConfig
 
+from allocation_cap import CappedPhases
 from child_processes import KILLED, call
-from small_runs import SAVED, StopAfter, column, same, weights
+from fake_hub import serve_hub
+from lowpeak.memory import Phase
+from small_runs import SAVED, column, same, weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LORA = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
@@ -99,11 +105,41 @@ def test_a_killed_run_resumes_to_the_same_bits(smollm2, tmp_path):
     assert same(weights(resumed), weights(whole))
 
 
-def test_a_run_that_is_stopped_leaves_a_model_card(smollm2, tmp_path):
-    run = make_real("GRPO", tmp_path, smollm2, callbacks=[StopAfter(1)])
-    run.train()
-    run.create_model_card()
-    assert {"lowpeak", "grpo"} <= set(ModelCard.load(tmp_path / "README.md").data.tags)
+def test_a_pass_that_runs_out_of_memory_is_repeated_in_smaller_pieces(smollm2, tmp_path):
+    more = {"max_steps": 1, "num_iterations": 2}  # old log-probs take a pass of their own
+    free = make_real("GRPO", tmp_path / "free", smollm2, **more)
+    uncapped = CappedPhases(free, {})
+    free.train()
+    cap = uncapped.highest["score"] * 2 // 3
+    tight = make_real("GRPO", tmp_path / "tight", smollm2, **more)
+    capped = CappedPhases(tight, {Phase.SCORE: cap})
+    tight.train()
+    assert capped.num_errors > 0
+    assert capped.highest["score"] <= cap
+    for name in ("loss", "grad_norm"):
+        torch.testing.assert_close(column(tight, name), column(free, name), rtol=1e-3, atol=1e-6)
+
+
+PUSH = """
+import sys
+from peft import LoraConfig
+from real_runs import make_real
+run = make_real("GRPO", sys.argv[2], sys.argv[1], max_steps=1, hub_token="secret", peft_config=LoraConfig(r=8))
+run.train()
+run.push_to_hub()
+"""
+
+
+def test_the_hub_gets_a_trained_adapter_with_its_card_and_chat_template(smollm2, tmp_path):
+    with serve_hub() as hub:
+        hub_variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        variables = {**os.environ, **hub_variables, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", PUSH, smollm2, str(tmp_path / "sums-model")]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr[-3000:]
+    files = hub.files["someone/sums-model"]
+    assert {"adapter_model.safetensors", "tokenizer.json", "chat_template.jinja"} <= files.keys()
+    assert {"lowpeak", "grpo"} <= set(ModelCard(files["README.md"].decode()).data.tags)
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):

@@ -13,7 +13,10 @@ from lowpeak.logprobs.lm_head import install_head as install_head
 from lowpeak.logprobs.matmul import cast_for_autocast as cast_for_autocast
 from lowpeak.logprobs.matmul import fp32_linear as fp32_linear
 from lowpeak.logprobs.matmul import linear as linear
+from lowpeak.logprobs.matmul import no_autocast as no_autocast
 from lowpeak.logprobs.matmul import select_positions as select_positions
+from lowpeak.logprobs.matmul import wide_dtype as wide_dtype
+from lowpeak.logprobs.matmul import wide_linear as wide_linear
 from lowpeak.logprobs.reference import ChunkSettings as ChunkSettings
 from lowpeak.logprobs.reference import HeadScale as HeadScale
 from lowpeak.logprobs.reference import head_scale as head_scale

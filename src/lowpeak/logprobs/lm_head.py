@@ -3,7 +3,8 @@
 `install_head` adds the keyword `head_request` to a transformers causal LM. With a request the backbone runs, and `lm_head`
 is called as a module with the hidden states. Wrappers of the model (DDP's reducer, FSDP2's and ZeRO-3's hooks) thus see an
 ordinary forward with ordinary outputs; a call of the head outside of it would get unaveraged or mismatched gradients.
-Without a request both forwards are unchanged, except that a mixture of experts adds no load-balancing loss.
+Without a request both forwards are unchanged, except that a mixture of experts adds no load-balancing loss, and that a plain
+head without gradients, as in generation, has logits in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from lowpeak.errors import ModelError
 from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, fused_loss, module_logprobs, module_loss
 from lowpeak.logprobs.inplace_grad import allows_inplace_embedding, inplace_embedding_grads, inplace_grad_embedding
-from lowpeak.logprobs.matmul import fp32_linear, linear, no_autocast, select_positions
+from lowpeak.logprobs.matmul import fp32_linear, linear, no_autocast, select_positions, wide_linear
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale, head_scale
 from lowpeak.models import CriticInputs, RoutingRequest, critic_of, routing_sums, transformers_model
 
@@ -196,7 +197,9 @@ def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadReque
         if patch.in_fp32:
             return fp32_linear(self, hidden)
         if is_linear(self):
-            return linear(hidden, self.weight, self.bias)
+            # With gradients the logits have the dtype of other libraries' heads.
+            product = linear if torch.is_grad_enabled() else wide_linear
+            return product(hidden, self.weight, self.bias)
         return patch.original(hidden, *args, **kwargs)
     # Only the requested positions reach the head: no prompts, no padding.
     hidden_TD = select_positions(hidden, head_request.positions_T)

@@ -79,6 +79,22 @@ def linear(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
     return nn.functional.linear(hidden, weight_VD, bias_V)
 
 
+def wide_linear(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    """Return `linear(hidden, weight, bias)` in fp32 at least, [..., D] -> [..., V], without a gradient.
+
+    Logits rounded to bf16 have steps of 0.125 at 16 to 32, which sampling would add to its log-probs. Under autocast hidden
+    states and weights are rounded to autocast's dtype first, as in a linear layer.
+    """
+    hidden, weight_VD = cast_for_autocast(hidden), cast_for_autocast(weight_VD)
+    wide = wide_dtype(hidden.dtype)
+    if wide == hidden.dtype:
+        return linear(hidden, weight_VD, bias_V)
+    out = hidden.new_empty(*hidden.shape[:-1], len(weight_VD), dtype=wide)
+    with no_autocast(hidden.device):
+        project(out.view(-1, len(weight_VD)), hidden.reshape(-1, hidden.shape[-1]), weight_VD)
+    return out if bias_V is None else out.add_(bias_V)
+
+
 def _onednn_is_faster(hidden: Tensor, weight_VD: Tensor) -> bool:
     """Return whether torch would compute this product in fp32 with MKL, and oneDNN is available and faster."""
     return (

@@ -7,13 +7,14 @@ states instead. Shapes: W ranks, N tokens of this rank, M the maximum over ranks
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
+from lowpeak.logprobs import no_autocast, wide_dtype, wide_linear
 from lowpeak.parallel.parameters import FlatShard, all_gather, gather_numbers
 
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,7 +29,7 @@ class ShardedRows:
         self._group = shard.group
         self._num_rows, self._width = shard.shape
         self._per_rank = shard.chunk // self._width
-        self._first = shard.rank * self._per_rank
+        self._first, self._in_fp32 = shard.rank * self._per_rank, in_fp32
         self._world = dist.get_world_size(shard.group)
         local = shard.local.to(shard.device, torch.float32 if in_fp32 else shard.dtype)
         num_local = max(0, min(self._per_rank, self._num_rows - self._first))
@@ -38,7 +39,7 @@ class ShardedRows:
         """Return `embedding(ids)`, [..., D]."""
         ids_N = ids.reshape(-1)
         out_ND = self._rows_vD.new_empty(len(ids_N), self._width)
-        for start, size in self._rounds(len(ids_N), self._width, ids.device):
+        for start, size in self._rounds(len(ids_N), self._width * self._rows_vD.itemsize, ids.device):
             part_N = ids_N[start : start + size]
             all_WM = self._all_gather(_zero_padded(part_N, size))
             found_MD = self._rows_vD.new_empty(size, self._width)
@@ -47,14 +48,16 @@ class ShardedRows:
         return out_ND.view(*ids.shape, self._width)
 
     def multiply(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `hidden @ weight.T + bias`, [..., V]: each rank multiplies all ranks' hidden states by its rows."""
+        """Return `wide_linear(hidden, weight, bias)`, [..., V]: each rank multiplies all ranks' hidden states by its rows."""
         hidden_ND = hidden.reshape(-1, self._width).to(self._rows_vD.dtype)
-        out_NV = self._rows_vD.new_empty(len(hidden_ND), self._num_rows)
-        for start, size in self._rounds(len(hidden_ND), self._per_rank, hidden.device):
+        wide = wide_dtype(self._rows_vD.dtype)
+        out_NV = self._rows_vD.new_empty(len(hidden_ND), self._num_rows, dtype=wide)
+        for start, size in self._rounds(len(hidden_ND), self._per_rank * wide.itemsize, hidden.device):
             part_ND = hidden_ND[start : start + size]
             all_WMD = self._all_gather(_zero_padded(part_ND, size))
-            products = self._rows_vD.new_zeros(len(all_WMD), self._per_rank)
-            products[:, : len(self._rows_vD)] = functional.linear(all_WMD, self._rows_vD)
+            products = self._rows_vD.new_zeros(len(all_WMD), self._per_rank, dtype=wide)
+            with no_autocast(hidden.device) if self._in_fp32 else nullcontext():
+                products[:, : len(self._rows_vD)] = wide_linear(all_WMD, self._rows_vD, None)
             received = torch.empty_like(products)
             dist.all_to_all_single(received, products, group=self._group)
             block_MV = received.view(self._world, size, -1).transpose(0, 1).reshape(size, -1)
@@ -71,10 +74,10 @@ class ShardedRows:
     def dummy_multiply(self) -> None:
         self.multiply(self._rows_vD.new_zeros(1, self._width), None)
 
-    def _rounds(self, number: int, values_per_token: int, device: torch.device) -> list[tuple[int, int]]:
+    def _rounds(self, number: int, bytes_per_token: int, device: torch.device) -> list[tuple[int, int]]:
         """Return start and size of each round: the same number on every rank, each of at most `_MAX_BYTES` over all ranks."""
         most = max(gather_numbers(number, device, self._group))
-        size = max(1, _MAX_BYTES // (self._world * values_per_token * self._rows_vD.element_size()))
+        size = max(1, _MAX_BYTES // (self._world * bytes_per_token))
         return [(start, min(size, most - start)) for start in range(0, most, size)]
 
     def _all_gather(self, local: Tensor) -> Tensor:
