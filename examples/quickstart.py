@@ -54,6 +54,7 @@ TASKS: Mapping[str, tuple[Any, Callable[..., list[float]]]] = {
     "sums": (sums, sums.last_number_is_right),
     "sentences": (sentences, sentences.number_of_sentences_is_right),
 }
+OUTPUT_DIR = "runs/quickstart"
 DEFAULT_MODEL = {"grpo": "smollm2", "rloo": "smollm2", "ppo": "tiny", "online-dpo": "tiny"}
 
 
@@ -69,7 +70,7 @@ class Lesson:
     steps: int
     settings: Mapping[str, Any]
     folder: Path  # of the run
-    next_command: str
+    next_command: str | None = None
 
 
 def main() -> None:
@@ -94,7 +95,8 @@ def main() -> None:
     after = trainer.predict(lesson.held_out, metric_key_prefix="eval")
     show(lesson, before, after)
     draw_curve(trainer, before, after, Path(args.output_dir, "curve.png"))
-    show_files(args.output_dir, lesson.next_command, time.perf_counter() - start)
+    next_command = lesson.next_command if options.output_dir == OUTPUT_DIR else None  # whose files are in that folder
+    show_files(args.output_dir, next_command, time.perf_counter() - start)
 
 
 def parse() -> argparse.Namespace:
@@ -108,8 +110,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--task", choices=list(TASKS), help="of smollm2; default: sums")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help=f"default: those of the task, {TINY_STEPS} for tiny")
-    parser.add_argument("--output_dir", default="runs/quickstart")
+    parser.add_argument("--steps", type=positive, help=f"default: those of the task, {TINY_STEPS} for tiny")
+    parser.add_argument("--output_dir", default=OUTPUT_DIR)
     options = parser.parse_args()
     options.model = options.model or DEFAULT_MODEL[options.algorithm]
     if options.task and options.model == "tiny":
@@ -118,13 +120,20 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def positive(text: str) -> int:
+    """Return the number; it must be at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}, must be at least 1")
+    return int(text)
+
+
 def make_lesson(options: argparse.Namespace) -> Lesson:
     """The lesson of the chosen model; that of the tiny one if the other cannot be downloaded."""
     if options.model == "smollm2":
         try:
             return make_smollm2_lesson(options)
         except DownloadError as error:
-            print(f"{error}; a tiny model is trained instead (MODEL=tiny)", flush=True)
+            print(f"{error}; a tiny model is trained to sort digits instead (MODEL=tiny)", flush=True)
     return make_tiny_lesson(options)
 
 
@@ -132,7 +141,7 @@ def make_smollm2_lesson(options: argparse.Namespace) -> Lesson:
     """SmolLM2 and the chosen task; with sums the files are those that examples/smollm2.yaml reads."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    print("1/3  SmolLM2-135M-Instruct: downloaded once (93 MB)", flush=True)
+    print("1/3  SmolLM2-135M-Instruct: loaded from the cache, or downloaded (93 MB)", flush=True)
     path = get_smollm2()
     task, reward = TASKS[options.task]
     folder = Path(options.output_dir, "smollm2" if task is sums else options.task)
@@ -160,7 +169,7 @@ def make_smollm2_lesson(options: argparse.Namespace) -> Lesson:
             "save_strategy": "no",
         },
         folder=folder / options.algorithm,
-        next_command="grpo --config examples/smollm2.yaml --dry-run",
+        next_command="grpo --config examples/smollm2.yaml --dry-run" if task is sums else None,
     )
 
 
@@ -236,7 +245,7 @@ def warm_start(folder: Path, demonstrations: Dataset, seed: int) -> tuple[Any, A
 
 
 def make_trainer(options: argparse.Namespace, lesson: Lesson) -> Any:
-    """Any of them with the same settings, but that Online DPO holds to a reference, and PPO has a critic to teach."""
+    """Make the algorithm's trainer; Online DPO has a KL penalty besides, PPO a critic."""
     critic = {"num_iterations": 2, "value_learning_rate": 1e-2, "vf_coef": 0.5, "cliprange_value": None}
     config_class, trainer_class, more = {
         "grpo": (GRPOConfig, GRPOTrainer, {"beta": 0.0}),
@@ -352,11 +361,13 @@ def draw_curve(trainer: Any, before: Any, after: Any, picture: Path) -> None:
     figure.savefig(picture)
 
 
-def show_files(output_dir: str, next_command: str, seconds: float) -> None:
+def show_files(output_dir: str, next_command: str | None, seconds: float) -> None:
     """The seconds, where the files are, and what to try next."""
     print(f"\n{seconds:.0f} seconds in all. The run's files are in {output_dir}: the trained model, curve.png, and")
     print("journal/ with one line per step (steps.jsonl) and per completion (rollouts.jsonl) for pandas or polars.")
     print(f"Curves and completions, in a browser: {write_report([Path(output_dir)])}")
+    if next_command is None:
+        return
     command = Path(sys.executable).with_name("lowpeak")
     here = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else "lowpeak"
     print(f"Next: {here} {next_command}")

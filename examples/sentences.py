@@ -1,6 +1,7 @@
 """Two sentences from a small chat model: "Tell me about bread in two short sentences."
 
-The reward is 1 if a completion is two whole sentences, else 0; what they say is not judged.
+The reward is 1 if a completion is two whole sentences, else 0; what they say is not judged. A sentence ends with a full stop,
+a question mark or an exclamation mark before a space or the end: the dot of "Dr. " counts as one.
 """
 
 from __future__ import annotations

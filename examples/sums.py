@@ -25,7 +25,7 @@ def make_prompts(seed: int) -> Dataset:
 
 
 def make_held_out() -> Dataset:
-    """Questions that are never trained on, the same for every seed."""
+    """Questions that are never trained on, the same for every seed; "12 + 7" may be held out where "7 + 12" is not."""
     return Dataset.from_list(_shuffled()[:HELD_OUT])
 
 

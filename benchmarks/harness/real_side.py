@@ -20,12 +20,14 @@ from benchmarks.harness.report import print_result
 from benchmarks.harness.task import load_example
 
 GENERATIONS = 8
-PROMPTS = 4  # a step
 
 
 @dataclass(frozen=True)
 class RealRequest:
-    """What one side is to do: `kind` is fp32, bf16 (autocast), lora, or uncheckpointed (fp32)."""
+    """What one side is to do: `kind` is fp32, bf16 (autocast), lora (fp32), or uncheckpointed.
+
+    The first three recompute activations, as both libraries do by default; the last is fp32 without that.
+    """
 
     library: str
     kind: str
@@ -69,10 +71,10 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     args = package.GRPOConfig(
         output_dir=str(Path(request.folder, f"{request.library}-{request.kind}-{request.seed}")),
         max_steps=request.steps,
-        per_device_train_batch_size=PROMPTS * GENERATIONS,
+        per_device_train_batch_size=sums.PROMPTS * GENERATIONS,
         num_generations=GENERATIONS,
         max_completion_length=sums.MAX_COMPLETION_LENGTH,
-        learning_rate=2e-4 if request.kind == "lora" else 1e-5,
+        learning_rate=2e-4 if request.kind == "lora" else sums.LEARNING_RATE,
         lr_scheduler_type="constant",
         beta=0.0,
         bf16=request.kind == "bf16",

@@ -7,8 +7,9 @@ from lowpeak.exports import lazy_exports
 
 __version__ = "0.1.0"
 
-if "torch" not in sys.modules:  # whose OpenMP runtime reads it once, when it is loaded
-    # Threads that spin while they wait take the cores that other processes, or the slowest thread, need.
+# torch's OpenMP runtime reads OMP_WAIT_POLICY once, when torch is loaded. With PASSIVE, idle threads sleep and leave the
+# cores to other processes. Child processes inherit the variable.
+if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -53,7 +53,7 @@ def length_reward(completions: list[Any], **columns: Any) -> list[float]:
     return [min(len(completion[0]["content"]), 24) / 24 for completion in completions]
 
 
-def make_real(kind: str, folder: Path | str, smollm2: str, model: Any = None, **changes: Any) -> Any:
+def make_real(kind: str, folder: Path | str, smollm2: str, **changes: Any) -> Any:
     """A trainer of `kind` for the real model on sums; `changes` as for `make`."""
     data = {"SFT": supervised_rows, "Reward": pair_rows}.get(kind, lambda: make_prompts(0))()
     settings: dict[str, Any] = {"learning_rate": 1e-5} if kind in DATA else dict(SMALL)
@@ -63,7 +63,7 @@ def make_real(kind: str, folder: Path | str, smollm2: str, model: Any = None, **
         settings["num_generations"] = 2
     settings |= changes
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    return make(kind, folder, smollm2 if model is None else model, data=data, tokenizer=tokenizer, **settings)
+    return make(kind, folder, smollm2, data=data, tokenizer=tokenizer, **settings)
 
 
 def chat_prompts(tokenizer: Any, count: int) -> list[Prompt]:
@@ -84,7 +84,7 @@ def generated(
 
 
 def assert_greedy_tokens(smollm2: str, tokenizer: Any, count: int, max_new_tokens: int) -> list[list[int]]:
-    """The native engine's greedy tokens of each prompt, which are those of `generate()` on the prompt alone."""
+    """Assert that the native engine's greedy tokens are those of `generate()` on each prompt alone, and return them."""
     model, prompts = AutoModelForCausalLM.from_pretrained(smollm2).eval(), chat_prompts(tokenizer, count)
     sampling = Sampling(num_generations=1, max_new_tokens=max_new_tokens, temperature=0.0)
     expected = []
@@ -97,8 +97,8 @@ def assert_greedy_tokens(smollm2: str, tokenizer: Any, count: int, max_new_token
     return ours
 
 
-def differences(smollm2: str, tokenizer: Any, dtype: torch.dtype) -> Tensor:
-    """Sampled log-probs minus those of transformers' forward in fp32 of the same weights, token by token."""
+def logprob_errors(smollm2: str, tokenizer: Any, dtype: torch.dtype) -> Tensor:
+    """Distances of sampled log-probs from those of transformers' forward in fp32 of the same weights, token by token."""
     model, prompts = AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype).eval(), chat_prompts(tokenizer, 6)
     groups = generated(install_head(model), tokenizer, prompts, Sampling(num_generations=2, max_new_tokens=16))
     plain, found = AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype).float().eval(), []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig, PeftModel
-from real_runs import assert_greedy_tokens, differences, make_real
+from real_runs import assert_greedy_tokens, logprob_errors, make_real
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from small_runs import SAVED, column, same, weights
@@ -17,7 +17,7 @@ def test_greedy_tokens_equal_those_of_generate_on_each_prompt_alone(smollm2, tok
 
 
 def test_sampled_log_probs_are_those_of_a_full_forward(smollm2, tokenizer):
-    assert differences(smollm2, tokenizer, torch.float32).max() < 1e-4
+    assert logprob_errors(smollm2, tokenizer, torch.float32).max() < 1e-4
 
 
 def test_a_grpo_step_saves_a_model_that_transformers_loads_and_resumes_to_the_same_bits(smollm2, tmp_path):

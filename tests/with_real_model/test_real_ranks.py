@@ -16,7 +16,7 @@ STRATEGIES = ("ddp", "fsdp2", "zero3")
 
 
 def train_on_ranks(place: Path, strategy: str, smollm2: str, out: Path, world_size: int) -> None:
-    """Two steps of SGD, eight completions in all."""
+    """Take two steps of SGD, of eight completions in all; a mesh on CPUs is allowed between config and trainer."""
     arguments = prepare(strategy)
     config = lowpeak.GRPOConfig
 

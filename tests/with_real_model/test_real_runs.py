@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from benchmarks.harness.planned import Case, Shape
 from benchmarks.plan_accuracy import compare
 from huggingface_hub import ModelCard
 from peft import LoraConfig
-from real_runs import assert_greedy_tokens, differences, make_real
+from real_runs import assert_greedy_tokens, logprob_errors, make_real
 from transformers import AutoConfig, BitsAndBytesConfig
 
 from allocation_cap import CappedPhases
@@ -34,7 +35,7 @@ def test_greedy_tokens_of_64_prompts_equal_those_of_generate(smollm2, tokenizer)
 
 
 def test_sampled_log_probs_of_bf16_weights_are_near_those_of_a_full_forward_in_fp32(smollm2, tokenizer):
-    found = differences(smollm2, tokenizer, torch.bfloat16)
+    found = logprob_errors(smollm2, tokenizer, torch.bfloat16)
     assert found.mean() < 0.04
     assert (found > 0.1).float().mean() < 0.1
 
@@ -84,15 +85,13 @@ def test_a_plan_has_the_measured_bytes_of_each_phase(smollm2):
 
 
 def kill_in_the_second_step(smollm2: str, place: Path) -> None:
-    import os
-    import signal
-
     run = make_real("GRPO", place / "run", smollm2, **SAVED)
-    run.model.register_forward_pre_hook(
-        lambda *_: (
-            os.kill(os.getpid(), signal.SIGKILL) if run.state.global_step == 1 and torch.is_grad_enabled() else None
-        )
-    )
+
+    def kill(*_: Any) -> None:
+        if run.state.global_step == 1 and torch.is_grad_enabled():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run.model.register_forward_pre_hook(kill)
     run.train()
 
 
@@ -149,6 +148,8 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("MPLBACKEND", "agg")
+    assert "max_steps=STEPS" in code
+    assert "make_held_out()" in code
     exec(
         code.replace("max_steps=STEPS", "max_steps=1").replace("make_held_out()", "make_held_out().select(range(8))"),
         {},

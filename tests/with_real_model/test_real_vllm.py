@@ -1,4 +1,4 @@
-"""Real weights in a real vLLM: pushed, proved, and the log-probs of the trainer."""
+"""Real weights in a real vLLM: pushed and verified there, with the log-probs of the trainer."""
 
 from __future__ import annotations
 

@@ -197,7 +197,8 @@ def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadReque
         if patch.in_fp32:
             return fp32_linear(self, hidden)
         if is_linear(self):
-            # With gradients the logits have the dtype of other libraries' heads.
+            # With gradients the logits keep the dtype of `nn.Linear`. Without, as in generation, they are fp32, so that
+            # sampled log-probs are not rounded to bf16.
             product = linear if torch.is_grad_enabled() else wide_linear
             return product(hidden, self.weight, self.bias)
         return patch.original(hidden, *args, **kwargs)

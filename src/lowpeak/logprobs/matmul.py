@@ -73,33 +73,37 @@ def linear(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         nn.functional.linear   25     51     81    138    61     74     81
         oneDNN                 31     36     39     48     46     54     80
     """
-    if _onednn_is_faster(hidden, weight_VD):
+    if _onednn_is_faster(hidden, weight_VD, bias_V):
         # No public call of torch reaches oneDNN's fp32 product; this operator is private to its compiler.
         return torch.ops.mkldnn._linear_pointwise(hidden, weight_VD, bias_V, "none", [], "")
     return nn.functional.linear(hidden, weight_VD, bias_V)
 
 
 def wide_linear(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-    """Return `linear(hidden, weight, bias)` in fp32 at least, [..., D] -> [..., V], without a gradient.
+    """Return `linear(hidden, weight, bias)` with fp32 or fp64 results, [..., D] -> [..., V]; call it under `no_grad`.
 
-    Logits rounded to bf16 have steps of 0.125 at 16 to 32, which sampling would add to its log-probs. Under autocast hidden
+    Logits rounded to bf16 have steps of 0.125 at 16 to 32; sampled log-probs would carry that error. Under autocast hidden
     states and weights are rounded to autocast's dtype first, as in a linear layer.
     """
-    hidden, weight_VD = cast_for_autocast(hidden), cast_for_autocast(weight_VD)
+    hidden = cast_for_autocast(hidden)
+    if weight_VD.is_cuda:  # whose wide product takes one dtype; on a CPU `project` rounds the head by stripes
+        weight_VD = cast_for_autocast(weight_VD)
     wide = wide_dtype(hidden.dtype)
-    if wide == hidden.dtype:
+    if hidden.dtype == weight_VD.dtype == wide:
         return linear(hidden, weight_VD, bias_V)
-    out = hidden.new_empty(*hidden.shape[:-1], len(weight_VD), dtype=wide)
+    out, number = hidden.new_empty(*hidden.shape[:-1], len(weight_VD), dtype=wide), hidden.shape[:-1].numel()
     with no_autocast(hidden.device):
-        project(out.view(-1, len(weight_VD)), hidden.reshape(-1, hidden.shape[-1]), weight_VD)
+        project(out.view(number, len(weight_VD)), hidden.reshape(number, -1), weight_VD)
     return out if bias_V is None else out.add_(bias_V)
 
 
-def _onednn_is_faster(hidden: Tensor, weight_VD: Tensor) -> bool:
+def _onednn_is_faster(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> bool:
     """Return whether torch would compute this product in fp32 with MKL, and oneDNN is available and faster."""
     return (
         weight_VD.device.type == "cpu"
         and weight_VD.dtype == hidden.dtype == torch.float32
+        # The private operator does not look at a bias's strides and dtype.
+        and (bias_V is None or (bias_V.is_contiguous() and bias_V.dtype == torch.float32))
         and weight_VD.numel() * weight_VD.itemsize >= _ONEDNN_BYTES
         and hidden.numel() // hidden.shape[-1] in _ONEDNN_BATCH
         and not torch.is_grad_enabled()

@@ -1,7 +1,8 @@
 """Embedding and head that stay sharded: each rank looks up and multiplies its rows.
 
 They are a model's largest tensors, so gathering them would set the memory peak of generation. Ranks exchange ids and hidden
-states instead. Shapes: W ranks, N tokens of this rank, M the maximum over ranks (per round), v rows per rank, D hidden.
+states instead. Shapes: W ranks, N tokens of this rank, M the maximum over ranks (per round), P = W * M, v rows per rank, D
+hidden, V all rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class ShardedRows:
         self._group = shard.group
         self._num_rows, self._width = shard.shape
         self._per_rank = shard.chunk // self._width
-        self._first, self._in_fp32 = shard.rank * self._per_rank, in_fp32
+        self._first = shard.rank * self._per_rank
+        self._in_fp32 = in_fp32
         self._world = dist.get_world_size(shard.group)
         local = shard.local.to(shard.device, torch.float32 if in_fp32 else shard.dtype)
         num_local = max(0, min(self._per_rank, self._num_rows - self._first))
@@ -41,9 +43,9 @@ class ShardedRows:
         out_ND = self._rows_vD.new_empty(len(ids_N), self._width)
         for start, size in self._rounds(len(ids_N), self._width * self._rows_vD.itemsize, ids.device):
             part_N = ids_N[start : start + size]
-            all_WM = self._all_gather(_zero_padded(part_N, size))
+            all_P = self._all_gather(_zero_padded(part_N, size))
             found_MD = self._rows_vD.new_empty(size, self._width)
-            _reduce_scatter(found_MD, self._local_rows(all_WM - self._first), group=self._group)
+            _reduce_scatter(found_MD, self._local_rows(all_P - self._first), group=self._group)
             out_ND[start : start + size] = found_MD[: len(part_N)]
         return out_ND.view(*ids.shape, self._width)
 
@@ -52,15 +54,16 @@ class ShardedRows:
         hidden_ND = hidden.reshape(-1, self._width).to(self._rows_vD.dtype)
         wide = wide_dtype(self._rows_vD.dtype)
         out_NV = self._rows_vD.new_empty(len(hidden_ND), self._num_rows, dtype=wide)
-        for start, size in self._rounds(len(hidden_ND), self._per_rank * wide.itemsize, hidden.device):
+        most_bytes = max(self._per_rank * wide.itemsize, self._width * self._rows_vD.itemsize)
+        for start, size in self._rounds(len(hidden_ND), most_bytes, hidden.device):
             part_ND = hidden_ND[start : start + size]
-            all_WMD = self._all_gather(_zero_padded(part_ND, size))
-            products = self._rows_vD.new_zeros(len(all_WMD), self._per_rank, dtype=wide)
+            all_PD = self._all_gather(_zero_padded(part_ND, size))
+            products_Pv = self._rows_vD.new_zeros(len(all_PD), self._per_rank, dtype=wide)
             with no_autocast(hidden.device) if self._in_fp32 else nullcontext():
-                products[:, : len(self._rows_vD)] = wide_linear(all_WMD, self._rows_vD, None)
-            received = torch.empty_like(products)
-            dist.all_to_all_single(received, products, group=self._group)
-            block_MV = received.view(self._world, size, -1).transpose(0, 1).reshape(size, -1)
+                products_Pv[:, : len(self._rows_vD)] = wide_linear(all_PD, self._rows_vD, None)
+            received_Pv = torch.empty_like(products_Pv)
+            dist.all_to_all_single(received_Pv, products_Pv, group=self._group)
+            block_MV = received_Pv.view(self._world, size, -1).transpose(0, 1).reshape(size, -1)
             out_NV[start : start + size] = block_MV[: len(part_ND), : self._num_rows]
         if bias is not None:
             out_NV += bias.to(out_NV.dtype)

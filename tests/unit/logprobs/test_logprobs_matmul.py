@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowpeak.logprobs import install_head, linear
+from lowpeak.logprobs import install_head, linear, wide_linear
 from rounding import assert_close_to_largest
 from tiny_models import tiny_model
 
@@ -69,6 +69,7 @@ def test_other_numbers_of_rows_small_heads_other_dtypes_and_gradients_keep_the_p
         assert ran_by_onednn(hidden, head.weight) == HAS_ONEDNN
         assert not ran_by_onednn(hidden, head.weight[: LARGE // 2])
         assert not ran_by_onednn(hidden.double(), head.weight.double())
+        assert not ran_by_onednn(hidden, head.weight, torch.randn(2 * LARGE)[::2])
         with torch.autocast("cpu", torch.bfloat16):
             assert not ran_by_onednn(hidden, head.weight)
     linear(hidden.requires_grad_(), head.weight, head.bias).sum().backward()
@@ -98,3 +99,15 @@ def test_a_head_cast_to_fp32_multiplies_a_few_rows_so():
         logits = model.lm_head(hidden)
     assert operators.has_onednn == HAS_ONEDNN
     assert_close_to_largest(logits, expected, 2e-6)
+
+
+@pytest.mark.parametrize("num_rows", [0, 40])
+def test_wide_logits_of_a_bf16_head_are_not_rounded(num_rows):
+    weight, hidden = torch.randn(num_rows, WIDTH).bfloat16(), torch.randn(3, 2, WIDTH).bfloat16()
+    bias = torch.randn(num_rows).bfloat16()
+    with torch.no_grad():
+        logits = wide_linear(hidden, weight, bias)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(
+        logits.double(), hidden.double() @ weight.double().T + bias.double(), rtol=1e-6, atol=1e-5
+    )
