@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--save", type=Path, help="results so far, to go on from")
-    parser.add_argument("--picture", type=Path, help="a picture of rewards over wall-clock minutes")
+    parser.add_argument("--picture", type=Path, help="a picture of rewards over CPU minutes")
     options = parser.parse_args()
     if options.picture:
         require("matplotlib", "pip install '.[plot]'")
@@ -110,7 +110,7 @@ def table(runs: Mapping[str, Mapping[str, Any]], kinds: Sequence[str], seeds: Se
 
 
 def draw(runs: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
-    """Save a line for each run: the mean reward of the last WINDOW steps over minutes, TRL's dashed."""
+    """Save a line for each run: the mean reward of the last WINDOW steps over CPU minutes, TRL's dashed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
@@ -119,10 +119,10 @@ def draw(runs: Mapping[str, Mapping[str, Any]], picture: Path) -> None:
     for name, run in runs.items():
         kind, seed, side = name.split()
         rewards = [mean(run["rewards"][max(0, i - WINDOW + 1) : i + 1]) for i in range(len(run["rewards"]))]
-        minutes = [seconds / 60 for seconds in run["seconds"]]
+        minutes = [seconds / 60 for seconds in run["cpu_seconds"]]
         style = "--" if side == PEER else "-"
         axes.plot(minutes, rewards, style, color=colors[kind], label=f"{side}, {kind}, seed {seed}")
-    axes.set(xlabel="minutes on one thread", ylabel=f"reward, mean of {WINDOW} steps", ylim=(0, 1.02))
+    axes.set(xlabel="CPU minutes, one thread", ylabel=f"reward, mean of {WINDOW} steps", ylim=(0, 1.02))
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(picture)
 

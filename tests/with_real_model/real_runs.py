@@ -97,10 +97,11 @@ def assert_greedy_tokens(smollm2: str, tokenizer: Any, count: int, max_new_token
     return ours
 
 
-def logprob_errors(smollm2: str, tokenizer: Any, dtype: torch.dtype) -> Tensor:
+def logprob_errors(smollm2: str, tokenizer: Any, dtype: torch.dtype, autocast: bool = False) -> Tensor:
     """Distances of sampled log-probs from those of transformers' forward in fp32 of the same weights, token by token."""
     model, prompts = AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype).eval(), chat_prompts(tokenizer, 6)
-    groups = generated(install_head(model), tokenizer, prompts, Sampling(num_generations=2, max_new_tokens=16))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        groups = generated(install_head(model), tokenizer, prompts, Sampling(num_generations=2, max_new_tokens=16))
     plain, found = AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype).float().eval(), []
     for prompt, completions in zip(prompts, groups, strict=True):
         for completion in completions:
