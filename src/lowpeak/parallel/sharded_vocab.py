@@ -63,8 +63,9 @@ class ShardedRows:
                 products_Pv[:, : len(self._rows_vD)] = wide_linear(all_PD, self._rows_vD, None)
             received_Pv = torch.empty_like(products_Pv)
             dist.all_to_all_single(received_Pv, products_Pv, group=self._group)
-            block_MV = received_Pv.view(self._world, size, -1).transpose(0, 1).reshape(size, -1)
-            out_NV[start : start + size] = block_MV[: len(part_ND), : self._num_rows]
+            del all_PD, products_Pv
+            for rank, columns in enumerate(out_NV[start : start + len(part_ND)].split(self._per_rank, dim=1)):
+                columns.copy_(received_Pv.view(self._world, size, -1)[rank, : len(part_ND), : columns.shape[1]])
         if bias is not None:
             out_NV += bias.to(out_NV.dtype)
         return out_NV.view(*hidden.shape[:-1], -1)
