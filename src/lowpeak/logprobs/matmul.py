@@ -83,8 +83,11 @@ def wide_linear(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Ten
     """Return `linear(hidden, weight, bias)` with fp32 or fp64 results, [..., D] -> [..., V]; call it under `no_grad`.
 
     Logits rounded to bf16 have steps of 0.125 at 16 to 32; sampled log-probs would carry that error. Under autocast hidden
-    states and weights are rounded to autocast's dtype first, as in a linear layer.
+    states and weights are rounded to autocast's dtype first, as in a linear layer. Raises RuntimeError as `linear` does for
+    two dtypes outside of autocast.
     """
+    if hidden.dtype != weight_VD.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        return linear(hidden, weight_VD, bias_V)
     hidden = cast_for_autocast(hidden)
     if weight_VD.is_cuda:  # whose wide product takes one dtype; on a CPU `project` rounds the head by stripes
         weight_VD = cast_for_autocast(weight_VD)

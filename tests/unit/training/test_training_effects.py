@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 
 from lowpeak import GRPOConfig
 from lowpeak.arguments import EntropyBonus, reset_idle_arguments, resolve_grpo, resolve_online
@@ -176,17 +175,20 @@ def test_an_entropy_bonus_logs_the_loss_without_it_and_the_coefficient_that_acte
 
 
 def test_the_head_can_run_in_fp32(tmp_path):
-    def head_dtypes(**changes):
-        lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        run = grpo(tmp_path, tiny_model(dtype=torch.bfloat16), peft_config=lora, **changes)
-        seen = set()
-        head = run.model.get_base_model().lm_head
-        head.register_forward_hook(lambda module, inputs, out: seen.add(out.dtype) if torch.is_tensor(out) else None)
-        run.evaluate(rows(2))
-        return seen
+    def rounding_error_of_logits(**changes):
+        run = grpo(tmp_path, bf16=True, max_steps=1, **changes)
+        errors = []
 
-    assert head_dtypes() == {torch.bfloat16}
-    assert head_dtypes(cast_lm_head_to_fp32=True) == {torch.float32}
+        def compare(head, inputs, logits):
+            if torch.is_tensor(logits):
+                exact = inputs[0].double() @ head.weight.double().T
+                errors.append((logits - exact).abs().max().item())
+
+        run.model.lm_head.register_forward_hook(compare)
+        run.train()
+        return max(errors)
+
+    assert rounding_error_of_logits(cast_lm_head_to_fp32=True) < 1e-6 < 1e-4 < rounding_error_of_logits()
 
 
 def test_a_head_of_a_run_in_fp32_need_not_be_cast(tmp_path):
