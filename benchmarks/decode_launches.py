@@ -21,13 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.harness.report import print_result, versions
-from lowpeak.arguments import Sampling
-from lowpeak.attention import install_attention
+from lowpeak.arguments.rollout import Sampling
+from lowpeak.attention.install import install_attention
 from lowpeak.device_kind import rehearse_device
-from lowpeak.logprobs import install_head
+from lowpeak.heads.lm_head import install_head
 from lowpeak.records import Prompt
-from lowpeak.rollout import TokenDraw
-from lowpeak.rollout.native import DecodeLoop, OutputBuffer, PromptQueue, StopStrings
+from lowpeak.rollout.native.decode_loop import DecodeLoop
+from lowpeak.rollout.native.output import OutputBuffer, StopStrings
+from lowpeak.rollout.native.scheduler import PromptQueue
+from lowpeak.rollout.sampling import TokenDraw
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.5B": {

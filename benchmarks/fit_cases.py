@@ -21,7 +21,9 @@ from typing import Any
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from lowpeak import GRPOConfig
-from lowpeak.plan import GIB, Machine, PlanRequest, Search, find_card
+from lowpeak.plan.fit import Search
+from lowpeak.plan.hardware import GIB, Machine, find_card
+from lowpeak.plan.inputs import PlanRequest
 
 BF16 = "bfloat16"
 
@@ -151,7 +153,7 @@ TRIED = [
 
 def run_cpu(path: Path) -> None:
     """Measure a step of the chosen configuration and of twenty others, each in a fresh process."""
-    from lowpeak.plan import measure_cpu
+    from lowpeak.plan.cost import measure_cpu
 
     args = GRPOConfig(output_dir="unused", use_cpu=True, **{name: RUN[name] for name in list(RUN)[:3]})
     cpu = Machine(1, 6 * GIB, None, 1, measure_cpu(), device="cpu")

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.harness.process import ROOT
 from benchmarks.harness.report import print_result
-from lowpeak.selftest import all_rows
+from lowpeak.selftest.table import all_rows
 
 RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "proved-on.md"

@@ -15,7 +15,9 @@ from transformers import LlamaConfig, Qwen2Config
 
 from benchmarks.fit_cases import MODELS
 from lowpeak import GRPOConfig, SFTConfig
-from lowpeak.plan import GIB, Machine, PlanRequest, make_plan
+from lowpeak.plan.hardware import GIB, Machine
+from lowpeak.plan.inputs import PlanRequest
+from lowpeak.plan.plan import make_plan
 
 LLAMA_7B = LlamaConfig(dtype="float16")  # transformers' default is LLaMA 7B
 LLAMA_31_8B = LlamaConfig(

@@ -70,9 +70,9 @@ def main(request: dict[str, Any]) -> None:
 
 def measured_generation(strategy: Any, model: nn.Module, budget: int | None, tokens: int) -> dict[str, float]:
     """Milliseconds a token, gathering included, and the most memory above what was there before."""
-    from lowpeak.arguments import Sampling
+    from lowpeak.arguments.rollout import Sampling
     from lowpeak.records import Prompt
-    from lowpeak.rollout.native import NativeEngine
+    from lowpeak.rollout.native.engine import NativeEngine
 
     prompts = [Prompt(i, tuple(range(5 + i, 21 + i)), "") for i in range(4)]
     engine = NativeEngine(lambda: strategy.gather_for_inference(model, budget), NoEnd(), lambda: 1 << 24)
@@ -89,7 +89,7 @@ class NoEnd:
 
 def measured_frozen(strategy: Any, way: str) -> dict[str, float]:
     """A second frozen model's forward over 512 tokens for their log-probs; the second one counts."""
-    from lowpeak.logprobs import HeadRequest, install_head
+    from lowpeak.heads.lm_head import HeadRequest, install_head
 
     before = resident_bytes() or 0
     model = install_head(mid_model())
@@ -138,7 +138,7 @@ def watched(strategy: Any, work: Callable[[], Any]) -> tuple[float, float]:
 
 def layer_bytes(model: nn.Module, strategy: Any) -> tuple[int, int]:
     """Bytes of a layer and of everything else."""
-    from lowpeak.parallel import find_sharded_parameters
+    from lowpeak.parallel.partial_gather import find_sharded_parameters
 
     parts = find_sharded_parameters(model, strategy._shard)
     layer = sum(place.shard.nbytes for place in parts.layers[0][1])

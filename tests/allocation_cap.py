@@ -10,7 +10,8 @@ import torch
 from torch._guards import active_fake_mode
 from torch.utils._pytree import tree_leaves
 
-from lowpeak.memory import Phase, StorageMeter
+from lowpeak.memory.phases import Phase
+from lowpeak.plan.rehearsal.storage_meter import StorageMeter
 
 
 class AllocationCap(StorageMeter):

@@ -23,7 +23,8 @@ from lowpeak import (  # noqa: F401
     RLOOTrainer,
     SFTTrainer,
 )
-from lowpeak.parallel import Fsdp2, Zero  # noqa: F401
+from lowpeak.parallel.fsdp2 import Fsdp2  # noqa: F401
+from lowpeak.parallel.zero import Zero  # noqa: F401
 from tiny_models import tiny_model
 
 with tempfile.TemporaryDirectory() as folder:

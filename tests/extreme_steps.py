@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowpeak.optim import MOMENTS, CompactAdamW, TensorStep, UpdatedShard
+from lowpeak.optim.compact_adamw import MOMENTS, CompactAdamW, UpdatedShard
+from lowpeak.optim.formats import TensorStep
 
 ROWS, COLUMNS = 70, 96
 LARGEST = 3.4028234663852886e38

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from lowpeak.vllm import EngineInfo
+from lowpeak.vllm.protocol import EngineInfo
 
 FACTS = EngineInfo("0.32.0", "models/tiny", "0123456789abcdef:fedcba9876543210", "float32", 128, 16, 4096)
 GENERATE = "/inference/v1/generate"

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from lowpeak.arguments import ColocateSettings, Sampling, VllmSettings
+from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.vllm import ColocateSettings, VllmSettings
 from lowpeak.errors import LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.vllm import Answer, EngineInfo, EngineSharing, PolicyFacts, VllmEngine, check_worker_answers
-from lowpeak.vllm.weight_sync import Piece
+from lowpeak.vllm.engine import EngineSharing, PolicyFacts, VllmEngine
+from lowpeak.vllm.protocol import Answer, EngineInfo, check_worker_answers
+from lowpeak.vllm.weight_sync.buckets import Piece
 
 FACTS = EngineInfo(
     version="0.32.0", model="scripted", fingerprint="", dtype="float32", max_model_len=128, max_num_seqs=256,

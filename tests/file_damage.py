@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lowpeak.checkpoint import MANIFEST_FILE, digest_files, write_manifest
+from lowpeak.checkpoint.manifest import MANIFEST_FILE, digest_files, write_manifest
 
 DAMAGES = ("removed", "emptied", "truncated", "flipped", "zeroed")
 

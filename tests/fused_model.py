@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.records import WeightSlice
-from lowpeak.vllm import check_worker_answers
-from lowpeak.vllm.weight_sync import Extension
+from lowpeak.vllm.protocol import check_worker_answers
+from lowpeak.vllm.weight_sync.worker import Extension
 
 VOCAB, PADDED, WIDTH = 13, 16, 12
 SHAPES = {

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowpeak.arguments import GRPOSettings, RLOOSettings
+from lowpeak.arguments.grpo import GRPOSettings
+from lowpeak.arguments.rloo import RLOOSettings
 
 
 @dataclass(frozen=True)

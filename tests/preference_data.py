@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from lowpeak.data import flatten_pairs, make_pair
-from lowpeak.rewards import NO_PREFERENCE
+from lowpeak.data.preference import flatten_pairs, make_pair
+from lowpeak.rewards.judge import NO_PREFERENCE
 
 # Two answers to one question, one that begins the other, two texts with nothing in common, a long one beside a short one.
 PAIRS = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lowpeak.algorithms import make_grpo
-from lowpeak.attention import install_attention
-from lowpeak.batching import Budget, pack
-from lowpeak.logprobs import install_head
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.attention.install import install_attention
+from lowpeak.batching.packing import Budget, pack
+from lowpeak.heads.lm_head import install_head
 from lowpeak.records import Completion, MicroBatch, Record
-from lowpeak.training import LogprobSettings
+from lowpeak.training.step import LogprobSettings
 from step_settings import GRPO
 
 ALGORITHM = make_grpo(GRPO)

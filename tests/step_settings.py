@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from lowpeak.arguments import GRPOSettings, PPOSettings, SAPOGate, VESPOWeight
+from lowpeak.arguments.grpo import GRPOSettings, SAPOGate, VESPOWeight
+from lowpeak.arguments.ppo import PPOSettings
 from lowpeak.ranks import Ranks
 
 GRPO = GRPOSettings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowpeak.logprobs import GradientSink
+from lowpeak.logprobs.inplace_grad import GradientSink
 
 
 class SummedGradient(GradientSink):

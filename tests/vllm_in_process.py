@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lowpeak.records import WeightSlice
-from lowpeak.vllm import EngineInfo, check_worker_answers
+from lowpeak.vllm.protocol import EngineInfo, check_worker_answers
 from tiny_models import tiny_model
 
 PROMPTS = [[2, 3, 4, 5, 6], [7, 8, 9], [5] * 12]

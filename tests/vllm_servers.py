@@ -13,8 +13,8 @@ from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
 
 from child_processes import free_port
-from lowpeak.arguments import SERVER_TOKEN
-from lowpeak.vllm import ServerVllm
+from lowpeak.arguments.vllm import SERVER_TOKEN
+from lowpeak.vllm.server import ServerVllm
 from tiny_models import char_tokenizer, tiny_model
 
 SECRET = "only for tests"

@@ -10,7 +10,7 @@ from typing import Any
 
 from fused_model import FusedModel, FusedWorker
 from lowpeak.errors import LostEngineError
-from lowpeak.vllm import check_worker_answers
+from lowpeak.vllm.protocol import check_worker_answers
 
 
 class RemoteVllm:

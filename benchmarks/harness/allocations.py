@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
-from lowpeak.memory import Phase
-from lowpeak.parallel import decoder_layers
+from lowpeak.memory.phases import Phase
+from lowpeak.parallel.partial_gather import decoder_layers
 
 REST = "rest"  # what no phase has
 _MARK = "a phase begins"

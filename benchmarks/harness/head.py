@@ -14,7 +14,8 @@ from torch import Tensor
 
 from benchmarks.harness.process import resident_bytes
 from benchmarks.harness.report import print_result
-from lowpeak.logprobs import ChunkSettings, chunked_logprobs, fused_loss
+from lowpeak.logprobs.chunked import chunked_logprobs, fused_loss
+from lowpeak.logprobs.reference import ChunkSettings
 
 VOCABULARY, WIDTH = 151_936, 1_024
 PEER_CHUNK = 32_768  # ids of a chunk with which TRL 1.16's trainers call their function

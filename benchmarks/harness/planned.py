@@ -36,7 +36,9 @@ from benchmarks.harness.allocations import (
     return_blocks,
 )
 from benchmarks.harness.ranked import FSDP2, allow_fsdp_on_cpu
-from lowpeak.plan import Machine, PlanRequest, make_plan
+from lowpeak.plan.hardware import Machine
+from lowpeak.plan.inputs import PlanRequest
+from lowpeak.plan.plan import make_plan
 
 _FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 _NAMES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO", "sft": "SFT", "reward": "Reward"}

@@ -75,7 +75,7 @@ def prepare(strategy: str, model: nn.Module) -> tuple[Any, nn.Module, Any]:
     from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
 
-    from lowpeak.parallel import detect_strategy
+    from lowpeak.parallel.detect import detect_strategy
 
     options: dict[str, Any] = {"cpu": True}
     if strategy == "fsdp2":

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lowpeak.checkpoint import write_weights
+from lowpeak.checkpoint.export import write_weights
 
 SHAPES = {
     # 109M parameters, 418 MB in fp32; the largest tensor, the embedding, has 94 MB
@@ -57,7 +57,7 @@ def fsdp2(model: Any) -> Side:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from lowpeak.parallel import Fsdp2
+    from lowpeak.parallel.fsdp2 import Fsdp2
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -85,7 +85,7 @@ def zero3(model: Any) -> Side:
     """DeepSpeed's stage 3."""
     import deepspeed
 
-    from lowpeak.parallel import Zero
+    from lowpeak.parallel.zero import Zero
 
     config = {"train_batch_size": dist_size(), "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

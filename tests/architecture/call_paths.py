@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from architecture.sources import PACKAGE, ROOT
 from fake_vllm import engine_over
 from fused_model import FusedWorker
-from lowpeak.vllm import ColocatedVllm, EngineInfo
+from lowpeak.vllm.colocated import ColocatedVllm
+from lowpeak.vllm.protocol import EngineInfo
 from small_runs import make, spread
 from tiny_models import tiny_model
 

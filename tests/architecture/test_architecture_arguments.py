@@ -15,30 +15,19 @@ from transformers import TrainingArguments
 
 from architecture.sources import files, module_of, tree_of
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from lowpeak.arguments import (
-    ACT_IF,
-    NEVER_ACT,
-    REJECTED,
-    OnlineArguments,
-    RunFacts,
-    check_and_reset_arguments,
-    data_argument,
-    declaration,
-    idle_arguments,
-    report_idle_arguments,
-    reset_idle_arguments,
-    resolve_critic,
-    resolve_grpo,
-    resolve_online,
-    resolve_online_dpo,
-    resolve_ppo,
-    resolve_reward_model,
-    resolve_rloo,
-    resolve_supervised,
-    run_facts,
-)
+from lowpeak.arguments.base import check_and_reset_arguments, run_facts
+from lowpeak.arguments.declare import RunFacts, data_argument, declaration
+from lowpeak.arguments.grpo import resolve_grpo
+from lowpeak.arguments.inherited import ACT_IF, NEVER_ACT
+from lowpeak.arguments.names import REJECTED
+from lowpeak.arguments.offline import resolve_reward_model, resolve_supervised
+from lowpeak.arguments.online import OnlineArguments, resolve_online
+from lowpeak.arguments.online_dpo import resolve_online_dpo
+from lowpeak.arguments.ppo import resolve_critic, resolve_ppo
+from lowpeak.arguments.rloo import resolve_rloo
+from lowpeak.arguments.validation import idle_arguments, report_idle_arguments, reset_idle_arguments
 from lowpeak.errors import ArgumentError
-from lowpeak.trainers import base_arguments
+from lowpeak.trainers.constructor import base_arguments
 
 ONLINE = {
     GRPOConfig: resolve_grpo,

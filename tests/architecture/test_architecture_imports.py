@@ -11,7 +11,7 @@ import pytest
 from architecture.sources import Import, all_imports, imports_in, is_under_any, modules
 
 PROTOCOLS = ("lowpeak.parallel.strategy", "lowpeak.rollout.engine", "lowpeak.rewards.reward")
-CONFIGS = "lowpeak.arguments.configs"  # the classes over TrainingArguments, which are loaded on first use
+CONFIGS = "lowpeak.trainers.configs"  # the classes over TrainingArguments, which are loaded on first use
 LAYER_0 = ("lowpeak.errors", "lowpeak.arguments", "lowpeak.memory.phases", "lowpeak.exports", "lowpeak.records")
 
 
@@ -46,7 +46,7 @@ RULES = {
     "errors, arguments and phases need nothing": Rule(
         LAYER_0[:4], ("torch", "transformers", "accelerate", "lowpeak"), but=LAYER_0, not_who=(CONFIGS,)
     ),
-    "unwrapping needs nothing": Rule(("lowpeak.models.unwrap",), ("torch", "transformers", "accelerate", "lowpeak")),
+    "unwrapping needs nothing": Rule(("lowpeak.heads.unwrap",), ("torch", "transformers", "accelerate", "lowpeak")),
     "records need only torch": Rule(("lowpeak.records",), ("transformers", "accelerate", "lowpeak")),
     "pure functions know no processes and no engines": Rule(
         _rooms("algorithms", "attention", "batching", "optim", "models.value_heads", "models.experts", "logprobs"),

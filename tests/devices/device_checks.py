@@ -16,9 +16,9 @@ from second_device import TwinModule, ledger
 from torch import nn
 
 from lowpeak.journal import read_steps
-from lowpeak.memory import Phase
-from lowpeak.rewards import ModelReward
-from lowpeak.training import PassPeak
+from lowpeak.memory.phases import Phase
+from lowpeak.rewards.model import ModelReward
+from lowpeak.sizes.memory_budget import PassPeak
 from tiny_models import digest, footprint
 
 

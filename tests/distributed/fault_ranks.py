@@ -22,11 +22,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
-from lowpeak.arguments import MemorySettings
+from lowpeak.arguments.base import MemorySettings
 from lowpeak.journal import read_steps
-from lowpeak.parallel import DeviceFractions
+from lowpeak.parallel.detect import DeviceFractions
 from lowpeak.ranks import Ranks
-from lowpeak.training import Sizes, prepare_layout
+from lowpeak.sizes.run_sizes import Sizes, prepare_layout
 from tiny_models import tiny_model
 
 
@@ -181,7 +181,7 @@ def out_of_memory(place: Path) -> None:
 
 def second_run_in_the_folder(place: Path) -> None:
     """Another process holds the folder: rank 0 alone finds out."""
-    from lowpeak.checkpoint import lock_run_folder
+    from lowpeak.checkpoint.folders import lock_run_folder
 
     trainer = run_with(place, spread, name="held")
     if rank() == 0:

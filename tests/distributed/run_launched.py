@@ -22,7 +22,7 @@ from setups import allow_meshes_on_cpu, weights_of  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 import lowpeak  # noqa: E402
-from lowpeak.cli import main  # noqa: E402
+from lowpeak.cli.commands import main  # noqa: E402
 
 
 class Noting(TrainerCallback):

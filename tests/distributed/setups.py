@@ -16,8 +16,8 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch import nn
 
-from lowpeak.logprobs import causal_lm
-from lowpeak.models import critic_of
+from lowpeak.heads.lm_head import causal_lm
+from lowpeak.heads.value_heads import critic_of
 from preference_data import tiny_classifier
 from tiny_models import char_tokenizer, tiny_model
 

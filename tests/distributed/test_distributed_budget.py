@@ -11,8 +11,8 @@ import torch
 from setups import build, error_of, note, prepare, rank, seen
 
 from child_processes import succeed_on_ranks
-from lowpeak.arguments import MemorySettings
-from lowpeak.training import budget_bytes
+from lowpeak.arguments.base import MemorySettings
+from lowpeak.sizes.memory_budget import budget_bytes
 
 AUTO = {"micro_batch_tokens": None, "logprob_chunk_size": None, "kv_cache_bytes": None}
 

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from child_processes import KILLED, finish, start_ranks, succeed_on_ranks
 from file_damage import DAMAGES, harm
-from lowpeak.training import REFERENCE_FOLDER, load_extra_weights, save_checkpoint, save_extra_weights
+from lowpeak.training.checkpoints import REFERENCE_FOLDER, load_extra_weights, save_checkpoint, save_extra_weights
 from tiny_models import tiny_model
 
 SHARDED = ("fsdp2", "zero2", "zero3")

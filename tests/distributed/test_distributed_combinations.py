@@ -22,7 +22,8 @@ from child_processes import succeed_on_ranks
 from fake_vllm import END, engine_over, scripted
 from lowpeak.errors import ArgumentError
 from lowpeak.ranks import Ranks
-from lowpeak.vllm import Answer, EngineSharing, Request
+from lowpeak.vllm.engine import EngineSharing
+from lowpeak.vllm.protocol import Answer, Request
 
 SETTINGS = {
     "strategy": ["single", *STRATEGIES],

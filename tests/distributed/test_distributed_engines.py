@@ -18,7 +18,9 @@ from setups import build, error_of, named_models, note, prepare, rank, seen, wei
 from child_processes import succeed_on_ranks
 from fake_vllm import SAMPLING, engine_over, prompts, said, scripted
 from lowpeak.ranks import Ranks
-from lowpeak.vllm import EngineSharing, ServerVllm, VllmEngine, sequence_requests
+from lowpeak.vllm.engine import EngineSharing, VllmEngine
+from lowpeak.vllm.requests import sequence_requests
+from lowpeak.vllm.server import ServerVllm
 
 
 def run_with(

@@ -11,10 +11,10 @@ from setups import Failing, build, error_of, forget, note, prepare, rank, seen
 from transformers import TrainerCallback
 
 from child_processes import succeed_on_ranks
-from lowpeak.arguments import Sampling
-from lowpeak.parallel import Gatherer, find_sharded_parameters
+from lowpeak.arguments.rollout import Sampling
+from lowpeak.parallel.partial_gather import Gatherer, find_sharded_parameters
 from lowpeak.records import Prompt
-from lowpeak.rollout.native import NativeEngine
+from lowpeak.rollout.native.engine import NativeEngine
 from tiny_models import char_tokenizer, footprint, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "zero3")

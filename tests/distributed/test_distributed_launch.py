@@ -18,7 +18,8 @@ from hosts import SCRIPT, Host, finish, kill_all, two_hosts, wait_for
 from safetensors.torch import load_file
 
 from child_processes import free_port, run_ranks, succeed_on_ranks
-from lowpeak.cli import PRESET_FOLDER, main
+from lowpeak.cli.accelerate_config import PRESET_FOLDER
+from lowpeak.cli.commands import main
 from lowpeak.journal import read_rows, read_steps
 from process_ends import are_gone
 from tiny_models import char_tokenizer, tiny_model

@@ -17,9 +17,9 @@ from setups import joined, named_models, note, rank, seen
 from transformers import AutoModelForCausalLM
 
 from child_processes import succeed_on_ranks
-from lowpeak.models import from_pretrained
-from lowpeak.parallel import Replicated
-from lowpeak.rewards import make_rewards
+from lowpeak.models.pretrained import from_pretrained
+from lowpeak.parallel.base import Replicated
+from lowpeak.rewards.factory import make_rewards
 from tiny_models import tiny_model
 
 

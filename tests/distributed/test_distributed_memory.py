@@ -34,10 +34,10 @@ from allocation_cap import CappedPhases
 from child_processes import run_ranks, succeed_on_ranks
 from fake_vllm import engine_over, scripted
 from lowpeak.journal import read_rows
-from lowpeak.memory import Phase
+from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
-from lowpeak.training import run_with_sizes
-from lowpeak.vllm import EngineSharing
+from lowpeak.training.recovery import run_with_sizes
+from lowpeak.vllm.engine import EngineSharing
 from preference_data import tiny_classifier
 from tiny_models import char_tokenizer, tiny_model
 

@@ -10,7 +10,7 @@ import torch
 from setups import assert_same_bits, build, forget, keep, prepare, tensor_parallel, weights_of
 
 from child_processes import succeed_on_ranks
-from lowpeak.optim import rounding_noise, split_weights
+from lowpeak.optim.formats import rounding_noise, split_weights
 from tiny_models import char_tokenizer, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "zero3", "tensor")

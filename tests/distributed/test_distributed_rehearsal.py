@@ -13,9 +13,9 @@ from setups import FSDP2, allow_meshes_on_cpu, note, seen
 from torch.distributed.tensor import DTensor
 
 from child_processes import succeed_on_ranks
-from lowpeak.memory import Placement, rehearse
-from lowpeak.parallel import Fsdp2
-from lowpeak.training import run_step, score
+from lowpeak.parallel.fsdp2 import Fsdp2
+from lowpeak.plan.rehearsal.rehearsal import Placement, rehearse
+from lowpeak.training.step import run_step, score
 from rehearsal_cases import ALGORITHM, CORE, make_model, micro_batches
 
 # Tensors of a page and more come from the kernel and go back to it: what malloc keeps would be a later phase's.

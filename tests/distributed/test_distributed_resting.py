@@ -12,9 +12,9 @@ from setups import assert_same_bits, build, forget, named_models, prepare, rank,
 
 from child_processes import succeed_on_ranks
 from cpu_as_device import CopyingMover
-from lowpeak.models import Reference
-from lowpeak.parallel import FrozenModel
-from lowpeak.training import add_to_offloader, make_rollout_offloader
+from lowpeak.models.lora import Reference
+from lowpeak.parallel.strategy import FrozenModel
+from lowpeak.setup.build_run import add_to_offloader, make_rollout_offloader
 
 STRATEGIES = ("fsdp2", "zero2", "zero3")
 

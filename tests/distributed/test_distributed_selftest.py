@@ -6,7 +6,8 @@ import re
 
 import torch
 
-from lowpeak.selftest import Bench, train_on_ranks
+from lowpeak.selftest.ranks import train_on_ranks
+from lowpeak.selftest.table import Bench
 
 
 def test_two_ranks_move_the_weights_as_one_process_does(tmp_path):

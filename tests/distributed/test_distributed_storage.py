@@ -13,9 +13,9 @@ from setups import SAVED, assert_same_bits, build, forget, keep, prepare, result
 from torch.nn.parallel import DistributedDataParallel
 
 from child_processes import succeed_on_ranks
-from lowpeak.optim import MOMENTS, find_compact
-from lowpeak.parallel import trained_parameters
-from lowpeak.training import load_extra_weights
+from lowpeak.optim.compact_adamw import MOMENTS, find_compact
+from lowpeak.parallel.checkpoint_state import trained_parameters
+from lowpeak.training.checkpoints import load_extra_weights
 from tiny_models import char_tokenizer, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "tensor")

@@ -16,7 +16,7 @@ from fault_kills import at_event, in_backward, opening, renaming
 from fault_runs import STANDARD, At, Case, build, checkpoints, ending, finish, run_resumed, run_until_error, steps
 
 from child_processes import call, succeed
-from lowpeak.checkpoint import last_checkpoint
+from lowpeak.checkpoint.folders import last_checkpoint
 
 
 def interrupt() -> None:

@@ -14,7 +14,7 @@ from fault_runs import Case, build, checkpoints, ending, finish, steps
 
 from child_processes import free_port, succeed
 from fake_vllm import ScriptedVllm, engine_over, said
-from lowpeak.vllm import ServerVllm
+from lowpeak.vllm.server import ServerVllm
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 50.0}
 SHORT = {"max_steps": 6, "save_steps": 2, "num_iterations": 2, "max_completion_length": 3}

@@ -15,9 +15,13 @@ from benchmarks.harness.allocations import Block, Mark, peaks_of
 from benchmarks.harness.plan_cases import CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowpeak.memory import CpuScratch, Kind, StorageMeter
-from lowpeak.parallel import fake_process_group
-from lowpeak.plan import Machine, Plan, PlanRequest, make_plan
+from lowpeak.memory.usage import Kind
+from lowpeak.plan.hardware import Machine
+from lowpeak.plan.inputs import PlanRequest
+from lowpeak.plan.plan import Plan, make_plan
+from lowpeak.plan.rehearsal.cpu_scratch import CpuScratch
+from lowpeak.plan.rehearsal.fake_ranks import fake_process_group
+from lowpeak.plan.rehearsal.storage_meter import StorageMeter
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.015  # of a peak: tensors below a page, and what a run has beside its models, are not planned

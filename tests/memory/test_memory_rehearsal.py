@@ -11,10 +11,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config
 
-from lowpeak.arguments import StorageFormat
+from lowpeak.arguments.storage import StorageFormat
 from lowpeak.errors import ArgumentError
-from lowpeak.memory import Kind, Placement, Rehearsal, StorageMeter, rehearse
-from lowpeak.parallel import fake_process_group, make_mesh, wrap_shape_propagation
+from lowpeak.memory.usage import Kind
+from lowpeak.plan.rehearsal.fake_ranks import fake_process_group, make_mesh, wrap_shape_propagation
+from lowpeak.plan.rehearsal.rehearsal import Placement, Rehearsal, rehearse
+from lowpeak.plan.rehearsal.storage_meter import StorageMeter
 from rehearsal_cases import ALGORITHM, CORE, make_model, micro_batches
 
 GB = 10**9

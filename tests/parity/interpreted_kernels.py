@@ -11,7 +11,8 @@ from extreme_steps import FORMATS, GRADIENTS, read, steps
 from lowpeak.logprobs import torch_kernels, triton_kernels
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_logprobs
 from lowpeak.logprobs.torch_kernels import LossDerivatives
-from lowpeak.optim import kernel_difference, triton_step
+from lowpeak.optim import triton_step
+from lowpeak.optim.compact_adamw import kernel_difference
 
 SCALES = (HeadScale(), HeadScale(0.3), HeadScale(0.8, 2.5))
 

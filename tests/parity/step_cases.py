@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from lowpeak.algorithms import StepCounts
-from lowpeak.attention import install_attention, packing_unsupported_reason
-from lowpeak.batching import Budget, num_loss_tokens, pack
-from lowpeak.logprobs import install_head
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.attention.install import install_attention, packing_unsupported_reason
+from lowpeak.batching.loss_tokens import num_loss_tokens
+from lowpeak.batching.packing import Budget, pack
+from lowpeak.heads.lm_head import install_head
 from lowpeak.records import Completion, Record
-from lowpeak.training import LogprobSettings, run_step, with_step_shares
+from lowpeak.training.rollout import with_step_shares
+from lowpeak.training.step import LogprobSettings, run_step
 from naive_losses import Row, plain_grpo, plain_rloo
 from rounding import assert_each_close_to_largest
 from step_settings import GRPO, LocalStrategy

@@ -11,7 +11,8 @@ from peft import LoraConfig, get_peft_model
 from test_logprobs_head import NUM_IDS, ask, batch, check, token_loss
 
 from lowpeak.errors import ModelError
-from lowpeak.logprobs import install_head, verify_head
+from lowpeak.heads.lm_head import install_head
+from lowpeak.heads.self_check import verify_head
 from rounding import assert_close_to_largest
 from tiny_models import tiny_model
 

@@ -8,15 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowpeak.logprobs import (
-    ChunkSettings,
-    HeadScale,
-    chunked_logprobs,
-    fused_loss,
-    module_logprobs,
-    module_loss,
-    naive_logprobs,
-)
+from lowpeak.logprobs.chunked import chunked_logprobs, fused_loss, module_logprobs, module_loss
+from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_logprobs
 from rounding import assert_close_to_largest
 
 SETTINGS = {

@@ -10,8 +10,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from lowpeak.logprobs import ChunkSettings, HeadRequest, allows_inplace_grad, chunked_logprobs, fused_loss, install_head
-from lowpeak.parallel import Replicated
+from lowpeak.heads.lm_head import HeadRequest, install_head
+from lowpeak.logprobs.chunked import chunked_logprobs, fused_loss
+from lowpeak.logprobs.inplace_grad import allows_inplace_grad
+from lowpeak.logprobs.reference import ChunkSettings
+from lowpeak.parallel.base import Replicated
 from tiny_models import tiny_model
 
 NUM_IDS, PADDING = 37, 0

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from lowpeak.errors import ModelError
-from lowpeak.logprobs import HeadRequest, install_head, verify_head
+from lowpeak.heads.lm_head import HeadRequest, install_head
+from lowpeak.heads.self_check import verify_head
 from rounding import assert_close_to_largest, assert_each_close_to_largest
 from tiny_models import tiny_model
 

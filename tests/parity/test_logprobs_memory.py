@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowpeak.logprobs import ChunkSettings, HeadScale, chunked_logprobs, fused_loss, naive_logprobs
+from lowpeak.logprobs.chunked import chunked_logprobs, fused_loss
+from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_logprobs
 from rounding import assert_close_to_largest
 
 

@@ -12,16 +12,11 @@ from test_logprobs_chunked import SETTINGS, inputs, per_token, recomputed, visit
 from test_logprobs_direct import PADDING, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowpeak.logprobs import (
-    ChunkSettings,
-    HeadScale,
-    allows_inplace_grad,
-    fused_loss,
-    gradient_sink,
-    install_head,
-    naive_logprobs,
-)
-from lowpeak.memory import StorageMeter
+from lowpeak.heads.lm_head import install_head
+from lowpeak.logprobs.chunked import fused_loss
+from lowpeak.logprobs.inplace_grad import allows_inplace_grad, gradient_sink
+from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_logprobs
+from lowpeak.plan.rehearsal.storage_meter import StorageMeter
 from rounding import assert_close_to_largest, assert_each_close_to_largest
 from summed_gradient import CountedRows, SummedGradient
 from tiny_models import tiny_model

@@ -21,9 +21,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lowpeak.arguments import Sampling
+from lowpeak.arguments.rollout import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout.native import NativeEngine
+from lowpeak.rollout.native.engine import NativeEngine
 from tiny_models import char_tokenizer, tiny_model
 
 VOCABULARY = 6

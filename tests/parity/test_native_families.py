@@ -7,9 +7,9 @@ import contextlib
 import pytest
 import torch
 
-from lowpeak.arguments import Sampling
+from lowpeak.arguments.rollout import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout.native import NativeEngine, unsupported_reason
+from lowpeak.rollout.native.engine import NativeEngine, unsupported_reason
 from model_families import DECODE_LOOP, is_known, make_family
 from tiny_models import char_tokenizer
 

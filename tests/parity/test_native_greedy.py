@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
-from lowpeak.arguments import Sampling
-from lowpeak.logprobs import install_head
+from lowpeak.arguments.rollout import Sampling
+from lowpeak.heads.lm_head import install_head
 from lowpeak.records import Prompt
-from lowpeak.rollout.native import NativeEngine, bytes_per_token
+from lowpeak.rollout.native.cache import bytes_per_token
+from lowpeak.rollout.native.engine import NativeEngine
 from tiny_models import char_tokenizer, tiny_model
 
 TEXTS = ("12=", "987654321=", "5=", "33333=", "0=", "4711=", "31415926535=")

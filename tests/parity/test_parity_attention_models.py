@@ -11,8 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch._subclasses import FakeTensorMode
 
 from forest_cases import MODELS, NUM_IDS, forest_of, length_of, model_of, rows_of
-from lowpeak.attention import forest_mask, forward_arguments, install_attention
-from lowpeak.logprobs import HeadRequest, install_head
+from lowpeak.attention.install import forward_arguments, install_attention
+from lowpeak.attention.self_check import forest_mask
+from lowpeak.heads.lm_head import HeadRequest, install_head
 from rounding import assert_close_to_largest
 from tiny_models import tiny_model
 

@@ -20,11 +20,14 @@ from step_cases import (
 )
 
 from all_pairs import all_pairs
-from lowpeak.algorithms import make_grpo, make_rloo
-from lowpeak.arguments import Correction, GRPOLossType, RLOOSettings
-from lowpeak.batching import Budget
-from lowpeak.logprobs import install_head
-from lowpeak.training import LogprobSettings, run_step
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.arguments.grpo import GRPOLossType
+from lowpeak.arguments.online import Correction
+from lowpeak.arguments.rloo import RLOOSettings
+from lowpeak.batching.packing import Budget
+from lowpeak.heads.lm_head import install_head
+from lowpeak.training.step import LogprobSettings, run_step
 from rounding import assert_each_close_to_largest
 from step_settings import OF_LOSS_TYPE, LocalStrategy
 from tiny_models import tiny_model

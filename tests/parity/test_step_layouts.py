@@ -24,10 +24,15 @@ from step_cases import (
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from all_pairs import all_pairs
-from lowpeak.algorithms import make_grpo, make_rloo, make_supervised
-from lowpeak.arguments import EntropyBonus, GRPOLossType, RLOOSettings
-from lowpeak.batching import Budget, LayerCosts, num_loss_tokens, pack
-from lowpeak.training import LogprobSettings, score
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.arguments.grpo import EntropyBonus, GRPOLossType
+from lowpeak.arguments.rloo import RLOOSettings
+from lowpeak.batching.loss_tokens import num_loss_tokens
+from lowpeak.batching.packing import Budget, pack
+from lowpeak.batching.prefix_tree import LayerCosts
+from lowpeak.training.step import LogprobSettings, score
 from rounding import assert_each_close_to_largest
 from step_settings import OF_LOSS_TYPE
 from tiny_models import tiny_model

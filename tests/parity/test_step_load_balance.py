@@ -17,13 +17,14 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from lowpeak.algorithms import make_grpo, make_supervised
-from lowpeak.attention import packing_unsupported_reason
-from lowpeak.batching import Budget
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.attention.install import packing_unsupported_reason
+from lowpeak.batching.packing import Budget
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.logprobs import verify_load_balance
-from lowpeak.models import LoadBalance, balance_loss, load_balance_of
-from lowpeak.training import LogprobSettings, measure_step, run_step
+from lowpeak.heads.experts import LoadBalance, balance_loss, load_balance_of
+from lowpeak.heads.self_check import verify_load_balance
+from lowpeak.training.step import LogprobSettings, measure_step, run_step
 from rounding import assert_each_close_to_largest
 from step_settings import LocalStrategy
 from tiny_models import tiny_model

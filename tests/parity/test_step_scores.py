@@ -6,11 +6,11 @@ import pytest
 import torch
 from step_cases import micro_batches
 
-from lowpeak.algorithms import make_reward_model
-from lowpeak.attention import install_attention
-from lowpeak.batching import Budget
-from lowpeak.logprobs import install_score_head
-from lowpeak.training import LogprobSettings, measure_step, run_step
+from lowpeak.algorithms.reward_model import make_reward_model
+from lowpeak.attention.install import install_attention
+from lowpeak.batching.packing import Budget
+from lowpeak.heads.score_head import install_score_head
+from lowpeak.training.step import LogprobSettings, measure_step, run_step
 from preference_data import plain_loss, records_of, tiny_classifier
 from rounding import assert_each_close_to_largest
 from step_settings import LocalStrategy

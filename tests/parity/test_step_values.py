@@ -20,11 +20,13 @@ from step_cases import (
 )
 from transformers import Qwen2ForSequenceClassification
 
-from lowpeak.algorithms import VALUES_GRADIENT, make_ppo
-from lowpeak.attention import install_attention
-from lowpeak.batching import Budget, num_loss_tokens
-from lowpeak.logprobs import causal_lm
-from lowpeak.models import (
+from lowpeak.algorithms.algorithm import VALUES_GRADIENT
+from lowpeak.algorithms.ppo import make_ppo
+from lowpeak.attention.install import install_attention
+from lowpeak.batching.loss_tokens import num_loss_tokens
+from lowpeak.batching.packing import Budget
+from lowpeak.heads.lm_head import causal_lm
+from lowpeak.heads.value_heads import (
     AdapterCritic,
     SeparateCritic,
     SharedCritic,
@@ -33,7 +35,7 @@ from lowpeak.models import (
     install_adapter_switches,
     keep_critic_trainable,
 )
-from lowpeak.training import LogprobSettings, run_step, score
+from lowpeak.training.step import LogprobSettings, run_step, score
 from rounding import assert_close_to_largest, assert_each_close_to_largest
 from step_settings import PPO, LocalStrategy
 from tiny_models import tiny_model

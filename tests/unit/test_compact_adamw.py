@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowpeak.optim import (
-    CompactAdamW,
-    UpdatedShard,
-    clear_low_bits,
+from lowpeak.optim.compact_adamw import CompactAdamW, UpdatedShard, clear_low_bits
+from lowpeak.optim.formats import (
     decode_first_moment,
     decode_second_moment,
     encode_first_moment,
@@ -22,7 +20,7 @@ from lowpeak.optim import (
     rounding_noise,
     split_weights,
 )
-from lowpeak.parallel import clip_grad_norm
+from lowpeak.parallel.gradients import clip_grad_norm
 
 CPU = torch.device("cpu")
 EXTREMES = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.1754944e-38, 1e-8, 1.0, -1e38, 3e38])

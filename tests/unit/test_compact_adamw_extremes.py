@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from extreme_steps import FORMATS, GRADIENTS, LARGEST, WEIGHTS, read, steps
-from lowpeak.optim import CompactAdamW, join_weights, split_weights
+from lowpeak.optim.compact_adamw import CompactAdamW
+from lowpeak.optim.formats import join_weights, split_weights
 
 NOT_FINITE = torch.tensor([0x7F800000, -0x800000, 0x7F800001, 0x7FC00000, -0x400000, 0x7FFFFFFF, -1], dtype=torch.int32)
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lowpeak.setup import RELAUNCHES, renew_master_port
+from lowpeak.setup.elastic_restart import RELAUNCHES, renew_master_port
 
 
 @pytest.fixture

@@ -9,17 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lowpeak.optim import (
-    CompactAdamW,
-    GradientSum,
-    HostMemory,
-    UpdatedShard,
-    add_on_host,
-    find_sum,
-    gradient_of,
-    multiply_gradient,
-)
-from lowpeak.parallel import clip_grad_norm
+from lowpeak.optim.compact_adamw import CompactAdamW, UpdatedShard
+from lowpeak.optim.gradient_sums import GradientSum, find_sum, gradient_of, multiply_gradient
+from lowpeak.optim.host_memory import HostMemory, add_on_host
+from lowpeak.parallel.gradients import clip_grad_norm
 
 CPU = torch.device("cpu")
 

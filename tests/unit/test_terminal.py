@@ -7,11 +7,11 @@ import unicodedata
 import pytest
 
 import fake_server
-from lowpeak.cli import print_once
+from lowpeak.cli.output import print_once
 from lowpeak.errors import CheckpointError, EngineError, show_controls
-from lowpeak.training import print_completions
-from lowpeak.vllm import ServerVllm
-from lowpeak.watchdog import error_text
+from lowpeak.training.completion_tables import print_completions
+from lowpeak.vllm.server import ServerVllm
+from lowpeak.watchdog.failure_detector import error_text
 
 EVIL = "a\x1b]0;title\x07b\x1b[2Jc\x9b1Ad\r\x00\x7f\x08"
 SHOWN = r"a\x1b]0;title\x07b\x1b[2Jc\x9b1Ad\x0d\x00\x7f\x08"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowpeak.optim import lost_share, warn_of_lost_updates
+from lowpeak.optim.users_optimizer import lost_share, warn_of_lost_updates
 
 
 def weights(count: int, scale: float = 0.02) -> torch.Tensor:

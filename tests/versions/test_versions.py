@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lowpeak.cli import main
+from lowpeak.cli.commands import main
 from small_runs import DATA, KINDS, SAVED, make, rows, same, saved, trained, weights
 from tiny_models import tiny_model
 

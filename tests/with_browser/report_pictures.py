@@ -9,7 +9,7 @@ from pathlib import Path
 from find_browser import find_browser
 from playwright.sync_api import Page, sync_playwright
 
-from lowpeak.report import write_report
+from lowpeak.report.page import write_report
 
 DOCS = Path(__file__).parents[2] / "docs"
 WIDTH = 1080

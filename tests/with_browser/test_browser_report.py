@@ -10,7 +10,7 @@ from playwright.sync_api import sync_playwright
 
 from journals import MARKUP, online_run, token_row
 from lowpeak.journal import Journal
-from lowpeak.report import write_report
+from lowpeak.report.page import write_report
 
 
 class Opened:

@@ -13,10 +13,10 @@ from sums import make_held_out, make_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowpeak.arguments import Sampling
-from lowpeak.logprobs import install_head
+from lowpeak.arguments.rollout import Sampling
+from lowpeak.heads.lm_head import install_head
 from lowpeak.records import Completion, Prompt
-from lowpeak.rollout.native import NativeEngine
+from lowpeak.rollout.native.engine import NativeEngine
 from small_runs import DATA, make
 
 QUESTIONS = (

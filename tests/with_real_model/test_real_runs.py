@@ -23,7 +23,7 @@ from transformers import AutoConfig, BitsAndBytesConfig
 from allocation_cap import CappedPhases
 from child_processes import KILLED, call
 from fake_hub import serve_hub
-from lowpeak.memory import Phase
+from lowpeak.memory.phases import Phase
 from small_runs import SAVED, column, same, weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -8,11 +8,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lowpeak.arguments import ServerSettings, VllmSettings
+from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.parallel import adapter_file_key, adapter_parameters
+from lowpeak.parallel.parameters import adapter_file_key, adapter_parameters
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.weight_sync import adapter_config, loaded_version, push_weights, verify_unchanged
+from lowpeak.vllm.weight_sync.lora import adapter_config
+from lowpeak.vllm.weight_sync.push import loaded_version, push_weights, verify_unchanged
 from vllm_in_process import TOLERANCE, InsideVllm, engine, gap, policy_of, slices
 
 SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 14)

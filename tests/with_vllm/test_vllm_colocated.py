@@ -10,12 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowpeak.arguments import Sampling
+from lowpeak.arguments.rollout import Sampling
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.ranks import Ranks, has_process_group
 from lowpeak.records import Prompt
-from lowpeak.rollout.native import NativeEngine, end_token_ids
-from lowpeak.vllm import EngineSharing, PolicyFacts, VllmEngine, warn_unsupported
+from lowpeak.rollout.native.engine import NativeEngine
+from lowpeak.rollout.native.output import end_token_ids
+from lowpeak.vllm.compatibility import warn_unsupported
+from lowpeak.vllm.engine import EngineSharing, PolicyFacts, VllmEngine
 from vllm_runs import TOKENIZER, grpo_arguments, grpo_trainer
 
 GREEDY = Sampling(num_generations=2, max_new_tokens=12, temperature=0.0)

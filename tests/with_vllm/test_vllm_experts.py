@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lowpeak.arguments import ServerSettings, VllmSettings
+from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.vllm.weight_sync import push_weights, verify_unchanged
+from lowpeak.vllm.weight_sync.push import push_weights, verify_unchanged
 from vllm_in_process import TOLERANCE, engine, gap, perturb, slices
 
 SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 16)

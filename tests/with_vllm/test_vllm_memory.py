@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from allocation_cap import CappedPhases
-from lowpeak.memory import Phase
+from lowpeak.memory.phases import Phase
 from vllm_runs import grpo_arguments, grpo_trainer, weights_of
 
 SIZES: dict[str, Any] = {"micro_batch_tokens": 256, "logprob_chunk_size": 64, "beta": 0.1, "num_iterations": 2,

@@ -19,13 +19,18 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lowpeak.arguments import Sampling, ServerSettings, VllmSettings
+from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.parallel import adapter_file_key, adapter_parameters
+from lowpeak.parallel.parameters import adapter_file_key, adapter_parameters
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.vllm import EngineSharing, PolicyFacts, Request, ServerVllm, VllmEngine, check_same_model, connect_servers
-from lowpeak.vllm.weight_sync import adapter_config, push_weights
+from lowpeak.vllm.compatibility import check_same_model
+from lowpeak.vllm.engine import EngineSharing, PolicyFacts, VllmEngine
+from lowpeak.vllm.protocol import Request
+from lowpeak.vllm.server import ServerVllm, connect_servers
+from lowpeak.vllm.weight_sync.lora import adapter_config
+from lowpeak.vllm.weight_sync.push import push_weights
 from stopwatch import Stopwatch
 from tiny_models import char_tokenizer
 from vllm_runs import grpo_arguments, grpo_trainer, steps_of

@@ -8,9 +8,9 @@ import os
 import pytest
 import torch
 
-from lowpeak.arguments import ServerSettings, VllmSettings
+from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.vllm.weight_sync import loaded_version, push_weights, verify_unchanged
+from lowpeak.vllm.weight_sync.push import loaded_version, push_weights, verify_unchanged
 from vllm_in_process import TOLERANCE, engine, gap, policy_of, slices
 
 

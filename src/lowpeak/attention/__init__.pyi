@@ -1,13 +1,8 @@
-from lowpeak.attention.flex import attend_flex as attend_flex
-from lowpeak.attention.flex import block_mask as block_mask
 from lowpeak.attention.install import ATTENTION_NAME as ATTENTION_NAME
-from lowpeak.attention.install import ForestAttention as ForestAttention
-from lowpeak.attention.install import attend_forest as attend_forest
 from lowpeak.attention.install import forward_arguments as forward_arguments
 from lowpeak.attention.install import install_attention as install_attention
 from lowpeak.attention.install import no_packing_detection as no_packing_detection
 from lowpeak.attention.install import packing_unsupported_reason as packing_unsupported_reason
 from lowpeak.attention.install import uninstall_attention as uninstall_attention
 from lowpeak.attention.self_check import attention_mismatch as attention_mismatch
-from lowpeak.attention.self_check import forest_mask as forest_mask
 from lowpeak.attention.self_check import packing_mismatch as packing_mismatch

@@ -28,7 +28,8 @@ from lowpeak.attention.flex import attend_flex, block_mask
 from lowpeak.attention.sdpa import SdpaCalls
 from lowpeak.device_kind import device_kind
 from lowpeak.errors import ModelError
-from lowpeak.logprobs import cast_for_autocast, causal_lm
+from lowpeak.heads import causal_lm
+from lowpeak.logprobs import cast_for_autocast
 from lowpeak.records import Forest, Tree
 
 ATTENTION_NAME = "lowpeak"

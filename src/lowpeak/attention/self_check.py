@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lowpeak.attention.install import ForestAttention, attend_forest, forward_arguments
 from lowpeak.errors import ModelError
-from lowpeak.logprobs import backbone_of, causal_lm, eval_mode, matmul_eps
+from lowpeak.heads import backbone_of, causal_lm, eval_mode, matmul_eps
 from lowpeak.memory import is_out_of_memory
 from lowpeak.records import Forest, Tree
 

@@ -1,7 +1,5 @@
 from lowpeak.batching.balance import assign_completions as assign_completions
 from lowpeak.batching.balance import balanced_partition as balanced_partition
-from lowpeak.batching.balance import pack_bins as pack_bins
-from lowpeak.batching.loss_tokens import LossTokens as LossTokens
 from lowpeak.batching.loss_tokens import num_loss_tokens as num_loss_tokens
 from lowpeak.batching.packing import Budget as Budget
 from lowpeak.batching.packing import assign_to_ranks as assign_to_ranks
@@ -9,10 +7,5 @@ from lowpeak.batching.packing import masked_batch as masked_batch
 from lowpeak.batching.packing import pack as pack
 from lowpeak.batching.packing import plan_micro_batches as plan_micro_batches
 from lowpeak.batching.packing import scatter as scatter
-from lowpeak.batching.packing import split_padded as split_padded
 from lowpeak.batching.prefix_tree import LayerCosts as LayerCosts
 from lowpeak.batching.prefix_tree import Layout as Layout
-from lowpeak.batching.prefix_tree import assign_trees as assign_trees
-from lowpeak.batching.prefix_tree import indices_by_key as indices_by_key
-from lowpeak.batching.prefix_tree import plan_trees as plan_trees
-from lowpeak.batching.prefix_tree import split_group as split_group

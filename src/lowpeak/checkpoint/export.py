@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from lowpeak.errors import CheckpointError
-from lowpeak.models import belongs_to_critic
+from lowpeak.heads import belongs_to_critic
 from lowpeak.parallel import clean_parameter_name, unties_head
 from lowpeak.records import TensorAssembler, WeightLayout, WeightSlice
 

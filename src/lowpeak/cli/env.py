@@ -146,7 +146,7 @@ def _describe_fast_paths() -> dict[str, str]:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from lowpeak.attention import packing_unsupported_reason
-        from lowpeak.training import describe_generation
+        from lowpeak.setup import describe_generation
 
         with torch.device("meta"):
             llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))

@@ -244,7 +244,8 @@ def _launch_until_done(words: Sequence[str], output_dir: Path, presses: Sequence
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from lowpeak.setup import RELAUNCHES, read_sizes
+    from lowpeak.setup import RELAUNCHES
+    from lowpeak.training import read_sizes
 
     relaunches = 0
     while True:

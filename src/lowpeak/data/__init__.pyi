@@ -1,16 +1,12 @@
-from lowpeak.data.assistant_turns import AssistantTurns as AssistantTurns
-from lowpeak.data.chat import check_messages as check_messages
 from lowpeak.data.cursor import DatasetCursor as DatasetCursor
 from lowpeak.data.cursor import digest_row as digest_row
 from lowpeak.data.cursor import make_cursor as make_cursor
-from lowpeak.data.cursor import permutation as permutation
 from lowpeak.data.cursor import read_eval_prompts as read_eval_prompts
 from lowpeak.data.load_dataset import is_on_hub as is_on_hub
 from lowpeak.data.load_dataset import open_dataset as open_dataset
 from lowpeak.data.preference import PreferenceReader as PreferenceReader
 from lowpeak.data.preference import check_preference_columns as check_preference_columns
 from lowpeak.data.preference import flatten_pairs as flatten_pairs
-from lowpeak.data.preference import make_pair as make_pair
 from lowpeak.data.preference import read_pairs as read_pairs
 from lowpeak.data.prompts import REWARD_KEYWORDS as REWARD_KEYWORDS
 from lowpeak.data.prompts import PromptReader as PromptReader
@@ -20,10 +16,8 @@ from lowpeak.data.row_reader import check_max_steps as check_max_steps
 from lowpeak.data.row_reader import check_special_tokens as check_special_tokens
 from lowpeak.data.row_reader import check_tokenizer as check_tokenizer
 from lowpeak.data.row_reader import fetch_rows as fetch_rows
-from lowpeak.data.row_reader import filter_rows as filter_rows
 from lowpeak.data.row_reader import num_rows as num_rows
 from lowpeak.data.row_reader import padding_id as padding_id
 from lowpeak.data.supervised import SupervisedReader as SupervisedReader
 from lowpeak.data.supervised import check_supervised_columns as check_supervised_columns
-from lowpeak.data.supervised import make_record as make_record
 from lowpeak.data.supervised import read_records as read_records

@@ -21,12 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings
 from lowpeak.data import check_tokenizer
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.logprobs import install_head, install_score_head, verify_head, verify_score_head
+from lowpeak.heads import install_head, install_score_head, is_peft, remove_critic, verify_head, verify_score_head
 from lowpeak.models.lora import add_training_adapter, remove_added_modules, ties_lora_weights
 from lowpeak.models.pretrained import from_pretrained
 from lowpeak.models.sharded_loading import device_map_for_loading, find_config
-from lowpeak.models.unwrap import is_peft
-from lowpeak.models.value_heads import remove_critic
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from lowpeak.errors import ArgumentError, first_line, require_package
-from lowpeak.models.unwrap import is_peft
-from lowpeak.models.value_heads import CRITIC, keep_critic_trainable, remove_critic, without_critic
+from lowpeak.heads import CRITIC, is_peft, keep_critic_trainable, remove_critic, without_critic
 from lowpeak.ranks import Ranks
 
 REFERENCE_ADAPTER = "reference"

@@ -4,14 +4,8 @@ from lowpeak.optim.compact_adamw import UpdatedShard as UpdatedShard
 from lowpeak.optim.compact_adamw import clear_low_bits as clear_low_bits
 from lowpeak.optim.compact_adamw import compact_optimizer as compact_optimizer
 from lowpeak.optim.compact_adamw import find_compact as find_compact
-from lowpeak.optim.compact_adamw import kernel_difference as kernel_difference
 from lowpeak.optim.compact_adamw import step_kernel as step_kernel
 from lowpeak.optim.formats import TensorStep as TensorStep
-from lowpeak.optim.formats import decode_first_moment as decode_first_moment
-from lowpeak.optim.formats import decode_second_moment as decode_second_moment
-from lowpeak.optim.formats import encode_first_moment as encode_first_moment
-from lowpeak.optim.formats import encode_second_moment as encode_second_moment
-from lowpeak.optim.formats import join_weights as join_weights
 from lowpeak.optim.formats import rounding_noise as rounding_noise
 from lowpeak.optim.formats import split_weights as split_weights
 from lowpeak.optim.gradient_sums import GradientSum as GradientSum
@@ -19,8 +13,6 @@ from lowpeak.optim.gradient_sums import find_sum as find_sum
 from lowpeak.optim.gradient_sums import gradient_of as gradient_of
 from lowpeak.optim.gradient_sums import multiply_gradient as multiply_gradient
 from lowpeak.optim.host_memory import HostMemory as HostMemory
-from lowpeak.optim.host_memory import add_on_host as add_on_host
 from lowpeak.optim.host_memory import copy_to_device as copy_to_device
 from lowpeak.optim.users_optimizer import loading_states as loading_states
-from lowpeak.optim.users_optimizer import lost_share as lost_share
 from lowpeak.optim.users_optimizer import warn_of_lost_updates as warn_of_lost_updates

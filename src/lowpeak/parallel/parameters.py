@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowpeak.errors import ArgumentError
-from lowpeak.models import belongs_to_critic, transformers_model
+from lowpeak.heads import belongs_to_critic, transformers_model
 from lowpeak.records import WeightLayout, Weights, WeightSlice
 
 # Renamed in torch 2.13, where the old names warn.

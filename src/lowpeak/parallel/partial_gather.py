@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowpeak.heads import modules_without_critic, transformers_model
 from lowpeak.memory import is_out_of_memory
-from lowpeak.models import modules_without_critic, transformers_model
 from lowpeak.parallel.lockstep import Lockstep, TPCollectives, lockstep_forwards, override_forward
 from lowpeak.parallel.parameters import FlatShard, ShardOf
 from lowpeak.parallel.sharded_vocab import ShardedRows, is_row_aligned

@@ -15,8 +15,8 @@ from typing import Any
 from lowpeak.arguments import ColocateSettings
 from lowpeak.device_kind import rehearse_device
 from lowpeak.errors import ArgumentError
+from lowpeak.heads import rehearse_experts
 from lowpeak.memory import Kind
-from lowpeak.models import rehearse_experts
 from lowpeak.plan.candidate import ACTIVATIONS, CACHE, FROZEN, GATHER, SHARE, STATES, USABLE_SHARE, Candidate, Estimate
 from lowpeak.plan.computed import (
     BF16_BYTES,

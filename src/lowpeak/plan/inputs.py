@@ -29,25 +29,19 @@ from lowpeak.arguments import (
 from lowpeak.attention import install_attention, packing_unsupported_reason
 from lowpeak.batching import Budget, assign_to_ranks, pack
 from lowpeak.errors import ArgumentError
-from lowpeak.logprobs import install_head
-from lowpeak.memory import Placement, RehearsedRollout, RewardPass
-from lowpeak.models import (
-    SCORE_HEAD,
-    add_training_adapter,
-    check_tensor_parallel,
-    context_length,
-    convert_trainable,
-    load_balance_of,
-    transformers_model,
-)
+from lowpeak.heads import install_head, load_balance_of, transformers_model
+from lowpeak.models import SCORE_HEAD, add_training_adapter, check_tensor_parallel, context_length, convert_trainable
 from lowpeak.plan.derived_configs import shard_config
 from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
 from lowpeak.plan.hardware import Machine
+from lowpeak.plan.rehearsal import Placement, RehearsedRollout, RewardPass
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
 from lowpeak.rewards import REWARD_BATCH_TOKENS
 from lowpeak.rollout.native import bytes_per_token
+from lowpeak.setup import describe_generation
+from lowpeak.sizes import LayoutChoice, ModelShape, Sizes, choose_layout
 from lowpeak.trainers import attach_critic
-from lowpeak.training import LayoutChoice, LogprobSettings, ModelShape, Sizes, choose_layout, describe_generation
+from lowpeak.training import LogprobSettings
 
 OFFLINE = ("sft", "reward")
 

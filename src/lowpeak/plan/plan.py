@@ -11,8 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak.device_kind import rehearse_device
-from lowpeak.memory import Kind, PhaseMemories, PhaseMemory, Rehearsal, rehearse
-from lowpeak.models import rehearse_experts
+from lowpeak.heads import rehearse_experts
+from lowpeak.memory import Kind, PhaseMemories, PhaseMemory
 from lowpeak.parallel import decoder_layers
 from lowpeak.plan.computed import (
     GENERATION,
@@ -26,8 +26,9 @@ from lowpeak.plan.computed import (
 )
 from lowpeak.plan.cost import step_seconds, with_plan, work_of
 from lowpeak.plan.inputs import PlanRequest, RunInputs
+from lowpeak.plan.rehearsal import Rehearsal, rehearse
 from lowpeak.records import SLICE_BYTES
-from lowpeak.training import max_prompt_tokens
+from lowpeak.setup import max_prompt_tokens
 
 PHASES = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer", "save")
 # Of rank 0's micro-batches this many are run: the peak of a step is in its second one, when gradients exist.

@@ -15,16 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import ArgumentError, LowpeakError, ModelError, first_line
-from lowpeak.logprobs import eval_mode
+from lowpeak.heads import eval_mode, num_embeddings
 from lowpeak.memory import is_out_of_memory
-from lowpeak.models import (
-    check_load_options,
-    check_shapes,
-    init_without_weights,
-    name_damaged_file,
-    num_embeddings,
-    reads_weights,
-)
+from lowpeak.models import check_load_options, check_shapes, init_without_weights, name_damaged_file, reads_weights
 from lowpeak.ranks import Ranks
 
 if TYPE_CHECKING:

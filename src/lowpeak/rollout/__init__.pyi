@@ -2,14 +2,4 @@ from lowpeak.rollout.engine import RolloutEngine as RolloutEngine
 from lowpeak.rollout.engine import SliceForm as SliceForm
 from lowpeak.rollout.engine import check_lengths as check_lengths
 from lowpeak.rollout.function import FunctionEngine as FunctionEngine
-from lowpeak.rollout.sampling import MAX_DRAWS as MAX_DRAWS
-from lowpeak.rollout.sampling import BlockSums as BlockSums
-from lowpeak.rollout.sampling import Candidates as Candidates
 from lowpeak.rollout.sampling import TokenDraw as TokenDraw
-from lowpeak.rollout.sampling import UniformDraws as UniformDraws
-from lowpeak.rollout.sampling import apply_repetition_penalty as apply_repetition_penalty
-from lowpeak.rollout.sampling import draw_tokens as draw_tokens
-from lowpeak.rollout.sampling import philox as philox
-from lowpeak.rollout.sampling import sample_tokens as sample_tokens
-from lowpeak.rollout.sampling import shifted_cumulative_sum as shifted_cumulative_sum
-from lowpeak.rollout.sampling import uniforms as uniforms

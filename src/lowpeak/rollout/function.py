@@ -24,7 +24,8 @@ import torch
 from lowpeak.arguments import Sampling
 from lowpeak.data import REWARD_KEYWORDS, PromptReader
 from lowpeak.errors import ArgumentError, EngineError, fail_on_exit
-from lowpeak.models import context_length, num_embeddings
+from lowpeak.heads import num_embeddings
+from lowpeak.models import context_length
 from lowpeak.records import Completion, Group, Prompt
 from lowpeak.rollout.engine import RolloutEngine, SliceForm
 

@@ -14,11 +14,11 @@ import torch
 from lowpeak.algorithms import make_supervised
 from lowpeak.attention import install_attention
 from lowpeak.batching import Budget, pack
+from lowpeak.heads import install_head
 from lowpeak.journal import read_steps
-from lowpeak.logprobs import install_head
-from lowpeak.memory import rehearse
 from lowpeak.models import load_policy
-from lowpeak.parallel import FakeStrategy, Strategy
+from lowpeak.parallel import Strategy
+from lowpeak.plan.rehearsal import FakeStrategy, rehearse
 from lowpeak.records import Completion, MicroBatch, Record
 from lowpeak.selftest.models import even_share, make_model, mib
 from lowpeak.selftest.runs import make_trainer

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.trainer_callback import TrainerCallback
 
-from lowpeak.arguments import GRPOConfig
 from lowpeak.selftest.models import make_model, make_prompts, make_tokenizer, mib
 from lowpeak.selftest.table import Bench, require
-from lowpeak.trainers import GRPOTrainer
+from lowpeak.trainers import GRPOConfig, GRPOTrainer
 
 ROLLOUTS = {"num_generations": 8, "max_completion_length": 7, "kv_cache_bytes": 1 << 26}
 

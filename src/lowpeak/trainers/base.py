@@ -41,6 +41,7 @@ from lowpeak.setup import (
     require_same_arguments,
     require_same_data,
 )
+from lowpeak.sizes import correct_sizes
 from lowpeak.trainers.checkpointing import CheckpointingTrainer
 from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
@@ -55,7 +56,6 @@ from lowpeak.training import (
     StepUsage,
     agree_on_flags,
     check_training_state,
-    correct_sizes,
     explain_out_of_memory,
     gather_metrics,
     gather_usage,

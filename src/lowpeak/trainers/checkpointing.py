@@ -17,7 +17,7 @@ from lowpeak.checkpoint import RunState, stage_files
 from lowpeak.memory import Phase
 from lowpeak.optim import clear_low_bits, loading_states
 from lowpeak.parallel import has_shards, prepare_without_ddp
-from lowpeak.setup import clear_output_dir, num_restarts
+from lowpeak.setup import clear_output_dir, num_restarts, warn_of_overridden_arguments
 from lowpeak.training import (
     Run,
     apply_recorded_sizes,
@@ -29,7 +29,6 @@ from lowpeak.training import (
     only_policy_adapters,
     require_finite_weights,
     save_checkpoint,
-    warn_of_overridden_arguments,
 )
 from lowpeak.watchdog import detect_failures
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from lowpeak.algorithms import Algorithm, make_grpo
-from lowpeak.arguments import GRPOConfig, OnlineConfig, OnlineSettings, resolve_grpo
+from lowpeak.arguments import OnlineSettings, resolve_grpo
+from lowpeak.trainers.configs import GRPOConfig, OnlineConfig
 from lowpeak.trainers.online import OnlineTrainer
 
 

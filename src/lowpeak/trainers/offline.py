@@ -15,7 +15,6 @@ from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import (
-    CommonConfig,
     OfflineSettings,
     RunFacts,
     TokenizerSettings,
@@ -32,22 +31,24 @@ from lowpeak.checkpoint import (
 )
 from lowpeak.data import RowReader, check_special_tokens, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
+from lowpeak.heads import num_embeddings, transformers_model
 from lowpeak.memory import Phase
-from lowpeak.models import (
-    LOGPROB_HEAD,
-    HeadKind,
-    context_length,
-    convert_trainable,
-    disable_dropout,
-    load_tokenizer,
-    num_embeddings,
-    transformers_model,
-)
+from lowpeak.models import LOGPROB_HEAD, HeadKind, context_length, convert_trainable, disable_dropout, load_tokenizer
 from lowpeak.parallel import check_devices, check_is_sharded, detect_strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import MicroBatch, Record
-from lowpeak.setup import check_adapter, check_data, check_optimizer, check_outputs, silence_nonzero_ranks
+from lowpeak.setup import (
+    check_adapter,
+    check_data,
+    check_optimizer,
+    check_outputs,
+    computes_in_fp32,
+    describe_offline,
+    make_run,
+    silence_nonzero_ranks,
+)
 from lowpeak.trainers.base import StepTrainer
+from lowpeak.trainers.configs import CommonConfig
 from lowpeak.trainers.constructor import (
     base_arguments,
     check_kinds,
@@ -60,10 +61,7 @@ from lowpeak.training import (
     GuardedPasses,
     StepBatches,
     StepMetrics,
-    computes_in_fp32,
-    describe_offline,
     gather_metrics,
-    make_run,
     measure_step,
     retry_passes,
     run_with_sizes,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import OnlineConfig, OnlineSettings, Sampling
+from lowpeak.arguments import OnlineSettings, Sampling
 from lowpeak.checkpoint import (
     ARGUMENTS,
     RunState,
@@ -27,8 +27,18 @@ from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.parallel import check_is_sharded, has_shards
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.setup import check_adapter, check_data, check_optimizer, silence_nonzero_ranks
+from lowpeak.setup import (
+    OnlineInputs,
+    check_adapter,
+    check_data,
+    check_optimizer,
+    connect_online,
+    describe_run,
+    prepare_online,
+    silence_nonzero_ranks,
+)
 from lowpeak.trainers.base import StepTrainer
+from lowpeak.trainers.configs import OnlineConfig
 from lowpeak.trainers.constructor import (
     base_arguments,
     check_kinds,
@@ -40,15 +50,11 @@ from lowpeak.trainers.constructor import (
 from lowpeak.training import (
     REFERENCE_FOLDER,
     Evaluation,
-    OnlineInputs,
     Rollout,
     StepBatches,
     choose_evenly,
-    connect_online,
-    describe_run,
     evaluate_prompts,
     load_extra_weights,
-    prepare_online,
     print_completions,
     records_of_step,
     run_with_sizes,

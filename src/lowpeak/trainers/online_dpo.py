@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from lowpeak.algorithms import Algorithm, make_online_dpo
-from lowpeak.arguments import OnlineConfig, OnlineDPOConfig, OnlineSettings, check_betas, resolve_online_dpo
+from lowpeak.arguments import OnlineSettings, check_betas, resolve_online_dpo
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards import resolve_reward_funcs
+from lowpeak.trainers.configs import OnlineConfig, OnlineDPOConfig
 from lowpeak.trainers.online import OnlineTrainer
 
 

@@ -14,11 +14,10 @@ from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
 from lowpeak.algorithms import Algorithm, make_ppo
-from lowpeak.arguments import CriticSettings, OnlineConfig, OnlineSettings, PPOConfig, resolve_critic, resolve_ppo
+from lowpeak.arguments import CriticSettings, OnlineSettings, resolve_critic, resolve_ppo
 from lowpeak.checkpoint import stage_files, write_configs, write_weights
 from lowpeak.errors import ArgumentError
-from lowpeak.logprobs import causal_lm
-from lowpeak.models import (
+from lowpeak.heads import (
     CRITIC,
     AdapterCritic,
     SeparateCritic,
@@ -26,17 +25,17 @@ from lowpeak.models import (
     ValueHead,
     add_critic,
     belongs_to_critic,
+    causal_lm,
     critic_of,
-    from_pretrained,
-    gather_zero3_params,
-    init_without_weights,
     install_adapter_switches,
     is_peft,
     keep_critic_trainable,
 )
+from lowpeak.models import from_pretrained, gather_zero3_params, init_without_weights
 from lowpeak.parallel import decoder_layers, exported_parameters, shard_like
 from lowpeak.records import SLICE_BYTES
 from lowpeak.rewards import as_list, load_classifier
+from lowpeak.trainers.configs import OnlineConfig, PPOConfig
 from lowpeak.trainers.constructor import check_kinds
 from lowpeak.trainers.online import OnlineTrainer
 from lowpeak.training import CRITIC_FOLDER

@@ -13,20 +13,13 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, EvalPrediction
 
 from lowpeak.algorithms import Algorithm, make_reward_model
-from lowpeak.arguments import (
-    NOT_PARALLEL,
-    CommonConfig,
-    ModelSettings,
-    RewardConfig,
-    RewardModelSettings,
-    resolve_reward_model,
-    warn_or_raise,
-)
+from lowpeak.arguments import NOT_PARALLEL, ModelSettings, RewardModelSettings, resolve_reward_model, warn_or_raise
 from lowpeak.data import PreferenceReader, check_preference_columns, flatten_pairs, read_pairs
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.logprobs import classifier_of
-from lowpeak.models import SCORE_HEAD, HeadKind, from_pretrained, load_policy, log_rounding, num_embeddings
+from lowpeak.heads import classifier_of, num_embeddings
+from lowpeak.models import SCORE_HEAD, HeadKind, from_pretrained, load_policy, log_rounding
 from lowpeak.records import Record
+from lowpeak.trainers.configs import CommonConfig, RewardConfig
 from lowpeak.trainers.offline import OfflineTrainer, longest_row
 from lowpeak.training import StepBatches, score
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from lowpeak.algorithms import Algorithm, make_rloo
-from lowpeak.arguments import OnlineConfig, OnlineSettings, RLOOConfig, resolve_rloo
+from lowpeak.arguments import OnlineSettings, resolve_rloo
+from lowpeak.trainers.configs import OnlineConfig, RLOOConfig
 from lowpeak.trainers.online import OnlineTrainer
 
 

@@ -12,11 +12,13 @@ from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms import Algorithm, make_supervised
-from lowpeak.arguments import CommonConfig, SFTConfig, SupervisedSettings, resolve_supervised, warn_or_raise
+from lowpeak.arguments import SupervisedSettings, resolve_supervised, warn_or_raise
 from lowpeak.data import SupervisedReader, check_supervised_columns, read_records
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
-from lowpeak.models import load_policy, num_embeddings
+from lowpeak.heads import num_embeddings
+from lowpeak.models import load_policy
 from lowpeak.records import Record
+from lowpeak.trainers.configs import CommonConfig, SFTConfig
 from lowpeak.trainers.constructor import check_kinds
 from lowpeak.trainers.offline import OfflineTrainer, longest_row
 from lowpeak.training import StepBatches

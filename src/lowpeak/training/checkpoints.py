@@ -29,8 +29,9 @@ from lowpeak.checkpoint import (
     write_weights,
 )
 from lowpeak.errors import CheckpointError, LowpeakError, first_line, shorten_names
+from lowpeak.heads import belongs_to_critic, is_peft
 from lowpeak.memory import is_out_of_memory
-from lowpeak.models import belongs_to_critic, is_peft, name_damaged_file
+from lowpeak.models import name_damaged_file
 from lowpeak.parallel import (
     WEIGHT,
     TrainingState,

@@ -13,7 +13,7 @@ from lowpeak.arguments import OnlineSettings, Sampling
 from lowpeak.batching import assign_completions, balanced_partition
 from lowpeak.data import DatasetCursor, PromptReader
 from lowpeak.errors import MemoryExhaustedError, RewardError
-from lowpeak.logprobs import causal_lm
+from lowpeak.heads import causal_lm
 from lowpeak.memory import Phase, RolloutOffloader, has_device_memory, total_bytes
 from lowpeak.models import context_length
 from lowpeak.ranks import Ranks

@@ -22,10 +22,10 @@ from lowpeak.optim import gradient_of
 from lowpeak.parallel import discard_gradients
 from lowpeak.ranks import Ranks
 from lowpeak.records import MicroBatch, Unit
-from lowpeak.setup import record_sizes, take_sizes
+from lowpeak.sizes import Sizes
 from lowpeak.training.guarded_passes import GuardedPasses, free_unused
+from lowpeak.training.recorded_sizes import record_sizes, take_sizes
 from lowpeak.training.run import Run, RunContext
-from lowpeak.training.run_sizes import Sizes
 
 logger = logging.getLogger(__name__)
 

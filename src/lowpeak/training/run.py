@@ -22,9 +22,7 @@ from lowpeak.models import Reference
 from lowpeak.optim import find_compact, warn_of_lost_updates
 from lowpeak.parallel import Strategy
 from lowpeak.records import Metric
-from lowpeak.training.memory_budget import MemoryLimit
-from lowpeak.training.planned_memory import PlannedMemory
-from lowpeak.training.run_sizes import Sizes
+from lowpeak.sizes import MemoryLimit, PlannedMemory, Sizes
 from lowpeak.training.signals import Interrupts
 from lowpeak.training.step import LogprobSettings
 from lowpeak.training.step_metrics import StepMetrics

@@ -25,8 +25,7 @@ from lowpeak.algorithms import (
     measure_top1,
 )
 from lowpeak.attention import forward_arguments, no_packing_detection
-from lowpeak.logprobs import HeadRequest, eval_mode
-from lowpeak.models import LoadBalance, RoutingRequest, balance_loss, sequences_per_token
+from lowpeak.heads import HeadRequest, LoadBalance, RoutingRequest, balance_loss, eval_mode, sequences_per_token
 from lowpeak.parallel import Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics

@@ -1,11 +1,6 @@
-from lowpeak.watchdog.connections import RankConnection as RankConnection
 from lowpeak.watchdog.connections import accept_authenticated as accept_authenticated
-from lowpeak.watchdog.connections import accept_ranks as accept_ranks
-from lowpeak.watchdog.connections import connect_to_rank_0 as connect_to_rank_0
 from lowpeak.watchdog.connections import network_id as network_id
-from lowpeak.watchdog.failure_detector import FailureDetector as FailureDetector
 from lowpeak.watchdog.failure_detector import detect_failures as detect_failures
-from lowpeak.watchdog.failure_detector import error_text as error_text
 from lowpeak.watchdog.orphans import PARENT_VARIABLE as PARENT_VARIABLE
 from lowpeak.watchdog.orphans import exit_training_with_parent as exit_training_with_parent
 from lowpeak.watchdog.orphans import exit_with_parent as exit_with_parent

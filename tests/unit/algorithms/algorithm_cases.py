@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowpeak.algorithms import Algorithm, StepCounts
-from lowpeak.arguments import RLOOSettings
+from lowpeak.algorithms.algorithm import Algorithm, StepCounts
+from lowpeak.arguments.rloo import RLOOSettings
 from lowpeak.records import Completion, FinishReason, Record, TokenBatch
-from lowpeak.training import weighted_loss
+from lowpeak.training.step import weighted_loss
 from naive_losses import Row
 from step_settings import GRPO, OF_LOSS_TYPE
 

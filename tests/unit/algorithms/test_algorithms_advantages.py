@@ -9,7 +9,9 @@ import pytest
 import torch
 from algorithm_cases import GRPO, RLOO, record
 
-from lowpeak.algorithms import grpo_advantages, leave_one_out, rloo_advantages, with_loss_masks
+from lowpeak.algorithms.groups import with_loss_masks
+from lowpeak.algorithms.grpo import grpo_advantages
+from lowpeak.algorithms.rloo import leave_one_out, rloo_advantages
 
 NAN = math.nan
 

@@ -9,17 +9,13 @@ import pytest
 import torch
 from algorithm_cases import GRPO, RLOO, SETTINGS, record
 
-from lowpeak.algorithms import (
-    StepCounts,
-    kl_estimate,
-    loss_mask,
-    make_grpo,
-    make_rloo,
-    make_supervised,
-    select_all,
-    select_unequal,
-)
-from lowpeak.arguments import EntropyBonus
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.algorithms.groups import loss_mask, select_all, select_unequal
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.loss_terms import kl_estimate
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.arguments.grpo import EntropyBonus
 
 NAN = math.nan
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from algorithm_cases import GRPO
 
-from lowpeak.algorithms import make_grpo, top_entropy_masks
-from lowpeak.arguments import EntropyBonus
+from lowpeak.algorithms.grpo import make_grpo, top_entropy_masks
+from lowpeak.arguments.grpo import EntropyBonus
 
 
 @pytest.mark.parametrize("quantile", [0.0, 0.05, 0.2, 0.5, 0.7, 0.8, 1.0])

@@ -10,8 +10,12 @@ import pytest
 import torch
 from algorithm_cases import GRPO, RLOO, SETTINGS, VESPO, assert_same, gradients, ragged_rows, token_batch, trained_loss
 
-from lowpeak.algorithms import StepCounts, correction_weight, make_grpo, make_rloo
-from lowpeak.arguments import Correction, EntropyBonus, GRPOLossType
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.loss_terms import correction_weight
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.arguments.grpo import EntropyBonus, GRPOLossType
+from lowpeak.arguments.online import Correction
 from lowpeak.records import Completion, Metric, Record, merge_metrics
 from naive_losses import plain_grpo, plain_rloo
 

@@ -11,19 +11,14 @@ import torch
 from algorithm_cases import CISPO, GRPO, RLOO, SETTINGS, assert_same, ragged_rows, token_batch, trained_loss
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowpeak.algorithms import (
-    StepCounts,
-    clipped_surrogate,
-    importance_ratio,
-    make_grpo,
-    make_rloo,
-    make_supervised,
-    off_policy_mask,
-    product_ratio,
-)
-from lowpeak.arguments import EntropyBonus, GRPOLossType
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.loss_terms import clipped_surrogate, importance_ratio, off_policy_mask, product_ratio
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.arguments.grpo import EntropyBonus, GRPOLossType
 from lowpeak.records import TokenBatch
-from lowpeak.training import weighted_loss
+from lowpeak.training.step import weighted_loss
 from naive_losses import plain_grpo, plain_rloo
 
 LOSS_TYPES = get_args(GRPOLossType)

@@ -9,7 +9,10 @@ import pytest
 import torch
 from algorithm_cases import CISPO, GRPO, RLOO, ragged_rows, token_batch
 
-from lowpeak.algorithms import StepCounts, make_grpo, make_rloo, make_supervised
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.algorithms.supervised import make_supervised
 from lowpeak.records import TokenBatch, merge_metrics
 
 # Row 0 has a gain and ratios 1.5, 1, 0.5; row 1 a loss and ratios 1.5, 0.5; row 2 a loss and ratio 1.

@@ -9,8 +9,9 @@ import pytest
 import torch
 from algorithm_cases import gradients, ragged_rows, record
 
-from lowpeak.algorithms import StepCounts, make_online_dpo, pair_loss
-from lowpeak.arguments import OnlineDPOSettings
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.algorithms.online_dpo import make_online_dpo, pair_loss
+from lowpeak.arguments.online_dpo import OnlineDPOSettings
 from lowpeak.records import TokenBatch
 
 DPO = OnlineDPOSettings("sigmoid", (0.1,), 0.0, False)

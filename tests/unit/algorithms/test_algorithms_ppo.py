@@ -10,8 +10,10 @@ import torch
 from algorithm_cases import record
 
 import step_settings
-from lowpeak.algorithms import VALUES_GRADIENT, gae, make_ppo, ppo_advantages, whiten, with_loss_masks
-from lowpeak.arguments import AdaptiveKL
+from lowpeak.algorithms.algorithm import VALUES_GRADIENT
+from lowpeak.algorithms.groups import with_loss_masks
+from lowpeak.algorithms.ppo import gae, make_ppo, ppo_advantages, whiten
+from lowpeak.arguments.ppo import AdaptiveKL
 from lowpeak.records import TokenBatch
 
 PPO = replace(step_settings.PPO, gamma=0.9, gae_lambda=0.8, clip_high=0.3, whiten_advantages=False)

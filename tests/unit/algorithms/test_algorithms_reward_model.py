@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
-from lowpeak.algorithms import StepCounts, make_reward_model, measure_preferences, pair_mean, preference_loss
-from lowpeak.batching import Budget, masked_batch, pack
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.algorithms.loss_terms import pair_mean
+from lowpeak.algorithms.reward_model import make_reward_model, measure_preferences, preference_loss
+from lowpeak.batching.packing import Budget, masked_batch, pack
 from preference_data import PAIRS, records_of
 
 MARGINS = [margin for _, _, margin in PAIRS]

@@ -11,8 +11,10 @@ from transformers import HfArgumentParser
 
 import lowpeak
 from lowpeak import GRPOConfig
-from lowpeak.arguments import REJECTED, idle_arguments, run_facts
-from lowpeak.cli import parse_arguments
+from lowpeak.arguments.base import run_facts
+from lowpeak.arguments.names import REJECTED
+from lowpeak.arguments.validation import idle_arguments
+from lowpeak.cli.parser import parse_arguments
 from lowpeak.errors import ArgumentError
 from preference_data import tiny_classifier
 from tiny_models import char_tokenizer, tiny_model

@@ -9,7 +9,7 @@ import pytest
 from transformers import Qwen2Config
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from lowpeak.arguments import (
+from lowpeak.arguments.parallelism import (
     NOT_PARALLEL,
     ModelParallel,
     check_axes,
@@ -18,7 +18,7 @@ from lowpeak.arguments import (
     resolve_model_parallel,
     sync_deepspeed_config,
 )
-from lowpeak.cli import PRESET_FOLDER
+from lowpeak.cli.accelerate_config import PRESET_FOLDER
 from lowpeak.errors import ArgumentError
 
 ON = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lowpeak import GRPOConfig, PPOConfig, SFTConfig
-from lowpeak.arguments import GATHER_ALL, check_values, resolve_gather_budget, resolve_online
+from lowpeak.arguments.online import resolve_online
+from lowpeak.arguments.rollout import GATHER_ALL, resolve_gather_budget
+from lowpeak.arguments.validation import check_values
 from lowpeak.errors import ArgumentError
 
 WHOLE, LAYERED = {"ds3_gather_for_generation": True}, {"ds3_gather_for_generation": False}

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from lowpeak.arguments import check_names, load_yaml, show_bytes
+from lowpeak.arguments.names import check_names
+from lowpeak.arguments.text import load_yaml, show_bytes
 from lowpeak.errors import ArgumentError
 
 

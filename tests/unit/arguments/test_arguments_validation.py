@@ -14,23 +14,16 @@ from datasets import Dataset
 
 import lowpeak
 from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from lowpeak.arguments import (
-    RunFacts,
-    check_and_reset_arguments,
-    check_values,
-    idle_arguments,
-    load_yaml,
-    report_idle_arguments,
-    reset_idle_arguments,
-    resolve_grpo,
-    resolve_online,
-    resolve_online_dpo,
-    resolve_ppo,
-    resolve_reward_model,
-    resolve_rloo,
-    resolve_supervised,
-    run_facts,
-)
+from lowpeak.arguments.base import check_and_reset_arguments, run_facts
+from lowpeak.arguments.declare import RunFacts
+from lowpeak.arguments.grpo import resolve_grpo
+from lowpeak.arguments.offline import resolve_reward_model, resolve_supervised
+from lowpeak.arguments.online import resolve_online
+from lowpeak.arguments.online_dpo import resolve_online_dpo
+from lowpeak.arguments.ppo import resolve_ppo
+from lowpeak.arguments.rloo import resolve_rloo
+from lowpeak.arguments.text import load_yaml
+from lowpeak.arguments.validation import check_values, idle_arguments, report_idle_arguments, reset_idle_arguments
 from lowpeak.errors import ArgumentError
 from tiny_models import char_tokenizer, tiny_model
 

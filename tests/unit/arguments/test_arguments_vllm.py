@@ -5,17 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lowpeak import GRPOConfig, RLOOConfig
-from lowpeak.arguments import (
-    ColocateSettings,
-    Correction,
-    ServerSettings,
-    VllmSettings,
-    reset_idle_arguments,
-    resolve_grpo,
-    resolve_online,
-    resolve_rloo,
-    resolve_vllm,
-)
+from lowpeak.arguments.grpo import resolve_grpo
+from lowpeak.arguments.online import Correction, resolve_online
+from lowpeak.arguments.rloo import resolve_rloo
+from lowpeak.arguments.validation import reset_idle_arguments
+from lowpeak.arguments.vllm import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
 from lowpeak.errors import ArgumentError
 
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
@@ -193,7 +187,7 @@ def test_ranks_wait_longer_for_each_other_than_a_wave_may_take(tmp_path, monkeyp
         raise _GroupMade(seconds)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("lowpeak.arguments.configs.limit_collectives_on_cpu", make_group)
+    monkeypatch.setattr("lowpeak.trainers.configs.limit_collectives_on_cpu", make_group)
     error, match = (ArgumentError, expected) if isinstance(expected, str) else (_GroupMade, f"^{expected}$")
     with pytest.raises(error, match=match):
         config(tmp_path, **{"use_vllm": True, "vllm_mode": mode, **changes})

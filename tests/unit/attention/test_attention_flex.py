@@ -9,7 +9,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from forest_cases import forest_of, length_of
-from lowpeak.attention import attend_flex, block_mask, forest_mask
+from lowpeak.attention.flex import attend_flex, block_mask
+from lowpeak.attention.self_check import forest_mask
 from rounding import assert_close_to_largest
 
 FORESTS = {

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forest_cases import MODELS, NUM_IDS, SIZES, forest_of, length_of, model_of, rows_of
-from lowpeak.attention import (
+from lowpeak.attention.install import (
     ATTENTION_NAME,
     forward_arguments,
     install_attention,

@@ -9,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from forest_cases import forest_of, length_of
-from lowpeak.attention import ForestAttention, attend_forest, forest_mask
+from lowpeak.attention.install import ForestAttention, attend_forest
+from lowpeak.attention.self_check import forest_mask
 
 CPU = torch.device("cpu")
 HEADS = {"a key head each": (4, 4), "grouped": (6, 2), "one key head": (4, 1)}

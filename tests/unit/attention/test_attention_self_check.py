@@ -10,8 +10,9 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from forest_cases import MODELS, model_of
-from lowpeak.attention import attention_mismatch, install_attention, packing_mismatch
-from lowpeak.logprobs import install_head
+from lowpeak.attention.install import install_attention
+from lowpeak.attention.self_check import attention_mismatch, packing_mismatch
+from lowpeak.heads.lm_head import install_head
 from tiny_models import tiny_model
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lowpeak.batching import assign_completions, balanced_partition, pack_bins
+from lowpeak.batching.balance import assign_completions, balanced_partition, pack_bins
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])

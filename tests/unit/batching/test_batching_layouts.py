@@ -7,7 +7,8 @@ import random
 import pytest
 from batching_cases import make_record
 
-from lowpeak.batching import Budget, assign_to_ranks, masked_batch, num_loss_tokens, pack
+from lowpeak.batching.loss_tokens import num_loss_tokens
+from lowpeak.batching.packing import Budget, assign_to_ranks, masked_batch, pack
 from lowpeak.records import Tree
 
 SHARED, ROWS = Budget(64, layout="shared"), Budget(64, layout="rows")

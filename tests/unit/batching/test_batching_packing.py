@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from batching_cases import make_record
 
-from lowpeak.batching import Budget, LossTokens, pack, scatter, split_padded
+from lowpeak.batching.loss_tokens import LossTokens
+from lowpeak.batching.packing import Budget, pack, scatter, split_padded
 
 
 def test_loss_tokens_have_the_index_of_their_sequence_and_their_offset_in_it():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from batching_cases import make_record
 
-from lowpeak.algorithms import sum_per_pair
-from lowpeak.batching import Budget, assign_to_ranks, pack
+from lowpeak.algorithms.loss_terms import sum_per_pair
+from lowpeak.batching.packing import Budget, assign_to_ranks, pack
 
 LAYOUTS = ["padded", "rows", "shared"]
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lowpeak.batching import LayerCosts, assign_trees, indices_by_key, plan_trees, split_group
+from lowpeak.batching.prefix_tree import LayerCosts, assign_trees, indices_by_key, plan_trees, split_group
 
 SMALL = LayerCosts.of(hidden=64, intermediate=256)
 HALF_A_BILLION = LayerCosts.of(hidden=896, intermediate=4864)

@@ -15,7 +15,8 @@ import polars
 import pytest
 import torch
 
-from lowpeak.checkpoint import clean_up_checkpoints, last_checkpoint, stage_checkpoint
+from lowpeak.checkpoint.atomic import stage_checkpoint
+from lowpeak.checkpoint.folders import clean_up_checkpoints, last_checkpoint
 from lowpeak.errors import CheckpointError
 from lowpeak.journal import Journal, read_steps
 

@@ -11,8 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lowpeak.checkpoint import SafetensorsWriter, stage_files, write_configs, write_weights
-from lowpeak.parallel import broadcast_slices, exported_parameters, layout
+from lowpeak.checkpoint.atomic import stage_files
+from lowpeak.checkpoint.export import SafetensorsWriter, write_configs, write_weights
+from lowpeak.parallel.parameters import broadcast_slices, exported_parameters, layout
 from lowpeak.ranks import Ranks
 from tiny_models import tiny_experts, tiny_model
 

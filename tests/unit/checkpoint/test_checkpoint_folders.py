@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from lowpeak.checkpoint import (
+from lowpeak.checkpoint.atomic import stage_checkpoint
+from lowpeak.checkpoint.folders import (
     LOCK_FILE,
-    RunState,
-    capture_rng_state,
     check_writable,
     clean_up_checkpoints,
     last_checkpoint,
@@ -25,9 +24,8 @@ from lowpeak.checkpoint import (
     move_later_checkpoints,
     prune_checkpoints,
     resolve_checkpoint,
-    save_run_state,
-    stage_checkpoint,
 )
+from lowpeak.checkpoint.run_state import RunState, capture_rng_state, save_run_state
 from lowpeak.errors import ArgumentError, CheckpointError
 
 

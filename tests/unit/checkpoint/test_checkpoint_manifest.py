@@ -12,7 +12,8 @@ from functools import partial
 import pytest
 
 from file_damage import DAMAGES, harm
-from lowpeak.checkpoint import MANIFEST_FILE, digest_files, stage_checkpoint, verify_manifest, write_manifest
+from lowpeak.checkpoint.atomic import stage_checkpoint
+from lowpeak.checkpoint.manifest import MANIFEST_FILE, digest_files, verify_manifest, write_manifest
 from lowpeak.errors import CheckpointError, RankError
 from lowpeak.ranks import Ranks
 

@@ -21,7 +21,7 @@ from lowpeak import (
     SFTConfig,
     SFTTrainer,
 )
-from lowpeak.checkpoint import last_checkpoint
+from lowpeak.checkpoint.folders import last_checkpoint
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.journal import read_steps
 from tiny_models import char_tokenizer, tiny_model

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from lowpeak.checkpoint import (
+from lowpeak.checkpoint.folders import STATE_FILE
+from lowpeak.checkpoint.run_state import (
     FORMAT_VERSION,
     ROLLOUT_FILE,
-    STATE_FILE,
     RunState,
     SavedRollout,
     capture_rng_state,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowpeak.arguments import GRPOConfig, OnlineDPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak.trainers.configs import GRPOConfig, OnlineDPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 
 class RecordingTrainer:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import lowpeak
-from lowpeak.cli import COMMANDS, main
+from lowpeak.cli.commands import COMMANDS, main
 from lowpeak.errors import ArgumentError
 
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from datasets import Dataset
 
-from lowpeak.cli import DataArguments, map_columns, to_chat
+from lowpeak.cli.arguments import DataArguments
+from lowpeak.cli.dataset import map_columns, to_chat
 from lowpeak.errors import DataError
 
 QUESTION = DataArguments(prompt_column="question", completion_column="answer")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import lowpeak
-from lowpeak.cli import PACKAGES, driver_facts, environment_report, installed_version, main
+from lowpeak.cli.commands import main
+from lowpeak.cli.env import PACKAGES, driver_facts, environment_report, installed_version
 from lowpeak.cpu_cores import allowed_cores
 
 

@@ -15,21 +15,12 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from lowpeak.cli import (
-    COMMANDS,
-    LAUNCHED,
-    PRESET_FOLDER,
-    PRESETS,
-    LaunchArguments,
-    find_accelerate_config,
-    launch_or_join,
-    launcher_arguments,
-    main,
-    preset_text,
-    read_config,
-)
+from lowpeak.cli.accelerate_config import PRESET_FOLDER, PRESETS, find_accelerate_config, preset_text, read_config
+from lowpeak.cli.arguments import LaunchArguments
+from lowpeak.cli.commands import COMMANDS, main
+from lowpeak.cli.launch import LAUNCHED, launch_or_join, launcher_arguments
 from lowpeak.errors import ArgumentError, RankError, RewardError
-from lowpeak.setup import record_sizes
+from lowpeak.training.recorded_sizes import record_sizes
 
 COMMAND = ["grpo", "--model", "m"]
 HOST = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "10.0.0.1", "main_process_port": 29500}

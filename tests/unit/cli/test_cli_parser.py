@@ -7,9 +7,11 @@ import dataclasses
 import pytest
 from transformers.trainer_utils import IntervalStrategy
 
-from lowpeak.arguments import GRPOConfig
-from lowpeak.cli import HELP_GROUPS, ModelArguments, argument_names, parse_arguments, to_yaml
+from lowpeak.cli.arguments import ModelArguments
+from lowpeak.cli.output import to_yaml
+from lowpeak.cli.parser import HELP_GROUPS, argument_names, parse_arguments
 from lowpeak.errors import ArgumentError
+from lowpeak.trainers.configs import GRPOConfig
 
 KINDS = (ModelArguments, GRPOConfig)
 

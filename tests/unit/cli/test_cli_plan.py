@@ -10,9 +10,10 @@ import pytest
 import yaml
 from transformers import Qwen2Config
 
-from lowpeak.cli import dispatch, parse_plan
+from lowpeak.cli.commands import dispatch
+from lowpeak.cli.plan import parse_plan
 from lowpeak.errors import ArgumentError
-from lowpeak.memory import Kind
+from lowpeak.memory.usage import Kind
 
 SMALL = {
     "--num_generations": 4,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from lowpeak.cli import main
+from lowpeak.cli.commands import main
 from tiny_models import char_tokenizer, tiny_model
 
 COMMON = ["--use_cpu", "--max_steps", "2", "--per_device_train_batch_size", "8", "--report_to", "none"]

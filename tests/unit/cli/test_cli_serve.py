@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 
 import fake_server
-from lowpeak.arguments import SERVER_TOKEN
-from lowpeak.cli import check_port, main, parse_server
+from lowpeak.arguments.vllm import SERVER_TOKEN
+from lowpeak.cli.commands import main
+from lowpeak.cli.serve import check_port, parse_server
 from lowpeak.errors import ArgumentError, EngineError
-from lowpeak.vllm import ServerVllm
-from lowpeak.vllm.serving import ServerProcess, ServerSpec, find_token, saved_token, server_command, server_environment
-from lowpeak.watchdog import PARENT_VARIABLE
+from lowpeak.vllm.server import ServerVllm
+from lowpeak.vllm.serving.command import ServerSpec, server_command, server_environment
+from lowpeak.vllm.serving.middleware import find_token, saved_token
+from lowpeak.vllm.serving.process import ServerProcess
+from lowpeak.watchdog.orphans import PARENT_VARIABLE
 from process_ends import are_gone
 from stopwatch import Stopwatch
 

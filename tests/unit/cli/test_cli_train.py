@@ -7,7 +7,8 @@ import pytest
 import torch
 import yaml
 
-from lowpeak.cli import parse_job, parse_resume, run_training, to_yaml, with_config
+from lowpeak.cli.output import to_yaml
+from lowpeak.cli.train import parse_job, parse_resume, run_training, with_config
 from lowpeak.errors import ArgumentError, DataError, MemoryExhaustedError
 
 

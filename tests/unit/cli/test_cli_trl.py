@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from test_cli_train import trainer_of
 
-from lowpeak.cli import run_training
+from lowpeak.cli.train import run_training
 from lowpeak.errors import ArgumentError
 
 

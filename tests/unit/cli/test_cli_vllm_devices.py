@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from lowpeak.arguments import SERVER_TOKEN
-from lowpeak.cli import SERVER_ARGUMENTS, SERVER_URLS, STARTED_WITH_SERVERS, main, plan_processes, trainer_settings
+from lowpeak.arguments.vllm import SERVER_TOKEN
+from lowpeak.cli.commands import main
+from lowpeak.cli.vllm_devices import (
+    SERVER_ARGUMENTS,
+    SERVER_URLS,
+    STARTED_WITH_SERVERS,
+    plan_processes,
+    trainer_settings,
+)
 from lowpeak.errors import ArgumentError
 from process_ends import are_gone
 from tiny_models import char_tokenizer, tiny_model

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from lowpeak.data import AssistantTurns
+from lowpeak.data.assistant_turns import AssistantTurns
 from lowpeak.errors import DataError
 from tiny_models import char_tokenizer
 

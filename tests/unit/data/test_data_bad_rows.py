@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lowpeak.data import PreferenceReader, PromptReader, SupervisedReader
+from lowpeak.data.preference import PreferenceReader
+from lowpeak.data.prompts import PromptReader
+from lowpeak.data.supervised import SupervisedReader
 from lowpeak.errors import DataError
 from tiny_models import char_tokenizer
 

@@ -8,7 +8,8 @@ import logging
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from lowpeak.data import DatasetCursor, PromptReader, permutation, read_eval_prompts
+from lowpeak.data.cursor import DatasetCursor, permutation, read_eval_prompts
+from lowpeak.data.prompts import PromptReader
 from lowpeak.errors import CheckpointError, DataError
 from tiny_models import char_tokenizer
 

@@ -10,7 +10,8 @@ import datasets
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from lowpeak.data import filter_rows, open_dataset
+from lowpeak.data.load_dataset import open_dataset
+from lowpeak.data.row_reader import filter_rows
 from lowpeak.errors import DataError
 
 KINDS = [".json", ".jsonl", ".parquet", ".csv"]

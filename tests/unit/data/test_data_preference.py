@@ -9,10 +9,10 @@ import torch
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from lowpeak.batching import Budget, pack
-from lowpeak.data import PreferenceReader, read_pairs
+from lowpeak.batching.packing import Budget, pack
+from lowpeak.data.preference import PreferenceReader, read_pairs
 from lowpeak.errors import DataError
-from lowpeak.rewards import ModelReward
+from lowpeak.rewards.model import ModelReward
 from preference_data import tiny_classifier
 from tiny_models import char_tokenizer
 

@@ -8,7 +8,8 @@ import pytest
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from lowpeak.data import PromptReader, check_messages
+from lowpeak.data.chat import check_messages
+from lowpeak.data.prompts import PromptReader
 from lowpeak.errors import DataError
 from tiny_models import char_tokenizer
 

@@ -7,15 +7,10 @@ import logging
 import pytest
 from datasets import Dataset, DatasetDict
 
-from lowpeak.data import (
-    PreferenceReader,
-    PromptReader,
-    SupervisedReader,
-    check_tokenizer,
-    filter_rows,
-    num_rows,
-    padding_id,
-)
+from lowpeak.data.preference import PreferenceReader
+from lowpeak.data.prompts import PromptReader
+from lowpeak.data.row_reader import check_tokenizer, filter_rows, num_rows, padding_id
+from lowpeak.data.supervised import SupervisedReader
 from lowpeak.errors import DataError, ModelError
 from tiny_models import char_tokenizer
 

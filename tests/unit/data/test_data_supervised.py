@@ -11,7 +11,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lowpeak.data import SupervisedReader, make_cursor, make_record, read_records
+from lowpeak.data.cursor import make_cursor
+from lowpeak.data.supervised import SupervisedReader, make_record, read_records
 from lowpeak.errors import DataError
 from tiny_models import char_tokenizer
 

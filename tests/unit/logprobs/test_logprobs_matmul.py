@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowpeak.logprobs import install_head, linear, wide_linear
+from lowpeak.heads.lm_head import install_head
+from lowpeak.logprobs.matmul import linear, wide_linear
 from rounding import assert_close_to_largest
 from tiny_models import tiny_model
 

@@ -16,7 +16,7 @@ from transformers import (
     xLSTMConfig,
 )
 
-from lowpeak.logprobs import ChunkSettings, HeadScale, head_scale, naive_logprobs
+from lowpeak.logprobs.reference import ChunkSettings, HeadScale, head_scale, naive_logprobs
 
 
 def test_a_logprob_is_the_chosen_entry_of_the_log_softmax_of_the_tempered_logits():

@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification
 
 from lowpeak.errors import HeadMismatchError, ModelError
-from lowpeak.logprobs import HeadRequest, install_score_head, verify_score_head
+from lowpeak.heads.lm_head import HeadRequest
+from lowpeak.heads.score_head import install_score_head, verify_score_head
 from preference_data import FirstToken, tiny_classifier
 from tiny_models import tiny_model
 

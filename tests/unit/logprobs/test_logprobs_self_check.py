@@ -11,11 +11,11 @@ import torch
 from transformers import BertConfig, BertLMHeadModel, Qwen2ForCausalLM, Qwen2Model, T5Config, T5ForConditionalGeneration
 
 from lowpeak.errors import HeadMismatchError, ModelError
+from lowpeak.heads.lm_head import install_head
+from lowpeak.heads.self_check import matmul_eps, verify_head
 from lowpeak.logprobs import kernels as kernel_choice
 from lowpeak.logprobs import torch_kernels
 from lowpeak.logprobs.kernels import kernel_mismatch
-from lowpeak.logprobs.lm_head import install_head
-from lowpeak.logprobs.self_check import matmul_eps, verify_head
 from tiny_models import tiny_model
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowpeak import RLOOConfig, RLOOTrainer
-from lowpeak.memory import ActivationOffload
+from lowpeak.memory.activation_offload import ActivationOffload
 from tiny_models import char_tokenizer, tiny_model
 
 

@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from lowpeak.errors import EngineError, LostEngineError, MemoryExhaustedError, RankError
-from lowpeak.memory import allow_cudnn_attention, cap_allocator, cgroup_headrooms, free_bytes, is_out_of_memory
+from lowpeak.memory.device_memory import (
+    allow_cudnn_attention,
+    cap_allocator,
+    cgroup_headrooms,
+    free_bytes,
+    is_out_of_memory,
+)
 from lowpeak.ranks import nccl_memory_error
 
 RAN_OUT = (

@@ -8,7 +8,7 @@ from torch import nn
 
 from cpu_as_device import CopyingMover
 from lowpeak.errors import MemoryExhaustedError
-from lowpeak.memory import RolloutOffloader
+from lowpeak.memory.rollout_offload import RolloutOffloader
 
 
 def trained():

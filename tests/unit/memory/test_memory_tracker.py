@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from lowpeak.memory import MemoryTracker, Phase
+from lowpeak.memory.phases import Phase
+from lowpeak.memory.tracker import MemoryTracker
 
 
 class ScriptedGauge:

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 from lowpeak import PPOConfig
-from lowpeak.arguments import ModelParallel, ModelSettings, resolve_online, resolve_ppo
+from lowpeak.arguments.base import ModelSettings
+from lowpeak.arguments.online import resolve_online
+from lowpeak.arguments.parallelism import ModelParallel
+from lowpeak.arguments.ppo import resolve_ppo
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.models import (
+from lowpeak.models.load import load_policy
+from lowpeak.models.pretrained import from_pretrained
+from lowpeak.models.sharded_loading import (
     GRAD_ALLREDUCE_STYLE,
     device_map_for_loading,
-    from_pretrained,
-    load_policy,
     load_tensor_parallel,
     modules_with_style,
 )

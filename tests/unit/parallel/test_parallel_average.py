@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from lowpeak.optim import rounding_noise, split_weights
-from lowpeak.parallel import Replicated
+from lowpeak.optim.formats import rounding_noise, split_weights
+from lowpeak.parallel.base import Replicated
 
 SHARE, SYNCS = 0.01, 100
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from lowpeak.errors import CheckpointError
-from lowpeak.optim import CompactAdamW
-from lowpeak.parallel import load_torch_state, save_shards, torch_training_state, trained_parameters
+from lowpeak.optim.compact_adamw import CompactAdamW
+from lowpeak.parallel.checkpoint_shards import load_torch_state, save_shards
+from lowpeak.parallel.checkpoint_state import torch_training_state, trained_parameters
 from lowpeak.ranks import Ranks
 
 

@@ -11,8 +11,9 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 
-from lowpeak.cli import PRESET_FOLDER
-from lowpeak.parallel import DeviceFractions, device_fractions, fake_process_group
+from lowpeak.cli.accelerate_config import PRESET_FOLDER
+from lowpeak.parallel.detect import DeviceFractions, device_fractions
+from lowpeak.plan.rehearsal.fake_ranks import fake_process_group
 
 RANKS = 8
 

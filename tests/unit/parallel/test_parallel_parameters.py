@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
 from lowpeak.errors import ArgumentError
-from lowpeak.parallel import (
+from lowpeak.parallel.parameters import (
     adapter_state_dict,
     broadcast_slices,
     clean_parameter_name,

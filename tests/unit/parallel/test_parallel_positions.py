@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from lowpeak.parallel import position_of_block
+from lowpeak.parallel.checkpoint_state import position_of_block
 
 CASES = {
     "rows": ((6, 4), (3, 1)),

@@ -9,7 +9,10 @@ import pytest
 from transformers import Qwen2Config
 
 from lowpeak import GRPOConfig, SFTConfig
-from lowpeak.plan import GIB, Machine, PlanRequest, budget_of, fit_sizes, make_plan
+from lowpeak.plan.budget import budget_of, fit_sizes
+from lowpeak.plan.hardware import GIB, Machine
+from lowpeak.plan.inputs import PlanRequest
+from lowpeak.plan.plan import make_plan
 
 MIB = 1 << 20
 MODEL = Qwen2Config(

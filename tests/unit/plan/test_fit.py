@@ -10,8 +10,11 @@ from transformers import Qwen2Config, Qwen3MoeConfig
 
 from lowpeak import GRPOConfig, RewardConfig, SFTConfig
 from lowpeak.errors import ArgumentError
-from lowpeak.memory import Kind
-from lowpeak.plan import GIB, Fit, Machine, PlanRequest, Search, make_plan
+from lowpeak.memory.usage import Kind
+from lowpeak.plan.fit import Fit, Search
+from lowpeak.plan.hardware import GIB, Machine
+from lowpeak.plan.inputs import PlanRequest
+from lowpeak.plan.plan import make_plan
 
 MODEL = Qwen2Config(
     vocab_size=8_192, hidden_size=1_024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2,

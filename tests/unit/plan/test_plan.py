@@ -10,8 +10,11 @@ import pytest
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from lowpeak.memory import Kind
-from lowpeak.plan import GIB, Machine, Plan, PlanRequest, advise, make_plan
+from lowpeak.memory.usage import Kind
+from lowpeak.plan.advice import advise
+from lowpeak.plan.hardware import GIB, Machine
+from lowpeak.plan.inputs import PlanRequest
+from lowpeak.plan.plan import Plan, make_plan
 
 SMALL = Qwen2Config(
     vocab_size=8_192, hidden_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,

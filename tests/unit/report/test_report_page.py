@@ -15,10 +15,10 @@ from html.parser import HTMLParser
 import pytest
 
 from journals import MARKUP, data_of, online_run, token_row
-from lowpeak.cli import main
+from lowpeak.cli.commands import main
 from lowpeak.errors import ArgumentError
 from lowpeak.journal import Journal
-from lowpeak.report import write_report
+from lowpeak.report.page import write_report
 from small_runs import spread, trained
 
 

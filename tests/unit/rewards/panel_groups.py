@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from lowpeak.records import Completion, Group, Prompt
-from lowpeak.rewards import RewardPanel, RewardSettings, make_rewards
+from lowpeak.rewards.factory import make_rewards
+from lowpeak.rewards.panel import RewardPanel, RewardSettings
 
 
 def decode(ids):

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from lowpeak.errors import ArgumentError, RewardError
-from lowpeak.rewards import (
+from lowpeak.rewards.builtin import (
     LinearLength,
     SoftOverlong,
     accuracy_reward,
-    call_with_timeout,
     exact_match,
     final_answer,
     final_number,
@@ -31,6 +30,7 @@ from lowpeak.rewards import (
     think_answer_format,
     think_format_reward,
 )
+from lowpeak.rewards.function import call_with_timeout
 
 # In the shape of GSM8K's; all of those where `LOWPEAK_GSM8K` names their folder.
 ANSWERS = [

@@ -8,17 +8,9 @@ import sys
 import pytest
 
 from lowpeak.errors import ArgumentError
-from lowpeak.rewards import (
-    BUILTIN_REWARDS,
-    REWARD_FACTORIES,
-    SoftOverlong,
-    callable_name,
-    exact_match,
-    get_soft_overlong_punishment,
-    load_judge,
-    load_reward,
-    make_rewards,
-)
+from lowpeak.rewards.builtin import SoftOverlong, exact_match, get_soft_overlong_punishment
+from lowpeak.rewards.factory import BUILTIN_REWARDS, REWARD_FACTORIES, load_judge, load_reward, make_rewards
+from lowpeak.rewards.function import callable_name
 
 FILE = """
 from dataclasses import dataclass

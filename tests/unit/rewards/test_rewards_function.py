@@ -12,7 +12,8 @@ import time
 import pytest
 
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
-from lowpeak.rewards import BackgroundLoop, FunctionReward, Reward, TimeLimitExceeded, call_with_timeout
+from lowpeak.rewards.function import BackgroundLoop, FunctionReward, TimeLimitExceeded, call_with_timeout
+from lowpeak.rewards.reward import Reward
 
 ROWS = {"prompts": ["p", "p"], "completions": ["a", "bb"], "completion_ids": [[1], [2, 2]]}
 

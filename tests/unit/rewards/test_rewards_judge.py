@@ -9,7 +9,7 @@ import pytest
 from panel_groups import compute_rewards, group
 
 from lowpeak.errors import ArgumentError, RewardError
-from lowpeak.rewards import JudgeReward, resolve_reward_funcs
+from lowpeak.rewards.judge import JudgeReward, resolve_reward_funcs
 from preference_data import ScriptedJudge
 
 NAN = float("nan")

@@ -18,8 +18,12 @@ from transformers import (
 )
 
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.parallel import FrozenModel, freeze
-from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings, batches_by_length, make_rewards
+from lowpeak.parallel.base import freeze
+from lowpeak.parallel.strategy import FrozenModel
+from lowpeak.rewards.factory import make_rewards
+from lowpeak.rewards.model import ModelReward, batches_by_length
+from lowpeak.rewards.panel import RewardPanel, RewardSettings
+from lowpeak.rewards.reward import Reward
 from tiny_models import char_tokenizer, tiny_model
 
 PLAIN = {"prompts": ["1+1=", "12+34=", "5+5="], "completions": ["2", "46", "1000"], "completion_ids": [[], [], []]}

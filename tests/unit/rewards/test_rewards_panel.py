@@ -17,7 +17,8 @@ from panel_groups import completion, compute_rewards, decode, group, panel
 
 from lowpeak.errors import ArgumentError
 from lowpeak.records import Group, Prompt
-from lowpeak.rewards import FunctionReward, RewardPanel, RewardSettings, metrics_by_function
+from lowpeak.rewards.function import FunctionReward
+from lowpeak.rewards.panel import RewardPanel, RewardSettings, metrics_by_function
 
 NAN = float("nan")
 

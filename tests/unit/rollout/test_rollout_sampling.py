@@ -17,9 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lowpeak.arguments import Sampling
+from lowpeak.arguments.rollout import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout import (
+from lowpeak.rollout.sampling import (
     MAX_DRAWS,
     BlockSums,
     Candidates,

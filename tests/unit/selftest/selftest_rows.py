@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from lowpeak.selftest import require, row
+from lowpeak.selftest.table import require, row
 
 
 @row("works", quick=True)

@@ -9,29 +9,15 @@ import pytest
 import torch
 
 from fused_model import FusedModel, FusedVllm, slices, weights
-from lowpeak.selftest import (
-    Bench,
-    MismatchError,
-    decoding,
-    forest_attention,
-    four_bits,
-    grpo_learns,
-    head_sizes,
-    large_head,
-    large_optimizer,
-    loading,
-    logprob_core,
-    lora,
-    memory_budget,
-    offloaded_run,
-    oom_rollout,
-    oom_training,
-    push_over_each,
-    resume,
-    same_run,
-    step_memory,
-    storage_formats,
-)
+from lowpeak.selftest.decode import decoding
+from lowpeak.selftest.kernels import forest_attention, head_sizes, large_head, logprob_core, storage_formats
+from lowpeak.selftest.memory import loading, memory_budget, step_memory
+from lowpeak.selftest.offload import large_optimizer, offloaded_run
+from lowpeak.selftest.oom import oom_rollout, oom_training
+from lowpeak.selftest.runs import same_run
+from lowpeak.selftest.table import Bench, MismatchError
+from lowpeak.selftest.training import four_bits, grpo_learns, lora, resume
+from lowpeak.selftest.vllm import push_over_each
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowpeak.errors import ArgumentError
-from lowpeak.selftest import GROUPS, Selection, all_rows, choose_rows, run_rows, to_json
+from lowpeak.selftest.table import GROUPS, Selection, all_rows, choose_rows, run_rows, to_json
 
 HERE = Path(__file__).parent
 DOCS = Path(__file__).parents[3] / "docs"

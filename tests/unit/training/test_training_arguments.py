@@ -9,14 +9,11 @@ import re
 import pytest
 
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, SFTConfig
-from lowpeak.arguments import (
-    check_and_reset_arguments,
-    check_values,
-    reset_idle_arguments,
-    resolve_grpo,
-    resolve_online,
-    resolve_rloo,
-)
+from lowpeak.arguments.base import check_and_reset_arguments
+from lowpeak.arguments.grpo import resolve_grpo
+from lowpeak.arguments.online import resolve_online
+from lowpeak.arguments.rloo import resolve_rloo
+from lowpeak.arguments.validation import check_values, reset_idle_arguments
 from lowpeak.errors import ArgumentError
 
 

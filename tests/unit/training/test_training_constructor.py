@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, Generati
 
 import lowpeak
 from lowpeak.errors import ArgumentError, DataError, ModelError
-from lowpeak.training import run_step
+from lowpeak.training.step import run_step
 from preference_data import tiny_classifier
 from small_runs import KINDS, TOKENIZER, make, ones, pair_rows, same, supervised_rows, trained, weights
 from tiny_models import char_tokenizer, tiny_model

@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowpeak.algorithms import make_grpo, make_rloo
-from lowpeak.arguments import Correction, resolve_grpo, resolve_rloo
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.arguments.grpo import resolve_grpo
+from lowpeak.arguments.online import Correction
+from lowpeak.arguments.rloo import resolve_rloo
 from small_runs import SGD, make, same, spread, weights
 
 MODES = {

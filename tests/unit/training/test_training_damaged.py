@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from lowpeak.arguments import ModelSettings
+from lowpeak.arguments.base import ModelSettings
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
-from lowpeak.models import critic_classifier, load_policy, load_reference
+from lowpeak.heads.value_heads import critic_classifier
+from lowpeak.models.load import load_policy, load_reference
 from preference_data import tiny_classifier
 from small_runs import SAVED, make, rows, saved, supervised_rows, trained
 from tiny_models import tiny_model

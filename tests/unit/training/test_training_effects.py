@@ -11,7 +11,9 @@ import torch
 from datasets import Dataset
 
 from lowpeak import GRPOConfig
-from lowpeak.arguments import EntropyBonus, reset_idle_arguments, resolve_grpo, resolve_online
+from lowpeak.arguments.grpo import EntropyBonus, resolve_grpo
+from lowpeak.arguments.online import resolve_online
+from lowpeak.arguments.validation import reset_idle_arguments
 from lowpeak.errors import ArgumentError, DataError, EngineError, ModelError, RewardTimeoutError
 from small_runs import column, make, ones, rows, same, saved, spread, steps, trained, weights
 from tiny_models import char_tokenizer, tiny_model

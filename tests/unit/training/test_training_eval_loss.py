@@ -8,7 +8,9 @@ import pytest
 import torch
 from datasets import Dataset
 
-from lowpeak.training import make_step_batches, measure_step, score_records, with_advantages
+from lowpeak.training.collector import with_advantages
+from lowpeak.training.rollout import make_step_batches, score_records
+from lowpeak.training.step import measure_step
 from small_runs import TOKENIZER, make, same, spread, weights
 from tiny_models import tiny_model
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lowpeak.errors import CheckpointError
-from lowpeak.optim import MOMENTS, find_compact
-from lowpeak.parallel import trained_parameters
+from lowpeak.optim.compact_adamw import MOMENTS, find_compact
+from lowpeak.parallel.checkpoint_state import trained_parameters
 from small_runs import SAVED, make, saved, trained
 from tiny_models import tiny_model
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from lowpeak.records import Completion, Group, Prompt
-from lowpeak.rewards import RewardedCompletions, RewardPanel, RewardSettings, make_rewards, merge_rewarded_completions
-from lowpeak.training import merge_in_prompt_order, with_reward_statistics
+from lowpeak.rewards.factory import make_rewards
+from lowpeak.rewards.panel import RewardedCompletions, RewardPanel, RewardSettings, merge_rewarded_completions
+from lowpeak.training.collector import merge_in_prompt_order, with_reward_statistics
 
 TEXTS = (("a", "bb"), ("", "dddd"), ("e", "f"), ("ggg", ""), ("hh", "i"))
 

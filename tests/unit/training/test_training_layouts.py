@@ -11,11 +11,11 @@ import torch
 from datasets import Dataset
 
 from file_damage import sign_again
-from lowpeak.arguments import MemorySettings
+from lowpeak.arguments.base import MemorySettings
 from lowpeak.errors import ArgumentError
-from lowpeak.parallel import fake_process_group, make_mesh, prepare_like_accelerate
+from lowpeak.plan.rehearsal.fake_ranks import fake_process_group, make_mesh, prepare_like_accelerate
 from lowpeak.ranks import Ranks
-from lowpeak.training import choose_layout, device_at_start, prepare_layout
+from lowpeak.sizes.run_sizes import choose_layout, device_at_start, prepare_layout
 from rounding import assert_each_close_to_largest
 from small_runs import LAYOUTS, SAVED, SGD, make, same, sliding_model, steps, trained, weights
 from tiny_models import tiny_model

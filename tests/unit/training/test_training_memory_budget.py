@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from lowpeak import GRPOConfig, GRPOTrainer
-from lowpeak.arguments import MemorySettings, parse_budget, resolve_online
+from lowpeak.arguments.base import MemorySettings, parse_budget
+from lowpeak.arguments.online import resolve_online
 from lowpeak.errors import ArgumentError
-from lowpeak.memory import free_bytes
+from lowpeak.memory.device_memory import free_bytes
 from lowpeak.ranks import Ranks
-from lowpeak.training import PassPeak, budget_bytes, corrected_tokens
+from lowpeak.sizes.memory_budget import PassPeak, budget_bytes, corrected_tokens
 from small_runs import COMMON, ONLINE, SAVED, TOKENIZER, journal, make, ones, rows
 from tiny_models import tiny_model
 

@@ -13,8 +13,8 @@ from transformers import OPTConfig, OPTForCausalLM, TrainerCallback
 
 from longrope_model import FIRST, longrope_model
 from lowpeak import GRPOConfig
-from lowpeak.arguments import use_one_device
 from lowpeak.errors import ArgumentError, ModelError
+from lowpeak.trainers.configs import use_one_device
 from preference_data import tiny_classifier
 from rounding import assert_each_close_to_largest
 from small_runs import SAVED, SGD, TOKENIZER, column, journal, make, ones, rows, same, saved, trained, weights

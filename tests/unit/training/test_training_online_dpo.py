@@ -10,10 +10,12 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from lowpeak import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer
-from lowpeak.arguments import reset_idle_arguments, resolve_online, resolve_online_dpo
+from lowpeak.arguments.online import resolve_online
+from lowpeak.arguments.online_dpo import resolve_online_dpo
+from lowpeak.arguments.validation import reset_idle_arguments
 from lowpeak.errors import ArgumentError, CheckpointError
-from lowpeak.rewards import ModelReward
-from lowpeak.training import run_step
+from lowpeak.rewards.model import ModelReward
+from lowpeak.training.step import run_step
 from preference_data import ScriptedJudge, tiny_classifier
 from rounding import assert_each_close_to_largest
 from small_runs import (

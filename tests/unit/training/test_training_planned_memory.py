@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from lowpeak.training import run_description
+from lowpeak.sizes.planned_memory import run_description
 from small_runs import journal, make, saved, trained
 from tiny_models import tiny_model
 

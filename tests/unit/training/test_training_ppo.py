@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from file_damage import sign_again
 from lowpeak import PPOConfig
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
-from lowpeak.memory import Phase
-from lowpeak.training import score_records
+from lowpeak.memory.phases import Phase
+from lowpeak.training.rollout import score_records
 from preference_data import tiny_classifier
 from small_runs import SGD, TOKENIZER, StopAfter, column, digits, granite, make, same, saved, trained, weights
 from tiny_models import char_tokenizer, tiny_model, trained_adapter

@@ -8,9 +8,11 @@ from datasets import Dataset
 from peft import LoraConfig
 
 import lowpeak
-from lowpeak.cli import main
+from lowpeak.cli.commands import main
 from lowpeak.errors import ArgumentError, DataError, ModelError
-from lowpeak.setup import check_adapter, check_optimizer, find_resume_checkpoint
+from lowpeak.setup.optimization import check_optimizer
+from lowpeak.setup.preflight import check_adapter
+from lowpeak.setup.resume import find_resume_checkpoint
 from small_runs import KINDS, make, saved
 from tiny_models import tiny_model
 

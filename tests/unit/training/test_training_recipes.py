@@ -11,8 +11,9 @@ import yaml
 from transformers import Qwen2Config
 
 from architecture.sources import ROOT
-from lowpeak.cli import dispatch, machine_of, parse_plan, plan_request
-from lowpeak.plan import make_plan
+from lowpeak.cli.commands import dispatch
+from lowpeak.cli.plan import machine_of, parse_plan, plan_request
+from lowpeak.plan.plan import make_plan
 
 FOLDER = ROOT / "examples" / "recipes"
 RECIPES = ("qwen2.5-7b-full-80gb", "qwen2.5-7b-lora-24gb", "qwen2.5-7b-vllm-4-2")

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from lowpeak.arguments import ColocateSettings, MemorySettings, ServerSettings
+from lowpeak.arguments.base import MemorySettings
+from lowpeak.arguments.vllm import ColocateSettings, ServerSettings
 from lowpeak.errors import MemoryExhaustedError
 from lowpeak.journal import read_rows
-from lowpeak.memory import Phase
-from lowpeak.training import Demand, Sizes, choose_layout, smaller_sizes
+from lowpeak.memory.phases import Phase
+from lowpeak.sizes.run_sizes import Sizes, choose_layout
+from lowpeak.training.recovery import Demand, smaller_sizes
 from small_runs import DATA, make, rows
 
 SIZES = Sizes(4096, 64, 1 << 30, choose_layout(MemorySettings(), None))

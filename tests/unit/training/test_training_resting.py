@@ -10,9 +10,10 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from cpu_as_device import CopyingMover
-from lowpeak.models import Reference
-from lowpeak.parallel import FrozenModel, states_on_host
-from lowpeak.training import add_to_offloader, make_rollout_offloader
+from lowpeak.models.lora import Reference
+from lowpeak.parallel.detect import states_on_host
+from lowpeak.parallel.strategy import FrozenModel
+from lowpeak.setup.build_run import add_to_offloader, make_rollout_offloader
 from small_runs import column, make, same, spread, steps, weights
 
 

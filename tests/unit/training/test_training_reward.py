@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, Qwen2ForSequenceCla
 
 from lowpeak import GRPOConfig, RewardTrainer
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, HeadMismatchError, ModelError
-from lowpeak.rewards import ModelReward
+from lowpeak.rewards.model import ModelReward
 from preference_data import FirstToken, plain_loss, tiny_classifier
 from small_runs import TOKENIZER, column, granite, journal, make, rows, same, saved, steps, trained, weights
 from tiny_models import char_tokenizer, tiny_model

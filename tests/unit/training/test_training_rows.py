@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowpeak.arguments import RolloutSettings
+from lowpeak.arguments.rollout import RolloutSettings
 from lowpeak.records import Completion, Record
-from lowpeak.training import Rollout, records_of_step
+from lowpeak.training.rollout import Rollout, records_of_step
 
 WRITTEN = Completion(torch.tensor([2]), torch.zeros(1), torch.ones(1, dtype=torch.bool), "stop")
 SETTINGS = RolloutSettings(num_prompts=6, num_generations=2, rows_per_step=4, steps_per_pass=3, num_iterations=2)

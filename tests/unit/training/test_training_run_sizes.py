@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from lowpeak.arguments import MemorySettings
-from lowpeak.memory import free_bytes
-from lowpeak.parallel import DeviceFractions
+from lowpeak.arguments.base import MemorySettings
+from lowpeak.memory.device_memory import free_bytes
+from lowpeak.parallel.detect import DeviceFractions
 from lowpeak.ranks import Ranks
-from lowpeak.training import (
+from lowpeak.sizes.run_sizes import (
     ModelShape,
     Sizes,
     auto_chunk_tokens,

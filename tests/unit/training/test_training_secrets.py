@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import lowpeak
-from lowpeak.arguments import report_idle_arguments, resolve_online
+from lowpeak.arguments.online import resolve_online
+from lowpeak.arguments.validation import report_idle_arguments
 from lowpeak.errors import ArgumentError
-from lowpeak.trainers import base_arguments
+from lowpeak.trainers.constructor import base_arguments
 from small_runs import KINDS
 
 SERVED = {"use_vllm": True, "vllm_mode": "server"}

@@ -15,20 +15,18 @@ from accelerate.state import AcceleratorState
 from datasets import Dataset
 
 import lowpeak
-from lowpeak.arguments import GRPOConfig
-from lowpeak.checkpoint import STATE_FILE
+from lowpeak.checkpoint.folders import STATE_FILE
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, MemoryExhaustedError
-from lowpeak.memory import MemoryTracker, Phase, PhaseUse
+from lowpeak.memory.phases import Phase
+from lowpeak.memory.tracker import MemoryTracker, PhaseUse
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric
-from lowpeak.setup import (
-    find_resume_checkpoint,
-    record_launch,
-    require_same_arguments,
-    require_same_data,
-    silence_nonzero_ranks,
-)
-from lowpeak.training import explain_out_of_memory, gather_usage, usage_metrics
+from lowpeak.setup.elastic_restart import record_launch
+from lowpeak.setup.preflight import require_same_arguments, require_same_data, silence_nonzero_ranks
+from lowpeak.setup.resume import find_resume_checkpoint
+from lowpeak.trainers.configs import GRPOConfig
+from lowpeak.training.run import explain_out_of_memory
+from lowpeak.training.step_metrics import gather_usage, usage_metrics
 from small_runs import make
 
 

@@ -13,14 +13,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lowpeak.algorithms import make_grpo, make_online_dpo, make_rloo
-from lowpeak.arguments import Correction, EntropyBonus, OnlineDPOSettings, RLOOSettings
-from lowpeak.attention import install_attention
-from lowpeak.batching import Budget, pack
-from lowpeak.logprobs import install_head
-from lowpeak.memory import ActivationOffload
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.online_dpo import make_online_dpo
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.arguments.grpo import EntropyBonus
+from lowpeak.arguments.online import Correction
+from lowpeak.arguments.online_dpo import OnlineDPOSettings
+from lowpeak.arguments.rloo import RLOOSettings
+from lowpeak.attention.install import install_attention
+from lowpeak.batching.packing import Budget, pack
+from lowpeak.heads.lm_head import install_head
+from lowpeak.memory.activation_offload import ActivationOffload
 from lowpeak.records import Completion, Record
-from lowpeak.training import LogprobSettings, run_step, score
+from lowpeak.training.step import LogprobSettings, run_step, score
 from step_settings import GRPO as BASE
 from step_settings import LocalStrategy
 

@@ -9,10 +9,11 @@ import torch
 from peft import LoraConfig
 
 from lowpeak import GRPOConfig, SFTConfig, SFTTrainer
-from lowpeak.arguments import StorageFormat, resolve_online, resolve_storage
+from lowpeak.arguments.online import resolve_online
+from lowpeak.arguments.storage import StorageFormat, resolve_storage
 from lowpeak.errors import ArgumentError
-from lowpeak.optim import find_compact
-from lowpeak.parallel import trained_parameters
+from lowpeak.optim.compact_adamw import find_compact
+from lowpeak.parallel.checkpoint_state import trained_parameters
 from small_runs import COMMON, KINDS, SAVED, TOKENIZER, make, ones, same, saved, supervised_rows, trained, weights
 from tiny_models import tiny_experts, tiny_model
 

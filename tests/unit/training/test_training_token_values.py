@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from lowpeak.logprobs import naive_logprobs
-from lowpeak.training import choose_evenly, token_texts
+from lowpeak.logprobs.reference import naive_logprobs
+from lowpeak.training.token_values import choose_evenly, token_texts
 from small_runs import SAVED, journal, make, rows, spread, trained
 from tiny_models import byte_tokenizer, char_tokenizer, metaspace_tokenizer, tiny_model
 

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from child_processes import call
-from lowpeak.training import track_completions
+from lowpeak.training.completion_tables import track_completions
 from small_runs import trained
 
 ROWS = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowpeak.rewards import SoftOverlong
+from lowpeak.rewards.builtin import SoftOverlong
 from small_runs import column, make, rows, spread, weights
 
 DAPO = {"mask_truncated_completions": True, "loss_type": "dapo", "epsilon_high": 0.28, "epsilon": 0.2, "beta": 0.0}

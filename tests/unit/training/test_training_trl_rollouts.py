@@ -14,10 +14,10 @@ from datasets import Dataset
 
 from fake_vllm import engine_over, scripted
 from lowpeak import GRPOTrainer, generate_rollout_completions
-from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.arguments.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import ArgumentError, EngineError
-from lowpeak.rollout import FunctionEngine
-from lowpeak.training import check_function
+from lowpeak.rollout.function import FunctionEngine
+from lowpeak.setup.engines import check_function
 from small_runs import column, make
 from tiny_models import char_tokenizer, tiny_model
 

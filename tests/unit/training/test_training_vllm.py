@@ -16,10 +16,12 @@ from fake_server import FakeServer, serving
 from fake_vllm import engine_over, said, scripted
 from longrope_model import FIRST, longrope_model
 from lowpeak import GRPOConfig
-from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
+from lowpeak.arguments.vllm import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, MissingPackageError
-from lowpeak.training import MAX_RECONNECTS, connect_checked, describe_vllm, why_adapters_idle, within_rotations
-from lowpeak.vllm import fingerprint
+from lowpeak.setup.dry_run import describe_vllm
+from lowpeak.setup.engines import connect_checked, why_adapters_idle, within_rotations
+from lowpeak.training.weight_sync import MAX_RECONNECTS
+from lowpeak.vllm.compatibility import fingerprint
 from small_runs import column, journal, make, rows, same, weights
 from tiny_models import char_tokenizer, tiny_model
 

@@ -11,8 +11,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lowpeak.optim import find_compact
-from lowpeak.parallel import trained_parameters
+from lowpeak.optim.compact_adamw import find_compact
+from lowpeak.parallel.checkpoint_state import trained_parameters
 from small_runs import DATA, SAVED, make, same, trained, weights
 from tiny_models import tiny_model
 

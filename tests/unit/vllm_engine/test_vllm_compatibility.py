@@ -17,14 +17,8 @@ import torch
 from fake_server import FACTS
 from lowpeak.errors import EngineError
 from lowpeak.ranks import Ranks
-from lowpeak.vllm import (
-    SUPPORTED,
-    check_same_model,
-    fingerprint,
-    num_host_ranks,
-    score_at_temperature,
-    warn_unsupported,
-)
+from lowpeak.vllm.colocated import num_host_ranks
+from lowpeak.vllm.compatibility import SUPPORTED, check_same_model, fingerprint, score_at_temperature, warn_unsupported
 from tiny_models import char_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[3]

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from fake_vllm import SAMPLING, ScriptedVllm, engine_over, prompts, said, scripted, slices
-from lowpeak.arguments import ColocateSettings
+from lowpeak.arguments.vllm import ColocateSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.rollout import RolloutEngine
-from lowpeak.vllm import Answer, Vllm, completion_seed
+from lowpeak.rollout.engine import RolloutEngine
+from lowpeak.vllm.protocol import Answer, Vllm
+from lowpeak.vllm.requests import completion_seed
 
 
 def asked(vllm):

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from lowpeak.arguments import SERVER_TOKEN
-from lowpeak.vllm.serving import TokenMiddleware
+from lowpeak.arguments.vllm import SERVER_TOKEN
+from lowpeak.vllm.serving.middleware import TokenMiddleware
 
 
 @pytest.fixture

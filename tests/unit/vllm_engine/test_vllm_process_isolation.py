@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowpeak.vllm import undo_vllm_class_patch
+from lowpeak.vllm.process_isolation import undo_vllm_class_patch
 
 
 def decorated(building):

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from fused_model import VOCAB, FusedModel, FusedVllm, slices, weights
-from lowpeak.arguments import ServerSettings, VllmSettings
+from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.weight_sync import CheckpointNames, loaded_version, push_weights, verify_unchanged
+from lowpeak.vllm.weight_sync.push import loaded_version, push_weights, verify_unchanged
+from lowpeak.vllm.weight_sync.worker import CheckpointNames
 from tiny_models import tiny_model
 
 

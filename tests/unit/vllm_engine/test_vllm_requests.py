@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 
 from fake_vllm import facts
-from lowpeak.arguments import ColocateSettings, ServerSettings
+from lowpeak.arguments.vllm import ColocateSettings, ServerSettings
 from lowpeak.errors import EngineError
-from lowpeak.vllm import Request, SequenceRequest, form_waves, split_wave, wave_capacity
+from lowpeak.vllm.protocol import Request
+from lowpeak.vllm.requests import SequenceRequest, form_waves, split_wave, wave_capacity
 
 
 def rows(*groups):

@@ -15,21 +15,14 @@ from types import SimpleNamespace
 import pytest
 
 from fake_server import DROP, GENERATE, FakeServer, completion, error, generated, serving, slow
-from lowpeak.arguments import ServerSettings
+from lowpeak.arguments.vllm import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
-from lowpeak.vllm import (
-    Adapter,
-    Answer,
-    ColocatedVllm,
-    Request,
-    SequenceRequest,
-    ServerVllm,
-    Vllm,
-    call_concurrently,
-    check_answers,
-    connect_servers,
-)
-from lowpeak.vllm.serving import ServerProcess, ServerSpec
+from lowpeak.vllm.colocated import ColocatedVllm
+from lowpeak.vllm.protocol import Adapter, Answer, Request, Vllm, call_concurrently
+from lowpeak.vllm.requests import SequenceRequest, check_answers
+from lowpeak.vllm.server import ServerVllm, connect_servers
+from lowpeak.vllm.serving.command import ServerSpec
+from lowpeak.vllm.serving.process import ServerProcess
 from vllm_servers import free_port
 
 

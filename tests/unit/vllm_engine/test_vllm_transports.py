@@ -11,20 +11,11 @@ import pytest
 import torch
 
 from fused_model import VOCAB, FusedVllm, slices, weights
-from lowpeak.arguments import ServerSettings, VllmSettings
+from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.vllm.weight_sync import (
-    NcclReceiver,
-    NcclSender,
-    TcpReceiver,
-    TcpSender,
-    check_communicator,
-    host_addresses,
-    loaded_version,
-    open_sender,
-    push_weights,
-    verify_unchanged,
-)
+from lowpeak.vllm.weight_sync.nccl import NcclReceiver, NcclSender, check_communicator
+from lowpeak.vllm.weight_sync.push import loaded_version, open_sender, push_weights, verify_unchanged
+from lowpeak.vllm.weight_sync.tcp import TcpReceiver, TcpSender, host_addresses
 from vllm_servers import free_port
 from worker_process import RemoteVllm
 

@@ -11,16 +11,14 @@ import torch
 from fused_model import slices, weights
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.weight_sync import (
+from lowpeak.vllm.weight_sync.buckets import ChecksumTable, Piece, fill_buckets
+from lowpeak.vllm.weight_sync.verification import (
     MIX_1,
     MIX_2,
     PLACE,
     ROW_BYTES,
     WIDTH,
     Checksum,
-    ChecksumTable,
-    Piece,
-    fill_buckets,
     read_checksums,
     tensor_checksum,
 )

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lowpeak.watchdog import accept_authenticated, accept_ranks, connect_to_rank_0
+from lowpeak.watchdog.connections import accept_authenticated, accept_ranks, connect_to_rank_0
 
 TOKEN = "0123456789abcdef" * 2
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from lowpeak.errors import DataError, RankError
-from lowpeak.watchdog import FailureDetector, RankConnection
+from lowpeak.watchdog.connections import RankConnection
+from lowpeak.watchdog.failure_detector import FailureDetector
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24223")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from lowpeak.errors import EngineError
-from lowpeak.models import transformers_model
+from lowpeak.heads import transformers_model
 
 ROOM = 64  # columns by which a buffer grows
 # Elements that are copied into slots at once: the copy's temporary is not counted in the cache's budget.

@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
+from lowpeak.heads import transformers_model
 from lowpeak.memory import has_device_memory
-from lowpeak.models import transformers_model
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
 from lowpeak.rollout.native.cache import bytes_per_token, cache_argument, left_mask, left_pad, text_config

@@ -3,10 +3,8 @@ from lowpeak.vllm.serving.command import LOOPBACK as LOOPBACK
 from lowpeak.vllm.serving.command import ServerSpec as ServerSpec
 from lowpeak.vllm.serving.command import free_ports as free_ports
 from lowpeak.vllm.serving.command import server_command as server_command
-from lowpeak.vllm.serving.command import server_environment as server_environment
 from lowpeak.vllm.serving.command import visible_device_variables as visible_device_variables
 from lowpeak.vllm.serving.middleware import ADAPTER_ROUTE as ADAPTER_ROUTE
-from lowpeak.vllm.serving.middleware import TokenMiddleware as TokenMiddleware
 from lowpeak.vllm.serving.middleware import find_token as find_token
 from lowpeak.vllm.serving.middleware import saved_token as saved_token
 from lowpeak.vllm.serving.process import ServerProcess as ServerProcess

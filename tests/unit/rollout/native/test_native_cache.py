@@ -11,7 +11,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GP
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from lowpeak.errors import EngineError
-from lowpeak.rollout.native import (
+from lowpeak.rollout.native.cache import (
     MAX_COPIED,
     ROOM,
     PromptLayer,

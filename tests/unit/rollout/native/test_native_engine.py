@@ -17,11 +17,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lowpeak.arguments import Sampling
+from lowpeak.arguments.rollout import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Group, Prompt
-from lowpeak.rollout import RolloutEngine
-from lowpeak.rollout.native import NativeEngine, SlotCache, bytes_per_token, cache_argument
+from lowpeak.rollout.engine import RolloutEngine
+from lowpeak.rollout.native.cache import SlotCache, bytes_per_token, cache_argument
+from lowpeak.rollout.native.engine import NativeEngine
 from tiny_models import char_tokenizer, tiny_model
 
 TEXTS = ("12=", "987654321=", "5=", "33333=", "0=", "4711=")

@@ -20,17 +20,11 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from lowpeak.arguments import Sampling
+from lowpeak.arguments.rollout import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout.native import (
-    NativeEngine,
-    OutputBuffer,
-    SequenceId,
-    StopStrings,
-    decode_by_generate,
-    end_token_ids,
-    unsupported_reason,
-)
+from lowpeak.rollout.native.engine import NativeEngine, decode_by_generate, unsupported_reason
+from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
+from lowpeak.rollout.native.scheduler import SequenceId
 from tiny_models import char_tokenizer, tiny_model
 
 PROMPTS = [Prompt(i, ids, "") for i, ids in enumerate([(2, 3, 4, 5, 6, 7, 8), (9, 9), (4, 5, 6)])]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from lowpeak.arguments import Sampling
+from lowpeak.arguments.rollout import Sampling
 from lowpeak.errors import EngineError
-from lowpeak.rollout.native import OutputBuffer, StopStrings, end_token_ids
+from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
 from tiny_models import byte_tokenizer, char_tokenizer, metaspace_tokenizer, tiny_model
 
 SAMPLING = Sampling(num_generations=1, max_new_tokens=1)

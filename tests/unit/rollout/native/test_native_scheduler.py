@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowpeak.errors import EngineError
-from lowpeak.rollout.native import PromptQueue, SequenceId, form_waves
+from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, form_waves
 
 
 def test_the_longest_prompts_begin_first_and_as_few_as_fill_the_slots():

@@ -14,7 +14,7 @@ from lowpeak.arguments import ModelSettings, StorageFormat, warn_or_raise
 from lowpeak.errors import ArgumentError
 from lowpeak.optim import compact_optimizer
 from lowpeak.parallel import DeviceFractions, device_fractions
-from lowpeak.training.run import RunContext
+from lowpeak.training import RunContext
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lowpeak.errors import ArgumentError
-from lowpeak.memory import Kind, run_methods_inside
-from lowpeak.parallel.fsdp2 import reshard
-from lowpeak.parallel.parameters import FlatShard, fsdp_shard
-from lowpeak.parallel.partial_gather import Gatherer
-from lowpeak.parallel.strategy import TrainingStrategy
+from lowpeak.memory import Kind
+from lowpeak.parallel import FlatShard, Gatherer, TrainingStrategy, fsdp_shard, reshard
+from lowpeak.plan.rehearsal.storage_meter import run_methods_inside
 from lowpeak.ranks import Ranks
 
 _ALONE = Ranks()  # made outside of fake ranks: its collectives return what this rank gives

@@ -18,32 +18,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import ModelSettings, Sampling, StorageFormat
-from lowpeak.logprobs import causal_lm, eval_mode
-from lowpeak.memory.activation_offload import ActivationOffload
-from lowpeak.memory.cpu_scratch import CpuScratch
-from lowpeak.memory.rehearsed_host import RehearsedAdamW, RehearsedHost, RehearsedMover
-from lowpeak.memory.storage_meter import CUDA_BLOCK, StorageMeter
-from lowpeak.memory.usage import Kind, PhaseMemory
-from lowpeak.models import convert_trainable, is_peft, keep_critic_trainable
+from lowpeak.heads import causal_lm, eval_mode, is_peft, keep_critic_trainable
+from lowpeak.memory import ActivationOffload, Kind, PhaseMemory
+from lowpeak.models import convert_trainable
 from lowpeak.optim import CompactAdamW, find_sum
-from lowpeak.parallel import (
-    AVERAGE_BYTES,
+from lowpeak.parallel import AVERAGE_BYTES, Strategy, clip_grad_norm, place_optimizer, shard_layers, trained_parameters
+from lowpeak.plan.rehearsal.cpu_scratch import CpuScratch
+from lowpeak.plan.rehearsal.fake_ranks import (
     FakeStrategy,
-    Strategy,
-    clip_grad_norm,
     fake_process_group,
     gather_on_fake_ranks,
     make_mesh,
-    place_optimizer,
     prepare_like_accelerate,
-    shard_layers,
     tag_fsdp_memory,
-    trained_parameters,
     wrap_shape_propagation,
 )
+from lowpeak.plan.rehearsal.rehearsed_host import RehearsedAdamW, RehearsedHost, RehearsedMover
+from lowpeak.plan.rehearsal.rollout import rehearse_decoding
+from lowpeak.plan.rehearsal.storage_meter import CUDA_BLOCK, StorageMeter
 from lowpeak.ranks import Ranks
 from lowpeak.records import MicroBatch, Prompt
-from lowpeak.rollout.native import rehearse_decoding
 from lowpeak.training import LogprobSettings, run_step, score
 
 _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default

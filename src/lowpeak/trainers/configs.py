@@ -17,31 +17,45 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 import torch
 from transformers import TrainingArguments
 
-from lowpeak.arguments.base import CommonArguments
-from lowpeak.arguments.declare import MAPPING, argument, declaration, default_value, redeclared, require
-from lowpeak.arguments.grpo import GRPOArguments
-from lowpeak.arguments.names import REJECTED, check_names, drop_trl_defaults
-from lowpeak.arguments.offline import RewardArguments, SFTArguments
-from lowpeak.arguments.online import OnlineArguments
-from lowpeak.arguments.online_dpo import OnlineDPOArguments
-from lowpeak.arguments.parallelism import (
+from lowpeak.arguments import (
+    ARGUMENT_OF_KWARG,
+    MAPPING,
     NOT_PARALLEL,
+    REJECTED,
+    CommonArguments,
+    GRPOArguments,
     ModelParallel,
+    OnlineArguments,
+    OnlineDPOArguments,
+    PPOArguments,
+    RewardArguments,
+    RLOOArguments,
+    SFTArguments,
+    argument,
+    check_finite,
+    check_names,
+    check_range,
+    check_type,
+    check_types,
+    declaration,
+    default_value,
     disable_accelerate_fsdp,
+    drop_trl_defaults,
+    hide_secrets,
     is_switched_on,
+    parse_bytes,
+    read_object,
+    redeclared,
     refuse_fsdp1,
     refuse_unsupported_parallelism,
+    rename_dtype,
+    require,
     require_deepspeed,
+    resolve_collective_timeout,
     resolve_model_parallel,
+    show,
     sync_deepspeed_config,
 )
-from lowpeak.arguments.ppo import PPOArguments
-from lowpeak.arguments.rloo import RLOOArguments
-from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG
-from lowpeak.arguments.storage import rename_dtype
-from lowpeak.arguments.text import hide_secrets, parse_bytes, read_object, show
-from lowpeak.arguments.validation import check_finite, check_range, check_type, check_types
-from lowpeak.arguments.vllm import resolve_collective_timeout
 from lowpeak.cpu_cores import limit_threads
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.memory import limit_onednn_caches

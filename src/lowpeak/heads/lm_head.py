@@ -20,11 +20,27 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import ModelError
-from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, fused_loss, module_logprobs, module_loss
-from lowpeak.logprobs.inplace_grad import allows_inplace_embedding, inplace_embedding_grads, inplace_grad_embedding
-from lowpeak.logprobs.matmul import fp32_linear, linear, no_autocast, select_positions, wide_linear
-from lowpeak.logprobs.reference import ChunkSettings, HeadScale, head_scale
-from lowpeak.models import CriticInputs, RoutingRequest, critic_of, routing_sums, transformers_model
+from lowpeak.heads.experts import RoutingRequest, routing_sums
+from lowpeak.heads.unwrap import transformers_model
+from lowpeak.heads.value_heads import CriticInputs, critic_of
+from lowpeak.logprobs import (
+    ChunkSettings,
+    HeadScale,
+    TokenLoss,
+    allows_inplace_embedding,
+    chunked_logprobs,
+    fp32_linear,
+    fused_loss,
+    head_scale,
+    inplace_embedding_grads,
+    inplace_grad_embedding,
+    linear,
+    module_logprobs,
+    module_loss,
+    no_autocast,
+    select_positions,
+    wide_linear,
+)
 
 # Keywords of a causal LM's forward that its backbone does not take, or that a request decides.
 _NOT_FOR_BACKBONE = (

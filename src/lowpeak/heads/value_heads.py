@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoTokenizer
 
 from lowpeak.errors import ArgumentError, ModelError
+from lowpeak.heads.unwrap import num_embeddings
 from lowpeak.logprobs import fp32_linear, select_positions
-from lowpeak.models.unwrap import num_embeddings
 
 CRITIC = "critic"
 # The keyword argument of a layer that runs for the critic; activation checkpointing passes it again in its recomputation.

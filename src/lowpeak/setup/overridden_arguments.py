@@ -8,7 +8,7 @@ from typing import Any
 
 from lowpeak.arguments import warn_or_raise
 from lowpeak.optim import find_compact
-from lowpeak.training.checkpoints import CheckpointedTrainer, TrainingStates
+from lowpeak.training import CheckpointedTrainer, TrainingStates
 
 _RATE = "learning_rate"
 _FUSED = "optim's fused"

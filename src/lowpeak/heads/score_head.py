@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import HeadMismatchError, ModelError
-from lowpeak.logprobs.lm_head import (
+from lowpeak.heads.lm_head import (
     HeadRequest,
     backbone_kwargs,
     backbone_of,
@@ -23,9 +23,8 @@ from lowpeak.logprobs.lm_head import (
     patch_forward,
     patched_forward,
 )
-from lowpeak.logprobs.matmul import fp32_linear, select_positions
-from lowpeak.logprobs.reference import HeadScale
-from lowpeak.logprobs.self_check import NUM_CHECK_TOKENS, check_finite_weights, eval_mode
+from lowpeak.heads.self_check import NUM_CHECK_TOKENS, check_finite_weights, eval_mode
+from lowpeak.logprobs import HeadScale, fp32_linear, select_positions
 
 
 def install_score_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Module:

@@ -23,9 +23,8 @@ from torch import nn
 
 from lowpeak.arguments import CLASS_PREFIXES
 from lowpeak.attention import ATTENTION_NAME
-from lowpeak.logprobs import causal_lm
+from lowpeak.heads import causal_lm, is_peft, transformers_model
 from lowpeak.memory import has_device_memory, total_bytes
-from lowpeak.models import is_peft, transformers_model
 from lowpeak.rewards import ModelReward
 
 logger = logging.getLogger(__name__)

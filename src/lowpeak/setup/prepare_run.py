@@ -20,20 +20,12 @@ from lowpeak.arguments import (
 )
 from lowpeak.data import check_special_tokens
 from lowpeak.errors import ArgumentError
-from lowpeak.models import (
-    check_embedded_tokens,
-    convert_trainable,
-    disable_dropout,
-    is_peft,
-    load_policy,
-    load_reference,
-    load_tokenizer,
-    num_embeddings,
-)
+from lowpeak.heads import check_embedded_tokens, is_peft, num_embeddings
+from lowpeak.models import convert_trainable, disable_dropout, load_policy, load_reference, load_tokenizer
 from lowpeak.parallel import check_devices
 from lowpeak.rewards import Reward, as_list, make_rewards
-from lowpeak.setup import check_outputs
-from lowpeak.training.evaluation import SuccessCriterion
+from lowpeak.setup.preflight import check_outputs
+from lowpeak.training import SuccessCriterion
 from lowpeak.vllm import require_vllm
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lowpeak.memory.storage_meter import StorageMeter
-from lowpeak.memory.usage import Kind
+from lowpeak.memory import Kind
 from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device
+from lowpeak.plan.rehearsal.storage_meter import StorageMeter
 
 
 class RehearsedHost(HostMemory):

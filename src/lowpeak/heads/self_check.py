@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import HeadMismatchError, ModelError
-from lowpeak.logprobs.lm_head import HeadRequest, causal_lm
-from lowpeak.logprobs.reference import logprobs_and_entropy
-from lowpeak.models import LoadBalance, RoutingRequest, balance_loss
+from lowpeak.heads.experts import LoadBalance, RoutingRequest, balance_loss
+from lowpeak.heads.lm_head import HeadRequest, causal_lm
+from lowpeak.logprobs import logprobs_and_entropy
 
 NUM_CHECK_TOKENS = 8  # of each sequence that a self-check forwards
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowpeak.memory.usage import Kind
+from lowpeak.memory import Kind
 
 CUDA_BLOCK = 512  # bytes; CUDA's caching allocator rounds sizes up to it
 

@@ -27,8 +27,8 @@ from lowpeak.memory import Phase, attainable_bytes, cap_allocator, free_bytes, h
 from lowpeak.parallel import DeviceFractions, Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric
-from lowpeak.training.planned_memory import bytes_beside_tensors, run_description, start_plan
-from lowpeak.training.run_sizes import SYNC_BYTES, LayoutChoice, Sizes, gradient_bytes
+from lowpeak.sizes.planned_memory import bytes_beside_tensors, run_description, start_plan
+from lowpeak.sizes.run_sizes import SYNC_BYTES, LayoutChoice, Sizes, gradient_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from torch import nn
 from lowpeak.arguments import GATHER_ALL, ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.data import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
-from lowpeak.logprobs import causal_lm
+from lowpeak.heads import causal_lm, is_peft, num_embeddings
 from lowpeak.memory import free_bytes
-from lowpeak.models import context_length, is_peft, longrope_switch_length, num_embeddings
+from lowpeak.models import context_length, longrope_switch_length
 from lowpeak.parallel import unchanged_names, unties_head
 from lowpeak.ranks import Ranks
 from lowpeak.rollout import FunctionEngine, RolloutEngine
@@ -28,10 +28,9 @@ from lowpeak.rollout.native import (
     parameter_dtype,
     unsupported_reason,
 )
-from lowpeak.training.prepare_run import OnlineParts
-from lowpeak.training.rollout import RolloutStats
-from lowpeak.training.run import Run, RunContext
-from lowpeak.training.run_sizes import SYNC_BYTES, Sizes
+from lowpeak.setup.prepare_run import OnlineParts
+from lowpeak.sizes import SYNC_BYTES, Sizes
+from lowpeak.training import RolloutStats, Run, RunContext
 from lowpeak.vllm import (
     ColocatedModelSpec,
     ColocatedVllm,

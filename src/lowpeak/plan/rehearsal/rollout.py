@@ -9,13 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.arguments import Sampling
-from lowpeak.memory import run_methods_inside
+from lowpeak.plan.rehearsal.storage_meter import run_methods_inside
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.cache import ROOM, SlotLayer, bytes_per_token
-from lowpeak.rollout.native.decode_loop import DecodeLoop
-from lowpeak.rollout.native.output import OutputBuffer, StopStrings
-from lowpeak.rollout.native.scheduler import PromptQueue
-from lowpeak.rollout.sampling import TokenDraw
+from lowpeak.rollout import TokenDraw
+from lowpeak.rollout.native import ROOM, DecodeLoop, OutputBuffer, PromptQueue, SlotLayer, StopStrings, bytes_per_token
 
 
 def rehearse_decoding(

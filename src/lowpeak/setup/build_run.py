@@ -29,8 +29,18 @@ from lowpeak.arguments import (
 from lowpeak.checkpoint import converts_weights
 from lowpeak.data import DatasetCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
+from lowpeak.heads import (
+    LoadBalance,
+    causal_lm,
+    check_critic_vocabulary,
+    critic_classifier,
+    install_head,
+    load_balance_of,
+    num_embeddings,
+    transformers_model,
+    verify_load_balance,
+)
 from lowpeak.journal import Journal
-from lowpeak.logprobs import causal_lm, install_head, verify_load_balance
 from lowpeak.memory import (
     LEAST_BYTES,
     ActivationOffload,
@@ -40,34 +50,23 @@ from lowpeak.memory import (
     allow_cudnn_attention,
     room_in_budget,
 )
-from lowpeak.models import (
-    LOGPROB_HEAD,
-    HeadKind,
-    LoadBalance,
-    Reference,
-    adapter_reference,
-    check_critic_vocabulary,
-    context_length,
-    critic_classifier,
-    load_balance_of,
-    materialize_meta_params,
-    num_embeddings,
-    transformers_model,
-)
+from lowpeak.models import LOGPROB_HEAD, HeadKind, Reference, adapter_reference, context_length, materialize_meta_params
 from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, is_sharded, states_on_host
 from lowpeak.records import Prompt
 from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
-from lowpeak.training.collector import RolloutCollector
-from lowpeak.training.engines import make_engine, why_adapters_idle
-from lowpeak.training.memory_budget import budget_bytes, resolve_sizes
-from lowpeak.training.planned_memory import PlannedMemory
-from lowpeak.training.prepare_run import OnlineParts
-from lowpeak.training.rollout import RolloutStats
-from lowpeak.training.run import ProgressTracker, Run, RunContext
-from lowpeak.training.run_sizes import LayoutChoice, prepare_layout, training_bytes
-from lowpeak.training.step import LogprobSettings
-from lowpeak.training.storage import acting_storage, report_idle_storage, set_optimizer, storage_fractions
-from lowpeak.training.weight_sync import WeightSync
+from lowpeak.setup.engines import make_engine, why_adapters_idle
+from lowpeak.setup.prepare_run import OnlineParts
+from lowpeak.setup.storage import acting_storage, report_idle_storage, set_optimizer, storage_fractions
+from lowpeak.sizes import LayoutChoice, PlannedMemory, budget_bytes, prepare_layout, resolve_sizes, training_bytes
+from lowpeak.training import (
+    LogprobSettings,
+    ProgressTracker,
+    RolloutCollector,
+    RolloutStats,
+    Run,
+    RunContext,
+    WeightSync,
+)
 
 
 def connect_online(

@@ -12,9 +12,8 @@ from lowpeak.arguments import VllmSettings
 from lowpeak.batching import plan_micro_batches
 from lowpeak.data import DatasetCursor
 from lowpeak.rollout import FunctionEngine
-from lowpeak.training.collector import RolloutCollector
-from lowpeak.training.engines import describe_generation
-from lowpeak.training.run import Run, RunContext
+from lowpeak.setup.engines import describe_generation
+from lowpeak.training import RolloutCollector, Run, RunContext
 
 Report = dict[str, Any]
 
