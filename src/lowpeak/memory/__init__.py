@@ -1,4 +1,4 @@
-"""Memory: the peak of each phase, measured or rehearsed on fake tensors; automatic sizes; offloading to the host."""
+"""Memory: the measured peak of each phase; device memory; offloading to the host."""
 
 from lowpeak.exports import lazy_exports
 

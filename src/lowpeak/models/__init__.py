@@ -1,4 +1,4 @@
-"""Models: loading, LoRA adapters, critics, and the load balancing of mixtures of experts."""
+"""Models: loading, sharded loading and LoRA adapters."""
 
 from lowpeak.exports import lazy_exports
 

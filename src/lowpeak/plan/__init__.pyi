@@ -19,3 +19,4 @@ from lowpeak.plan.output import write_plot as write_plot
 from lowpeak.plan.plan import Plan as Plan
 from lowpeak.plan.plan import check_context as check_context
 from lowpeak.plan.plan import make_plan as make_plan
+from lowpeak.plan.plan_process import start_plan as start_plan

@@ -38,9 +38,8 @@ from lowpeak.plan.rehearsal import Placement, RehearsedRollout, RewardPass
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
 from lowpeak.rewards import REWARD_BATCH_TOKENS
 from lowpeak.rollout.native import bytes_per_token
-from lowpeak.setup import describe_generation
+from lowpeak.setup import attach_critic, describe_generation
 from lowpeak.sizes import LayoutChoice, ModelShape, Sizes, choose_layout
-from lowpeak.trainers import attach_critic
 from lowpeak.training import LogprobSettings
 
 OFFLINE = ("sft", "reward")

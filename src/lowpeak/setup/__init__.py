@@ -1,4 +1,4 @@
-"""The start of a run: checks before loading, consistent ranks, resuming, restarts."""
+"""Everything before the first step: checks, models, critic, engine, sizes of a run; resuming and restarts."""
 
 from lowpeak.exports import lazy_exports
 

@@ -57,7 +57,15 @@ from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
 from lowpeak.setup.engines import make_engine, why_adapters_idle
 from lowpeak.setup.prepare_run import OnlineParts
 from lowpeak.setup.storage import acting_storage, report_idle_storage, set_optimizer, storage_fractions
-from lowpeak.sizes import LayoutChoice, PlannedMemory, budget_bytes, prepare_layout, resolve_sizes, training_bytes
+from lowpeak.sizes import (
+    LayoutChoice,
+    PlannedMemory,
+    StartPlan,
+    budget_bytes,
+    prepare_layout,
+    resolve_sizes,
+    training_bytes,
+)
 from lowpeak.training import (
     LogprobSettings,
     ProgressTracker,
@@ -70,7 +78,10 @@ from lowpeak.training import (
 
 
 def connect_online(
-    context: RunContext, parts: OnlineParts, rollout_func: Callable[..., Mapping[str, Any]] | None
+    context: RunContext,
+    parts: OnlineParts,
+    rollout_func: Callable[..., Mapping[str, Any]] | None,
+    start_plan: StartPlan,
 ) -> tuple[Run, RolloutCollector]:
     """Return the run and the rollout collector of an online trainer that has its accelerator."""
     args, settings = parts.args, parts.settings
@@ -109,7 +120,16 @@ def connect_online(
             )
     pad_id = padding_id(parts.tokenizer)
     run = make_run(
-        context, args, settings, parts.algorithm, strategy, parts.policy, pad_id, reference, prompt_tokens=longest
+        context,
+        args,
+        settings,
+        parts.algorithm,
+        strategy,
+        parts.policy,
+        pad_id,
+        start_plan,
+        reference,
+        prompt_tokens=longest,
     )
     stats = RolloutStats()
     collector = RolloutCollector(
@@ -134,6 +154,7 @@ def make_run(
     strategy: Strategy,
     policy: nn.Module,
     pad_id: int,
+    start_plan: StartPlan,
     reference: Reference | None = None,
     head: HeadKind = LOGPROB_HEAD,
     prompt_tokens: int | None = None,
@@ -158,7 +179,7 @@ def make_run(
     report_idle_storage(args, settings.model, policy, storage)
     shares = storage_fractions(context, storage)
     sizes, memory_limit, planned = resolve_sizes(
-        context, memory, policy, strategy, choice, shares, storage, prompt_tokens
+        context, memory, policy, strategy, choice, shares, storage, prompt_tokens, start_plan
     )
     materialize_meta_params(policy)
     if storage is not None:
@@ -179,7 +200,11 @@ def make_run(
         storage=storage,
         converts_weights=_converts_weights(policy, strategy),
         reference=reference,
-        planned=PlannedMemory(context, policy, planned) if memory.plan_memory and ranks.processes.rank == 0 else None,
+        planned=(
+            PlannedMemory(context, policy, start_plan, planned)
+            if memory.plan_memory and ranks.processes.rank == 0
+            else None
+        ),
     )
 
 

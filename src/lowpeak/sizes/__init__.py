@@ -1,4 +1,4 @@
-"""TODO lowpeak.sizes."""
+"""Sizes of a run from the memory that is free, from a memory budget, or from a plan of its memory."""
 
 from lowpeak.exports import lazy_exports
 

@@ -27,7 +27,7 @@ from lowpeak.memory import Phase, attainable_bytes, cap_allocator, free_bytes, h
 from lowpeak.parallel import DeviceFractions, Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric
-from lowpeak.sizes.planned_memory import bytes_beside_tensors, run_description, start_plan
+from lowpeak.sizes.planned_memory import StartPlan, bytes_beside_tensors, run_description
 from lowpeak.sizes.run_sizes import SYNC_BYTES, LayoutChoice, Sizes, gradient_bytes
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ def resolve_sizes(
     shares: DeviceFractions,
     storage: StorageFormat | None,
     prompt_tokens: int | None,
+    start_plan: StartPlan,
 ) -> tuple[Sizes, MemoryLimit, Mapping[str, float]]:
     """Return the run's sizes, its limit of memory, and the bytes by phase of a plan that was made for its budget.
 
@@ -78,7 +79,7 @@ def resolve_sizes(
     """
     device, args = context.accelerator.device, context.acting_args
     budget = budget_bytes(memory, device, strategy.ranks)
-    plan = plan_sizes(context, policy, strategy, budget, prompt_tokens)
+    plan = plan_sizes(context, policy, strategy, budget, prompt_tokens, start_plan)
     if budget is not None and memory.memory_budget != "auto" and device.type == "cuda":
         cap_allocator(device, budget, strategy.ranks.processes.world_size)
     planned = dict(plan.sizes)
@@ -109,7 +110,12 @@ class BudgetPlan:
 
 
 def plan_sizes(
-    context: Any, policy: nn.Module, strategy: Strategy, budget: int | None, prompt_tokens: int | None
+    context: Any,
+    policy: nn.Module,
+    strategy: Strategy,
+    budget: int | None,
+    prompt_tokens: int | None,
+    start_plan: StartPlan,
 ) -> BudgetPlan:
     """Return the sizes that keep the run within the budget, from a plan that rank 0 has made in another process.
 
@@ -121,7 +127,9 @@ def plan_sizes(
     memory = total_bytes(context.accelerator.device)
     description = run_description(context, policy, strategy, memory, {}, prompt_tokens)
     beside = int(strategy.ranks.processes.max([bytes_beside_tensors(context, policy)])[0])
-    found = strategy.ranks.call_on_first(lambda: _planned({**description, "budget": budget, "beside": beside}))
+    found = strategy.ranks.call_on_first(
+        lambda: _planned({**description, "budget": budget, "beside": beside}, start_plan)
+    )
     if "problem" not in found:
         return BudgetPlan({}, {})
     if found["problem"]:
@@ -134,7 +142,7 @@ def plan_sizes(
     return BudgetPlan(found["sizes"], found["phases"])
 
 
-def _planned(description: dict[str, Any]) -> dict[str, Any]:
+def _planned(description: dict[str, Any], start_plan: StartPlan) -> dict[str, Any]:
     """Return the answer of the planning process; an empty one, after a warning, if it fails or takes too long."""
     with tempfile.TemporaryDirectory(prefix="lowpeak-plan-") as folder:
         process, output = start_plan(description, Path(folder))

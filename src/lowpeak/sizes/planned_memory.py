@@ -10,11 +10,9 @@ import copy
 import json
 import logging
 import os
-import pickle
 import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +29,9 @@ logger = logging.getLogger(__name__)
 
 _KINDS = {f"{prefix}Config": kind for kind, prefix in CLASS_PREFIXES.items()}
 _MORE = 1.1  # of the planned bytes, from which a measured peak is named
-_OF_LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "ACCELERATE_",
-    "FSDP_",
-)
+
+# Starts a process that plans the described run, in a folder for its files; returns it and the file that it prints to.
+StartPlan = Callable[[Mapping[str, Any], Path], tuple[subprocess.Popen[bytes], Path]]
 
 
 class PlannedMemory:
@@ -49,8 +40,10 @@ class PlannedMemory:
     `planned` are the bytes by phase of a plan that is made already.
     """
 
-    def __init__(self, context: Any, policy: nn.Module, planned: Mapping[str, float] | None = None) -> None:
-        self._context, self._policy = context, policy
+    def __init__(
+        self, context: Any, policy: nn.Module, start_plan: StartPlan, planned: Mapping[str, float] | None = None
+    ) -> None:
+        self._context, self._policy, self._start_plan = context, policy, start_plan
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="lowpeak-plan-")
         self._warned = False
@@ -110,22 +103,11 @@ class PlannedMemory:
         description = run_description(
             context, self._policy, context.run.strategy, self._limit, context.run.sizes.as_dict()
         )
-        self._process, self._output = start_plan(description, Path(self._folder.name))
+        self._process, self._output = self._start_plan(description, Path(self._folder.name))
 
     @property
     def _limit(self) -> int:
         return total_bytes(self._context.accelerator.device)
-
-
-def start_plan(description: Mapping[str, Any], folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    """Start a process that plans the described run; return it, and the file of what it prints."""
-    request, printed = folder / "request.pkl", folder / "plan.json"
-    request.write_bytes(pickle.dumps(dict(description)))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "lowpeak.plan.of_run", str(request)]
-    with printed.open("wb") as output:
-        return subprocess.Popen(command, stdout=output, stderr=output, env=environment), printed
 
 
 def bytes_beside_tensors(context: Any, policy: nn.Module) -> int:

@@ -1,3 +1,2 @@
 from lowpeak.trainers.configs import GRPOConfig as GRPOConfig
 from lowpeak.trainers.grpo import GRPOTrainer as GRPOTrainer
-from lowpeak.trainers.ppo import attach_critic as attach_critic

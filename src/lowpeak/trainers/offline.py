@@ -35,6 +35,7 @@ from lowpeak.heads import num_embeddings, transformers_model
 from lowpeak.memory import Phase
 from lowpeak.models import LOGPROB_HEAD, HeadKind, context_length, convert_trainable, disable_dropout, load_tokenizer
 from lowpeak.parallel import check_devices, check_is_sharded, detect_strategy
+from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
 from lowpeak.records import MicroBatch, Record
 from lowpeak.setup import (
@@ -184,7 +185,7 @@ class OfflineTrainer(StepTrainer):
         strategy = detect_strategy(self.accelerator)
         pad_id = padding_id(tokenizer)
         algorithm = self.make_algorithm()
-        self.start_run(make_run(self, args, settings, algorithm, strategy, policy, pad_id, head=self.head))
+        self.start_run(make_run(self, args, settings, algorithm, strategy, policy, pad_id, start_plan, head=self.head))
         self.reader = self.make_reader(policy, tokenizer)
         with strategy.ranks.propagate_errors():
             self.cursor = make_cursor(train_dataset, self.reader, args, settings.shuffle_dataset)

@@ -25,6 +25,7 @@ from lowpeak.checkpoint import (
 from lowpeak.data import check_prompt_columns, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.parallel import check_is_sharded, has_shards
+from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.setup import (
@@ -151,7 +152,7 @@ class OnlineTrainer(StepTrainer):
         )
         self.user_args, self.acting_args = args, parts.args
         self.parts = parts
-        run, self.collector = connect_online(self, parts, rollout_func)
+        run, self.collector = connect_online(self, parts, rollout_func, start_plan)
         self.asked: Sampling | None = None  # while a rollout_func runs: the sampling that it is called for
         for name in _READ_BY_FUNCTIONS:
             setattr(self, name, getattr(parts.args, name))

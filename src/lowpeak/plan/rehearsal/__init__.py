@@ -1,4 +1,4 @@
-"""TODO lowpeak.plan.rehearsal."""
+"""Rehearsal: the phases of a step on fake tensors, which count the bytes that a run would take."""
 
 from lowpeak.exports import lazy_exports
 

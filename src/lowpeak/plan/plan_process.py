@@ -1,6 +1,6 @@
-"""The plan of a run that trains, made by a separate process: `python -m lowpeak.plan.of_run REQUEST`.
+"""The plan of a run that trains, made by a separate process, which `start_plan` starts.
 
-It prints the bytes by phase. If the request has a budget, it prints the sizes that keep to it, too.
+The process prints the bytes by phase. If the request has a budget, it prints the sizes that keep to it, too.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,27 @@ from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import Plan, make_plan
 
 _LOWEST_PRIORITY = 10
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ACCELERATE_",
+    "FSDP_",
+)
+
+
+def start_plan(description: Mapping[str, Any], folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start a process that plans the described run; return it, and the file that it prints to."""
+    request, printed = folder / "request.pkl", folder / "plan.json"
+    request.write_bytes(pickle.dumps(dict(description)))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "lowpeak.plan.plan_process", str(request)]
+    with printed.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment), printed
 
 
 def planned_bytes(plan: Plan) -> dict[str, int]:
