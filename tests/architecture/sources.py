@@ -14,6 +14,26 @@ from lowpeak.exports import exported_names
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "src" / "lowpeak"
 
+# From below: a package, or a module of lowpeak itself, imports only from layers below its own.
+LAYERS = (
+    ("errors", "exports", "records", "device_kind", "cgroups"),
+    ("arguments", "batching", "cpu_cores", "data", "memory", "ranks"),
+    ("algorithms", "logprobs", "optim", "watchdog"),
+    ("heads",),
+    ("attention", "models"),
+    ("parallel", "rewards", "rollout"),
+    ("checkpoint", "vllm"),
+    ("journal",),
+    ("report", "sizes"),
+    ("training",),
+    ("setup",),
+    ("plan",),
+    ("trainers",),
+    ("selftest",),
+    ("cli",),
+    ("__main__",),
+)
+
 When = Literal["start", "call", "typing"]
 
 

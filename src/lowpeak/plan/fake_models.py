@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+import lowpeak.models
+
 _BLOCK = 64  # weights that share an fp32 scale in 4 bits (Dettmers et al. 2023, arXiv 2305.14314, section 3)
 
 
@@ -56,7 +58,7 @@ def quantize(model: nn.Module, bits: Literal[4, 8]) -> None:
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Keep warnings of loaded models silent: a plan shows the dtypes of weights itself, and makes the model several times."""
-    logger = logging.getLogger("lowpeak.models")
+    logger = logging.getLogger(lowpeak.models.__name__)
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

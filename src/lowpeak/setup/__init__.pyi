@@ -1,7 +1,6 @@
 from lowpeak.setup.build_run import computes_in_fp32 as computes_in_fp32
 from lowpeak.setup.build_run import connect_online as connect_online
 from lowpeak.setup.build_run import make_run as make_run
-from lowpeak.setup.build_run import max_prompt_tokens as max_prompt_tokens
 from lowpeak.setup.critic import attach_critic as attach_critic
 from lowpeak.setup.dry_run import describe_offline as describe_offline
 from lowpeak.setup.dry_run import describe_run as describe_run
@@ -21,6 +20,7 @@ from lowpeak.setup.preflight import require_same_data as require_same_data
 from lowpeak.setup.preflight import silence_nonzero_ranks as silence_nonzero_ranks
 from lowpeak.setup.prepare_run import OnlineInputs as OnlineInputs
 from lowpeak.setup.prepare_run import prepare_online as prepare_online
+from lowpeak.setup.prompts import max_prompt_tokens as max_prompt_tokens
 from lowpeak.setup.resume import check_checkpoint_name as check_checkpoint_name
 from lowpeak.setup.resume import check_resume as check_resume
 from lowpeak.setup.resume import clear_output_dir as clear_output_dir

@@ -5,7 +5,7 @@ Of `args`, only arguments that transformers declares are read: bf16, seeds, outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,15 +20,13 @@ from transformers import PreTrainedModel
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import (
     MemorySettings,
-    OnlineSettings,
-    PromptSettings,
     RunSettings,
     report_idle_arguments,
     warn_or_raise,
 )
 from lowpeak.checkpoint import converts_weights
-from lowpeak.data import DatasetCursor, PromptReader, make_cursor, padding_id
-from lowpeak.errors import ArgumentError, DataError, ModelError
+from lowpeak.data import PromptReader, padding_id
+from lowpeak.errors import ModelError
 from lowpeak.heads import (
     LoadBalance,
     causal_lm,
@@ -50,12 +48,12 @@ from lowpeak.memory import (
     allow_cudnn_attention,
     room_in_budget,
 )
-from lowpeak.models import LOGPROB_HEAD, HeadKind, Reference, adapter_reference, context_length, materialize_meta_params
+from lowpeak.models import LOGPROB_HEAD, HeadKind, Reference, adapter_reference, materialize_meta_params
 from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, is_sharded, states_on_host
-from lowpeak.records import Prompt
-from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
+from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings
 from lowpeak.setup.engines import make_engine, why_adapters_idle
 from lowpeak.setup.prepare_run import OnlineParts
+from lowpeak.setup.prompts import check_end_tokens, context_name, max_prompt_tokens, prompt_cursor
 from lowpeak.setup.storage import acting_storage, report_idle_storage, set_optimizer, storage_fractions
 from lowpeak.sizes import (
     LayoutChoice,
@@ -90,7 +88,7 @@ def connect_online(
     critic = critic_classifier(causal_lm(parts.policy))
     if critic is not None:
         check_critic_vocabulary(critic, parts.policy, parts.tokenizer)
-    _check_end_tokens(settings.sampling.stop_token_ids, num_embeddings(parts.policy))
+    check_end_tokens(settings.sampling.stop_token_ids, num_embeddings(parts.policy))
     prompts, max_new_tokens = settings.prompts, settings.sampling.max_new_tokens
     limit = max_prompt_tokens(parts.policy, critic, max_new_tokens, prompts.vllm_max_model_length)
     new_reader = partial(
@@ -99,36 +97,23 @@ def connect_online(
         chat_template_kwargs=prompts.chat_template_kwargs,
         max_prompt_tokens=limit,
         overlong=prompts.overlong_prompts,
-        limit_reason=f"{_context_name(prompts, critic)} less max_completion_length {max_new_tokens}",
+        limit_reason=f"{context_name(prompts, critic)} less max_completion_length {max_new_tokens}",
         num_embeddings=num_embeddings(parts.policy),
         report_idle=partial(warn_or_raise, args),
     )
     reader = new_reader()
     with strategy.ranks.propagate_errors():
-        cursor = _prompt_cursor(context.train_dataset, reader, settings, args)
+        cursor = prompt_cursor(context.train_dataset, reader, settings, args)
         longest = reader.longest
     is_offloadable = _has_frozen_models(parts) or not states_on_host(context.accelerator.state)
     offloads = settings.memory.offload_during_rollout and is_offloadable
     offloader = make_rollout_offloader(context, parts.policy, strategy) if offloads else None
     freeze = _freezer(context, parts, strategy, offloader)
     reference = _reference(parts, freeze) if "reference" in parts.algorithm.needs else None
-    for reward in parts.rewards:
-        if isinstance(reward, ModelReward):
-            frozen = freeze(reward.model)
-            reward.replace_model(
-                frozen, strategy.ranks if is_sharded(frozen.model) else None, context.accelerator.device
-            )
-    pad_id = padding_id(parts.tokenizer)
+    _freeze_reward_models(parts.rewards, freeze, strategy, context.accelerator.device)
+    policy, pad_id = parts.policy, padding_id(parts.tokenizer)
     run = make_run(
-        context,
-        args,
-        settings,
-        parts.algorithm,
-        strategy,
-        parts.policy,
-        pad_id,
-        start_plan,
-        reference,
+        *(context, args, settings, parts.algorithm, strategy, policy, pad_id, start_plan, reference),
         prompt_tokens=longest,
     )
     stats = RolloutStats()
@@ -323,6 +308,15 @@ def _freezer(
     return lambda model: add_to_offloader(offloader, strategy, strategy.prepare_frozen(model, room, on_host))
 
 
+def _freeze_reward_models(
+    rewards: Iterable[Reward], freeze: Callable[[nn.Module], FrozenModel], strategy: Strategy, device: torch.device
+) -> None:
+    for reward in rewards:
+        if isinstance(reward, ModelReward):
+            frozen = freeze(reward.model)
+            reward.replace_model(frozen, strategy.ranks if is_sharded(frozen.model) else None, device)
+
+
 def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], FrozenModel]) -> Reference:
     if parts.reference_model is None:
         return adapter_reference(parts.policy)
@@ -335,7 +329,7 @@ def _has_frozen_models(parts: OnlineParts) -> bool:
     return parts.reference_model is not None or any(isinstance(reward, ModelReward) for reward in parts.rewards)
 
 
-# arguments, rewards and prompts
+# arguments and rewards
 
 
 def _report_idle_arguments(context: RunContext, parts: OnlineParts, strategy: Strategy) -> None:
@@ -362,49 +356,3 @@ def _panel(parts: OnlineParts) -> RewardPanel:
     settings, tokenizer = parts.settings, parts.tokenizer
     reward_settings = RewardSettings(settings.reward_weights, settings.reward_failures, settings.reward_timeout)
     return RewardPanel(parts.rewards, reward_settings, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _context_name(prompts: PromptSettings, critic: nn.Module | None) -> str:
-    """Return the limit of a sequence's length, in words: the shortest context of policy, critic and vLLM."""
-    length = prompts.vllm_max_model_length
-    context = "the model's context" if critic is None else "the model's context or its critic's"
-    return context if length is None else f"{context} or vllm_max_model_length {length}"
-
-
-def max_prompt_tokens(
-    policy: nn.Module, critic: nn.Module | None, max_completion_length: int, max_model_length: int | None
-) -> int | None:
-    """Return the most tokens of a prompt; None for no limit. ArgumentError if completions leave no room."""
-    contexts = [context_length(model) for model in (policy, critic) if model is not None]
-    lengths = [length for length in (*contexts, max_model_length) if length is not None]
-    context = min(lengths, default=None)
-    if context is None:
-        return None
-    if context <= max_completion_length:
-        raise ArgumentError(
-            f"max_completion_length={max_completion_length} leaves no room for a prompt in the model's context of {context} "
-            "tokens; lower it."
-        )
-    return context - max_completion_length
-
-
-def _check_end_tokens(stop_token_ids: Sequence[int], num_embeddings: int | None) -> None:
-    """Raise ArgumentError for an end token that the model cannot generate."""
-    beyond = [token for token in stop_token_ids if num_embeddings is not None and token >= num_embeddings]
-    if beyond:
-        raise ArgumentError(
-            f"generation_kwargs has the end token {beyond[0]}, but the model embeds only {num_embeddings} tokens: remove it."
-        )
-
-
-def _prompt_cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> DatasetCursor[Prompt]:
-    """Check all rows of the dataset, and that they are enough for a rollout; a stream starts again when it ends."""
-    cursor = make_cursor(dataset, reader, args, settings.prompts.shuffle_dataset)
-    prompts = cursor.rows_per_epoch
-    if prompts is not None and prompts < settings.rollout.num_prompts:
-        raise DataError(
-            f"the dataset has {prompts} usable prompts and a rollout needs {settings.rollout.num_prompts} "
-            f"({settings.rollout.num_sequences} completions, num_generations={settings.rollout.num_generations}): add rows, or "
-            "lower per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation."
-        )
-    return cursor

@@ -1,0 +1,60 @@
+"""Prompts of a run: their longest length, the end tokens of their completions, and the cursor over the dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from lowpeak.arguments import OnlineSettings, PromptSettings
+from lowpeak.data import DatasetCursor, PromptReader, make_cursor
+from lowpeak.errors import ArgumentError, DataError
+from lowpeak.models import context_length
+from lowpeak.records import Prompt
+
+
+def context_name(prompts: PromptSettings, critic: nn.Module | None) -> str:
+    """Return the limit of a sequence's length, in words: the shortest context of policy, critic and vLLM."""
+    length = prompts.vllm_max_model_length
+    context = "the model's context" if critic is None else "the model's context or its critic's"
+    return context if length is None else f"{context} or vllm_max_model_length {length}"
+
+
+def max_prompt_tokens(
+    policy: nn.Module, critic: nn.Module | None, max_completion_length: int, max_model_length: int | None
+) -> int | None:
+    """Return the most tokens of a prompt; None for no limit. ArgumentError if completions leave no room."""
+    contexts = [context_length(model) for model in (policy, critic) if model is not None]
+    lengths = [length for length in (*contexts, max_model_length) if length is not None]
+    context = min(lengths, default=None)
+    if context is None:
+        return None
+    if context <= max_completion_length:
+        raise ArgumentError(
+            f"max_completion_length={max_completion_length} leaves no room for a prompt in the model's context of {context} "
+            "tokens; lower it."
+        )
+    return context - max_completion_length
+
+
+def check_end_tokens(stop_token_ids: Sequence[int], num_embeddings: int | None) -> None:
+    """Raise ArgumentError for an end token that the model cannot generate."""
+    beyond = [token for token in stop_token_ids if num_embeddings is not None and token >= num_embeddings]
+    if beyond:
+        raise ArgumentError(
+            f"generation_kwargs has the end token {beyond[0]}, but the model embeds only {num_embeddings} tokens: remove it."
+        )
+
+
+def prompt_cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> DatasetCursor[Prompt]:
+    """Check all rows of the dataset, and that they are enough for a rollout; a stream starts again when it ends."""
+    cursor = make_cursor(dataset, reader, args, settings.prompts.shuffle_dataset)
+    prompts = cursor.rows_per_epoch
+    if prompts is not None and prompts < settings.rollout.num_prompts:
+        raise DataError(
+            f"the dataset has {prompts} usable prompts and a rollout needs {settings.rollout.num_prompts} "
+            f"({settings.rollout.num_sequences} completions, num_generations={settings.rollout.num_generations}): add rows, or "
+            "lower per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation."
+        )
+    return cursor
