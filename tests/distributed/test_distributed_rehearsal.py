@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from child_processes import succeed_on_ranks
 from lowpeak.parallel.fsdp2 import Fsdp2
-from lowpeak.plan.rehearsal.rehearsal import Placement, rehearse
+from lowpeak.plan.rehearsal.rehearsal import MeshShape, RehearsalInputs, rehearse
 from lowpeak.training.step import run_step, score
 from rehearsal_cases import ALGORITHM, CORE, make_model, micro_batches
 
@@ -86,7 +86,7 @@ def step(place):
 def test_phases_differ_as_on_two_real_ranks(tmp_path):
     succeed_on_ranks(step, tmp_path)
     scoring = replace(ALGORITHM, needs=frozenset(("old",)))
-    rehearsed = rehearse(make_model, micro_batches(16, 16, 4, 64), scoring, CORE, placement=Placement(2))
+    rehearsed = rehearse(RehearsalInputs(make_model, micro_batches(16, 16, 4, 64), scoring, CORE, MeshShape(2)))
     for real in seen(tmp_path):
         assert real.keys() == {"score", "forward", "backward", "optimizer"}
         constant = {phase: (real[phase] - rehearsed.peak(phase)) / MB for phase in real}

@@ -15,7 +15,7 @@ from lowpeak.arguments.storage import StorageFormat
 from lowpeak.errors import ArgumentError
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.rehearsal.fake_ranks import fake_process_group, make_mesh, wrap_shape_propagation
-from lowpeak.plan.rehearsal.rehearsal import Placement, Rehearsal, rehearse
+from lowpeak.plan.rehearsal.rehearsal import MeshShape, Rehearsal, RehearsalInputs, rehearse
 from lowpeak.plan.rehearsal.storage_meter import StorageMeter
 from rehearsal_cases import ALGORITHM, CORE, make_model, micro_batches
 
@@ -46,7 +46,7 @@ def checkpointed():
 
 def test_64_ranks_of_a_model_of_15_gb_answer_at_once():
     batches, core = micro_batches(512, 1536, 1, 2048), replace(CORE, chunk_size=256)
-    found = rehearse(checkpointed, batches, SCORING, core, placement=Placement(64), compute=torch.bfloat16)
+    found = rehearse(RehearsalInputs(checkpointed, batches, SCORING, core, mesh=MeshShape(64), compute=torch.bfloat16))
     with torch.device("meta"):
         num_bytes = sum(p.nbytes for p in make_model(LARGE).parameters())
     assert num_bytes > 15 * GB
@@ -60,14 +60,15 @@ def test_64_ranks_of_a_model_of_15_gb_answer_at_once():
 
 def test_a_rank_holds_its_share_of_weights_gradients_and_both_states():
     one, four = (
-        rehearse(lambda: make_model(SMALL), BATCHES, SCORING, CORE, placement=Placement(shards)) for shards in (1, 4)
+        rehearse(RehearsalInputs(lambda: make_model(SMALL), BATCHES, SCORING, CORE, mesh=MeshShape(shards)))
+        for shards in (1, 4)
     )
     assert one.peak("optimizer") == pytest.approx(4 * one.peak("load"), rel=0.05)
     assert one.peak("forward", "backward") > one.peak("score") > 3 * one.peak("load")
     assert four.peak("load") == pytest.approx(one.peak("load") / 4, rel=0.1)
     assert four.peak("optimizer") < 0.5 * one.peak("optimizer")
     assert not dist.is_initialized()
-    many = rehearse(lambda: make_model(SMALL), micro_batches(8, 64, 4, 1000), SCORING, CORE)
+    many = rehearse(RehearsalInputs(lambda: make_model(SMALL), micro_batches(8, 64, 4, 1000), SCORING, CORE))
     assert many.peak("forward") > one.peak("forward")
     assert many.peak("optimizer") == one.peak("optimizer")
 
@@ -76,7 +77,7 @@ def test_replicas_have_one_gradient_of_each_parameter_however_many_micro_batches
     batches = micro_batches(8, 64, 4, 100)
     assert len(batches) > 1
     one, two = (
-        rehearse(lambda: make_model(WIDE), batches, ALGORITHM, CORE, placement=Placement(1, number))
+        rehearse(RehearsalInputs(lambda: make_model(WIDE), batches, ALGORITHM, CORE, mesh=MeshShape(1, number)))
         for number in (1, 2)
     )
     piece = 4 << 22  # bytes of the small gradients that are averaged together
@@ -97,7 +98,11 @@ def bytes_per_parameter(found: Rehearsal, config: Qwen2Config, world_size: int =
 def test_a_storage_format_takes_its_bytes(bits, low_bytes, world_size):
     storage = StorageFormat(bits, 8)
     found = bytes_per_parameter(
-        rehearse(lambda: make_model(WIDE), BATCHES, SCORING, CORE, placement=Placement(world_size), storage=storage),
+        rehearse(
+            RehearsalInputs(
+                lambda: make_model(WIDE), BATCHES, SCORING, CORE, mesh=MeshShape(world_size), storage=storage
+            )
+        ),
         WIDE,
         world_size,
     )
@@ -113,7 +118,9 @@ def test_an_offloaded_optimizer_leaves_the_weights_on_the_device(world_size):
     found, beside = (
         bytes_per_parameter(
             rehearse(
-                lambda: make_model(WIDE), BATCHES, SCORING, CORE, placement=Placement(world_size), storage=storage
+                RehearsalInputs(
+                    lambda: make_model(WIDE), BATCHES, SCORING, CORE, mesh=MeshShape(world_size), storage=storage
+                )
             ),
             WIDE,
             world_size,
@@ -131,12 +138,17 @@ def test_an_offloaded_optimizer_leaves_the_weights_on_the_device(world_size):
     assert found["to_host"] == pytest.approx(2 + 2.0625, rel=0.03)
 
 
+def test_the_former_name_names_the_new_one():
+    with pytest.raises(ImportError, match=r"lowpeak\.plan\.rehearse"):
+        from lowpeak.memory import rehearse as _  # noqa: F401
+
+
 def test_a_phase_that_reads_a_value_is_refused():
     def reading(logprobs_T, tokens):
         return logprobs_T * logprobs_T.sum().item()
 
     with pytest.raises(DataDependentOutputException):
-        rehearse(lambda: make_model(SMALL), BATCHES, replace(ALGORITHM, loss=reading), CORE)
+        rehearse(RehearsalInputs(lambda: make_model(SMALL), BATCHES, replace(ALGORITHM, loss=reading), CORE))
     assert torch.UntypedStorage.resize_ is RESIZE
 
 
@@ -146,7 +158,7 @@ def test_connected_ranks_cannot_rehearse():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(ArgumentError):
-            rehearse(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, placement=Placement(2))
+            rehearse(RehearsalInputs(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, mesh=MeshShape(2)))
     finally:
         dist.destroy_process_group()
 

@@ -116,7 +116,7 @@ def _format_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> It
         bits = now.weight_bits
         then = StorageFormat(bits, now.state_bits, 32, offload=True)
         copied = int(plan.counts.trained * then.copied_bytes(work.num_batches))
-        copied //= max(1, plan.request.placement.shards)
+        copied //= max(1, plan.request.mesh.shards)
         yield change("offload_optimizer=True", _ratios(now, then), replace(work, host_bytes=work.host_bytes + copied))
 
 

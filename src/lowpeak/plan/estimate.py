@@ -34,7 +34,8 @@ from lowpeak.plan.cost import Work, computes_in_bf16, gradient_bytes, shards_wei
 from lowpeak.plan.derived_configs import with_arguments, with_layers
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import PlanRequest, RunInputs
-from lowpeak.plan.plan import ModelCounts, free_bytes, rehearse_inputs
+from lowpeak.plan.plan import ModelCounts, free_bytes, rehearsal_inputs
+from lowpeak.plan.rehearsal import rehearse
 
 _FEW, _MORE = 2, 4  # layers of the small rehearsals
 _LEAST_TOKENS, _MOST_TOKENS = 1 << 9, 1 << 17  # of a candidate's micro-batch
@@ -362,7 +363,7 @@ class Estimator:
         with rehearse_device(request.machine.device), rehearse_experts():
             inputs = RunInputs(request, lambda inputs: request.machine.memory // 2)
             inputs.counts = self.inputs.counts
-            phases = rehearse_inputs(inputs, inputs.step_batches(), updates=False).phases
+            phases = rehearse(rehearsal_inputs(inputs, inputs.step_batches(), updates=False)).phases
         if "rollout" in phases:
             kinds = phases["rollout"].device
             self._decoding = max(self._decoding, kinds.get(Kind.ACTIVATIONS, 0) + kinds.get(Kind.LOGITS, 0))

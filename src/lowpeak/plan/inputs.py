@@ -34,7 +34,7 @@ from lowpeak.models import SCORE_HEAD, add_training_adapter, check_tensor_parall
 from lowpeak.plan.derived_configs import shard_config
 from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
 from lowpeak.plan.hardware import Machine
-from lowpeak.plan.rehearsal import Placement, RehearsedRollout, RewardPass
+from lowpeak.plan.rehearsal import MeshShape, RehearsedRollout, RewardPass
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
 from lowpeak.rewards import REWARD_BATCH_TOKENS
 from lowpeak.rollout.native import bytes_per_token
@@ -82,15 +82,15 @@ class PlanRequest:
         return self.strategy.removesuffix("-offload")
 
     @property
-    def placement(self) -> Placement:
+    def mesh(self) -> MeshShape:
         """Return how FSDP2 or DDP place the policy; ZeRO's stages and tensor parallelism are computed from one device."""
         hosts = self.machine.num_hosts
         return {
-            "fsdp2": Placement(self.world_size),
-            "hsdp": Placement(self.world_size // hosts, hosts),
-            "tp": Placement(self.world_size),
-            "ddp": Placement(1, self.world_size),
-        }.get(self.base_strategy, Placement())
+            "fsdp2": MeshShape(self.world_size),
+            "hsdp": MeshShape(self.world_size // hosts, hosts),
+            "tp": MeshShape(self.world_size),
+            "ddp": MeshShape(1, self.world_size),
+        }.get(self.base_strategy, MeshShape())
 
 
 class RunInputs:

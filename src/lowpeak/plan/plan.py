@@ -26,7 +26,7 @@ from lowpeak.plan.computed import (
 )
 from lowpeak.plan.cost import step_seconds, with_plan, work_of
 from lowpeak.plan.inputs import PlanRequest, RunInputs
-from lowpeak.plan.rehearsal import Rehearsal, rehearse
+from lowpeak.plan.rehearsal import RehearsalInputs, rehearse
 from lowpeak.records import SLICE_BYTES
 from lowpeak.setup import max_prompt_tokens
 
@@ -233,7 +233,7 @@ def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda tex
         inputs.counts = counts = ModelCounts.of(inputs.make_policy)
         batches = inputs.step_batches()
         report(f"rehearsing a step of {len(batches)} micro-batches")
-        rehearsal = rehearse_inputs(inputs, batches)
+        rehearsal = rehearse(rehearsal_inputs(inputs, batches))
         phases = _complete(inputs, rehearsal.phases)
     rehearsed = max(1, min(len(batches), _REHEARSED_BATCHES))
     plan = Plan(
@@ -251,20 +251,19 @@ def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda tex
     return replace(plan, work=work, seconds=step_seconds(work, request.machine))
 
 
-def rehearse_inputs(inputs: RunInputs, batches: list[Any], updates: bool = True) -> Rehearsal:
-    """Rehearse a planned run's tensors, with the largest of rank 0's micro-batches in a step; see `rehearse`."""
+def rehearsal_inputs(inputs: RunInputs, batches: list[Any], updates: bool = True) -> RehearsalInputs:
+    """Return a planned run's step for `rehearse`, with the largest of rank 0's micro-batches."""
     request = inputs.request
     largest = sorted(batches, key=lambda batch: -batch.input_ids_BL.numel())[:_REHEARSED_BATCHES]
-    scored = inputs.scored_batches()[:1] if inputs.is_online and inputs.algorithm.needs else None
-    return rehearse(
+    return RehearsalInputs(
         inputs.make_policy,
         largest,
         inputs.algorithm,
         inputs.logprobs,
-        placement=request.placement,
+        mesh=request.mesh,
         compute=inputs.compute,
         storage=inputs.storage,
-        scored=scored,
+        scored=inputs.scored_batches()[:1] if inputs.is_online and inputs.algorithm.needs else None,
         make_reference=inputs.make_reference if inputs.has_separate_reference else None,
         rewards=inputs.rewards,
         rollout=inputs.rollout(_gather_budget(inputs)),
@@ -319,7 +318,7 @@ def _add_buckets(phase: PhaseMemory, num_bytes: int) -> PhaseMemory:
 
 def _save_bytes(inputs: RunInputs, counts: ModelCounts) -> int:
     """Return the bytes that saving needs: a slice of exported weights, or an adapter; a decoded piece of compact states."""
-    shards, storage = inputs.request.placement.shards, inputs.storage
+    shards, storage = inputs.request.mesh.shards, inputs.storage
     if inputs.request.peft_config is None:
         exported = min(SLICE_BYTES, inputs.trained_dtype.itemsize * counts.largest // shards)
     else:  # rank 0 gathers the adapter, which is fp32
@@ -339,7 +338,7 @@ def _gather_budget(inputs: RunInputs) -> int:
 def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
     """Return what training leaves free of a device, as a run finds out when it starts; or a rollout, without gradients."""
     request, counts = inputs.request, inputs.counts
-    shards = request.placement.shards
+    shards = request.mesh.shards
     if request.strategy.endswith("-offload"):
         held = 0
     elif request.base_strategy.startswith("zero"):

@@ -18,7 +18,8 @@ from lowpeak.heads import install_head
 from lowpeak.journal import read_steps
 from lowpeak.models import load_policy
 from lowpeak.parallel import Strategy
-from lowpeak.plan.rehearsal import FakeStrategy, rehearse
+from lowpeak.plan import RehearsalInputs, rehearse
+from lowpeak.plan.rehearsal import FakeStrategy
 from lowpeak.records import Completion, MicroBatch, Record
 from lowpeak.selftest.models import even_share, make_model, mib
 from lowpeak.selftest.runs import make_trainer
@@ -35,7 +36,8 @@ def step_memory(bench: Bench) -> str:
     """Compare a step's peak memory with its rehearsal on fake tensors."""
     batches = _micro_batches(*bench.pick((256, 128, 8), (8, 8, 4)))
     core = LogprobSettings(1.0, bench.pick(256, 8), bench.device, log_entropy=False)
-    planned = rehearse(partial(_policy, bench), batches, make_supervised(), replace(core, device=torch.device("cpu")))
+    on_cpu = replace(core, device=torch.device("cpu"))
+    planned = rehearse(RehearsalInputs(partial(_policy, bench), batches, make_supervised(), on_cpu))
     # Without the weights and AdamW's states, which are not part of the measured peak.
     expected = planned.peak("forward", "backward") - 3 * planned.peak("load")
     model = _policy(bench).to(bench.device)

@@ -65,7 +65,7 @@ class RewardPass:
 
 
 @dataclass(frozen=True)
-class Placement:
+class MeshShape:
     """How the policy is placed on fake ranks: sharded over `shards` of them by FSDP2, in `replicas` copies.
 
     With one shard, several replicas are those of DDP.
@@ -99,64 +99,74 @@ class Rehearsal:
         return max(self.phases[name].peak if name in self.phases else 0 for name in names)
 
 
-def rehearse(
-    make_model: Callable[[], nn.Module],
-    micro_batches: Sequence[MicroBatch],
-    algorithm: Algorithm,
-    core: LogprobSettings,
-    *,
-    placement: Placement = Placement(),
-    compute: torch.dtype | None = None,
-    make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _FUSED_ADAMW,
-    storage: StorageFormat | None = None,
-    max_grad_norm: float = 1.0,
-    scored: Sequence[MicroBatch] | None = None,
-    make_reference: Callable[[], nn.Module] | None = None,
-    rewards: Sequence[RewardPass] = (),
-    rollout: RehearsedRollout | None = None,
-    activation_offloading: bool = False,
-    device: Literal["cuda", "cpu"] = "cuda",
-    updates: bool = True,
-) -> Rehearsal:
-    """Return the peak of each phase of a step on rank 0 of a placement's ranks.
+@dataclass(frozen=True)
+class RehearsalInputs:
+    """A step to rehearse, with what surrounds it in a run.
 
-    `make_model` must return the model with its head installed; it is called under FakeTensorMode, where a model takes no
-    memory. `micro_batches` are rank 0's of a step, `scored` those of the scoring passes (None: the same), packed outside.
-    `compute` is torch.bfloat16 for a run with `bf16=True`. With a `storage` format the model is converted to it, and its
-    CompactAdamW is the optimizer. Scoring passes are those of `algorithm.needs`; without a separate reference they run the
-    policy, without its adapter if it has one. With `activation_offloading` a forward's activations go to host memory. A first
-    step, which creates the optimizer's states, does not count. Without `updates` there are no states and no optimizer phase.
+    make_model             returns the model with its head installed; called under FakeTensorMode, where it takes no memory
+    micro_batches          rank 0's of a step, packed outside
+    mesh                   how the policy is placed on ranks
+    compute                torch.bfloat16 for a run with `bf16=True`
+    storage                format to which the model is converted, with CompactAdamW as the optimizer
+    scored                 micro-batches of the scoring passes that `algorithm.needs`; None: `micro_batches`
+    make_reference         of a separate reference; without it scoring runs the policy, without its adapter if it has one
+    activation_offloading  whether a forward's activations go to host memory
+    device                 whose allocator's blocks are counted; on "cpu" copies in gloo and in kernels are counted, too
+    updates                whether there are optimizer states and an optimizer phase
+    """
 
-    Counted is every storage that an operation returns, in the blocks of the `device`: weights, shards, gathered layers,
-    activations, gradients, optimizer states; on a CPU copies in gloo and in kernels too. Not counted are other temporaries inside
-    an operation, fragmentation, and the process with its libraries and communicators. Kernels are those of CPU devices. Padded
-    rows get an attention mask of some MB that transformers drops in a real forward, after it has read that nothing is packed.
+    make_model: Callable[[], nn.Module]
+    micro_batches: Sequence[MicroBatch]
+    algorithm: Algorithm
+    core: LogprobSettings
+    mesh: MeshShape = MeshShape()
+    compute: torch.dtype | None = None
+    make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _FUSED_ADAMW
+    storage: StorageFormat | None = None
+    max_grad_norm: float = 1.0
+    scored: Sequence[MicroBatch] | None = None
+    make_reference: Callable[[], nn.Module] | None = None
+    rewards: Sequence[RewardPass] = ()
+    rollout: RehearsedRollout | None = None
+    activation_offloading: bool = False
+    device: Literal["cuda", "cpu"] = "cuda"
+    updates: bool = True
+
+
+def rehearse(inputs: RehearsalInputs) -> Rehearsal:
+    """Return the peak of each phase of a step on rank 0.
+
+    Counted is every storage that an operation returns, in the blocks of the device: weights, shards, gathered layers,
+    activations, gradients, optimizer states. Not counted are other temporaries inside an operation, fragmentation, and the
+    process with its libraries and communicators. A first step, which creates the optimizer's states, does not count. Kernels
+    are those of CPU devices. Padded rows get an attention mask of some MB that transformers drops in a real forward, after it
+    has read that nothing is packed.
 
     ArgumentError in a process that is connected to other ranks; torch's DataDependentOutputException if a phase reads values.
     """
-    with fake_process_group(placement.world_size), ExitStack() as stack:
-        mesh = make_mesh(placement.shards, placement.replicas) if placement.shards > 1 else None
+    with fake_process_group(inputs.mesh.world_size), ExitStack() as stack:
+        mesh = make_mesh(inputs.mesh.shards, inputs.mesh.replicas) if inputs.mesh.shards > 1 else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        counts = (CUDA_BLOCK,) if device == "cuda" else (1, CpuScratch())
+        counts = (CUDA_BLOCK,) if inputs.device == "cuda" else (1, CpuScratch())
         meter = stack.enter_context(StorageMeter(*counts))
         stack.enter_context(wrap_shape_propagation(meter.paused))
         stack.enter_context(tag_fsdp_memory(meter.counting_as))
         meter.begin("load", Kind.WEIGHTS)
-        stage = _Stage(meter, core, make_model, mesh, compute, storage, activation_offloading)
-        stage.load_frozen(make_reference, rewards)
-        optimizer = stage.make_optimizer(make_optimizer, placement)
+        stage = _Stage(meter, inputs, mesh)
+        stage.load_frozen()
+        optimizer = stage.make_optimizer()
         meter.begin(None)
         load = meter.live.copy()
-        if updates:
-            stage.train(micro_batches[:1], algorithm)
-            stage.update(optimizer, max_grad_norm)  # creates its states
+        if inputs.updates:
+            stage.train(inputs.micro_batches[:1])
+            stage.update(optimizer)  # creates its states
         meter.peaks = {"load": load, "sync": meter.live.copy()}
-        stage.run_rollout(rollout, algorithm, micro_batches if scored is None else scored)
+        stage.run_rollout()
         host = stage.host
         host.count_copies_from_here()
-        stage.train(micro_batches, algorithm)
-        if updates:
-            stage.update(optimizer, max_grad_norm)
+        stage.train(inputs.micro_batches)
+        if inputs.updates:
+            stage.update(optimizer)
     phases = {name: PhaseMemory(dict(meter.peaks[name]), host.of_phase(name)) for name in _ORDER if name in meter.peaks}
     return Rehearsal(phases, host.to_host, host.to_device, host.batches_to_host, host.batches_to_device)
 
@@ -167,38 +177,30 @@ _ORDER = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "
 class _Stage:
     """The models of a rehearsal, on the meter."""
 
-    def __init__(
-        self,
-        meter: StorageMeter,
-        core: LogprobSettings,
-        make_model: Callable[[], nn.Module],
-        mesh: Any,
-        compute: torch.dtype | None,
-        storage: StorageFormat | None,
-        activation_offloading: bool,
-    ) -> None:
-        self._meter, self._core, self._mesh, self._compute, self._storage = meter, core, mesh, compute, storage
+    def __init__(self, meter: StorageMeter, inputs: RehearsalInputs, mesh: Any) -> None:
+        self._meter, self._inputs, self._mesh = meter, inputs, mesh
+        self._core, self._compute, storage = inputs.core, inputs.compute, inputs.storage
         self.host = RehearsedHost(meter)
         self._reference: nn.Module | None = None
         self.rewards: list[Callable[[], object]] = []
-        model = make_model().train()
+        model = inputs.make_model().train()
         if storage is not None:
             convert_trainable(model, ModelSettings(storage=storage))
         self._unprepared = model
-        if activation_offloading:
+        if inputs.activation_offloading:
             offload = ActivationOffload(model, cast(Any, RehearsedMover(self.host)))
-            self._core = replace(core, activation_context=offload.saving)
-        self.model = prepare_like_accelerate(model, mesh, compute)
+            self._core = replace(inputs.core, activation_context=offload.saving)
+        self.model = prepare_like_accelerate(model, mesh, inputs.compute)
         self._strategy = cast(Strategy, FakeStrategy(meter.begin, inplace=mesh is None))
         head = causal_lm(model).get_output_embeddings()
         if head is not None:
             self._tag_head(head)
 
-    def load_frozen(self, make_reference: Callable[[], nn.Module] | None, rewards: Sequence[RewardPass]) -> None:
+    def load_frozen(self) -> None:
         with self._meter.counting_as(Kind.FROZEN):
-            if make_reference is not None:
-                self._reference = self._frozen(make_reference())
-            for reward in rewards:
+            if self._inputs.make_reference is not None:
+                self._reference = self._frozen(self._inputs.make_reference())
+            for reward in self._inputs.rewards:
                 model = self._frozen(reward.make_model())
                 ids_BL = torch.zeros(reward.shape, dtype=torch.int64)
                 self.rewards.append(partial(self._compute_rewards, model, ids_BL))
@@ -227,15 +229,15 @@ class _Stage:
                     stack.enter_context(gather_on_fake_ranks(model, self._compute, budget, gather_head))
             yield
 
-    def make_optimizer(self, make: Callable[[Iterable[Tensor]], torch.optim.Optimizer], placement: Placement) -> Any:
-        named = trained_parameters(self.model)
-        if self._storage is None:
-            optimizer: Any = make(named.values())
+    def make_optimizer(self) -> Any:
+        named, storage, shape = trained_parameters(self.model), self._inputs.storage, self._inputs.mesh
+        if storage is None:
+            optimizer: Any = self._inputs.make_optimizer(named.values())
         else:
-            optimizer = _compact_optimizer(named, self._storage, self.host, placement)
+            optimizer = _compact_optimizer(named, storage, self.host, shape)
         self._trained = list(named.values())
         self._meter.before_snapshot = self._tag_gradients
-        if placement.shards == 1 and placement.replicas > 1:
+        if shape.shards == 1 and shape.replicas > 1:
             with self._meter.counting_as(Kind.BUCKETS):
                 self._average = torch.empty(AVERAGE_BYTES, dtype=torch.uint8)
         return optimizer
@@ -257,16 +259,17 @@ class _Stage:
         head.register_forward_pre_hook(enter)
         head.register_forward_hook(lambda *_: inside.close(), always_call=True)
 
-    def run_rollout(self, rollout: RehearsedRollout | None, algorithm: Algorithm, scored: Sequence[MicroBatch]) -> None:
+    def run_rollout(self) -> None:
         """Generate, reward and score, as far as the run does."""
-        if rollout is not None:
-            self.generate(rollout)
+        inputs = self._inputs
+        if inputs.rollout is not None:
+            self.generate(inputs.rollout)
         for reward in self.rewards:
             self._meter.begin("reward")
             reward()
-        if algorithm.needs:
+        if inputs.algorithm.needs:
             self._meter.begin("score")
-            self.score(algorithm, scored)
+            self.score(inputs.algorithm, inputs.micro_batches if inputs.scored is None else inputs.scored)
         self._meter.begin(None)
 
     def generate(self, rollout: RehearsedRollout) -> None:
@@ -282,14 +285,16 @@ class _Stage:
             )
         self._meter.begin(None)
 
-    def train(self, batches: Sequence[MicroBatch], algorithm: Algorithm) -> None:
+    def train(self, batches: Sequence[MicroBatch]) -> None:
+        algorithm = self._inputs.algorithm
         self.model.train()
         run_step(self.model, batches, algorithm, self._core, self._strategy, algorithm.coefficients())
         self._meter.begin(None)
 
-    def update(self, optimizer: Any, max_grad_norm: float) -> None:
+    def update(self, optimizer: Any) -> None:
+        max_grad_norm = self._inputs.max_grad_norm
         self._meter.begin("optimizer", Kind.OPTIMIZER)
-        if self._storage is None:
+        if self._inputs.storage is None:
             nn.utils.clip_grad_norm_(self.model.parameters(), max_grad_norm)
         else:
             clip_grad_norm(self.model.parameters(), max_grad_norm, self._core.device)
@@ -315,7 +320,7 @@ class _Stage:
 
 
 def _compact_optimizer(
-    named: Mapping[str, nn.Parameter], storage: StorageFormat, host: RehearsedHost, placement: Placement
+    named: Mapping[str, nn.Parameter], storage: StorageFormat, host: RehearsedHost, placement: MeshShape
 ) -> CompactAdamW:
     bits: dict[str, Any] = {"weight_bits": storage.weight_bits, "state_bits": storage.state_bits}
     optimizer = RehearsedAdamW(named.values(), offload=storage.offload, **bits)
