@@ -287,7 +287,7 @@ class _Stage:
         run_step(self.model, batches, algorithm, self._core, self._strategy, algorithm.coefficients())
         self._meter.begin(None)
 
-    def update(self, optimizer: Any, max_grad_norm: float) -> None:
+    def update(self, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
         self._meter.begin("optimizer", Kind.OPTIMIZER)
         if self._storage is None:
             nn.utils.clip_grad_norm_(self.model.parameters(), max_grad_norm)
