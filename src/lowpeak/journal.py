@@ -49,6 +49,13 @@ class Journal:
     Rank 0 writes; the other ranks pass `writes=False`. When the first line is written, files of an earlier run are renamed to
     `steps.1.jsonl`, `rollouts.1.jsonl`, ..., unless `resume_at` was called to continue them. A full disk raises
     `CheckpointError`.
+
+        journal = Journal(folder, writes=rank == 0)
+        journal.check()                                              # before anything trains
+        journal.resume_at(step)                                      # only when a run is resumed
+        journal.write_rollout(step, rows)                            # at a rollout's first step
+        journal.write_step(step, metrics)
+        journal.sync()                                               # before a checkpoint
     """
 
     def __init__(self, folder: Path, writes: bool = True) -> None:
@@ -174,7 +181,7 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _json_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(inner) for inner in value]
+        return list(map(_json_value, value))
     return _json_value(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 

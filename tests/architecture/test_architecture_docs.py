@@ -36,6 +36,18 @@ def test_lines_of_prose_end_at_100_columns(page):
     assert long == []
 
 
+def test_the_code_of_the_pitfalls_stands_in_the_source():
+    page = (ROOT / "docs" / "pitfalls.md").read_text(encoding="utf-8")
+    sources = [_stripped(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py*") if path.suffix != ".pyc"]
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) > 10
+    assert [block for block in blocks if not any(_stripped(block) in source for source in sources)] == []
+
+
+def _stripped(text):
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
 def test_each_page_is_in_the_navigation():
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     named = set(re.findall(r": ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))

@@ -152,7 +152,7 @@ class CommonArguments:
         "Keep saved activations in host memory until the backward pass uses them (GPUs).",
         acts_if=HAS_DEVICE_MEMORY,
     )
-    model_init_kwargs: dict | str | None = model_argument(
+    model_init_kwargs: dict[str, Any] | str | None = model_argument(
         None,
         "Keyword arguments of from_pretrained, if the model is a name or a path (JSON on the command line).",
         MAPPING,
@@ -164,7 +164,7 @@ class CommonArguments:
         "Compute the LM head's matrix product in fp32.",
         acts_if=EffectCondition(lambda args, facts: not facts.in_fp32, "the run already computes in fp32; remove it"),
     )
-    chat_template_kwargs: dict | str | None = data_argument(
+    chat_template_kwargs: dict[str, Any] | str | None = data_argument(
         None, "Keyword arguments of the chat template (JSON).", MAPPING
     )
     shuffle_dataset: bool = data_argument(True, "Shuffle the rows, anew in each epoch.")
@@ -347,12 +347,12 @@ def resolve_model(args: Any) -> ModelSettings:
     )
 
 
-def resolve_passes(args: Any) -> PassSettings:
+def resolve_passes(args: CommonArguments) -> PassSettings:
     """Return the settings of forward passes; supervised trainers have no temperature."""
     return make_settings(PassSettings, args)
 
 
-def check_and_reset_arguments(args: Any) -> Any:
+def check_and_reset_arguments(args: CommonArguments) -> Any:
     """Check the arguments of a trainer without rollouts; return them with defaults for those without effect."""
     check_values(args)
     return reset_idle_arguments(args, run_facts(args))

@@ -257,7 +257,7 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
     )
 
 
-def _check_loss_type(args: Any, correction: Correction | None) -> None:
+def _check_loss_type(args: GRPOArguments, correction: Correction | None) -> None:
     """Raise ArgumentError for settings that the loss type cannot have; warn of unusual ones."""
     cispo = args.loss_type == "cispo"
     require(
@@ -282,11 +282,11 @@ def _check_loss_type(args: Any, correction: Correction | None) -> None:
         )
 
 
-def _resolve_vespo(args: Any, correction: Correction | None) -> VESPOWeight:
+def _resolve_vespo(args: GRPOArguments, correction: Correction | None) -> VESPOWeight:
     return VESPOWeight(args.vespo_k_pos, args.vespo_lambda_pos, args.vespo_k_neg, args.vespo_lambda_neg, correction)
 
 
-def _levels_differ(args: Any) -> bool:
+def _levels_differ(args: GRPOArguments) -> bool:
     """Return whether the importance level matters if all ratios are 1: if a sequence's tokens have different weights.
 
     Weights differ under a top-entropy mask, a correction per token, or a bias-corrected KL.
@@ -296,7 +296,7 @@ def _levels_differ(args: Any) -> bool:
     return args.top_entropy_quantile < 1 or per_token or (args.beta != 0 and args.use_bias_correction_kl)
 
 
-def _resolve_entropy(args: Any) -> EntropyBonus | None:
+def _resolve_entropy(args: GRPOArguments) -> EntropyBonus | None:
     if args.use_adaptive_entropy:
         low, high = args.entropy_coef_min, args.entropy_coef_max
         require(low <= high, f"entropy_coef_min={low} must be at most entropy_coef_max={high}.")

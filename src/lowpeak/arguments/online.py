@@ -313,12 +313,12 @@ def _check_online(args: Any, world_size: int) -> None:
     )
 
 
-def clip_high(args: Any) -> float:
+def clip_high(args: OnlineArguments) -> float:
     """Return the clip range of the ratio above 1."""
     return float(args.epsilon if args.epsilon_high is None else args.epsilon_high)
 
 
-def _resolve_weights(args: Any, num_rewards: int) -> tuple[float, ...]:
+def _resolve_weights(args: OnlineArguments, num_rewards: int) -> tuple[float, ...]:
     if args.reward_weights is None:
         return (1.0,) * num_rewards
     require(
@@ -328,7 +328,7 @@ def _resolve_weights(args: Any, num_rewards: int) -> tuple[float, ...]:
     return tuple(float(weight) for weight in args.reward_weights)
 
 
-def resolve_correction(args: Any) -> Correction | None:
+def resolve_correction(args: OnlineArguments) -> Correction | None:
     """Return the correction of a run, None without vLLM or if it is off; ArgumentError for invalid bounds."""
     if not args.use_vllm or not args.vllm_importance_sampling_correction:
         return None

@@ -50,24 +50,28 @@ def check_axes(sizes: Mapping[str, Any], where: str) -> dict[str, int]:
     return checked
 
 
-def resolve_model_parallel(environ: Mapping[str, str], parallelism: Any, other: str = "") -> ModelParallel:
-    """Return the sizes of tensor and data parallelism; ArgumentError if they conflict with `other` or with WORLD_SIZE.
-
-    The sizes are those of the argument parallelism_config, else of accelerate's config in the environment. `other` names another
-    kind of parallelism that the run requests.
-    """
+def _requested_axes(environ: Mapping[str, str], parallelism: Any) -> tuple[str, dict[str, Any]]:
+    """Return where parallelism is requested, and the size of each axis; 1 without a request."""
     if parallelism is not None:
         require(
             any(hasattr(parallelism, axis) for axis in _AXES),
             f"parallelism_config={parallelism!r} must be a ParallelismConfig of accelerate; a command line takes "
             "--accelerate_config fsdp2-tp instead.",
         )
-        where, sizes = "parallelism_config", {axis: getattr(parallelism, axis, 1) for axis in _AXES}
-    elif is_switched_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        where = "accelerate's parallelism config"
+        return "parallelism_config", {axis: getattr(parallelism, axis, 1) for axis in _AXES}
+    if is_switched_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         sizes = {axis: environ.get(f"PARALLELISM_CONFIG_{axis.upper()}") for axis in _AXES}
-    else:
-        return NOT_PARALLEL
+        return "accelerate's parallelism config", sizes
+    return "", dict.fromkeys(_AXES, 1)
+
+
+def resolve_model_parallel(environ: Mapping[str, str], parallelism: Any, other: str = "") -> ModelParallel:
+    """Return the sizes of tensor and data parallelism; ArgumentError if they conflict with `other` or with WORLD_SIZE.
+
+    The sizes are those of the argument parallelism_config, else of accelerate's config in the environment. `other` names another
+    kind of parallelism that the run requests.
+    """
+    where, sizes = _requested_axes(environ, parallelism)
     checked = check_axes(sizes, where)
     tensor, data = checked["tp_size"], checked["dp_shard_size"]
     if tensor == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from lowpeak.arguments.declare import Check, are_finite, argument, make_settings, redeclared, require
 from lowpeak.arguments.online import (
@@ -55,7 +54,7 @@ class RLOOSettings(CorrectedSettings):
         return self.score_old or self.beta != 0.0
 
 
-def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
+def resolve_rloo(args: RLOOArguments, online: OnlineSettings) -> RLOOSettings:
     """Return RLOO's settings; ArgumentError for a correction per token."""
     correction = resolve_correction(args)
     require(

@@ -143,7 +143,7 @@ class RolloutArguments:
     repetition_penalty: float = generation_argument(
         1.0, "Penalty of repeated tokens (1: off; above 1: less likely).", above_zero()
     )
-    generation_kwargs: dict | str | None = generation_argument(
+    generation_kwargs: dict[str, Any] | str | None = generation_argument(
         None,
         "Further sampling parameters (JSON): stop_strings, stop_token_ids, eos_token_id, seed, transformers' names of sampling "
         "arguments, and vLLM's parameters.",
@@ -375,7 +375,7 @@ def sampling_kwargs(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def resolve_gather_budget(args: Any) -> int | None:
+def resolve_gather_budget(args: RolloutArguments) -> int | None:
     """Return the gather budget in bytes, `GATHER_ALL`, or None for automatic; ArgumentError if its three names contradict."""
     budget = args.gather_budget
     size = None if budget in (None, "auto") else parse_bytes(budget)

@@ -72,15 +72,19 @@ def resolve_storage(args: Any) -> StorageFormat | None:
     """
     dtype = dtype_argument(args)
     given = [show(name, value) for name in STORAGE_ARGUMENTS if (value := getattr(args, name)) not in (None, False)]
-    in_bf16 = dtype == "bfloat16" or args.weight_bits is not None
     obstacle = _storage_obstacle(args, dtype)
     require(not (given and obstacle), f"{' and '.join(given)} cannot be used: {obstacle}.")
+    in_bf16 = dtype == "bfloat16" or args.weight_bits is not None
     if obstacle or not (in_bf16 or given):
         return None
-    weight_bits: Any = (args.weight_bits or 32) if in_bf16 else None
-    gradient_bits: Any = args.gradient_bits or (16 if in_bf16 and not args.offload_optimizer else 32)
-    state_bits: Any = args.state_bits or (8 if in_bf16 else 32)
-    return StorageFormat(weight_bits, state_bits, gradient_bits, args.offload_optimizer, args.shard_optimizer_states)
+    bits: Any = {name: getattr(args, name) or default for name, default in _default_bits(args, in_bf16).items()}
+    return StorageFormat(**bits, offload=args.offload_optimizer, shard_states=args.shard_optimizer_states)
+
+
+def _default_bits(args: Any, in_bf16: bool) -> dict[str, int | None]:
+    if not in_bf16:
+        return {"weight_bits": None, "state_bits": 32, "gradient_bits": 32}
+    return {"weight_bits": 32, "state_bits": 8, "gradient_bits": 32 if args.offload_optimizer else 16}
 
 
 def resolve_adapter_storage(args: Any) -> StorageFormat | None:

@@ -104,7 +104,7 @@ class VllmArguments:
     vllm_tensor_parallel_size: int = vllm_argument(
         1, "Colocated: ranks that one engine is sharded over.", at_least(1), _COLOCATED
     )
-    vllm_engine_kwargs: dict | str | None = vllm_argument(
+    vllm_engine_kwargs: dict[str, Any] | str | None = vllm_argument(
         None, "Colocated: further engine arguments of vLLM, passed unchanged (JSON).", MAPPING, _COLOCATED
     )
     vllm_server_base_url: Annotated[str | None, list[str]] = vllm_argument(
@@ -350,7 +350,7 @@ def server_url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _base_urls(args: Any) -> tuple[str, ...]:
+def _base_urls(args: VllmArguments) -> tuple[str, ...]:
     base_url, host = args.vllm_server_base_url, args.vllm_server_host
     if base_url is None:
         url = server_url(host, args.vllm_server_port)

@@ -67,7 +67,7 @@ def _backend_obstacle(causal: Any, config: Any) -> str | None:
     return None
 
 
-def _config_obstacle(causal: Any, config: Any) -> str | None:
+def _config_obstacle(causal: nn.Module, config: Any) -> str | None:
     """Return a reason if the config says that attention is not plain and causal over text."""
     if getattr(config, "sub_configs", None):
         return "is a multimodal model (images, audio), whose sequences are not text alone"
@@ -89,7 +89,7 @@ def _config_obstacle(causal: Any, config: Any) -> str | None:
     return "is not causal" if getattr(config, "is_causal", True) is False else None
 
 
-def _position_obstacle(causal: Any, config: Any) -> str | None:
+def _position_obstacle(causal: nn.Module, config: Any) -> str | None:
     """Return a reason if a token's rotation depends on more than its position."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "mrope_section" in rope:
@@ -100,7 +100,7 @@ def _position_obstacle(causal: Any, config: Any) -> str | None:
     return None
 
 
-def _module_obstacle(causal: Any, config: Any) -> str | None:
+def _module_obstacle(causal: nn.Module, config: Any) -> str | None:
     """Return a reason that is visible in the modules but not in the config."""
     for module in causal.modules():
         if getattr(module, "sinks", None) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -86,9 +87,9 @@ def assign_to_ranks(
     keys = _pair_keys(records, indices, unit)
     per_rank: Sequence[Sequence[int]]
     if keys is not None:
-        pairs, blocks = indices_by_key(keys), _blocks(prompts, lengths, budget, keys)
-        loads = [sum(tree.num_tokens for tree in block) for block in blocks]
-        per_rank = [[i for pair in rank for i in pairs[pair]] for rank in balanced_partition(loads, num_ranks)]
+        loads = list(map(_num_tokens, _blocks(prompts, lengths, budget, keys)))
+        pairs = indices_by_key(keys)
+        per_rank = [list(chain.from_iterable(pairs[i] for i in rank)) for rank in balanced_partition(loads, num_ranks)]
     elif budget.layout == "shared":
         per_rank = assign_trees(prompts, lengths, num_ranks, budget.costs)
     else:
@@ -137,7 +138,7 @@ def plan_micro_batches(
         total_lengths = [len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)]
         return [[(i,) for i in batch] for batch in split_padded(total_lengths, budget, keys)]
     blocks = _blocks(prompts, lengths, budget, keys)
-    sizes = [sum(tree.num_tokens for tree in block) for block in blocks]
+    sizes = list(map(_num_tokens, blocks))
     return [[tree.sequences for b in batch for tree in blocks[b]] for batch in pack_bins(sizes, budget.capacity)]
 
 
@@ -157,6 +158,10 @@ def split_padded(lengths: Sequence[int], budget: Budget, keys: Sequence[int] | N
         batches[-1] += block
         room -= len(block)
     return [tuple(batch) for batch in batches]
+
+
+def _num_tokens(block: Sequence[TreePlan]) -> int:
+    return sum(tree.num_tokens for tree in block)
 
 
 def _blocks(

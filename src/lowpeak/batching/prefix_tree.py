@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -132,7 +133,7 @@ def assign_trees(
     once, by more than a twentieth.
     """
     groups = indices_by_key(prompts)
-    largest_group = max((len(group) for group in groups), default=0)
+    largest_group = max(map(len, groups), default=0)
     best: tuple[tuple[int, ...], ...] = ((),) * world_size
     least, num_parts = float("inf"), 1
     while num_parts < 2 * largest_group:
@@ -141,7 +142,10 @@ def assign_trees(
         per_rank = balanced_partition(loads, world_size)
         largest = max(sum(loads[p] for p in rank) for rank in per_rank)
         if largest < least * (1 - _MIN_GAIN):
-            best, least = tuple(tuple(sorted(i for p in rank for i in parts[p])) for rank in per_rank), largest
+            best, least = (
+                tuple(tuple(sorted(chain.from_iterable(parts[p] for p in rank))) for rank in per_rank),
+                largest,
+            )
         num_parts *= 2
     return best
 

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -98,6 +98,13 @@ def stage_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
             delete_folder(stage)
 
 
+def _remove_other_shards(folder: Path, names: Collection[Path]) -> None:
+    """Remove the index and the shards of an earlier export that are not among `names`."""
+    earlier = {path.relative_to(folder) for path in folder.glob("model-*-of-*.safetensors")} | {Path(_INDEX)}
+    for name in earlier.difference(names):
+        (folder / name).unlink(missing_ok=True)
+
+
 def _replace_files(stage: Path, folder: Path) -> None:
     """Move a stage's files into `folder`, the weights' index last, and remove an earlier export's weights and adapter."""
     names = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
@@ -111,9 +118,7 @@ def _replace_files(stage: Path, folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, folder / name)
     if is_full_model:
-        earlier = {path.relative_to(folder) for path in folder.glob("model-*-of-*.safetensors")} | {Path(_INDEX)}
-        for name in earlier.difference(names):
-            (folder / name).unlink(missing_ok=True)
+        _remove_other_shards(folder, names)
     fsync_path(folder)
     if not is_full_model and Path(_ADAPTER[0]) in names:
         _warn_of_other_base(folder)

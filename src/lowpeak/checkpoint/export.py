@@ -33,7 +33,11 @@ _DTYPE_NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 
 
 def write_weights(
-    folder: Path | None, model: Any, layout: WeightLayout, slices: Iterable[WeightSlice], file_bytes: int = FILE_BYTES
+    folder: Path | None,
+    model: nn.Module,
+    layout: WeightLayout,
+    slices: Iterable[WeightSlice],
+    file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write the slices of `layout` into `folder`, as `from_pretrained` reads them; without a folder, discard them.
 
@@ -124,7 +128,7 @@ class SafetensorsWriter:
 class _Writer:
     """Writes slices of a model's parameters under the names of its checkpoint."""
 
-    def __init__(self, folder: Path, model: Any, layout: WeightLayout, file_bytes: int) -> None:
+    def __init__(self, folder: Path, model: nn.Module, layout: WeightLayout, file_bytes: int) -> None:
         self._model = model
         self._layout = layout
         self._names: dict[str, str] = {}  # of parameters that the checkpoint only renames
@@ -162,12 +166,12 @@ class _Writer:
         return layout | {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
 
 
-def converts_weights(model: Any, layout: WeightLayout) -> bool:
+def converts_weights(model: nn.Module, layout: WeightLayout) -> bool:
     """Return whether a checkpoint's tensors have other names or shapes than the model's, such as experts one by one."""
     return _converted_layout(model, layout, layout).keys() != layout.keys()
 
 
-def _conversion_groups(model: Any, layout: WeightLayout) -> dict[str, tuple[str, ...]]:
+def _conversion_groups(model: nn.Module, layout: WeightLayout) -> dict[str, tuple[str, ...]]:
     """Return the parameters whose tensors differ from the checkpoint's, each with the group it must be converted with.
 
     Groups are as small as possible: single parameters, else those of a layer, else all. A grouping is right if it converts to
@@ -188,7 +192,7 @@ def _conversion_groups(model: Any, layout: WeightLayout) -> dict[str, tuple[str,
     )
 
 
-def _is_renamed_only(model: Any, layout: WeightLayout, name: str) -> bool:
+def _is_renamed_only(model: nn.Module, layout: WeightLayout, name: str) -> bool:
     before = _meta(layout, (name,))
     after = revert_weight_conversion(model, before)
     return len(after) == 1 and next(iter(after.values())) is before[name]
@@ -209,7 +213,7 @@ def _meta(layout: WeightLayout, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _converted_layout(
-    model: Any, layout: WeightLayout, names: Iterable[str]
+    model: nn.Module, layout: WeightLayout, names: Iterable[str]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     reverted = revert_weight_conversion(model, _meta(layout, names))
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in reverted.items()}

@@ -198,11 +198,17 @@ def pack_records(records: Sequence[Record]) -> tuple[dict[str, Tensor], list[dic
     }
     fields = [_ragged_fields(record) for record in records]
     for name in _RAGGED:
-        present = [each[name] for each in fields if each[name] is not None]
-        lengths = [-1 if each[name] is None else each[name].numel() for each in fields]
-        tensors[f"{name}.values"] = torch.cat(present) if present else torch.empty(0)
-        tensors[f"{name}.lengths"] = torch.tensor(lengths, dtype=torch.int64)
+        tensors |= _pack_column(name, [each[name] for each in fields])
     return tensors, [dict(record.completion.extra) for record in records]
+
+
+def _pack_column(name: str, column: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    present = [each for each in column if each is not None]
+    lengths = [-1 if each is None else each.numel() for each in column]
+    return {
+        f"{name}.values": torch.cat(present) if present else torch.empty(0),
+        f"{name}.lengths": torch.tensor(lengths, dtype=torch.int64),
+    }
 
 
 def _ragged_fields(record: Record) -> dict[str, Any]:

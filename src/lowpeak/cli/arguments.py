@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lowpeak.arguments import data_argument, device_argument, logging_argument, model_argument, reward_argument
 from lowpeak.cli.accelerate_config import PRESETS
@@ -64,7 +64,7 @@ class DataArguments:
     dataset: str = data_argument(
         "", "a .json, .jsonl, .parquet or .csv file, a save_to_disk folder, or a hub name (required)"
     )
-    datasets: list[dict] | None = data_argument(
+    datasets: list[dict[str, Any]] | None = data_argument(
         None,
         "in place of --dataset: datasets to concatenate, each a mapping of path, name, data_dir, data_files, split, columns and "
         "fraction, as in TRL (JSON, or a path alone)",

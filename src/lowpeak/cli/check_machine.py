@@ -116,23 +116,27 @@ def _versions(job: Job) -> Iterator[Check]:
 
 
 def _limits(job: Job, machine: Machine) -> Iterator[Check]:
-    import torch
-
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield Check(
         "open files", files >= _OPEN_FILES, f"{files} allowed" + ("" if files >= _OPEN_FILES else ": ulimit -n 65536")
     )
     if machine.num_devices > 1:
-        backend = "gloo" if machine.device == "cpu" else "nccl"
-        available = torch.distributed.is_available() and torch.distributed.is_backend_available(backend)
-        yield Check("process groups", available, f"{backend} is {'' if available else 'not '}in this build of torch")
-        shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0  # where NCCL shares memory
-        text = show_bytes(shared) + ("" if shared >= _SHARED_MEMORY else ": start the container with --shm-size=8g")
-        yield Check("/dev/shm", shared >= _SHARED_MEMORY, text)
+        yield from _limits_of_ranks(machine)
     if job.given.get("offload_optimizer") and machine.device == "cuda":
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         unlimited = locked in (resource.RLIM_INFINITY, -1)
         yield Check("locked memory", unlimited, "unlimited" if unlimited else f"{locked} bytes: ulimit -l unlimited")
+
+
+def _limits_of_ranks(machine: Machine) -> Iterator[Check]:
+    import torch
+
+    backend = "gloo" if machine.device == "cpu" else "nccl"
+    available = torch.distributed.is_available() and torch.distributed.is_backend_available(backend)
+    yield Check("process groups", available, f"{backend} is {'' if available else 'not '}in this build of torch")
+    shared = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0  # where NCCL shares memory
+    text = show_bytes(shared) + ("" if shared >= _SHARED_MEMORY else ": start the container with --shm-size=8g")
+    yield Check("/dev/shm", shared >= _SHARED_MEMORY, text)
 
 
 def _memory(options: PlanArguments, job: Job, machine: Machine) -> Iterator[Check]:

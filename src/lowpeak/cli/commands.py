@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import lowpeak
 from lowpeak.cli.launch import LAUNCHED
@@ -29,6 +30,8 @@ commands:
   serve      start a vLLM server that accepts weight updates from a run
   vllm-serve the same, by TRL's name
   plan       print what a run will take on each device before it starts; --fit chooses settings that fit
+  check      check an algorithm that you wrote: `lowpeak check FILE.py:MyTrainer` calls its functions and trains one step of a
+             tiny model on the CPU
   report     write curves, events and completions of runs into an HTML page
   env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs
              (--quick: the first 3 minutes of a new card; --rows GROUPS; --format json for an issue);
@@ -50,7 +53,7 @@ Several devices (docs/distributed.md); torchrun and accelerate launch work as we
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    The status is 0; 1 if a self-test failed; 2 after a user's error; 130 after Ctrl-C; with several ranks, the launcher's.
+    The status is 0; 1 if a test or a check failed; 2 after a user's error; 130 after Ctrl-C; with several ranks, the launcher's.
     With `LOWPEAK_TRACEBACK=1` in the environment, an error is raised with its traceback instead.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -131,6 +134,27 @@ def _plan(arguments: list[str]) -> int:
     return run_plan(arguments)
 
 
+def _check(arguments: list[str]) -> int:
+    from lowpeak.cli.arguments import ErrorParser
+
+    parser = ErrorParser(
+        "lowpeak check",
+        description="Check an algorithm that you wrote: its functions, and one training step of a tiny model on the CPU.",
+        epilog="Other arguments are those of the trainer's config, such as --num_generations 4.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("trainer", metavar="FILE.py:MyTrainer", help="a class that inherits from lowpeak.OnlineTrainer")
+    options, rest = parser.parse_known_args(arguments)
+
+    from lowpeak.cli.parser import parse_arguments
+    from lowpeak.selftest import check_algorithm
+
+    def read_arguments(config_class: type) -> dict[str, Any]:
+        return parse_arguments([config_class], rest, f"lowpeak check {options.trainer}")
+
+    return int(not check_algorithm(options.trainer, read_arguments))
+
+
 def _report(arguments: list[str]) -> int:
     from pathlib import Path
 
@@ -165,6 +189,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "vllm-serve": _serve,  # TRL's name
     "plan": _plan,
+    "check": _check,
     "report": _report,
     "env": _env,
     "preset": _preset,

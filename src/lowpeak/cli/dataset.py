@@ -63,6 +63,20 @@ def _refuse_beside_mixture(arguments: DataArguments) -> None:
             raise ArgumentError(f"--{name} and --datasets set the same data: remove one of the two.")
 
 
+def _open_entry(entry: Mapping[str, Any], streaming: bool) -> Any:
+    from lowpeak.data import open_dataset
+
+    unknown = sorted(set(entry) - {"path", "name", "data_dir", "data_files", "split", "columns", "fraction"})
+    if unknown or not entry.get("path"):
+        raise ArgumentError(f"An entry of datasets has {unknown or 'no path'}: {dict(entry)!r:.120}; correct it.")
+    files = {name: entry[name] for name in ("data_dir", "data_files") if entry.get(name) is not None}
+    split = entry.get("split") or "train"
+    if Path(entry["path"]).exists():
+        split = local_split(Path(entry["path"]), split)
+    part = open_dataset(entry["path"], split, entry.get("name"), streaming=streaming, **files)
+    return part if entry.get("columns") is None else part.select_columns(entry["columns"])
+
+
 def load_mixture(entries: Sequence[Mapping[str, Any]], *, streaming: bool = False) -> Any:
     """Return the concatenation of datasets, each described by TRL's fields: `path`, `split`, `columns`, `fraction`, ...
 
@@ -71,20 +85,8 @@ def load_mixture(entries: Sequence[Mapping[str, Any]], *, streaming: bool = Fals
     """
     import datasets
 
-    from lowpeak.data import open_dataset
-
-    parts, fractions = [], []
-    for entry in entries:
-        unknown = sorted(set(entry) - {"path", "name", "data_dir", "data_files", "split", "columns", "fraction"})
-        if unknown or not entry.get("path"):
-            raise ArgumentError(f"An entry of datasets has {unknown or 'no path'}: {dict(entry)!r:.120}; correct it.")
-        files = {name: entry[name] for name in ("data_dir", "data_files") if entry.get(name) is not None}
-        split = entry.get("split") or "train"
-        if Path(entry["path"]).exists():
-            split = local_split(Path(entry["path"]), split)
-        part = open_dataset(entry["path"], split, entry.get("name"), streaming=streaming, **files)
-        parts.append(part if entry.get("columns") is None else part.select_columns(entry["columns"]))
-        fractions.append(entry.get("fraction"))
+    parts = [_open_entry(entry, streaming) for entry in entries]
+    fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
         parts = _take_shares(parts, fractions)
     try:

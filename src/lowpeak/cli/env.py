@@ -131,7 +131,13 @@ def _accelerators() -> dict[str, str]:
     facts["PYTORCH_ALLOC_CONF"] = next(filter(None, map(os.environ.get, _ALLOCATOR_VARIABLES)), "not set")
     if not torch.cuda.is_available():
         return facts | {"devices": "no GPU that torch can use"}
-    facts |= driver_facts()
+    return facts | driver_facts() | _gpus()
+
+
+def _gpus() -> dict[str, str]:
+    import torch
+
+    facts = {}
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
         capability = f"compute capability {device.major}.{device.minor}"

@@ -34,6 +34,12 @@ _NEXT_STEP = "Correct --accelerate_config or the other device arguments; set LOW
 _LAUNCHER_ERRORS = (AssertionError, OSError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
+def _check_counts(given: Mapping[str, Any]) -> None:
+    for argument in ("num_processes", "num_machines", *_MESH_SIZES):
+        if given.get(argument, 1) < 1:
+            raise ArgumentError(f"--{argument} must be at least 1, got {given[argument]}.")
+
+
 def launch_or_join(arguments: LaunchArguments, command: Sequence[str], output_dir: Path, *, on_cpu: bool) -> int | None:
     """Run `command` (`grpo --model ...`) on every rank and return the exit status when all have ended.
 
@@ -47,9 +53,7 @@ def launch_or_join(arguments: LaunchArguments, command: Sequence[str], output_di
     if name is None:
         _refuse_unused(given, "there is no --accelerate_config; add it (ddp, fsdp2, zero3, ...)")
         return None
-    for argument in ("num_processes", "num_machines", *_MESH_SIZES):
-        if given.get(argument, 1) < 1:
-            raise ArgumentError(f"--{argument} must be at least 1, got {given[argument]}.")
+    _check_counts(given)
     path = find_accelerate_config(name)
     config = read_config(path)
     if is_rank(os.environ) or config.distributed_type.value == "NO":
@@ -100,7 +104,16 @@ def launcher_arguments(path: Path, config: Any, given: Mapping[str, Any], device
     hosts = _hosts(path, config, given)
     ids = str(given.get("gpu_ids", "all" if config.gpu_ids is None else config.gpu_ids))
     devices = devices if ids == "all" else min(devices, len(ids.split(",")))
-    processes = given.get("num_processes") or max(config.num_processes or 0, 0) or devices * hosts
+    processes = _num_processes(config, given, hosts, devices, on_cpu=on_cpu)
+    port = config.main_process_port or 0  # 0: any free port
+    settings = {"main_process_port": port, **given, "num_processes": processes}
+    settings |= _mesh_sizes(path, config, given, hosts, processes // hosts)
+    return [*_as_options(path, config, settings), "-m", "lowpeak"]
+
+
+def _num_processes(config: Any, given: Mapping[str, Any], hosts: int, devices: int, *, on_cpu: bool) -> int:
+    """Return the number of ranks: the one that is set, else one for each of the `devices` of a host."""
+    processes: int = given.get("num_processes") or max(config.num_processes or 0, 0) or devices * hosts
     if not processes:
         raise ArgumentError("--num_processes is required on CPUs: there are no devices to count.")
     if processes % hosts:
@@ -112,10 +125,7 @@ def launcher_arguments(path: Path, config: Any, given: Mapping[str, Any], device
             f"{per_host} processes per host need as many devices, but this host has {devices}: {fewer}train on CPUs with --use_cpu "
             "(ddp or a ZeRO preset)."
         )
-    port = config.main_process_port or 0  # 0: any free port
-    settings = {"main_process_port": port, **given, "num_processes": processes}
-    settings |= _mesh_sizes(path, config, given, hosts, per_host)
-    return [*_as_options(path, config, settings), "-m", "lowpeak"]
+    return processes
 
 
 def _hosts(path: Path, config: Any, given: Mapping[str, Any]) -> int:
@@ -177,8 +187,8 @@ def _as_options(path: Path, config: Any, settings: Mapping[str, Any]) -> list[st
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def _join_launched_run(path: Path, config: Any, given: dict[str, Any]) -> None:
-    """Set the environment variables that accelerate's launcher would have set, by its own functions."""
+def _launcher_environment(words: list[str]) -> dict[str, str]:
+    """Return the environment that `accelerate launch` with these arguments would make, by its own functions."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import (
         prepare_deepspeed_cmd_env,
@@ -186,6 +196,20 @@ def _join_launched_run(path: Path, config: Any, given: dict[str, Any]) -> None:
         prepare_simple_launcher_cmd_env,
     )
 
+    args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    environ: dict[str, str]
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        environ = prepare_deepspeed_cmd_env(args)[1]
+    elif args.use_fsdp or args.multi_gpu:
+        environ = prepare_multi_gpu_env(args)
+    else:
+        environ = prepare_simple_launcher_cmd_env(args)[1]
+    return environ
+
+
+def _join_launched_run(path: Path, config: Any, given: dict[str, Any]) -> None:
+    """Set the environment variables that accelerate's launcher would have set."""
     world = int(os.environ.get("WORLD_SIZE") or 1)
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or world)
     processes = given.pop("num_processes", world)
@@ -202,15 +226,7 @@ def _join_launched_run(path: Path, config: Any, given: dict[str, Any]) -> None:
     settings = {"num_processes": world, "num_machines": 1, "main_process_port": 0}
     settings |= _mesh_sizes(path, config, given, world // local, local)
     try:
-        words = [*_as_options(path, config, settings), "-m", "lowpeak"]
-        args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-        if args.use_deepspeed:
-            args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-            environ = prepare_deepspeed_cmd_env(args)[1]
-        elif args.use_fsdp or args.multi_gpu:
-            environ = prepare_multi_gpu_env(args)
-        else:
-            environ = prepare_simple_launcher_cmd_env(args)[1]
+        environ = _launcher_environment([*_as_options(path, config, settings), "-m", "lowpeak"])
     except _LAUNCHER_ERRORS as error:
         raise ArgumentError(f"accelerate does not accept {path}: {first_line(error)}. {_NEXT_STEP}") from error
     os.environ.update({name: value for name, value in environ.items() if name.startswith(_SETTINGS)})

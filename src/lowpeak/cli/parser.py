@@ -11,7 +11,7 @@ import dataclasses
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
+from enum import EnumType
 from typing import Any, Union, cast, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
@@ -233,17 +233,17 @@ def _primary_type(hint: Any) -> Any:
     listed = next((each for each in members if (get_origin(each) or each) in (list, tuple)), None)
     if listed is not None:
         item = get_args(listed)[0]
-        return list[str] if str in members or item is dict else list[item]  # type: ignore[valid-type]
-    enum = next((each for each in members if isinstance(each, type) and issubclass(each, Enum)), None)
+        return list[str] if str in members or get_origin(item) is dict else list[item]  # type: ignore[valid-type]
+    enum = next((each for each in members if isinstance(each, EnumType)), None)
     if enum is not None:
         return enum
-    return members[0] if len(members) == 1 and members[0] in (bool, int, float) else str
+    return members[0] if members in ([bool], [int], [float]) else str
 
 
 def _converter(base: Any, simple: Any, hint: Any) -> Callable[[str], Any]:
     """Return the converter of an argument's text: `base`, that of the simple type, extended to the hint's other types."""
     kinds = _alternatives(hint)
-    if list[dict] in _union_members(hint):
+    if list[dict[str, Any]] in _union_members(hint):
         base = _json_or_path
     elif dict in kinds:
         base = _json_or_text if str in kinds else _json

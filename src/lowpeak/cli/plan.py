@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lowpeak
-from lowpeak.arguments import CLASS_PREFIXES, device_argument, logging_argument, parse_bytes
+from lowpeak.arguments import CLASS_PREFIXES, Check, device_argument, logging_argument, parse_bytes
 from lowpeak.cli.arguments import (
     DataArguments,
     JudgeArguments,
@@ -218,36 +218,35 @@ def _algorithm(argv: Sequence[str]) -> str:
     """Return the algorithm that the command line or a YAML file names; its config decides which other names exist."""
     from lowpeak.arguments import load_yaml
 
-    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else (word,))]
+    joined = ("--config=", "--algorithm=")
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith(joined) else (word,))]
     kind = PlanArguments.algorithm
     for word, value in pairwise(words):
         if word == "--config":
             kind = str(load_yaml(value).get("algorithm", kind))
-    for index, word in enumerate(words):
-        if word.startswith("--algorithm="):
-            kind = word.partition("=")[2]
-        elif word == "--algorithm" and index + 1 < len(words):
-            kind = words[index + 1]
+    for word, value in pairwise(words):
+        if word == "--algorithm":
+            kind = value
     kind = kind.replace("_", "-")
     if kind not in CLASS_PREFIXES:
         raise ArgumentError(f"--algorithm {kind} does not exist; use one of {', '.join(CLASS_PREFIXES)}.")
     return kind
 
 
+_CHECKS: Mapping[str, Check] = {
+    "format": Check(lambda x: x in ("text", "json"), "must be one of text, json"),
+    "emit": Check(lambda x: x in ("slurm", "shell"), "must be one of slurm, shell"),
+    "plot": Check(lambda x: x.endswith((".html", ".htm")), "must be a file that ends in .html, since it writes a page"),
+    **dict.fromkeys(("gpus", "gpus_per_host", "prompt_tokens"), Check(lambda x: x >= 1, "must be at least 1")),
+    "price_per_hour": Check(lambda x: 0 < x < float("inf"), "must be dollars above 0"),
+}
+
+
 def _check_options(options: PlanArguments) -> None:
-    for name, choices in (("format", ("text", "json")), ("emit", (None, "slurm", "shell"))):
-        if getattr(options, name) not in choices:
-            raise ArgumentError(
-                f"--{name} must be one of {', '.join(filter(None, choices))}, got {getattr(options, name)!r}."
-            )
-    if options.plot is not None and not options.plot.endswith((".html", ".htm")):
-        raise ArgumentError(f"--plot writes an HTML page, got {options.plot!r}: name a file that ends in .html.")
-    for name in ("gpus", "gpus_per_host", "prompt_tokens"):
+    for name, check in _CHECKS.items():
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ArgumentError(f"--{name} must be at least 1, got {value}.")
-    if options.price_per_hour is not None and not 0 < options.price_per_hour < float("inf"):
-        raise ArgumentError(f"--price_per_hour must be dollars above 0, got {options.price_per_hour}.")
+        if value is not None and not check.accepts(value):
+            raise ArgumentError(f"--{name} {check.requirement}, got {value!r}.")
     for name in ("emit", "output"):
         if not options.fit and getattr(options, name) != getattr(PlanArguments, name):
             raise ArgumentError(
@@ -329,14 +328,19 @@ def plan_request(options: PlanArguments, job: Job, machine: Machine) -> PlanRequ
     return request
 
 
-def _placement(job: Job, machine: Machine) -> tuple[str, int]:
-    """Return the strategy by the name of the accelerate config, and the size of tensor parallel groups."""
+def _default_strategy(machine: Machine) -> str:
     from lowpeak.cli.accelerate_config import DEFAULT_PRESET
 
+    if machine.num_devices == 1:
+        return "single"
+    return "ddp" if machine.device == "cpu" else DEFAULT_PRESET
+
+
+def _placement(job: Job, machine: Machine) -> tuple[str, int]:
+    """Return the strategy by the name of the accelerate config, and the size of tensor parallel groups."""
     name = job.launch.accelerate_config
     if name is None:
-        default = "ddp" if machine.device == "cpu" else DEFAULT_PRESET
-        return ("single" if machine.num_devices == 1 else default), 1
+        return _default_strategy(machine), 1
     strategy = _strategy_of(name)
     tensor = job.launch.parallelism_config_tp_size or (2 if strategy == "tp" else 1)
     if machine.num_devices % tensor:

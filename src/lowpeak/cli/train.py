@@ -96,29 +96,10 @@ def _train(job: Job, library: Any) -> None:
     resume = parse_resume(job.config.resume_from_checkpoint)
     check_resume(Path(job.config.output_dir), resume)
     report_idle(job)
-    from lowpeak.memory import is_out_of_memory
     from lowpeak.models import allow_missing_weights
 
-    try:
-        with allow_missing_weights() if job.run.dry_run else nullcontext():
-            trainer = make_trainer(job, library)
-    except LowpeakError:
-        raise
-    except (
-        ImportError,
-        MemoryError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # raised by transformers or peft for a bad argument
-        if is_out_of_memory(error):
-            raise MemoryExhaustedError(
-                f"the models do not fit in the memory of {job.config.device}: {first_line(error)}. `lowpeak plan` with the same "
-                "arguments shows the memory that they need; --fit chooses settings that fit."
-            ) from error
-        raise ArgumentError(
-            f"the run cannot be set up: {first_line(error)}. Correct the argument that this names; set LOWPEAK_TRACEBACK=1 in the "
-            "environment to see the traceback."
-        ) from error
+    with _explain_setup_errors(job.config.device), allow_missing_weights() if job.run.dry_run else nullcontext():
+        trainer = make_trainer(job, library)
     if job.run.dry_run:
         resolved = trainer.dry_run()
         if is_rank_zero(os.environ):
@@ -134,6 +115,27 @@ def _train(job: Job, library: Any) -> None:
 
         name = job.data.dataset
         trainer.push_to_hub(dataset_name=name if name and is_on_hub(name) else None)
+
+
+@contextmanager
+def _explain_setup_errors(device: Any) -> Iterator[None]:
+    """Raise a LowpeakError in place of what transformers or peft raise for a bad argument, or for too little memory."""
+    from lowpeak.memory import is_out_of_memory
+
+    try:
+        yield
+    except LowpeakError:
+        raise
+    except (ImportError, MemoryError, RuntimeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise MemoryExhaustedError(
+                f"the models do not fit in the memory of {device}: {first_line(error)}. `lowpeak plan` with the same "
+                "arguments shows the memory that they need; --fit chooses settings that fit."
+            ) from error
+        raise ArgumentError(
+            f"the run cannot be set up: {first_line(error)}. Correct the argument that this names; set LOWPEAK_TRACEBACK=1 in the "
+            "environment to see the traceback."
+        ) from error
 
 
 def _read_steps(job: Job) -> list[dict[str, Any]]:
@@ -155,7 +157,7 @@ def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
 
     folder = Path(job.config.output_dir)
     steps = [row for row in _read_steps(job) if row not in earlier]
-    evaluations, events = (list(read_rows(folder / "journal", name)) for name in (EVALUATIONS, EVENTS))
+    evaluations = list(read_rows(folder / "journal", EVALUATIONS))
     if not steps:
         return
     rewards = _group_metrics(steps, "reward").get("")
@@ -176,7 +178,7 @@ def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
         "outside_bytes": _measure_outside_bytes(job.config.device),
         "reward": statistics.fmean(rewards[-_NUM_FINAL_REWARDS:]) if rewards else None,
         "evaluation": evaluations[-1] if evaluations else {},
-        "events": Counter(row["event"] for row in events),
+        "events": Counter(row["event"] for row in read_rows(folder / "journal", EVENTS)),
     }
     (folder / "results.json").write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
@@ -336,7 +338,7 @@ def _is_set(job: Job, name: str) -> bool:
 
 def make_trainer(job: Job, library: Any = lowpeak) -> Any:
     """Return the trainer with its model, data, rewards and adapters, as a script would construct it."""
-    from lowpeak.rewards import load_judge, load_reward
+    from lowpeak.rewards import load_object, load_reward
 
     train_dataset, eval_dataset = load_datasets(job.data, ANSWER_COLUMNS.get(job.kind, ()), job.config)
     keywords: dict[str, Any] = {
@@ -353,7 +355,7 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
             *(load_reward(spec) for spec in job.rewards.reward or []),
         ]
     if isinstance(job.rewards, JudgeArguments) and job.rewards.judge is not None:
-        keywords["judge"] = load_judge(job.rewards.judge)
+        keywords["judge"] = load_object(job.rewards.judge, "Judge")
     return getattr(library, f"{CLASS_PREFIXES[job.kind]}Trainer")(**keywords)
 
 

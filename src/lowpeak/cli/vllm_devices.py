@@ -52,6 +52,10 @@ def run_with_servers(kind: str, argv: Sequence[str], given: Mapping[str, Any]) -
     return supervise(plan, os.environ)
 
 
+def _server_token(given: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    return given.get("vllm_server_token") or environ.get(SERVER_TOKEN) or secrets.token_hex(16)
+
+
 def plan_processes(
     kind: str, argv: Sequence[str], given: Mapping[str, Any], num_devices: int, environ: Mapping[str, str]
 ) -> ProcessPlan:
@@ -66,7 +70,7 @@ def plan_processes(
         _check_conflicts(given)
         serving = read_devices(given["vllm_devices"], "--vllm_devices", num_devices)
     training = _training_devices(given, num_devices, serving)
-    token = given.get("vllm_server_token") or environ.get(SERVER_TOKEN) or secrets.token_hex(16)
+    token = _server_token(given, environ)
     shares = _split_devices(serving, given.get("vllm_tensor_parallel_size", 1))
     ports = free_ports(len(shares))
     servers = tuple(_server(given, share, port, token) for share, port in zip(shares, ports, strict=True))

@@ -64,11 +64,11 @@ def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None
 
     Raises DataError if one does not exist.
     """
-    if not isinstance(source, str | Path) and not source:
-        raise DataError("The list of data files is empty; name at least one.")
     paths = _one_path(source) if isinstance(source, str | Path) else [Path(path).expanduser() for path in source]
     if paths is None:
         return None
+    if not paths:
+        raise DataError("The list of data files is empty; name at least one.")
     folders = [path for path in paths if path.is_dir()]
     if folders and len(paths) > 1:
         raise DataError(f"{folders[0]} is a folder among several data files; pass files only, or one folder.")
@@ -128,16 +128,19 @@ def _decode_lines(path: Path) -> None:
             num_lines += len(lines)
 
 
-def _open_folder(folder: Path, split: str | None, streaming: bool) -> Dataset | IterableDataset:
-    is_saved = any((folder / file).exists() for file in ("dataset_dict.json", "state.json"))
-    if not is_saved and glob.has_magic(str(folder)):
+def _open_folder_of_files(folder: Path, split: str | None, streaming: bool) -> Dataset | IterableDataset:
+    if glob.has_magic(str(folder)):
         raise DataError(
             f"The folder {folder} has one of []*? in its name, which is read as a pattern: rename it, or pass its files."
         )
-    if not is_saved:
-        files = sorted(folder.rglob("*"))
-        _check_utf8([file for file in files if file.suffix.lower() in _BUILDERS] or files)
-        return _load(str(folder), split, streaming, path=str(folder))
+    files = sorted(folder.rglob("*"))
+    _check_utf8([file for file in files if file.suffix.lower() in _BUILDERS] or files)
+    return _load(str(folder), split, streaming, path=str(folder))
+
+
+def _open_folder(folder: Path, split: str | None, streaming: bool) -> Dataset | IterableDataset:
+    if not any((folder / file).exists() for file in ("dataset_dict.json", "state.json")):
+        return _open_folder_of_files(folder, split, streaming)
     try:
         dataset = datasets.load_from_disk(str(folder))
     except Exception as error:

@@ -130,20 +130,23 @@ class SupervisedReader(RowReader[Record]):
                 f"{where} is a packed row ('seq_lengths'); pass the rows before packing, because lowpeak packs them itself."
             )
         if row.get("labels") is not None:
-            if self._completion_only is not None or self._assistant_only:
-                raise DataError(
-                    f"{where} has 'labels', which already mark the tokens that count; remove completion_only_loss and "
-                    "assistant_only_loss."
-                )
-            labels = _integers(row, "labels", where, len(ids))
-            if any(label not in (_NO_LABEL, token) for token, label in zip(ids, labels, strict=True)):
-                raise DataError(f"{where} has a label that is neither its token nor {_NO_LABEL}; correct the labels.")
-            return ids, [label != _NO_LABEL for label in labels]
+            return ids, self._mask_of_labels(ids, row, where)
         loss_mask = [True] * len(ids)
         for name in self._mask_columns(row, where):
             mask = _integers(row, name, where, len(ids))
             loss_mask = [counts and bool(flag) for counts, flag in zip(loss_mask, mask, strict=True)]
         return ids, loss_mask
+
+    def _mask_of_labels(self, ids: list[int], row: Mapping[str, Any], where: str) -> list[bool]:
+        if self._completion_only is not None or self._assistant_only:
+            raise DataError(
+                f"{where} has 'labels', which already mark the tokens that count; remove completion_only_loss and "
+                "assistant_only_loss."
+            )
+        labels = _integers(row, "labels", where, len(ids))
+        if any(label not in (_NO_LABEL, token) for token, label in zip(ids, labels, strict=True)):
+            raise DataError(f"{where} has a label that is neither its token nor {_NO_LABEL}; correct the labels.")
+        return [label != _NO_LABEL for label in labels]
 
     def _mask_columns(self, row: Mapping[str, Any], where: str) -> list[str]:
         """Return the mask columns that apply to `input_ids`.

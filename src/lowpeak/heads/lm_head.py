@@ -185,7 +185,7 @@ def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = No
     return answer
 
 
-def _values(causal: Any, request: HeadRequest, states: CriticInputs) -> Tensor:
+def _values(causal: nn.Module, request: HeadRequest, states: CriticInputs) -> Tensor:
     """Return the critic's values, computed in the policy's forward: [T]."""
     critic = critic_of(causal)
     if critic is None:
@@ -270,7 +270,7 @@ def head_modules(head: nn.Module) -> list[nn.Module]:
     return [head]
 
 
-def patch_forward(module: Any, replacement: Callable[..., Any], scale: HeadScale, in_fp32: bool) -> None:
+def patch_forward(module: nn.Module, replacement: Callable[..., Any], scale: HeadScale, in_fp32: bool) -> None:
     """Let `module(...)` call `replacement(module, ...)`; `patched_forward(module).original` is the forward before."""
     # Installed before: other libraries may have wrapped the forward since, so only the settings change.
     if _STATE in module.__dict__:
@@ -299,7 +299,7 @@ def patched_forward(module: nn.Module) -> PatchedForward:
     return patch
 
 
-def _restore_forward(module: Any) -> None:
+def _restore_forward(module: nn.Module) -> None:
     patch = module.__dict__.pop(_STATE, None)
     if patch is None:
         return

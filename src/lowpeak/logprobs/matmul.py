@@ -100,13 +100,17 @@ def wide_linear(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Ten
     return out if bias_V is None else out.add_(bias_V)
 
 
+def _is_bias_supported(bias_V: Tensor | None) -> bool:
+    # The private operator does not look at a bias's strides and dtype.
+    return bias_V is None or (bias_V.is_contiguous() and bias_V.dtype == torch.float32)
+
+
 def _onednn_is_faster(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> bool:
     """Return whether torch would compute this product in fp32 with MKL, and oneDNN is available and faster."""
     return (
         weight_VD.device.type == "cpu"
         and weight_VD.dtype == hidden.dtype == torch.float32
-        # The private operator does not look at a bias's strides and dtype.
-        and (bias_V is None or (bias_V.is_contiguous() and bias_V.dtype == torch.float32))
+        and _is_bias_supported(bias_V)
         and weight_VD.numel() * weight_VD.itemsize >= _ONEDNN_BYTES
         and hidden.numel() // hidden.shape[-1] in _ONEDNN_BATCH
         and not torch.is_grad_enabled()

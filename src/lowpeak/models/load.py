@@ -82,7 +82,7 @@ def log_rounding(name: str, policy: nn.Module, settings: ModelSettings) -> None:
             logger.info(_ROUNDED, f"the fp32 weights of {name!r}")
 
 
-def _check_instance(model: Any, has_load_arguments: bool) -> None:
+def _check_instance(model: nn.Module, has_load_arguments: bool) -> None:
     if has_load_arguments:
         raise ArgumentError(
             "model_init_kwargs and trust_remote_code have an effect only on a model by name or path, and model is an instance: "
@@ -191,7 +191,7 @@ def context_length(model: nn.Module) -> int | None:
     return longrope_switch_length(model) or getattr(_text_config(model), "max_position_embeddings", None)
 
 
-def longrope_switch_length(model: Any) -> int | None:
+def longrope_switch_length(model: nn.Module) -> int | None:
     """Return the length up to which a longrope model uses its first set of rotations; None for other models."""
     # Beyond it, a sequence's result would depend on the longest sequence in its batch, and on its length when its first tokens
     # were cached. vLLM uses the second set for all sequences if its context is longer.
@@ -202,7 +202,7 @@ def longrope_switch_length(model: Any) -> int | None:
     return rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
 
 
-def _text_config(model: Any) -> Any:
+def _text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     return getattr(config, "get_text_config", lambda: config)()
 
@@ -227,10 +227,15 @@ def convert_trainable(policy: nn.Module, settings: ModelSettings = _AS_SAVED) ->
         if parameter.dtype != dtype:
             converted[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
             parameter.data = parameter.data.to(dtype)
+    if converted:
+        _log_conversion(converted, to_bf16=bool(halved))
+
+
+def _log_conversion(converted: Counter[str], *, to_bf16: bool) -> None:
     count, names = f"{converted.total():,}", " and ".join(sorted(converted))
-    if converted and halved:
+    if to_bf16:
         logger.info(_ROUNDED, f"{count} trainable weights in {names}")
-    elif converted:
+    else:
         logger.warning(
             "%s trainable weights were loaded in %s and converted to fp32; computation follows bf16. weight_bits=32 trains them "
             "as bf16, in half the memory.",

@@ -26,7 +26,7 @@ class Reference:
     ready: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def adapter_reference(policy: Any) -> Reference:
+def adapter_reference(policy: nn.Module) -> Reference:
     """Return the reference under LoRA: the policy without adapters, or with a frozen copy of an adapter that was trained before."""
     adapter = _trained_adapter(policy)
     # Rank 0 decides, since the other ranks may not have the adapter's weights yet.
@@ -92,7 +92,7 @@ def _adapters_off(policy: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _reference_adapter_on(policy: Any, adapter: str) -> Iterator[None]:
+def _reference_adapter_on(policy: nn.Module, adapter: str) -> Iterator[None]:
     with keep_critic_trainable(policy):
         _activate(policy, REFERENCE_ADAPTER)
         try:
@@ -120,7 +120,7 @@ def add_training_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
     return add_adapter(policy, peft_config)
 
 
-def add_adapter(model: Any, peft_config: Any, **options: Any) -> nn.Module:
+def add_adapter(model: nn.Module, peft_config: Any, **options: Any) -> nn.Module:
     """Return the model under a new adapter; ArgumentError, with peft's reason, if the adapter does not fit it."""
     from peft import get_peft_model
 

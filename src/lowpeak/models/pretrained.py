@@ -63,6 +63,14 @@ def from_pretrained(
         raise _explain(auto, name, error) from error
 
 
+def _unexpected(report: Mapping[str, Any], may_lack: str) -> dict[str, list[Any]]:
+    """Return what transformers reported, without tensors that the checkpoint `may_lack`."""
+    return {
+        kind: [each for each in report[kind] if not (may_lack and _tensor_name(each).startswith(may_lack))]
+        for kind in _REPORTED
+    }
+
+
 def _read_model(
     auto: Any,
     name: str,
@@ -87,10 +95,7 @@ def _read_model(
         if model_parallel != NOT_PARALLEL
         else auto.from_pretrained(name, **reporting)
     )
-    problems = {
-        kind: [each for each in report[kind] if not (may_lack and _tensor_name(each).startswith(may_lack))]
-        for kind in _REPORTED
-    }
+    problems = _unexpected(report, may_lack)
     if not options.get("ignore_mismatched_sizes", False):
         check_shapes(name, problems)
     _check_missing(name, sorted(problems["missing_keys"]))

@@ -77,6 +77,15 @@ class CompactAdamW(torch.optim.AdamW):
     and exp_avg and exp_avg_sq in fp32 or as codes with `_scale`, all flat and of this rank's shard; in host memory with
     `offload`. `place` tells which values of the parameters a rank updates. Names, positions and `seed` decide the noise of 24
     and 16 bits.
+
+        optimizer = CompactAdamW(model.parameters(), offload=True)
+        for parameter in model.parameters():                         # only with offload, or for sums in another dtype
+            GradientSum(parameter, torch.float32, optimizer.host(parameter))
+        optimizer.place(shards)                                      # only if ranks share the update, or noise needs names
+        loss.backward()                                              # once per micro-batch
+        optimizer.step()                                             # empties the sums
+        optimizer.zero_grad()
+        optimizer.synchronize()                                      # before anything else reads the states
     """
 
     def __init__(
@@ -237,7 +246,7 @@ class CompactAdamW(torch.optim.AdamW):
             parameter, state = parameters[index], self._state(parameters[index])
             if not saved.keys() >= set(MOMENTS):
                 raise ValueError(f"they are another optimizer's: {', '.join(saved)}; AdamW's are {', '.join(MOMENTS)}")
-            if all(saved[key].dtype == torch.float32 for key in MOMENTS) and "low_bits" not in saved:
+            if _are_plain(saved):
                 shard = self.shard(parameter)
                 moments = {key: _flat(saved[key])[shard.first : shard.last] for key in MOMENTS}
                 self.write(parameter, moments, step=int(saved["step"]))
@@ -249,15 +258,20 @@ class CompactAdamW(torch.optim.AdamW):
                 state[key].copy_(saved[key])
 
 
+def _are_plain(saved: Mapping[str, Any]) -> bool:
+    """Return whether saved states are those of torch's AdamW: moments in fp32, and no low bits."""
+    return all(saved[key].dtype == torch.float32 for key in MOMENTS) and "low_bits" not in saved
+
+
 def _formats(state: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, torch.Size]]:
     return {key: (value.dtype, value.shape) for key, value in state.items() if key != "step"}
 
 
-def _local(tensor: Any) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _flat(tensor: Any) -> Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     return _local(tensor).detach().view(-1)
 
 
@@ -323,7 +337,7 @@ def find_compact(optimizer: Any) -> CompactAdamW | None:
     return inner if isinstance(inner, CompactAdamW) else None
 
 
-def clear_low_bits(optimizer: Any) -> None:
+def clear_low_bits(optimizer: torch.optim.Optimizer) -> None:
     """Set the low bits of an optimizer that has some to 0, after something else has written the weights."""
     compact = find_compact(optimizer)
     if compact is not None:

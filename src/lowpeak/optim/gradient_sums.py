@@ -7,8 +7,6 @@ the gradients of the head and the embeddings in stripes: it finds the sum as the
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +18,13 @@ class GradientSum:
 
     It is in `host` memory, or (None) beside the weights, where it takes no memory before a step's first gradient. `factor` is a
     pending scale, which is applied when the sum is copied to the device.
+
+        total = GradientSum(parameter, torch.float32)
+        loss.backward()                                              # once per micro-batch: a hook adds the gradient
+        total.multiply(factor)                                       # clipping, when all gradients are added
+        update(parameter, total.total())
+        total.clear()                                                # before the next step
+        total.remove()                                               # `.grad` has the gradients again
     """
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, host: HostMemory | None = None) -> None:
@@ -101,7 +106,7 @@ class GradientSum:
         return self._buffer
 
 
-def find_sum(parameter: Any) -> GradientSum | None:
+def find_sum(parameter: nn.Parameter) -> GradientSum | None:
     """Return the GradientSum of a parameter; None if its gradients are in `.grad`."""
     return getattr(parameter, "gradient_sink", None)
 
@@ -132,10 +137,10 @@ def _take_gradient(parameter: nn.Parameter) -> None:
         found.add(0, _flat(gradient))
 
 
-def _flat(tensor: Any) -> Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     return _local(tensor).reshape(-1)
 
 
-def _local(tensor: Any) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach()

@@ -33,6 +33,13 @@ class HostMemory:
     """Buffers in host memory that gradients of one device are added to, and whose contents visit the device.
 
     `num_pieces` of `piece` values are under way at a time.
+
+        total = host.zeros(size, torch.float32)
+        host.add(total, gradient)                                    # begins the copy; the gradient may be freed
+        host.wait_for_sums()                                         # before `total` is read
+        host.visit(step, update, factor)                             # for each tensor of the step
+        host.join()                                                  # later computations of the device wait for the visits
+        host.synchronize()                                           # the host waits, to read or save the states
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -42,6 +42,11 @@ def lost_share(weights: Iterable[tuple[Tensor, float]]) -> float | None:
     return max(0.0, 1 - arrived / asked) if asked else None
 
 
+def _rate(group: Mapping[str, Any]) -> float:
+    # A schedule may start at a rate of 0; `initial_lr` is the one that it scales.
+    return float(group.get("initial_lr") or group["lr"] or 0)
+
+
 def warn_of_lost_updates(optimizer: Any) -> None:
     """Warn of the updates that a torch optimizer will lose, if they are 1 % or more.
 
@@ -50,9 +55,8 @@ def warn_of_lost_updates(optimizer: Any) -> None:
     inner = getattr(optimizer, "optimizer", optimizer)
     if getattr(inner, "bf16_stochastic_round", False):  # torchao's optimizers
         return
-    # A schedule may start at a rate of 0; `initial_lr` is the one that it scales.
-    groups = [(group, float(group.get("initial_lr") or group["lr"] or 0)) for group in inner.param_groups]
-    trained = [(parameter, rate) for group, rate in groups if not _sums_exactly(group) for parameter in group["params"]]
+    groups = [(group, _rate(group)) for group in inner.param_groups if not _sums_exactly(group)]
+    trained = [(parameter, rate) for group, rate in groups for parameter in group["params"]]
     share = lost_share(trained)
     if share is None or share < _NEGLIGIBLE:
         return

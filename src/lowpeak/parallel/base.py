@@ -73,7 +73,9 @@ class AccelerateStrategy(Strategy):
     def backward(self, loss: Tensor, last: bool) -> None:
         self._accelerator.backward(loss)
 
-    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> None:
+    def place_optimizer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, storage: StorageFormat | None
+    ) -> None:
         if storage is None:
             remove_sums(model.parameters())
         else:
@@ -100,10 +102,10 @@ class AccelerateStrategy(Strategy):
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: shard.local for name, shard in self._shards(model).items()}
 
-    def offloadable_tensors(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
+    def offloadable_tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         return [] if optimizer is None else optimizer_tensors(optimizer)
 
-    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         state = torch_training_state(trained_parameters(self._unwrapped(model)), optimizer)
         save_shards(checkpoint, state, self.ranks.processes)
 
@@ -194,7 +196,9 @@ class Replicated(AccelerateStrategy):
         if self._average is not None:
             self._average.average(model.parameters())
 
-    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> None:
+    def place_optimizer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, storage: StorageFormat | None
+    ) -> None:
         named = trained_parameters(self._unwrapped(model))
         remove_sums(named.values())
         if storage is not None:

@@ -134,7 +134,7 @@ def local_fragment(tensor: Any) -> Fragment:
     return Fragment("", tensor.numel(), start, values)
 
 
-def first_position(parameter: Any) -> int:
+def first_position(parameter: nn.Parameter) -> int:
     """Return the position in the unsharded parameter of this rank's first value."""
     if hasattr(parameter, "ds_tensor"):
         return local_fragment(parameter).start
@@ -157,7 +157,7 @@ def position_of_block(shape: Sequence[int], block: Sequence[int], offsets: Seque
     return columns + offsets[0] * math.prod(block[1:])
 
 
-def row_sharded(tensor: Any) -> Any:
+def row_sharded(tensor: Tensor) -> Any:
     """Return a tensor sharded by rows: the tensor itself, or a copy if tensor parallelism sharded it by columns."""
     if not isinstance(tensor, DTensor) or all(getattr(placement, "dim", 0) == 0 for placement in tensor.placements):
         return tensor
@@ -208,7 +208,7 @@ def _updated_fragment(parameter: nn.Parameter, shard: UpdatedShard, values: Tens
     return replace(stored, start=stored.start + shard.first, values=values)
 
 
-def _filled_like(parameter: Any, decode: Callable[[int, int], Tensor] | None = None) -> Any:
+def _filled_like(parameter: nn.Parameter, decode: Callable[[int, int], Tensor] | None = None) -> Any:
     """Return an fp32 tensor with the parameter's shape and shards: its decoded values, or zeros."""
     filled: Any = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
     if decode is not None:
@@ -243,7 +243,9 @@ def load_real_values(
     shard.publish()
 
 
-def allocate_torch_state(named: Mapping[str, nn.Parameter], optimizer: Any, saved: SavedState) -> None:
+def allocate_torch_state(
+    named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, saved: SavedState
+) -> None:
     """Allocate the optimizer states that a checkpoint has; torch would create them only at the first step."""
     set_group_options(optimizer, saved.options)
     on_device = {id(p) for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
@@ -256,7 +258,7 @@ def allocate_torch_state(named: Mapping[str, nn.Parameter], optimizer: Any, save
             states[key] = clone_if_tensor(value).to(parameter.device) if moves else clone_if_tensor(value)
 
 
-def optimizer_tensors(optimizer: Any) -> list[Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the tensors that only the optimizer step reads: gradients and optimizer states."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -268,12 +270,12 @@ def clone_if_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def group_options(optimizer: Any) -> list[dict[str, Any]]:
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the options of each parameter group, without its parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def set_group_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
+def set_group_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
     """Set the parameter groups to a checkpoint's options; CheckpointError if these are another optimizer's.
 
     If the numbers of groups differ, neighbouring groups with equal options count as one group: transformers splits a group by

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -31,7 +32,9 @@ class Fsdp2(AccelerateStrategy):
         self._accelerator.gradient_state._set_sync_gradients(True)
         return nullcontext()
 
-    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> None:
+    def place_optimizer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, storage: StorageFormat | None
+    ) -> None:
         super().place_optimizer(model, optimizer, storage)
         if self.survives_failed_passes:
             self._collectives.attach(super()._unwrapped(model))

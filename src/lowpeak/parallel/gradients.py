@@ -23,7 +23,10 @@ AVERAGE_BYTES = 4 << 20  # of the buffer in which small gradients are averaged
 
 
 def place_optimizer(
-    optimizer: Any, named: Mapping[str, nn.Parameter], storage: StorageFormat, replicas: Ranks | None = None
+    optimizer: torch.optim.Optimizer,
+    named: Mapping[str, nn.Parameter],
+    storage: StorageFormat,
+    replicas: Ranks | None = None,
 ) -> None:
     """Tell a CompactAdamW which values this rank updates, and sum gradients outside of `.grad` where the format needs it.
 
@@ -101,14 +104,18 @@ class GradientAverage:
         for bucket in _buckets(gradients, self._buffer.device):
             if len(bucket) == 1 and bucket[0].device == self._buffer.device:
                 self._average(bucket[0])
-                continue
-            joined = self._buffer.view(bucket[0].dtype)[: sum(each.numel() for each in bucket)]
-            pieces = joined.split([each.numel() for each in bucket])
-            for piece, gradient in zip(pieces, bucket, strict=True):
-                piece.copy_(gradient)
-            self._average(joined)
-            for piece, gradient in zip(pieces, bucket, strict=True):
-                gradient.copy_(piece)
+            else:
+                self._average_in_buffer(bucket)
+
+    def _average_in_buffer(self, bucket: Sequence[Tensor]) -> None:
+        sizes = [gradient.numel() for gradient in bucket]
+        joined = self._buffer.view(bucket[0].dtype)[: sum(sizes)]
+        pieces = joined.split(sizes)
+        for piece, gradient in zip(pieces, bucket, strict=True):
+            piece.copy_(gradient)
+        self._average(joined)
+        for piece, gradient in zip(pieces, bucket, strict=True):
+            gradient.copy_(piece)
 
     def _average(self, values: Tensor) -> None:
         dist.all_reduce(values)

@@ -30,6 +30,12 @@ class Lockstep:
     A rank that is done runs forwards of one token until all ranks are done. A rank that fails first runs the remaining
     collectives of its forward as dummy calls, since the others wait in them; then it reports the failure, and the others raise
     EngineError at their next forward. `group` are the ranks, None all of them.
+
+        module.forward = lockstep.register(module.forward, dummy)    # each module with a collective, in a forward's order
+        for ids in batches:                                          # as many as this rank has
+            lockstep.begin()
+            model(input_ids=ids)                                     # after an error: lockstep.drain(), then lockstep.fail()
+        lockstep.finish(lambda: model(input_ids=one_token))          # until all ranks are done
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
@@ -167,7 +173,7 @@ def _dummy_call(
         forward(values, **more)
 
 
-def _zero_inputs(module: Any, forward_kwargs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+def _zero_inputs(module: nn.Module, forward_kwargs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """Return zeros in the shape of the module's input in this forward: ids or hidden states."""
     ids_BL = forward_kwargs["input_ids"]
     if isinstance(module, nn.Embedding):
@@ -175,7 +181,7 @@ def _zero_inputs(module: Any, forward_kwargs: Mapping[str, Any]) -> tuple[Tensor
     return _zeros(module, *ids_BL.shape), {}
 
 
-def _zero_head_inputs(head: Any, forward_kwargs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+def _zero_head_inputs(head: nn.Module, forward_kwargs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """Return zeros for the positions whose logits this forward computes; with a head request, for all positions."""
     num_rows, length = forward_kwargs["input_ids"].shape
     if forward_kwargs.get("head_request") is not None:

@@ -230,12 +230,12 @@ def clean_parameter_name(name: str) -> str:
     return name
 
 
-def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
+def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that training an adapter changes, by their names in the model."""
     return {clean_parameter_name(name): p for name, p in policy_parameters(model) if p.requires_grad}
 
 
-def adapter_file_key(model: Any, name: str) -> str:
+def adapter_file_key(model: nn.Module, name: str) -> str:
     """Return an adapter parameter's name in peft's file, which leaves out the adapter's name."""
     for adapter in active_adapters(model):
         name = (
@@ -244,14 +244,14 @@ def adapter_file_key(model: Any, name: str) -> str:
     return name
 
 
-def adapter_state_dict(model: Any, exported: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def adapter_state_dict(model: nn.Module, exported: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the exported `adapter` by its names in the model; a tied parameter is under each of its names."""
     export_names = {id(p): adapter_file_key(model, name) for name, p in adapter_parameters(model).items()}
     named = model.named_parameters(remove_duplicate=False)
     return {clean_parameter_name(name): exported[export_names[id(p)]] for name, p in named if id(p) in export_names}
 
 
-def unties_head(model: Any, exported_names: Collection[str]) -> bool:
+def unties_head(model: nn.Module, exported_names: Collection[str]) -> bool:
     """Return whether the `merged` export has a head separate from the embedding although the config ties them."""
     base = transformers_model(model)
     head = base.get_output_embeddings()

@@ -144,12 +144,12 @@ def _install(
     for (_, params), layer_buffers in zip(parts.layers[: plan.num_layers], buffers, strict=False):
         _keep_gathered(stack, params, layer_buffers)
     head: Any = transformers_model(model).get_output_embeddings()
-    gathered = list[ShardedParam]()
     if plan.vocabulary:
-        gathered = parts.vocabulary
-    elif gather_head:
-        gathered = _tables_of(head, parts.vocabulary)
-    _keep_gathered(stack, gathered, buffers[-1] if plan.vocabulary else _buffers(gathered))
+        gathered, table_buffers = parts.vocabulary, buffers[-1]
+    else:
+        gathered = _tables_of(head, parts.vocabulary) if gather_head else []
+        table_buffers = _buffers(gathered)
+    _keep_gathered(stack, gathered, table_buffers)
     row_sharded = [
         (param, ShardedRows(param.shard, bool(getattr(param.module, "computes_in_fp32", False))))
         for param in parts.vocabulary

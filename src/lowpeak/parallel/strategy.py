@@ -76,7 +76,9 @@ class OptimizerStrategy(Protocol):
         """Clip, update and clear the gradients if the strategy's engine does that itself; else do nothing."""
         return
 
-    def place_optimizer(self, model: nn.Module, optimizer: Any, storage: StorageFormat | None) -> None:
+    def place_optimizer(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, storage: StorageFormat | None
+    ) -> None:
         """Tell a CompactAdamW which values this rank updates, and where gradients are summed."""
         return
 
@@ -146,11 +148,11 @@ class ShardedState(Protocol):
         """Return this rank's flat shards of the model's parameters, by name."""
         ...
 
-    def offloadable_tensors(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
+    def offloadable_tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """Return this rank's tensors that nothing reads between two steps: gradients and optimizer states."""
         ...
 
-    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write this rank's part of the trained weights and optimizer states into a staged folder.
 
         All ranks call it together.

@@ -66,7 +66,7 @@ class Zero(AccelerateStrategy):
     def deepspeed_step(self) -> None:
         self._engine.step()
 
-    def offloadable_tensors(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
+    def offloadable_tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         if self._accelerator.deepspeed_engine_wrapped is None:
             return []
         # Only the step reads the fp32 master weights, their states, and the gradients.
@@ -78,7 +78,7 @@ class Zero(AccelerateStrategy):
             gradients += group or []
         return [*masters, *optimizer_tensors(zero.optimizer), *(each for each in gradients if isinstance(each, Tensor))]
 
-    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         params = trained_parameters(self._unwrapped(model))
         save_shards(checkpoint, _training_state(self._engine, self._stage, params), self.ranks.processes)
 

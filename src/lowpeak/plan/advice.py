@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lowpeak.arguments import StorageFormat
 from lowpeak.memory import Kind
@@ -108,13 +108,13 @@ def _format_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> It
         return
     inputs: Any = plan.inputs
     now = inputs.storage or _FP32
-    formats = {"weight_bits=32": StorageFormat(32, 8, 16), "weight_bits=16": StorageFormat(16, 8, 16)}
-    for setting, then in formats.items():
-        if now.weight_bits is None or (now.weight_bits > (then.weight_bits or 32) and not now.offload):
-            yield change(setting, _ratios(now, then), replace(work, update_bytes=work.update_bytes // 2))
+    fewer: tuple[Literal[32, 16], ...] = (32, 16)
+    for bits in fewer:
+        if now.weight_bits is None or (now.weight_bits > bits and not now.offload):
+            ratios = _ratios(now, StorageFormat(bits, 8, 16))
+            yield change(f"weight_bits={bits}", ratios, replace(work, update_bytes=work.update_bytes // 2))
     if not now.offload and plan.request.machine.device == "cuda":
-        bits = now.weight_bits
-        then = StorageFormat(bits, now.state_bits, 32, offload=True)
+        then = StorageFormat(now.weight_bits, now.state_bits, 32, offload=True)
         copied = int(plan.counts.trained * then.copied_bytes(work.num_batches))
         copied //= max(1, plan.request.mesh.shards)
         yield change("offload_optimizer=True", _ratios(now, then), replace(work, host_bytes=work.host_bytes + copied))

@@ -92,7 +92,7 @@ class _SizeSearch:
             return BudgetFit(most, largest)
         sizes: Sizes | None = self._choose(_Between(smallest, largest, self._largest_batch))
         for _ in range(_MOST_TRIALS):
-            if sizes is None or sizes == least:
+            if sizes in (None, least):
                 break
             plan = self._plan(sizes)
             if plan.peak <= self._limit:
@@ -141,18 +141,20 @@ class _SizeSearch:
         if between.peak({**sizes, **good}) <= self._limit:
             sizes |= good
         for name in (TOKENS, CHUNK, BUCKET):
-            for value in self._values.get(name, ()):
-                if value > sizes[name] and between.peak({**sizes, name: value}) <= self._limit:
-                    sizes[name] = value
+            self._raise(sizes, name, lambda larger: between.peak(larger) <= self._limit)
         # With a sharded model the cache leaves half of what is free to gathered layers.
         free = self._limit - between.rollout(sizes)
         share = 2 if GATHER in self._values else 1
-        for value in self._values.get(CACHE, ()):
-            if between.rollout({**sizes, CACHE: value}) <= self._limit - free + free // share:
-                sizes[CACHE] = value
+        self._raise(sizes, CACHE, lambda larger: between.rollout(larger) <= self._limit - free + free // share)
         if GATHER in self._values:
             sizes[GATHER] = between.left_in_rollout(sizes, self._limit)
         return sizes
+
+    def _raise(self, sizes: Sizes, name: str, fits: Callable[[Sizes], bool]) -> None:
+        """Set a size to the largest of its values that fits, in place."""
+        for value in self._values.get(name, ()):
+            if value > sizes[name] and fits({**sizes, name: value}):
+                sizes[name] = value
 
     def _lowered(self, sizes: Sizes, plan: Plan) -> Sizes | None:
         """Return smaller sizes for the phase that exceeds the limit; None if they are the least already."""

@@ -54,14 +54,20 @@ def zero_shares(stage: int, parameters: int, frozen_bytes: int, ranks: int, *, b
 def place_by_strategy(
     inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int
 ) -> dict[str, PhaseMemory]:
-    """Return the phases with what a rehearsal on FSDP2 or one device lacks: ZeRO's shares, and shards in host memory.
+    """Return the phases with what a rehearsal on FSDP2 or one device lacks: ZeRO's shares, and shards in host memory."""
+    placed = dict(phases)
+    if inputs.request.base_strategy.startswith("zero"):
+        placed = _place_by_zero(inputs, phases, gather_budget)
+    return _offloaded(placed) if inputs.request.strategy.endswith("-offload") else placed
+
+
+def _place_by_zero(inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int) -> dict[str, PhaseMemory]:
+    """Return the phases with ZeRO's shares of weights, gradients and states, gathered layers and buckets.
 
     ZeRO-3 gathers a layer, the next one, embeddings and head, and in a rollout of the native engine up to `gather_budget`. ZeRO
     reduces gradients in two buckets of hidden x hidden values.
     """
     request, counts = inputs.request, inputs.counts
-    if not request.base_strategy.startswith("zero"):
-        return _offloaded(phases) if request.strategy.endswith("-offload") else dict(phases)
     stage = int(request.base_strategy[-1])
     shares = zero_shares(stage, counts.trained, counts.frozen_bytes, request.world_size, bf16=bool(inputs.args.bf16))
     gathered = BF16_BYTES * counts.in_pass if stage == 3 else 0
@@ -79,7 +85,7 @@ def place_by_strategy(
         elif name != "optimizer":
             kinds[Kind.GRADIENTS] = 0
         placed[name] = phase.computed(kinds)
-    return _offloaded(placed) if request.strategy.endswith("-offload") else placed
+    return placed
 
 
 def _offloaded(phases: Mapping[str, PhaseMemory]) -> dict[str, PhaseMemory]:

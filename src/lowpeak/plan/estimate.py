@@ -141,16 +141,21 @@ class Estimator:
             train + rollout.otherwise,
             scoring + gathered + rollout.otherwise,
         )
+        seconds = sum(step_seconds(work, machine, self._factors).values())
+        peak = tensors + margin(machine, tensors)
+        return Estimate(candidate, peak, self._host_bytes(candidate, resident, work), seconds, rollout.sizes)
+
+    def _host_bytes(self, candidate: Candidate, resident: _Resident, work: Work) -> int:
+        """Return the bytes of a host: its processes, and what they offload."""
+        machine, offloads = self._request.machine, candidate.offloads
         host = resident.host + (PROCESS_BYTES if machine.device == "cuda" else 0)
         host += resident.frozen if FROZEN in offloads or STATES in offloads else 0
         host += resident.states if STATES in offloads else 0
         host += work.activation_bytes // max(1, work.num_batches)
-        seconds = sum(step_seconds(work, machine, self._factors).values())
-        peak = tensors + margin(machine, tensors)
         host *= machine.devices_on_host
         if machine.device == "cuda" and candidate.strategy in ("fsdp2", "hsdp"):  # one process reads the checkpoint
-            host = max(host, PROCESS_BYTES * machine.devices_on_host + inputs.counts.loaded_bytes)
-        return Estimate(candidate, peak, host, seconds, rollout.sizes)
+            host = max(host, PROCESS_BYTES * machine.devices_on_host + self.inputs.counts.loaded_bytes)
+        return host
 
     def _room(self) -> int:
         """Return the bytes that tensors may have on a device."""
@@ -257,16 +262,18 @@ class Estimator:
         memory, parts = self.inputs.settings.memory, candidate.tensor_parallel
         one = work.kv_bytes * (work.prompt + work.completion) // parts
         least = self.inputs.least_cache_bytes // parts
-        model = BF16_BYTES * self.inputs.counts.total // parts
         is_sharded = self._gathered(candidate) > 0
-        caches = [memory.kv_cache_bytes or 0]
-        if memory.kv_cache_bytes is None:
+        # Bytes that can be gathered.
+        model = BF16_BYTES * self.inputs.counts.total // parts if is_sharded else 0
+        if memory.kv_cache_bytes is not None:
+            caches = [memory.kv_cache_bytes]
+        else:
             caches = sorted({max(least, cache) for cache in _doubled(one, work.sequences)})
         for number, cache in enumerate(caches):
             if number and cache > room:
                 return
-            gather = 0 if not is_sharded else min(model, max(0, room - cache)) // _MIB * _MIB
-            if is_sharded and memory.gather_budget is not None:
+            gather = min(model, max(0, room - cache)) // _MIB * _MIB
+            if memory.gather_budget is not None:
                 gather = min(model, memory.gather_budget)
             slots = max(1, min(work.sequences, cache // one))
             share = gather / model if is_sharded else 1.0

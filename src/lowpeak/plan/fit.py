@@ -258,6 +258,20 @@ class Search:
             return f"{least_host.candidate} needs {least_host.reason_of_host(machine)}. Use hosts with more memory."
         closest = min(estimates, key=lambda e: e.peak)
         needs = f"{closest.candidate} needs {closest.reason(machine)}"
+        devices = self._enough_devices(beyond)
+        if devices is not None:
+            return f"{needs}. The smallest change that fits: {devices} such devices (--gpus {devices})."
+        if self._request.peft_config is None:
+            weights = self._estimator.inputs.counts.loaded_bytes
+            in_4bit = " --load_in_4bit" if weights > machine.memory else ""
+            return (
+                f"{needs}. Train LoRA adapters in place of all weights (--use_peft{in_4bit}), or shorten completions."
+            )
+        return f"{needs}. Shorten completions, or load the base in 4 bits (--load_in_4bit)."
+
+    def _enough_devices(self, beyond: float) -> int | None:
+        """Return 2, 4 or 8 times the devices if an estimate fits on them, its peak multiplied by `beyond`; else None."""
+        machine = self._request.machine
         for factor in (2, 4, 8):
             larger = replace(machine, num_devices=machine.num_devices * factor)
             if larger.num_devices % larger.devices_on_host:
@@ -266,14 +280,8 @@ class Search:
             search._request = replace(self._request, machine=larger)
             search._estimator = self._estimator.for_machine(larger)
             if any(replace(each, peak=int(beyond * each.peak)).fits(larger) for each in search._estimates()):
-                return f"{needs}. The smallest change that fits: {larger.num_devices} such devices (--gpus {larger.num_devices})."
-        if self._request.peft_config is None:
-            weights = self._estimator.inputs.counts.loaded_bytes
-            in_4bit = " --load_in_4bit" if weights > machine.memory else ""
-            return (
-                f"{needs}. Train LoRA adapters in place of all weights (--use_peft{in_4bit}), or shorten completions."
-            )
-        return f"{needs}. Shorten completions, or load the base in 4 bits (--load_in_4bit)."
+                return larger.num_devices
+        return None
 
 
 def _preference(estimate: Estimate) -> tuple[float, int]:

@@ -67,24 +67,30 @@ def summary(plan: Plan, advice: Sequence[Advice], hourly_price: float | None = N
     lines.append(f"{generation}Layout: {plan.inputs.layout_choice}.")
     seconds = ", ".join(f"{phase} {value:.2g}" for phase, value in plan.seconds.items())
     lines.append(f"A step takes about {sum(plan.seconds.values()):.2g} s by the cost model ({seconds}).")
-    cost = (
-        ""
-        if hourly_price is None
-        else f" and cost {plan.dollars(hourly_price):.2f} dollars at {hourly_price:g} an hour for all GPUs"
-    )
-    lines.append(
-        f"{plan.planned_steps:,} steps take about {plan.minutes:,.2g} minutes{cost}, without start and evaluation; "
-        f"{plan.tokens_per_second:,.0f} tokens per second."
-    )
+    lines.append(_duration_line(plan, hourly_price))
     if advice:
         lines.append(f"What lowers the peak of {peak} most:")
     lines += [f"  {each.setting}: about {show_bytes(each.peak)}, {each.added_seconds:+.2g} s a step" for each in advice]
+    return [*lines, _sources_line(plan)]
+
+
+def _duration_line(plan: Plan, hourly_price: float | None) -> str:
+    cost = ""
+    if hourly_price is not None:
+        cost = f" and cost {plan.dollars(hourly_price):.2f} dollars at {hourly_price:g} an hour for all GPUs"
+    return (
+        f"{plan.planned_steps:,} steps take about {plan.minutes:,.2g} minutes{cost}, without start and evaluation; "
+        f"{plan.tokens_per_second:,.0f} tokens per second."
+    )
+
+
+def _sources_line(plan: Plan) -> str:
+    """Return which phases of the plan were rehearsed, and which computed."""
     computed = [name for name, phase in plan.phases.items() if phase.source == "computed"]
-    lines.append(
+    return (
         f"Rehearsed on fake tensors: {', '.join(name for name in plan.phases if name not in computed) or 'none'}; "
         f"computed by arithmetic: {', '.join(computed) or 'none'}. Every completion is planned at its full length."
     )
-    return lines
 
 
 def host_line(plan: Plan) -> str:

@@ -59,21 +59,24 @@ def phase_table(run: RunData) -> list[list[str]]:
     rows = []
     for phase in phases:
         seconds = _values(run.steps, f"time/{phase}")
+        spent = sum(seconds) if seconds else None
         peak, planned, limit = (
             max(_values(run.steps, name), default=None)
             for name in (f"peak_memory/{phase}", f"planned_memory/{phase}", "memory_limit")
         )
-        rows.append(
-            [
-                phase,
-                f"{sum(seconds) / len(seconds):.3g} s" if seconds else "",
-                f"{sum(seconds) / total:.1%}" if seconds and total else "",
-                "" if peak is None else _size(peak),
-                "" if planned is None else _size(planned),
-                f"{peak / limit:.1%}" if peak is not None and limit else "",
-            ]
+        columns = (
+            (_ratio(spent, len(seconds)), "{:.3g} s".format),
+            (_ratio(spent, total), "{:.1%}".format),
+            (peak, _size),
+            (planned, _size),
+            (_ratio(peak, limit), "{:.1%}".format),
         )
+        rows.append([phase, *("" if value is None else show(value) for value, show in columns)])
     return rows
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
 
 
 def _curves(title: str, names: Sequence[str], runs: Sequence[RunData]) -> Figure:

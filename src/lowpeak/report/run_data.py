@@ -57,6 +57,15 @@ class RunData:
     num_steps: int
 
 
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ArgumentError(f"{folder} is not a folder: pass the output_dir of a run.")
+    if not any((folder / "journal" / f"{name}.jsonl").is_file() for name in (STEPS, ROLLOUTS)):
+        raise ArgumentError(
+            f"{folder} has no journal/{STEPS}.jsonl: pass the output_dir of a run that has finished a step."
+        )
+
+
 def read_runs(folders: Sequence[Path]) -> list[RunData]:
     """Return the data of each run; together they have at most the completions that one page may have.
 
@@ -64,12 +73,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
         ArgumentError: a folder is not there, or has no journal.
     """
     for folder in folders:
-        if not folder.is_dir():
-            raise ArgumentError(f"{folder} is not a folder: pass the output_dir of a run.")
-        if not any((folder / "journal" / f"{name}.jsonl").is_file() for name in (STEPS, ROLLOUTS)):
-            raise ArgumentError(
-                f"{folder} has no journal/{STEPS}.jsonl: pass the output_dir of a run that has finished a step."
-            )
+        _check_folder(folder)
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]

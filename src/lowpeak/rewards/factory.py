@@ -140,19 +140,19 @@ def load_reward(spec: str) -> Callable[..., Any] | str:
     spec = BUILTIN_REWARDS.get(spec, spec)
     if spec.partition("(")[0].strip() in REWARD_FACTORIES:
         return _call_factory(spec)
-    if spec and ":" not in spec and not spec.endswith(".py") and ("/" in spec or Path(spec).is_dir()):
+    if _names_model(spec):
         return spec
     names = ", ".join([*BUILTIN_REWARDS, *(f"{name}(...)" for name in REWARD_FACTORIES)])
-    reward = _load_object(spec, "Reward", f", or one of {names}")
+    reward = load_object(spec, "Reward", f", or one of {names}")
     if not callable(reward) or inspect.isclass(reward):
         kind = "a class; name an object or a function" if inspect.isclass(reward) else f"a {type(reward).__name__}"
         raise ArgumentError(f"Reward '{spec}' must be callable, but it is {kind}.")
     return reward
 
 
-def load_judge(spec: str) -> Any:
-    """Return the object at `path/to/file.py:object` or `package.module.object`; the trainer checks that it is a judge."""
-    return _load_object(spec, "Judge")
+def _names_model(spec: str) -> bool:
+    """Return whether a name is that of a reward model: a folder, or owner/name on the hub."""
+    return bool(spec) and ":" not in spec and not spec.endswith(".py") and ("/" in spec or Path(spec).is_dir())
 
 
 def _call_factory(spec: str) -> Callable[..., Any]:
@@ -173,14 +173,19 @@ def _call_factory(spec: str) -> Callable[..., Any]:
         ) from error
 
 
-def _load_object(spec: str, role: str, alternatives: str = "") -> Any:
+def load_object(spec: str, role: str, alternatives: str = "") -> Any:
+    """Return the object at `path/to/file.py:object` or `package.module.object`, which errors call `role`.
+
+    Raises:
+        ArgumentError: the file or module is missing or does not import, or has no such object.
+    """
     source, colon, name = spec.rpartition(":")
     if not colon:
         source, _, name = spec.rpartition(".")
     if colon and source.endswith(".py"):
         module = _import_file(Path(source), role)
     elif spec.endswith(".py"):
-        raise ArgumentError(f"{role} '{spec}' is a file: name an object in it, as in '{spec}:function'.")
+        raise ArgumentError(f"{role} '{spec}' is a file: name an object in it, as in '{spec}:object'.")
     elif source:
         module = _import_module(source, spec, role)
     else:

@@ -66,6 +66,10 @@ class RewardedCompletions:
     texts: tuple[str, ...]
     prompts: tuple[Any, ...]
 
+    def column(self, name: str) -> list[Any]:
+        """Return the values of a column; None for each completion if there is no such column."""
+        return self.columns.get(name) or [None] * len(self.records)
+
     def rows(self, indices: Sequence[int]) -> RewardedCompletions:
         """Return the completions of these indices, with the metrics of all."""
         return RewardedCompletions(
@@ -87,16 +91,14 @@ def merge_rewarded_completions(parts: Sequence[RewardedCompletions]) -> Rewarded
     A column that a part lacks is None there.
     """
     names = dict.fromkeys(name for part in parts for name in part.columns)
+    columns = {name: list(chain.from_iterable(part.column(name) for part in parts)) for name in names}
     metrics: dict[str, Metric] = {}
     for part in parts:
         metrics = merge_metrics(metrics, part.metrics)
     return RewardedCompletions(
         tuple(chain.from_iterable(part.records for part in parts)),
         metrics,
-        {
-            name: [value for part in parts for value in part.columns.get(name) or [None] * len(part.records)]
-            for name in names
-        },
+        columns,
         tuple(chain.from_iterable(part.texts for part in parts)),
         tuple(chain.from_iterable(part.prompts for part in parts)),
     )
@@ -159,21 +161,25 @@ class RewardPanel:
         If a sync call fails and `on_failure` is "raise", the later calls are not made.
         """
         sharded = [call for call in calls if _sharding_ranks(call.reward) is not None]
-        asynchronous = [call for call in calls if call.is_async]
         ranks = _sharding_ranks(sharded[0].reward) if sharded else None
         with nullcontext() if ranks is None else ranks.propagate_errors():
             if num_completions:
-                for call in calls:
-                    if call not in sharded and call not in asynchronous:
-                        call.run()
-                        self._check(call)
-                self._run_async(asynchronous)
-                for call in asynchronous:
-                    self._check(call)
+                self._run_unsharded([call for call in calls if call not in sharded])
         # Check only after all calls: an error between the collectives of two models would leave other ranks waiting.
         for call in sharded:
             call.run()
         for call in sharded:
+            self._check(call)
+
+    def _run_unsharded(self, calls: Sequence[RewardCall]) -> None:
+        """Run the sync calls one after another, then the async ones together."""
+        asynchronous = [call for call in calls if call.is_async]
+        for call in calls:
+            if not call.is_async:
+                call.run()
+                self._check(call)
+        self._run_async(asynchronous)
+        for call in asynchronous:
             self._check(call)
 
     def _run_async(self, calls: Sequence[RewardCall]) -> None:

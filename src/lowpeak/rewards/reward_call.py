@@ -67,19 +67,21 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
     None. Prompts have the dataset's format; completions are strings, or lists of one message, which includes the text of the
     prompt that it continues.
     """
-    pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
-    ids = [completion.ids.tolist() for _, completion in pairs]
-    texts = tuple(decode(tokens) for tokens in ids)
-    fields = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
+    prompts, completions, ids, texts, fields = [], [], [], [], []
+    positions: list[tuple[int, int]] = []
+    for number, group in enumerate(groups):
+        for index, completion in enumerate(group.completions):
+            tokens = completion.ids.tolist()
+            text = decode(tokens)
+            prompts.append(group.prompt.source)
+            completions.append(_in_format_of(group.prompt, text))
+            ids.append(tokens)
+            texts.append(text)
+            fields.append({**group.prompt.columns, **completion.extra})
+            positions.append((number, index))
     names = dict.fromkeys(name for values in fields for name in values if name not in _NOT_COLUMNS)
-    return RewardInputs(
-        prompts=[prompt.source for prompt, _ in pairs],
-        completions=[_in_format_of(prompt, text) for (prompt, _), text in zip(pairs, texts, strict=True)],
-        completion_ids=ids,
-        columns={name: [values.get(name) for values in fields] for name in names},
-        texts=texts,
-        positions=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
-    )
+    columns = {name: [values.get(name) for values in fields] for name in names}
+    return RewardInputs(prompts, completions, ids, columns, tuple(texts), tuple(positions))
 
 
 def _in_format_of(prompt: Prompt, text: str) -> str | list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""`lowpeak env --selftest`: tests of this machine's GPUs and vLLM, as a table to paste into an issue."""
+"""`lowpeak env --selftest`: tests of this machine's GPUs and vLLM, as a table to paste into an issue; `lowpeak check`."""
 
 from lowpeak.exports import lazy_exports
 

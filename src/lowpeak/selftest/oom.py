@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
 from lowpeak.journal import EVENTS, read_rows
@@ -42,7 +43,7 @@ class Ballast(TrainerCallback):
     def fail_on_cpu(self, model: Any, unit: str, most: int) -> None:
         """Raise the error in the model's first layer while the memory is taken, on a CPU."""
 
-        def check(module: Any, args: Any) -> None:
+        def check(module: nn.Module, args: Any) -> None:
             rows, tokens = args[0].shape[:2]
             if self.is_taken and (rows if unit == "rows" else rows * tokens) > most:
                 raise torch.OutOfMemoryError(f"out of memory: {rows} x {tokens} tokens, and at most {most} {unit}")
@@ -121,7 +122,7 @@ def oom_wake_up(bench: Bench) -> str:
     return _check_recovery(bench, ballast, model, "rollout", max_steps=2, **engine, **changes)
 
 
-def _check_recovery(bench: Bench, ballast: Ballast, model: Any, phase: str, **changes: Any) -> str:
+def _check_recovery(bench: Bench, ballast: Ballast, model: nn.Module, phase: str, **changes: Any) -> str:
     """Run with the ballast; return the sizes that the journal says were lowered in `phase`."""
     settings = {"max_steps": 1, "padding_free": False, **changes}
     trainer = make_trainer(bench, "oom", model, ballast.reward, callbacks=[ballast], **settings)

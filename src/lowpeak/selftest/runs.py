@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.trainer_callback import TrainerCallback
 
@@ -87,7 +87,7 @@ class _Run(TrainerCallback):
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
 
-def _flat(model: Any) -> Tensor:
+def _flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().double().flatten().cpu() for p in model.parameters()])
 
 

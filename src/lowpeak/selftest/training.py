@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowpeak.selftest.models import even_share, make_model, mib
 from lowpeak.selftest.runs import make_trainer, same_run
@@ -60,7 +61,7 @@ def four_bits(bench: Bench) -> str:
     return _train_adapter(bench, AutoModelForCausalLM.from_pretrained(bench.folder / "base", **options))
 
 
-def _train_adapter(bench: Bench, model: Any) -> str:
+def _train_adapter(bench: Bench, model: nn.Module) -> str:
     from peft import LoraConfig
 
     config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.ranks import Ranks
@@ -111,7 +112,7 @@ def _vllm_model(bench: Bench) -> Any:
     return model.to(bench.device).eval()
 
 
-def _push_and_compare(model: Any, vllm: Vllm, bench: Bench) -> str:
+def _push_and_compare(model: nn.Module, vllm: Vllm, bench: Bench) -> str:
     vllm.engine_info()
     vllm.call("lowpeak_score_at_temperature", {}, _TIMEOUT_SECONDS)
     pushed = push_over_each([vllm], lambda version: _slices(model, version), bench.device, bench=bench)
@@ -157,7 +158,7 @@ def push_over_each(
     return f"pushed and verified: {', '.join(passed)}"
 
 
-def _slices(model: Any, version: int) -> Iterator[WeightSlice]:
+def _slices(model: nn.Module, version: int) -> Iterator[WeightSlice]:
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
             parameter.mul_(1.0 + 0.01 * ((version + number) % 5))

@@ -71,13 +71,7 @@ def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, s
     if source is not None:
         trusted = {"trust_remote_code": True} if settings.model.trust_remote_code else {}
         return _checked(_load_classifier(causal, str(source), trusted))
-    config = causal.config
-    has_custom_class = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not has_custom_class:
-        raise ArgumentError(
-            f"critic='model' is a sequence classifier of the policy's family, and transformers has none for {config.model_type}: "
-            "set critic='head' or 'adapter', or pass value_model, a classifier of another family with the policy's tokenizer."
-        )
+    _require_classifier_class(causal.config)
     if isinstance(origin, str):
         classifier = from_pretrained(
             AutoModelForSequenceClassification, origin, may_lack="score.", num_labels=1, **settings.model.load_kwargs
@@ -86,6 +80,16 @@ def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, s
         classifier = _on_same_backbone(policy, causal)
     classifier.score = _new_value_head(causal)
     return _checked(classifier)
+
+
+def _require_classifier_class(config: Any) -> None:
+    """Raise ArgumentError if neither transformers nor the model's repository has a classifier of its family."""
+    has_custom_class = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not has_custom_class:
+        raise ArgumentError(
+            f"critic='model' is a sequence classifier of the policy's family, and transformers has none for {config.model_type}: "
+            "set critic='head' or 'adapter', or pass value_model, a classifier of another family with the policy's tokenizer."
+        )
 
 
 def _load_classifier(causal: Any, name: str, options: dict[str, Any]) -> nn.Module:

@@ -53,7 +53,7 @@ _MAX_SEQUENCES = 256  # that vLLM decodes at once by default
 _LEAST_CACHE_BYTES = 1 << 24
 
 
-def why_adapters_idle(settings: VllmSettings | None, policy: Any, num_ranks: int) -> str:
+def why_adapters_idle(settings: VllmSettings | None, policy: nn.Module, num_ranks: int) -> str:
     """Return why `vllm_adapters=False` has no effect (merged weights are sent anyway); empty if it has one."""
     if settings is None or settings.adapters:
         return ""
@@ -177,7 +177,7 @@ def _colocated(
 
 
 def connect_checked(
-    where: ServerSettings, policy: Any, tokenizer: Any, stopping: Callable[[], bool] = lambda: False
+    where: ServerSettings, policy: nn.Module, tokenizer: Any, stopping: Callable[[], bool] = lambda: False
 ) -> Sequence[Vllm]:
     """Return the servers when all answer; EngineError if one has another model or tokenizer than the policy."""
     vllms = connect_servers(where, stopping)
@@ -236,7 +236,7 @@ def _model_spec(
     )
 
 
-def _cache_on_host(policy: Any, run: Run, device: torch.device) -> int | None:
+def _cache_on_host(policy: nn.Module, run: Run, device: torch.device) -> int | None:
     """Return the bytes of vLLM's KV cache on CPUs, where its default is a share of all host memory.
 
     These are the native engine's bytes, or fewer if the most sequences that vLLM decodes cannot fill them.

@@ -53,7 +53,7 @@ def report_idle_storage(args: Any, settings: ModelSettings, policy: nn.Module, s
     """Name the bits that were asked for and act on no weight, and `bf16=False` beside bf16 weights."""
     bits = {"weight_bits": settings.weight_bits, "gradient_bits": settings.gradient_bits}
     asked = [f"{name}={value}" for name, value in bits.items() if value is not None]
-    if asked and settings.storage is not None and _trains_adapter_alone(policy):
+    if asked and _trains_adapter_alone(policy):
         warn_or_raise(args, f"{' and '.join(asked)}: no effect, because all trained weights are LoRA's, which are fp32")
     if storage is not None and settings.state_bits == 8 and not _has_8_bit_states(args, policy, storage):
         warn_or_raise(
@@ -61,11 +61,14 @@ def report_idle_storage(args: Any, settings: ModelSettings, policy: nn.Module, s
             "state_bits=8: no effect, because no trained matrix has 4,096 values in rows that a number from 32 to 128 divides, so "
             "all optimizer states are fp32",
         )
-    # A copy by dataclasses.replace() gives every argument.
-    given: frozenset[str] = getattr(args, "given", frozenset())
-    chosen = "bf16" in given and len(given) < sum(each.init for each in fields(args))
-    if chosen and not args.bf16 and all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters()):
+    if _chose_fp32_products(args) and all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters()):
         warn_or_raise(args, "bf16=False: no effect, because all weights are bf16, and so are their products")
+
+
+def _chose_fp32_products(args: Any) -> bool:
+    """Return whether the user set `bf16=False`; a copy by dataclasses.replace() gives every argument."""
+    given: frozenset[str] = getattr(args, "given", frozenset())
+    return not args.bf16 and "bf16" in given and len(given) < sum(each.init for each in fields(args))
 
 
 def _has_8_bit_states(args: Any, policy: nn.Module, storage: StorageFormat) -> bool:

@@ -193,7 +193,7 @@ def _peft_config(policy: Any) -> Any:
     return policy.peft_config[policy.active_adapters[0]] if is_peft(policy) else None
 
 
-def _quantized_bits(policy: Any) -> int | None:
+def _quantized_bits(policy: nn.Module) -> int | None:
     """Return the bits of a base that bitsandbytes has quantised, None for another."""
     model = transformers_model(causal_lm(policy))
     return (

@@ -173,28 +173,34 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
                 self.callback_handler.on_save(self.args, self.state, self.control)
             raise
         except (EngineError, StoppedError) as error:
-            ranks, step = self.run.strategy.ranks, self.state.global_step
-            if not ranks.max([float(isinstance(error, StoppedError))])[0]:
+            if not self.run.strategy.ranks.max([float(isinstance(error, StoppedError))])[0]:
                 raise
-            self.run.interrupts.agreed = True
-            if step and not ranks.call_on_first(lambda: (output_dir / f"checkpoint-{step}").is_dir()):
-                self.write_checkpoint(None, self.scratch.start_state or self.run_state())
-                self.callback_handler.on_save(self.args, self.state, self.control)
-            self.callback_handler.on_train_end(self.args, self.state, self.control)
-            self.run.interrupts.raise_if_stopped(output_dir, step)
+            self._stop_in_step(output_dir)
         except (MemoryError, RuntimeError):
             if self.run.tracker.current_phase == f"phase {Phase.OPTIMIZER}":  # transformers makes the step
                 with explain_out_of_memory(Phase.OPTIMIZER, self):
                     raise
             raise
 
-    def get_train_dataloader(self) -> DataLoader:
+    def _stop_in_step(self, output_dir: Path) -> None:
+        """Save the state before the step under way, unless it is saved, and end the run as after a request to stop."""
+        step = self.state.global_step
+        self.run.interrupts.agreed = True
+        if step and not self.run.strategy.ranks.call_on_first(lambda: (output_dir / f"checkpoint-{step}").is_dir()):
+            self.write_checkpoint(None, self.scratch.start_state or self.run_state())
+            self.callback_handler.on_save(self.args, self.state, self.control)
+        self.callback_handler.on_train_end(self.args, self.state, self.control)
+        self.run.interrupts.raise_if_stopped(output_dir, step)
+
+    def get_train_dataloader(self) -> DataLoader[int]:
         """Return a stand-in that counts steps: the cursor draws the data."""
         counter: Any = range(max(1, self.num_steps_per_epoch() or self.args.max_steps))
         # A separate generator leaves torch's random state untouched.
         return DataLoader(counter, batch_size=1, generator=torch.Generator())
 
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
         """Return one mapping with the whole step's micro-batches."""
         if next(epoch_iterator, None) is None:
             return [], None

@@ -161,8 +161,7 @@ class CommonConfig(CommonArguments, TrainingArguments):
                 _parse_mapping(self, field.name)
         kwargs: Any = self.model_init_kwargs
         self.model_init_kwargs = kwargs and rename_dtype(kwargs)
-        if self.bf16 is None:
-            self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        self._default_precision()
         self._default_checkpointing()
         self._check_parallelism()
         self._prepare_process_group()
@@ -251,6 +250,10 @@ class CommonConfig(CommonArguments, TrainingArguments):
         args: Any = self  # transformers types `fsdp` as on its command line
         if str(args.fsdp).lower() == "true":
             args.fsdp = True
+
+    def _default_precision(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
     def _default_checkpointing(self) -> None:
         """Turn activation checkpointing on by default, under its name in the installed transformers."""

@@ -13,6 +13,7 @@ from lowpeak.training.checkpoints import only_policy_adapters as only_policy_ada
 from lowpeak.training.checkpoints import save_checkpoint as save_checkpoint
 from lowpeak.training.checkpoints import save_extra_weights as save_extra_weights
 from lowpeak.training.collector import RolloutCollector as RolloutCollector
+from lowpeak.training.collector import with_advantages as with_advantages
 from lowpeak.training.completion_tables import print_completions as print_completions
 from lowpeak.training.completion_tables import track_completions as track_completions
 from lowpeak.training.evaluation import Evaluation as Evaluation

@@ -54,30 +54,36 @@ def gather_metrics(measured: StepMetrics, grad_norm: Any, ranks: Ranks) -> StepM
     The loss is summed, and metrics are reduced by their kind. A gradient norm that is not finite on one rank is
     returned on all.
     """
-    names = list(measured.metrics)
-    if hasattr(grad_norm, "full_tensor"):  # under FSDP2 each rank has a part of it
-        grad_norm = grad_norm.full_tensor()
-    scalars: list[Any] = [measured.loss, grad_norm if grad_norm is not None else 0.0]
-    for name in names:
-        scalars += [measured.metrics[name].total, measured.metrics[name].count]
-    device = measured.loss.device if isinstance(measured.loss, Tensor) else torch.device("cpu")
-    columns = [torch.as_tensor(column) for values in measured.tokens.values() for column in values]
-    numbers = [*scalars, *columns]
-    flat = [torch.as_tensor(each, dtype=torch.float64, device=device).detach().reshape(-1) for each in numbers]
-    read = torch.cat(flat).tolist()
-    local_loss, local_norm, *rest = read[: len(scalars)]
-    local = {
-        name: Metric(total, count, measured.metrics[name].kind)
-        for name, total, count in zip(names, rest[::2], rest[1::2], strict=True)
-    }
-    local_tokens = _split_columns(measured.tokens, read[len(scalars) :])
-    loss, norm, merged, tokens = 0.0, local_norm, dict[str, Metric](), dict[int, tuple[Sequence[float], ...]]()
-    for rank_loss, rank_norm, metrics, rank_tokens in ranks.gather((local_loss, local_norm, local, local_tokens)):
+    local = _read(measured, grad_norm)
+    loss, norm, merged, tokens = 0.0, local[1], dict[str, Metric](), dict[int, tuple[Sequence[float], ...]]()
+    for rank_loss, rank_norm, metrics, rank_tokens in ranks.gather(local):
         loss += rank_loss
         norm = norm if math.isfinite(rank_norm) else rank_norm
         merged = merge_metrics(merged, metrics)
         tokens |= rank_tokens
     return replace(measured, loss=loss, metrics=merged, grad_norm=None if grad_norm is None else norm, tokens=tokens)
+
+
+def _read(
+    measured: StepMetrics, grad_norm: Any
+) -> tuple[float, float, dict[str, Metric], dict[int, tuple[Sequence[float], ...]]]:
+    """Return this rank's loss, gradient norm (0 for None), metrics and token values as numbers, by one read of the device."""
+    if hasattr(grad_norm, "full_tensor"):  # under FSDP2 each rank has a part of it
+        grad_norm = grad_norm.full_tensor()
+    scalars: list[Any] = [measured.loss, grad_norm if grad_norm is not None else 0.0]
+    for metric in measured.metrics.values():
+        scalars += [metric.total, metric.count]
+    device = measured.loss.device if isinstance(measured.loss, Tensor) else torch.device("cpu")
+    columns = [torch.as_tensor(column) for values in measured.tokens.values() for column in values]
+    numbers = [*scalars, *columns]
+    flat = [torch.as_tensor(each, dtype=torch.float64, device=device).detach().reshape(-1) for each in numbers]
+    read = torch.cat(flat).tolist()
+    loss, norm, *rest = read[: len(scalars)]
+    metrics = {
+        name: Metric(total, count, metric.kind)
+        for (name, metric), total, count in zip(measured.metrics.items(), rest[::2], rest[1::2], strict=True)
+    }
+    return loss, norm, metrics, _split_columns(measured.tokens, read[len(scalars) :])
 
 
 def _split_columns(

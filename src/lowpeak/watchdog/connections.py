@@ -78,6 +78,16 @@ class RankConnection:
         self.socket.close()
 
 
+def _open_connections(
+    server: socket.socket | None, host: str, port: int, token: str, ranks: Ranks
+) -> list[RankConnection]:
+    """Return connections of the rank with the `server` to all others; of another rank, the one to it."""
+    if server is None:
+        return [connect_to_rank_0(host, port, token, ranks.rank)]
+    with server:
+        return accept_ranks(server, token, ranks.world_size - 1)
+
+
 def connect(ranks: Ranks) -> list[RankConnection] | None:
     """Connect all ranks with rank 0, and return this rank's connections.
 
@@ -97,15 +107,9 @@ def connect(ranks: Ranks) -> list[RankConnection] | None:
     connections: list[RankConnection] = []
     problem: str | None = None
     try:
-        if server is not None:
-            connections = accept_ranks(server, token, ranks.world_size - 1)
-        else:
-            connections = [connect_to_rank_0(host, port, token, ranks.rank)]
+        connections = _open_connections(server, host, port, token, ranks)
     except OSError as error:
         problem = f"rank {ranks.rank} on {socket.gethostname()} with {host}:{port}: {error}"
-    finally:
-        if server is not None:
-            server.close()
     problems = [each for each in ranks.gather(problem) if each]
     if not problems:
         return connections

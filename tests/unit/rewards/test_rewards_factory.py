@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 
 import pytest
 
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards.builtin import SoftOverlong, exact_match, get_soft_overlong_punishment
-from lowpeak.rewards.factory import BUILTIN_REWARDS, REWARD_FACTORIES, load_judge, load_reward, make_rewards
+from lowpeak.rewards.factory import BUILTIN_REWARDS, REWARD_FACTORIES, load_object, load_reward, make_rewards
 from lowpeak.rewards.function import callable_name
+
+load_judge = partial(load_object, role="Judge")
 
 FILE = """
 from dataclasses import dataclass
@@ -122,7 +125,7 @@ def test_a_module_that_fails_inside_is_told_apart_from_one_that_is_missing(tmp_p
     ("load", "spec", "words"),
     [
         (load_reward, "no/such/file.py:f", r"Reward .*'no/such/file\.py'"),
-        (load_reward, "some/file.py", r"'some/file\.py:function'"),
+        (load_reward, "some/file.py", r"'some/file\.py:object'"),
         (load_reward, "no_such_package.rewards.f", "'no_such_package'"),
         (load_reward, "lowpeak.no_such_module.f", r"'lowpeak\.no_such_module'"),
         (load_reward, "lowpeak.rewards.builtin.gone", "'gone'"),

@@ -291,7 +291,7 @@ class _Stage:
         run_step(self.model, batches, algorithm, self._core, self._strategy, algorithm.coefficients())
         self._meter.begin(None)
 
-    def update(self, optimizer: Any) -> None:
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
         max_grad_norm = self._inputs.max_grad_norm
         self._meter.begin("optimizer", Kind.OPTIMIZER)
         if self._inputs.storage is None:

@@ -25,6 +25,14 @@ class StorageMeter(TorchDispatchMode):
     an operation allocates and frees internally is not seen, but for the bytes that `scratch(operation, args, kwargs)` returns. A
     storage has the kind that is current when it is first seen (`counting_as`), until `retag` changes it: at the latest in
     `before_snapshot`, which is called when a peak is recorded.
+
+        with FakeTensorMode(), StorageMeter() as meter:
+            meter.begin("load", Kind.WEIGHTS)
+            model = make_model()
+            meter.begin("score")                                     # ends "load"
+            with meter.counting_as(Kind.LOGITS):
+                model(ids)
+            meter.begin(None)                                        # ends "score": meter.peaks has both
     """
 
     def __init__(self, block: int = CUDA_BLOCK, scratch: Callable[[Any, Any, Any], int] = lambda *_: 0) -> None:
@@ -113,16 +121,17 @@ class StorageMeter(TorchDispatchMode):
         # An operation on a tensor subclass made of other tensors is dispatched again for these.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
+        kwargs = kwargs or {}
         if self._paused:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         self._update_peak()
         # Autograd accumulates real gradients in place, and fake ones out of place: count that sum as in place.
         self._is_replacing = func is torch.ops.aten.add.Tensor and _accumulates_gradients()
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf.untyped_storage())
-        scratch = self._scratch(func, args, kwargs or {})
+        scratch = self._scratch(func, args, kwargs)
         if scratch:
             self._note_peak(scratch)
         return out

@@ -109,14 +109,14 @@ def visible_device_variables(devices: Sequence[str], inherited: Mapping[str, str
         return {}
     if tuple(devices) == (CPU,):
         return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    visible_here = [each.strip() for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
-    if visible_here and any(each.isdigit() and int(each) >= len(visible_here) for each in devices):
+    names = [each.strip() for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    visible = {str(index): name for index, name in enumerate(names)}
+    if visible and any(each.isdigit() and each not in visible for each in devices):
         raise ArgumentError(
-            f"the devices {', '.join(devices)} are not all visible: CUDA_VISIBLE_DEVICES has {len(visible_here)}."
+            f"the devices {', '.join(devices)} are not all visible: CUDA_VISIBLE_DEVICES has {len(visible)}."
         )
-    value = ",".join(visible_here[int(each)] if visible_here and each.isdigit() else each for each in devices)
-    variables = ["CUDA_VISIBLE_DEVICES", *(["HIP_VISIBLE_DEVICES"] if "HIP_VISIBLE_DEVICES" in inherited else [])]
-    return dict.fromkeys(variables, value)
+    value = ",".join(visible.get(each, each) for each in devices)
+    return {"CUDA_VISIBLE_DEVICES": value, **dict.fromkeys({"HIP_VISIBLE_DEVICES"} & inherited.keys(), value)}
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -240,8 +240,7 @@ def open_sender(
         return TcpSender(bucket_bytes, loopback=workers.all_local, timeout=timeout, port=port)
     if device.type != "cuda" or "cpu" in workers.devices:
         raise EngineError("vllm_transport='nccl' needs GPUs, but the trainer or vLLM is on a CPU: use 'auto'.")
-    host = "127.0.0.1" if workers.all_local else host_addresses()[0]
-    return NcclSender(bucket_bytes, device, host, workers.num_workers, timeout, port)
+    return NcclSender(bucket_bytes, device, workers.trainer_address, workers.num_workers, timeout, port)
 
 
 def available_transports(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
@@ -266,6 +265,11 @@ class _WorkerLocations:
         network = network_id()
         all_local = all(worker["network"] == network for worker in workers)
         return _WorkerLocations(all_local, frozenset(worker["device"] for worker in workers), len(workers))
+
+    @property
+    def trainer_address(self) -> str:
+        """Return the address under which the workers reach this host."""
+        return "127.0.0.1" if self.all_local else host_addresses()[0]
 
     def on_other_gpus(self, device: torch.device) -> bool:
         """Return whether NCCL can reach the workers: it refuses two ranks on one device."""

@@ -201,6 +201,13 @@ class WeightReceiver:
     """Receiver of weight updates; `policy_version` is None from `begin` until `commit`.
 
     `known` are the tensors whose values it can verify without receiving them again.
+
+        known = receiver.begin()
+        for bucket in buckets:                                       # of all tensors but the known ones
+            receiver.receive(bucket.pieces, bucket.data)
+        receiver.verify(checksums, num_elements)                     # after an error in any of these: receiver.abort()
+        receiver.commit(policy_version)
+        receiver.verify_unchanged()                                  # later, before it generates
     """
 
     model: Any
@@ -311,9 +318,7 @@ class WeightReceiver:
             except Exception as error:
                 failed = failed or error
                 continue
-            # `load_weights` of some models returns nothing.
-            reloaded = bool(self.reloads) and (taken is None or bool(taken))
-            if self._placement.regions[name] or reloaded:
+            if self._placement.regions[name] or self._is_reloaded(taken):
                 if not self._placement.regions[name]:
                     self._reloaded[name] = source.numel()
                 self._loaded.add(name)
@@ -325,6 +330,11 @@ class WeightReceiver:
             else f"{type(failed).__name__}: {failed}".splitlines()[0][:300]
         )
         raise EngineError(f"vLLM's model does not accept the tensor {name} of shape {shape} ({reason}).") from failed
+
+    def _is_reloaded(self, taken: Any) -> bool:
+        """Return whether a layerwise reload has taken a tensor; `taken` is the answer of `load_weights`."""
+        # That of some models returns nothing.
+        return bool(self.reloads) and (taken is None or bool(taken))
 
     def _assemble(self, piece: Piece, values: Tensor) -> None:
         self._assembler.device = values.device

@@ -1,0 +1,193 @@
+"""`lowpeak check`: the contract of an algorithm that a user wrote, and one training step on a tiny model on the CPU."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers.trainer_callback import PrinterCallback
+
+from lowpeak.algorithms import Algorithm, call_advantages, call_select, check_losses, check_metrics
+from lowpeak.errors import ArgumentError, LowpeakError, first_line
+from lowpeak.records import Completion, Record, TokenBatch
+from lowpeak.rewards import load_object
+from lowpeak.selftest.models import even_share, make_model, make_prompts, make_tokenizer
+from lowpeak.trainers import OnlineConfig, OnlineTrainer
+from lowpeak.training import StepBatches, with_advantages
+
+_ARGUMENTS: Mapping[str, Any] = {
+    "max_steps": 1,
+    "max_completion_length": 7,
+    "kv_cache_bytes": 1 << 24,
+    "use_cpu": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+@dataclass
+class _Check:
+    """The trainer under check, and what the checks so far have made with it.
+
+    read_arguments      returns the arguments that the user gave for a config class
+    """
+
+    spec: str
+    read_arguments: Callable[[type], Mapping[str, Any]]
+    output_dir: str
+    trainer_class: type[OnlineTrainer] = field(init=False)
+    trainer: OnlineTrainer = field(init=False)
+    records: tuple[Record, ...] = field(init=False)
+    tokens: TokenBatch = field(init=False)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return self.trainer.run.algorithm
+
+
+def check_algorithm(spec: str, read_arguments: Callable[[type], Mapping[str, Any]]) -> bool:
+    """Print each check of the trainer at `spec`, up to the first failure; return whether all passed.
+
+    `spec` is `path/to/file.py:MyTrainer` or `package.module.MyTrainer`.
+    """
+    with TemporaryDirectory(prefix="lowpeak-check-") as folder:
+        check = _Check(spec, read_arguments, folder)
+        for name, run in _CHECKS.items():
+            try:
+                print(f"ok    {name}: {run(check)}", flush=True)
+            except Exception as error:
+                print(f"FAIL  {name}: {_explain(error, check)}", flush=True)
+                return False
+    return True
+
+
+def _load(check: _Check) -> str:
+    found = load_object(check.spec, "Trainer")
+    if not isinstance(found, type) or not issubclass(found, OnlineTrainer):
+        raise ArgumentError(f"{check.spec} is {found!r:.80}: name a class that inherits from lowpeak.OnlineTrainer.")
+    config_class = getattr(found, "config_class", None)
+    if not isinstance(config_class, type) or not issubclass(config_class, OnlineConfig):
+        raise ArgumentError(
+            f"config_class of {found.__name__} is {config_class!r:.80}: set it to a class that inherits from lowpeak.OnlineConfig."
+        )
+    check.trainer_class = found
+    return f"{found.__name__} is a lowpeak.OnlineTrainer with the arguments of {config_class.__name__}"
+
+
+def _make_trainer(check: _Check) -> str:
+    config_class = check.trainer_class.config_class
+    given = check.read_arguments(config_class)
+    num_generations = given.get("num_generations", config_class.num_generations)
+    settings = {**_ARGUMENTS, "output_dir": check.output_dir, "per_device_train_batch_size": 4 * num_generations}
+    check.trainer = check.trainer_class(
+        model=make_model(hidden=32),
+        reward_funcs=even_share,
+        args=config_class(**{**settings, **given}),
+        train_dataset=Dataset.from_list(make_prompts(64)),
+        processing_class=make_tokenizer(),
+    )
+    check.trainer.remove_callback(PrinterCallback)
+    needs = ", ".join(sorted(check.algorithm.needs)) or "no scores"
+    return f"make_algorithm returns {check.algorithm.name!r}: a loss per {check.algorithm.unit}, needs {needs}"
+
+
+def _select(check: _Check) -> str:
+    made = _make_records(check.algorithm, check.trainer.num_generations)
+    selection = call_select(check.algorithm.select, made)
+    check.records = tuple(made[i] for i in selection.indices) or made
+    return f"trains on {len(selection.indices)} of {len(made)} completions of three prompts, one without rewards"
+
+
+def _make_records(algorithm: Algorithm, num_generations: int) -> tuple[Record, ...]:
+    """Return completions of three prompts: with different rewards, with equal ones, and without any."""
+    generator = torch.Generator().manual_seed(0)
+    records = []
+    for group, rewards in enumerate((range(num_generations), [1.0] * num_generations, [torch.nan] * num_generations)):
+        for i, reward in enumerate(rewards):
+            length = 3 + (group + i) % 5
+            scores = {need: -torch.rand(length, generator=generator) for need in sorted(algorithm.needs)}
+            ids = torch.randint(2, 13, (length,), generator=generator, dtype=torch.int32)
+            completion = Completion(ids, -torch.rand(length, generator=generator), ids > 0, "stop")
+            records.append(Record(group, (2, 3, 4), completion, (float(reward),), float(reward), **scores))
+    return tuple(records)
+
+
+def _advantages(check: _Check) -> str:
+    advantages = call_advantages(check.algorithm.advantages, check.records, check.algorithm.coefficients())
+    check.records = with_advantages(check.records, advantages)
+    if check.trainer.collector.settings.rollout.num_steps == 1:  # as in a run: old is the policy's own log-prob
+        check.records = tuple(replace(record, old=None) for record in check.records)
+    return f"a finite number for each token of {len(check.records)} completions"
+
+
+def _loss(check: _Check) -> str:
+    algorithm = check.algorithm
+    packed = StepBatches.pack(check.trainer.run, check.records, range(len(check.records)), 0)
+    check.tokens = tokens = replace(packed.micro_batches[0].tokens, coefficients=algorithm.coefficients())
+    if algorithm.loss is None:
+        return "the algorithm trains values alone"
+    generator = torch.Generator().manual_seed(1)
+    logprobs_T = (-torch.rand(len(tokens.sequences_T), generator=generator)).requires_grad_()
+    losses_U = check_losses(algorithm.loss(logprobs_T, tokens), algorithm.loss, tokens.weights_U, logprobs_T)
+    (gradient_T,) = torch.autograd.grad(losses_U.sum(), logprobs_T)
+    if not bool(losses_U.isfinite().all() and gradient_T.isfinite().all()):
+        raise ArgumentError(
+            "loss returned a number, or has a gradient, that is not finite, for log-probs from -1 to 0."
+        )
+    if algorithm.unit == "token" and not algorithm.needs_full_sequence:
+        half = len(tokens.sequences_T) // 2
+        if not torch.allclose(algorithm.loss(logprobs_T[:half], tokens.slice(0, half)), losses_U[:half]):
+            raise ArgumentError(
+                "loss depends on other tokens than its own: the model's head calls it on slices of the tokens. Make it "
+                "elementwise, or set needs_full_sequence=True."
+            )
+    return f"a finite number with a gradient for each of {len(losses_U)} units"
+
+
+def _measure(check: _Check) -> str:
+    algorithm, num_tokens = check.algorithm, len(check.tokens.sequences_T)
+    logprobs_T, entropy_T = -torch.ones(num_tokens), torch.ones(num_tokens)
+    metrics = check_metrics(algorithm.measure(logprobs_T, entropy_T, check.tokens), algorithm.measure)
+    return ", ".join(metrics) or "none"
+
+
+def _train(check: _Check) -> str:
+    check.trainer.train()
+    step = next(line for line in check.trainer.state.log_history if "grad_norm" in line)
+    if not step["grad_norm"]:
+        raise ArgumentError(
+            f"the gradient of the step is 0, so nothing is trained (the loss is {step['loss']:.4g}): look at the advantages, and "
+            "at the weights that reduction returns."
+        )
+    return f"reward {step['reward']:.4g}, loss {step['loss']:.4g}, gradient norm {step['grad_norm']:.4g}"
+
+
+_CHECKS: Mapping[str, Callable[[_Check], str]] = {
+    "trainer": _load,
+    "algorithm": _make_trainer,
+    "select": _select,
+    "advantages": _advantages,
+    "loss": _loss,
+    "metrics": _measure,
+    "training step": _train,
+}
+
+
+def _explain(error: Exception, check: _Check) -> str:
+    """Return an error as one sentence; an error of another kind with the last line in the trainer's file that led to it."""
+    if isinstance(error, LowpeakError):
+        return str(error)
+    module = sys.modules.get(getattr(getattr(check, "trainer_class", None), "__module__", ""))
+    frames = [
+        each for each in traceback.extract_tb(error.__traceback__) if each.filename == getattr(module, "__file__", "")
+    ]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)}{place}"
