@@ -1,7 +1,7 @@
 # make quickstart   see reinforcement learning work, in minutes on two CPU cores
 # make check        lint, types and the tests that start no process and train nothing for long
 # make test         lint, types and all tests but those of the other targets
-# make test-release what takes longer: learning, every rank as the victim, every recipe's plan, and make test-real
+# make test-release what takes longer: learning, every rank as the victim, every recipe's plan, benchmarks --quick, and make test-real
 # make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
 # make test-versions tests on the oldest supported and the locked transformers, accelerate, peft and datasets
@@ -116,8 +116,8 @@ test:
 	$(PYTEST) $(BY_FILE) -m "not release" $(IN_OTHER_TARGETS)
 
 test-release:
-	@echo "make test-release: about 30 minutes on two cores; before a release"
-	@$(MAKE) --no-print-directory $(READY)
+	@echo "make test-release: about 35 minutes on two cores; before a release"
+	@$(MAKE) --no-print-directory smollm2
 	$(PYTEST) $(BY_FILE) -m release $(IN_OTHER_TARGETS)
 	@$(MAKE) --no-print-directory test-real
 

@@ -36,7 +36,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
-    parser.add_argument("--quick", action="store_true", help="one process, fp32 and 32 bits with 8-bit states")
+    parser.add_argument(
+        "--quick", action="store_true", help="one process, a small model, fp32 and 32 bits with 8-bit states"
+    )
     plan = parser.parse_args()
     if plan.quick:
         plan.strategies, plan.formats = ["single"], ["fp32", "32 bits, 8-bit states"]
@@ -44,7 +46,7 @@ def main() -> None:
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     print("| strategy | format | floor | tensors | between | peak |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder) / "start")
+        save_model(Path(folder) / "start", plan.quick)
         rows = [measure(strategy, name, Path(folder)) for strategy in plan.strategies for name in plan.formats]
     print_result({"benchmark": "bytes_table", "unit": "bytes per parameter", "rows": rows, "versions": versions()})
 

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[str | None, bool]] = {
     "PPO, model, LoRA": ("model", True),
 }
 PHASES = ("score", "train", "optimizer")
+QUICK = ("GRPO, LoRA", "PPO, adapter, LoRA")
 Runs = dict[str, list[dict[str, Any]]]  # by layout, one for each round
 
 
@@ -48,6 +49,7 @@ class Plan:
     steps: int
     rounds: int
     threads: int
+    quick: bool
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -57,7 +59,7 @@ def main() -> None:
     began = os.getloadavg()
     with tempfile.TemporaryDirectory() as folder:
         runs = measure(plan, Path(folder))
-    rows = {name: summary(runs[name]) for name in LAYOUTS}
+    rows = {name: summary(found) for name, found in runs.items()}
     show(rows)
     print_result(
         {
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def parse(arguments: Sequence[str]) -> Plan:
-    """What the command line asks for; a quick run is two steps of one prompt."""
+    """What the command line asks for; a quick run is two layouts of a small model."""
     parser = argparse.ArgumentParser(description="Memory and seconds of a step of PPO by its critic's layout.")
     parser.add_argument("--prompts", type=int, default=2, help="prompts a step, of 8 completions each")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
@@ -81,20 +83,20 @@ def parse(arguments: Sequence[str]) -> Plan:
     parser.add_argument("--rounds", type=int, default=1, help="runs of each layout")
     parser.add_argument("--threads", type=int, default=1, help="computing threads of a run")
     parser.add_argument("--options", type=json.loads, default={}, help="more arguments of the trainers (JSON)")
-    parser.add_argument("--quick", action="store_true", help="two steps of one prompt, one round")
+    parser.add_argument("--quick", action="store_true", help="two steps of one prompt, two layouts of a small model")
     found = parser.parse_args(arguments)
     if found.quick:
         found.prompts, found.steps, found.rounds = 1, 2, 1
-    return Plan(found.prompts, found.prompt, found.steps, found.rounds, found.threads, found.options)
+    return Plan(found.prompts, found.prompt, found.steps, found.rounds, found.threads, found.quick, found.options)
 
 
 def measure(plan: Plan, folder: Path) -> Runs:
     """What each layout took in each round, each time in a fresh process and from the same weights."""
     start = folder / "start"
-    run_apart("benchmarks.harness.shapes", {"folder": str(start)})
-    runs: Runs = {name: [] for name in LAYOUTS}
+    run_apart("benchmarks.harness.shapes", {"folder": str(start), "quick": plan.quick})
+    runs: Runs = {name: [] for name in (QUICK if plan.quick else LAYOUTS)}
     for number in range(plan.rounds):
-        for name in LAYOUTS:
+        for name in runs:
             found = run_apart("benchmarks.harness.critics", request_of(plan, name, number, start, folder))
             runs[name].append(found)
             print(f"{name}, round {number}: {found['steps']}", file=sys.stderr, flush=True)

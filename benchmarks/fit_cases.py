@@ -2,6 +2,7 @@
 
     python -m benchmarks.fit_cases cases fit_cases.json      # minutes; no weights, no GPU
     python -m benchmarks.fit_cases cpu fit_cpu.json          # trains a small model 21 times
+    python -m benchmarks.fit_cases --quick                   # a case of one layer, two configurations; no file
 
 The first prints a row per case: the settings, the rehearsed peak against the device, the strategies that were rejected and
 why. The second measures the seconds of a step of each configuration in a fresh process, in a random order.
@@ -9,10 +10,12 @@ why. The second measures the seconds of a step of each configuration in a fresh 
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +23,18 @@ from typing import Any
 
 from transformers import Qwen2Config, Qwen3MoeConfig
 
+from benchmarks.harness.report import print_result, versions
 from lowpeak import GRPOConfig
 from lowpeak.plan.fit import Search
 from lowpeak.plan.hardware import GIB, Machine, find_card
 from lowpeak.plan.inputs import PlanRequest
 
 BF16 = "bfloat16"
+
+
+def with_layers(config: Any, layers: int) -> Any:
+    """Return the config of the same model with so many layers."""
+    return type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
 
 
 def dense(
@@ -85,28 +94,31 @@ CASES = [
     Case("7B LoRA on 24 GiB", "7B", machine(1, "rtx4090", host=64), adapter=True),
     Case("14B QLoRA on 24 GiB", "14B", machine(1, "rtx4090", host=64), adapter=True, bits=4),
 ]
+QUICK: dict[str, Any] = {  # what is set leaves few candidates
+    "micro_batch_tokens": 2_048, "gradient_checkpointing": True, "per_device_train_batch_size": 8, "max_completion_length": 16,
+}  # fmt: skip
 
 
-def request_of(case: Case) -> PlanRequest:
-    """Return the run of a case, in which only batch, groups and lengths are set."""
+def request_of(case: Case, quick: bool) -> PlanRequest:
+    """Return the run of a case, in which only batch, groups and lengths are set; a quick one has one layer."""
     from peft import LoraConfig
 
-    args = GRPOConfig(
-        output_dir="unused", use_cpu=True, per_device_train_batch_size=case.batch, num_generations=8,
-        max_completion_length=case.completion,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"per_device_train_batch_size": case.batch, "max_completion_length": case.completion}
+    sizes |= QUICK if quick else {}
+    args = GRPOConfig(output_dir="unused", use_cpu=True, num_generations=8, **sizes)
+    config = with_layers(MODELS[case.model], 1) if quick else MODELS[case.model]
     adapter = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if case.adapter else None
-    return PlanRequest("grpo", args, MODELS[case.model], case.machine, peft_config=adapter, quantized_bits=case.bits)
+    return PlanRequest("grpo", args, config, case.machine, peft_config=adapter, quantized_bits=case.bits)
 
 
-def run_cases(path: Path) -> None:
-    """Choose settings for each case, and write what was chosen and why; done cases are kept."""
+def run_cases(path: Path, quick: bool) -> dict[str, Any]:
+    """Choose settings for each case, and write what was chosen and why; done cases are kept. Return the peaks."""
     results = json.loads(path.read_text()) if path.exists() else {}
-    for case in CASES:
+    for case in CASES[-1:] if quick else CASES:
         if case.name in results:
             continue
         start = time.perf_counter()
-        fit = Search(request_of(case)).run()
+        fit = Search(request_of(case, quick)).run()
         plan = fit.plan
         results[case.name] = {
             **fit.as_dict(),
@@ -128,6 +140,7 @@ def run_cases(path: Path) -> None:
             f"{case.name}: {fit.candidate or fit.smallest_change} | {peak} | {time.perf_counter() - start:.0f} s",
             flush=True,
         )
+    return {name: result.get("peak") for name, result in results.items()}
 
 
 # On this CPU
@@ -151,17 +164,20 @@ TRIED = [
 ]
 
 
-def run_cpu(path: Path) -> None:
-    """Measure a step of the chosen configuration and of twenty others, each in a fresh process."""
+def run_cpu(path: Path, quick: bool) -> dict[str, Any]:
+    """Measure a step of the chosen configuration and of twenty others, each in a fresh process; return the seconds."""
     from lowpeak.plan.cost import measure_cpu
 
-    args = GRPOConfig(output_dir="unused", use_cpu=True, **{name: RUN[name] for name in list(RUN)[:3]})
+    sizes = {name: RUN[name] for name in list(RUN)[:3]} | (QUICK if quick else {})
+    args = GRPOConfig(output_dir="unused", use_cpu=True, **sizes)
     cpu = Machine(1, 6 * GIB, None, 1, measure_cpu(), device="cpu")
     request = PlanRequest("grpo", args, Qwen2Config(**SMALL), cpu, prompt_tokens=RUN["prompt"])
     fit = Search(request).run()
     configurations = [dict(fit.arguments), *TRIED]
+    if quick:
+        configurations = [{**QUICK, **each} for each in configurations[:2]]
     results: list[dict[str, Any]] = [{"settings": each, "seconds": []} for each in configurations]
-    for repeat in range(2):
+    for repeat in range(1 if quick else 2):
         order = list(range(len(configurations)))
         random.Random(repeat).shuffle(order)
         for index in order:
@@ -173,6 +189,7 @@ def run_cpu(path: Path) -> None:
     print(
         f"chosen {fit.candidate}: {chosen:.3f} s a step, fastest of {len(others)}: {min(others):.3f}, slowest {max(others):.3f}"
     )
+    return {"chosen": chosen, "fastest_other": min(others), "slowest_other": max(others)}
 
 
 def letters() -> Any:
@@ -209,9 +226,25 @@ def run_one(settings: dict[str, Any]) -> None:
     print(min(times[2:]))
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=["cases", "cpu", "one"])
+    parser.add_argument("argument", nargs="?", help="a file for the results; of `one`, settings (JSON)")
+    parser.add_argument("--quick", action="store_true", help="both parts at their smallest, without a file")
+    options = parser.parse_args()
+    if options.part == "one":
+        run_one(json.loads(options.argument))
+        return
+    if not options.quick and options.argument is None:
+        parser.error("name a part and a file for its results, or --quick")
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {"cases": run_cases, "cpu": run_cpu}
+        if options.quick:
+            found = {name: run(Path(folder, name), True) for name, run in parts.items()}
+        else:
+            found = {options.part: parts[options.part](Path(options.argument), False)}
+    print_result({"benchmark": "fit_cases", **found, "versions": versions()})
+
+
 if __name__ == "__main__":
-    part, argument = sys.argv[1:3]
-    if part == "one":
-        run_one(json.loads(argument))
-    else:
-        {"cases": run_cases, "cpu": run_cpu}[part](Path(argument))
+    main()

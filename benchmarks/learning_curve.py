@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.process import run_apart
-from benchmarks.harness.report import OURS, PEER, SIDES, deviation, mean, print_result, ratio, require_peer, versions
+from benchmarks.harness.report import OURS, PEER, SIDES, available_sides, deviation, mean, print_result, ratio, versions
 
 JUDGED_STEPS = (60, 100, 160)
 
@@ -31,6 +31,7 @@ class Plan:
     steps: int = 160
     every: int = 10
     held_out: int = 1024
+    quick: bool = False
 
     @property
     def snapshots(self) -> tuple[int, ...]:
@@ -45,9 +46,9 @@ class Plan:
 
 def main() -> None:
     plan, save = parse(sys.argv[1:])
-    require_peer()
+    sides = available_sides(plan.quick)
     with tempfile.TemporaryDirectory() as folder:
-        runs = [run_seed(plan, seed, Path(folder)) for seed in plan.seeds]
+        runs = [run_seed(plan, sides, seed, Path(folder)) for seed in plan.seeds]
     result = summarize(plan, runs)
     show(plan, result)
     if save is not None:
@@ -58,27 +59,27 @@ def main() -> None:
 def parse(arguments: Sequence[str]) -> tuple[Plan, Path | None]:
     """What to run, and the file that the result is also written to."""
     parser = argparse.ArgumentParser(description="Compare lowpeak's learning curve with TRL's.")
-    parser.add_argument("--quick", action="store_true", help="one seed, a dozen steps: whether it runs at all")
+    parser.add_argument("--quick", action="store_true", help="one seed, two steps: whether it runs at all")
     parser.add_argument("--algorithm", choices=["grpo", "rloo"], default="grpo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--save", type=Path, help="write the result into this file as well (for plot_curve)")
     found = parser.parse_args(arguments)
     if found.quick:
-        return Plan(found.algorithm, (found.seeds[0],), steps=12, every=12, held_out=256), found.save
+        return Plan(found.algorithm, (found.seeds[0],), steps=2, every=2, held_out=32, quick=True), found.save
     return Plan(found.algorithm, tuple(found.seeds)), found.save
 
 
-def run_seed(plan: Plan, seed: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Both sides of one seed, each in a process of its own: what each took, and its accuracies by step."""
+def run_seed(plan: Plan, sides: Sequence[str], seed: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """The sides of one seed, each in a process of its own: what each took, and its accuracies by step."""
     start = folder / f"start-{seed}"
     run_apart("benchmarks.harness.warm", {"folder": str(start), "seed": seed})
-    took = {side: train(plan, side, seed, start, folder / f"{side}-{seed}") for side in SIDES}
+    took = {side: train(plan, side, seed, start, folder / f"{side}-{seed}") for side in sides}
     snapshots = {
-        f"{side} {step}": str(folder / f"{side}-{seed}" / str(step)) for side in SIDES for step in plan.snapshots
+        f"{side} {step}": str(folder / f"{side}-{seed}" / str(step)) for side in sides for step in plan.snapshots
     }
     measuring = {"tokenizer": str(start), "held_out": plan.held_out, "snapshots": {"start": str(start)} | snapshots}
     found = run_apart("benchmarks.harness.accuracy", measuring)
-    for side in SIDES:
+    for side in sides:
         took[side]["accuracy"] = {"0": found["start"]} | {str(step): found[f"{side} {step}"] for step in plan.snapshots}
     return took
 
@@ -101,12 +102,13 @@ def train(plan: Plan, side: str, seed: int, start: Path, folder: Path) -> dict[s
 
 def summarize(plan: Plan, runs: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, Any]:
     """Each side's seeds, the comparison at the judged steps, and ours over the peer's in time and memory."""
-    sides = {side: [run[side] for run in runs] for side in SIDES}
+    sides = {side: [run[side] for run in runs] for side in runs[0]}
+    result = {"benchmark": "learning_curve", **asdict(plan), "ours": sides[OURS], "versions": versions()}
+    if PEER not in sides:
+        return result
     comparison = {str(step): compare(sides, step) for step in plan.judged}
     return {
-        "benchmark": "learning_curve",
-        **asdict(plan),
-        "ours": sides[OURS],
+        **result,
         "peer": sides[PEER],
         "comparison": comparison,
         "agrees": all(at["within"] for at in comparison.values()) if len(plan.seeds) > 1 else None,
@@ -115,7 +117,6 @@ def summarize(plan: Plan, runs: Sequence[Mapping[str, dict[str, Any]]]) -> dict[
             for name in ("cpu_seconds", "peak_rss_mb")
             if all(r[name] is not None for side in SIDES for r in sides[side])
         },
-        "versions": versions(),
     }
 
 
@@ -141,7 +142,7 @@ def show(plan: Plan, result: Mapping[str, Any]) -> None:
     print("| run | " + " | ".join(f"step {step}" for step in steps) + " | CPU-seconds | peak MB (training adds) |")
     print("|---" * (len(steps) + 3) + "|")
     for name, side in (("TRL", "peer"), ("lowpeak", "ours")):
-        for run in result[side]:
+        for run in result.get(side, ()):
             cells = [f"{a['greedy']:.2f} / {a['sampled']:.2f}" for a in (run["accuracy"][step] for step in steps)]
             label = f"{name} {plan.algorithm.upper()} seed {run['seed']}"
             print(f"| {label} | {' | '.join(cells)} | {run['cpu_seconds']:.1f} | {memory(run)} |")

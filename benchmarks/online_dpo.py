@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.harness.pairing import PAIR
 from benchmarks.harness.process import run_apart
-from benchmarks.harness.report import OURS, PEER, SIDES, print_result, ratio, require_peer, versions
+from benchmarks.harness.report import OURS, PEER, available_sides, print_result, ratio, versions
 from benchmarks.harness.shapes import draw_lengths
 from benchmarks.step_table import PHASES, median_seconds
 
@@ -37,19 +37,21 @@ class Plan:
     prompts_at_once: int
     steps: int
     rounds: int
+    quick: bool
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def main() -> None:
     plan = parse(sys.argv[1:])
-    require_peer()
+    sides = available_sides(plan.quick)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # without it freed blocks stay resident, and look like a peak
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        runs = measure(plan, Path(folder))
-    ours, peer = (summary(runs[side]) for side in SIDES)
-    ratios = compare(ours, peer)
-    show(ours, peer, ratios)
+        runs = measure(plan, Path(folder), sides)
+    ours, peer = summary(runs[OURS]), summary(runs[PEER]) if PEER in sides else None
+    ratios = {} if peer is None else compare(ours, peer)
+    if peer is not None:
+        show(ours, peer, ratios)
     print_result(
         {
             "benchmark": "online_dpo",
@@ -66,7 +68,7 @@ def main() -> None:
 
 
 def parse(arguments: Sequence[str]) -> Plan:
-    """What the command line asks for; a quick run is two steps of two prompts."""
+    """What the command line asks for; a quick run is two steps of two prompts, of a narrow layer."""
     parser = argparse.ArgumentParser(
         description="CPU seconds and memory of a step of Online DPO, lowpeak's beside TRL's."
     )
@@ -80,24 +82,25 @@ def parse(arguments: Sequence[str]) -> Plan:
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side")
     parser.add_argument("--ours", type=json.loads, default={}, help="more arguments of our trainer")
     parser.add_argument("--peer", type=json.loads, default={}, help="more arguments of the peer's trainer")
-    parser.add_argument("--quick", action="store_true", help="two steps of two prompts")
+    parser.add_argument("--quick", action="store_true", help="two steps of two prompts, of a narrow layer")
     found = parser.parse_args(arguments)
     if found.quick:
         found.prompts, found.at_once, found.steps, found.rounds = 2, 2, 2, 1
     if found.prompts % found.at_once:
         parser.error(f"--at_once {found.at_once} does not divide --prompts {found.prompts}")
     options = {OURS: found.ours, PEER: found.peer}
-    return Plan(found.kind == "canned", found.prompt, found.prompts, found.at_once, found.steps, found.rounds, options)
+    sizes = (found.prompt, found.prompts, found.at_once, found.steps, found.rounds)
+    return Plan(found.kind == "canned", *sizes, found.quick, options)
 
 
-def measure(plan: Plan, folder: Path) -> dict[str, list[dict[str, Any]]]:
+def measure(plan: Plan, folder: Path, sides: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """What each side took in each round: ours first, since it draws the lengths of what is generated."""
     start = folder / "start"
-    run_apart("benchmarks.harness.shapes", {"folder": str(start)})
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    run_apart("benchmarks.harness.shapes", {"folder": str(start), "quick": plan.quick})
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for number in range(plan.rounds):
         lengths = [draw_lengths(plan.num_prompts * PAIR, 1000 * number + step) for step in range(plan.steps)]
-        for side in SIDES:
+        for side in sides:
             found = run_apart(
                 "benchmarks.harness.pairing", request_of(plan, side, lengths, start, folder / f"{side}-{number}")
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,8 @@ def main() -> None:
         require("matplotlib", "pip install '.[plot]'")
         draw(results, options.plot)
     print_result({"benchmark": "plan_accuracy", "configurations": len(results), "versions": versions()})
+    if len(results) < len(cases):
+        sys.exit(1)
 
 
 def compare(case: Case, resident: bool = False, before: Result | None = None) -> dict[str, Any]:

@@ -1,19 +1,21 @@
 """Memory figures that other projects have published, with their settings, and lowpeak's plan of the same run.
 
-    python -m benchmarks.published_memory
+    python -m benchmarks.published_memory [--quick]
 
 docs/plan.md has the table, the sources, and what explains the differences.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, replace
 from typing import Any
 
 from peft import LoraConfig
 from transformers import LlamaConfig, Qwen2Config
 
-from benchmarks.fit_cases import MODELS
+from benchmarks.fit_cases import MODELS, with_layers
+from benchmarks.harness.report import print_result, versions
 from lowpeak import GRPOConfig, SFTConfig
 from lowpeak.plan.hardware import GIB, Machine
 from lowpeak.plan.inputs import PlanRequest
@@ -72,8 +74,14 @@ RUNS = [
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one layer of each model")
+    quick = parser.parse_args().quick
+    planned: dict[str, int] = {}
     for run in RUNS:
-        plan = make_plan(run.request)
+        request = replace(run.request, config=with_layers(run.request.config, 1)) if quick else run.request
+        plan = make_plan(request)
+        planned[run.name] = plan.peak
         kinds = {
             str(kind): round(value / 1e9, 1)
             for kind, value in plan.phases[plan.peak_phase].device.items()
@@ -83,6 +91,7 @@ def main() -> None:
             f"{run.name}: published {run.figure} GB, planned {plan.peak / 1e9:.1f} GB in {plan.peak_phase}: {kinds}",
             flush=True,
         )
+    print_result({"benchmark": "published_memory", "planned_bytes": planned, "versions": versions()})
 
 
 if __name__ == "__main__":

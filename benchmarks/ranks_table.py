@@ -14,13 +14,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.ranked import save_model
 from benchmarks.harness.ranks import run_ranks
-from benchmarks.harness.report import OURS, PEER, print_result, ratio, require_peer, versions
+from benchmarks.harness.report import OURS, PEER, available_sides, print_result, ratio, versions
 
 PHASES = ("rollout", "score", "train")
 # What TRL has where we have a budget, which is left to `auto`.
@@ -41,11 +41,13 @@ def main() -> None:
     parser.add_argument(
         "--canned", action="store_true", help="completions of exponential lengths that nobody generates"
     )
-    parser.add_argument("--quick", action="store_true", help="FSDP2 and ZeRO-3, beta 0, completions of 16 tokens")
+    parser.add_argument(
+        "--quick", action="store_true", help="FSDP2 and ZeRO-3, beta 0, completions of 16 tokens, a small model"
+    )
     plan = parser.parse_args()
     if plan.quick:
         plan.strategies, plan.betas, plan.completion = ["fsdp2", "zero3"], [0.0], 16
-    require_peer()
+    sides = available_sides(plan.quick)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     rows = []
     print(
@@ -54,10 +56,10 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder) / "start"
-        save_model(start)
+        save_model(start, plan.quick)
         for beta in plan.betas:
             for strategy in plan.strategies:
-                rows += compared(plan, strategy, beta, start, Path(folder))
+                rows += compared(plan, sides, strategy, beta, start, Path(folder))
     print_result(
         {
             "benchmark": "ranks_table",
@@ -67,13 +69,17 @@ def main() -> None:
             "versions": versions(),
         }
     )
+    if any("error" in row for row in rows if row["library"] == OURS):
+        sys.exit(1)
 
 
-def compared(plan: argparse.Namespace, strategy: str, beta: float, start: Path, folder: Path) -> list[dict[str, Any]]:
+def compared(
+    plan: argparse.Namespace, sides: Sequence[str], strategy: str, beta: float, start: Path, folder: Path
+) -> list[dict[str, Any]]:
     """Both sides under one strategy, TRL in each of its ways; each is printed when it is there."""
     peers = {"": {}} if plan.canned else PEER_WAYS.get(strategy, {"": {}})
     ways: list[tuple[str, str, dict[str, Any]]] = [(OURS, "", plan.ours)]
-    ways += [(PEER, name, {**options, **plan.peer}) for name, options in peers.items()]
+    ways += [(PEER, name, {**options, **plan.peer}) for name, options in peers.items() if PEER in sides]
     rows: list[dict[str, Any]] = []
     for library, name, options in ways:
         request = {

@@ -42,7 +42,7 @@ def main() -> None:
         options.kinds, options.seeds, options.steps, options.sides = ["fp32"], [0], 1, [OURS]
     if PEER in options.sides:
         require_peer()
-    model = str(load_example("get_smollm2").get_smollm2())
+    model = find_model()
     runs: dict[str, dict[str, Any]] = (
         json.loads(options.save.read_text()) if options.save and options.save.exists() else {}
     )
@@ -68,6 +68,15 @@ def main() -> None:
     if options.picture:
         draw(runs, options.picture)
     print_result({"benchmark": "real_model", "runs": runs, "versions": versions()})
+
+
+def find_model() -> str:
+    """Return the model's folder; exit with one sentence where it cannot be downloaded."""
+    smollm2 = load_example("get_smollm2")
+    try:
+        return str(smollm2.get_smollm2())
+    except smollm2.DownloadError as error:
+        sys.exit(str(error))
 
 
 def step_of_reward(rewards: Sequence[float]) -> int | None:

@@ -1,4 +1,6 @@
-"""Generation of a sharded model at several gather budgets, and a frozen model's forward: `python -m benchmarks.sharded_generation`.
+"""Generation of a sharded model at several gather budgets, and a frozen model's forward.
+
+`python -m benchmarks.sharded_generation [--quick]`
 
 Two gloo ranks, one thread each, a Qwen2 shape of 111M parameters in fp32 (425 MB: 12 layers of 28 MB, a tied embedding of 94 MB),
 4 rows a rank, 12 new tokens. Memory is resident memory above what was there before, by the kernel's high-water mark.
@@ -28,12 +30,14 @@ def run() -> None:
     """Print both tables, and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=12)
-    tokens = parser.parse_args().tokens
+    parser.add_argument("--quick", action="store_true", help="two tokens of a narrow model")
+    plan = parser.parse_args()
+    request = {"tokens": 2 if plan.quick else plan.tokens, "quick": plan.quick}
     found: dict[str, Any] = {}
     print("| strategy | kept gathered | ms per token | of all gathered | peak extra MB | of the model |")
     print("|---|---|---|---|---|---|")
     for strategy in ("fsdp2", "zero3"):
-        result = run_ranks("benchmarks.sharded_generation", {"strategy": strategy, "tokens": tokens})
+        result = run_ranks("benchmarks.sharded_generation", {"strategy": strategy, **request})
         found[strategy] = result
         for name, row in result["budgets"].items():
             slower, share = row["ms"] / result["budgets"]["all"]["ms"], row["peak_mb"] / result["model_mb"]
@@ -46,13 +50,13 @@ def run() -> None:
         for way, row in result["frozen"].items():
             held, peak, share = row["held_mb"], row["peak_mb"], row["peak_mb"] / result["model_mb"] - 0.5
             print(f"| {strategy}, {way} | {held:.0f} | {peak:.0f} | {share:.2f} | {row['s']:.2f} |", flush=True)
-    print_result({"benchmark": "sharded_generation", "tokens": tokens, **found, "versions": versions()})
+    print_result({"benchmark": "sharded_generation", "tokens": request["tokens"], **found, "versions": versions()})
 
 
 def main(request: dict[str, Any]) -> None:
     """One rank's measurements; rank 0 prints them."""
     torch.set_num_threads(1)
-    accelerator, model, strategy = prepare(request["strategy"], mid_model())
+    accelerator, model, strategy = prepare(request["strategy"], make_model(request["quick"]))
     inner = accelerator.unwrap_model(model)
     layer, rest = layer_bytes(inner, strategy)
     answer: dict[str, Any] = {"model_mb": (LAYERS * layer + rest) / 1e6, "budgets": {}, "frozen": {}}
@@ -63,7 +67,7 @@ def main(request: dict[str, Any]) -> None:
         answer["budgets"][name] = measured_generation(strategy, model, budget, request["tokens"])
     for way in WAYS:
         if way == WAYS[0] or request["strategy"] == "fsdp2":
-            answer["frozen"][way] = measured_frozen(strategy, way)
+            answer["frozen"][way] = measured_frozen(strategy, way, request["quick"])
     if accelerator.is_main_process:
         print_result(answer)
 
@@ -77,7 +81,7 @@ def measured_generation(strategy: Any, model: nn.Module, budget: int | None, tok
     prompts = [Prompt(i, tuple(range(5 + i, 21 + i)), "") for i in range(4)]
     engine = NativeEngine(lambda: strategy.gather_for_inference(model, budget), NoEnd(), lambda: 1 << 24)
     engine.load((), 0)
-    seconds, peak = watched(strategy, lambda: engine.generate(prompts, Sampling(1, tokens)))
+    seconds, peak = watched(lambda: engine.generate(prompts, Sampling(1, tokens)))
     return {"ms": 1e3 * seconds / tokens, "peak_mb": peak}
 
 
@@ -87,12 +91,12 @@ class NoEnd:
     eos_token_id = None
 
 
-def measured_frozen(strategy: Any, way: str) -> dict[str, float]:
+def measured_frozen(strategy: Any, way: str, quick: bool) -> dict[str, float]:
     """A second frozen model's forward over 512 tokens for their log-probs; the second one counts."""
     from lowpeak.heads.lm_head import HeadRequest, install_head
 
     before = resident_bytes() or 0
-    model = install_head(mid_model())
+    model = install_head(make_model(quick))
     if way == WAYS[0]:
         frozen = strategy.prepare_frozen(model, 0, False)
         ready = frozen.ready
@@ -107,7 +111,7 @@ def measured_frozen(strategy: Any, way: str) -> dict[str, float]:
 
     forward()  # the first keeps what later ones use again: a root unit stays gathered
     held = ((resident_bytes() or 0) - before) / 1e6
-    seconds, peak = watched(strategy, forward)
+    seconds, peak = watched(forward)
     return {"held_mb": held, "peak_mb": held + peak, "s": seconds}
 
 
@@ -121,11 +125,11 @@ def in_one_unit(model: nn.Module) -> Callable[[], AbstractContextManager[nn.Modu
     return lambda: nullcontext(model)
 
 
-def watched(strategy: Any, work: Callable[[], Any]) -> tuple[float, float]:
+def watched(work: Callable[[], Any]) -> tuple[float, float]:
     """Seconds, and the most MB resident above what was there before, in step on all ranks."""
     from pathlib import Path
 
-    strategy.ranks.barrier()
+    torch.distributed.barrier()
     before = resident_bytes() or 0
     Path("/proc/self/clear_refs").write_text("5")
     start = time.perf_counter()
@@ -146,18 +150,18 @@ def layer_bytes(model: nn.Module, strategy: Any) -> tuple[int, int]:
     return layer, sum(others.values())
 
 
-def mid_model() -> nn.Module:
-    """The shape of the measurements, with random weights."""
+def make_model(quick: bool) -> nn.Module:
+    """The shape of the measurements with random weights, or a narrow one."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=30_720,
-        hidden_size=768,
+        hidden_size=96 if quick else 768,
         num_hidden_layers=LAYERS,
         num_attention_heads=12,
         num_key_value_heads=4,
-        intermediate_size=2_304,
+        intermediate_size=288 if quick else 2_304,
         tie_word_embeddings=True,
         eos_token_id=None,
         bos_token_id=None,

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.harness.flops import gflops_per_second, useful_tokens
 from benchmarks.harness.process import run_apart
-from benchmarks.harness.report import OURS, PEER, SIDES, print_result, ratio, require_peer, versions
+from benchmarks.harness.report import OURS, PEER, available_sides, print_result, ratio, versions
 from benchmarks.harness.shapes import NUM_GENERATIONS, draw_lengths
 
 PHASES = ("rollout", "score", "train", "rest")  # rest: rewards, advantages, optimizer, logs, the loop
@@ -48,19 +48,22 @@ class Plan:
     num_prompts: int
     steps: int
     rounds: int
+    quick: bool
     options: Mapping[str, Mapping[str, Any]]
 
 
 def main() -> None:
     plan = parse(sys.argv[1:])
-    require_peer()
+    sides = available_sides(plan.quick)
     # Without it glibc keeps freed blocks of tens of MB resident, and they look like somebody's peak.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     with tempfile.TemporaryDirectory() as folder:
-        peak = run_apart("benchmarks.harness.arithmetic", {"dtypes": ["float32"]})
-        runs = measure(plan, Path(folder))
-    ours, peer = (summary(plan, runs[side], peak["float32"]) for side in SIDES)
-    show(ours, peer)
+        peak = run_apart("benchmarks.harness.arithmetic", {"dtypes": ["float32"], "size": 512 if plan.quick else 3072})
+        runs = measure(plan, Path(folder), sides)
+    found = {side: summary(plan, runs[side], peak["float32"]) for side in sides}
+    ours, peer = found[OURS], found.get(PEER)
+    if peer is not None:
+        show(ours, peer)
     print_result(
         {
             "benchmark": "step_table",
@@ -68,7 +71,7 @@ def main() -> None:
             "unit": "CPU seconds a step; MB",
             "ours": ours,
             "peer": peer,
-            "ratio": compare(ours, peer),
+            "ratio": compare(ours, peer) if peer is not None else None,
             "gflops_peak": peak["float32"],
             "makes_up_our_peak": parts_of_peak(runs[OURS][-1]),
             "runs": runs,
@@ -78,7 +81,7 @@ def main() -> None:
 
 
 def parse(arguments: Sequence[str]) -> Plan:
-    """What the command line asks for; a quick run is W1's, or one group of W2 for two steps."""
+    """What the command line asks for; a quick run is two steps, of W2 one group and a narrow layer."""
     parser = argparse.ArgumentParser(description="CPU seconds and memory of a step by phase, lowpeak's beside TRL's.")
     parser.add_argument("--shape", choices=["w1", "w2"], default="w1")
     parser.add_argument("--kind", choices=["canned", "whole"], default="canned")
@@ -89,12 +92,12 @@ def parse(arguments: Sequence[str]) -> Plan:
     parser.add_argument("--rounds", type=int, help="runs of each side (W1: 3, W2: 1)")
     parser.add_argument("--ours", type=json.loads, default={}, help="more arguments of our trainer")
     parser.add_argument("--peer", type=json.loads, default={}, help="more arguments of the peer's trainer")
-    parser.add_argument("--quick", action="store_true", help="few steps, one round; W2 with one prompt a step")
+    parser.add_argument("--quick", action="store_true", help="two steps, one round; W2 narrow, with one prompt a step")
     found = parser.parse_args(arguments)
     w1 = found.shape == "w1"
     prompts, steps, rounds = (W1_PROMPTS, 20, 3) if w1 else (2, 3, 1)
     if found.quick:
-        prompts, steps, rounds = (prompts, 5, 1) if w1 else (1, 2, 1)
+        prompts, steps, rounds = (prompts if w1 else 1, 2, 1)
     return Plan(
         found.shape,
         found.kind == "canned",
@@ -103,20 +106,21 @@ def parse(arguments: Sequence[str]) -> Plan:
         found.prompts or prompts,
         found.steps or steps,
         found.rounds or rounds,
+        found.quick,
         {OURS: found.ours, PEER: found.peer},
     )
 
 
-def measure(plan: Plan, folder: Path) -> Runs:
+def measure(plan: Plan, folder: Path, sides: Sequence[str]) -> Runs:
     """What each side took in each round: they take turns, each time in a fresh process and from the same weights."""
     start = folder / "start"
     maker = "warm" if plan.shape == "w1" else "shapes"
-    run_apart(f"benchmarks.harness.{maker}", {"folder": str(start), "seed": 0})
-    runs: Runs = {side: [] for side in SIDES}
+    run_apart(f"benchmarks.harness.{maker}", {"folder": str(start), "seed": 0, "quick": plan.quick})
+    runs: Runs = {side: [] for side in sides}
     for number in range(plan.rounds):
         rows = plan.num_prompts * NUM_GENERATIONS
         lengths = [draw_lengths(rows, 1000 * number + step) for step in range(plan.steps)]
-        for side in SIDES:
+        for side in sides:
             request = request_of(plan, side, lengths, start, folder / f"{side}-{number}")
             found = run_apart("benchmarks.harness.stepping", request)
             lengths = found["lengths"] if plan.shape == "w2" else lengths

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.process import run_apart
-from benchmarks.harness.report import OURS, PEER, deviation, mean, print_result, require_peer, versions
+from benchmarks.harness.report import OURS, PEER, available_sides, deviation, mean, print_result, versions
 
 BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,6 +29,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PEERS_ALGORITHMS = ("grpo", "rloo")
 EVERY = 40  # steps between snapshots
+QUICK = ("fp32", "16 bits, 8-bit states", "TRL, bf16")
 
 
 def main() -> None:
@@ -40,11 +41,11 @@ def main() -> None:
     parser.add_argument("--held_out", type=int, default=1024)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--save", type=Path, help="write the result into this file as well")
-    parser.add_argument("--quick", action="store_true", help="GRPO, one rate and seed, 40 steps")
+    parser.add_argument("--quick", action="store_true", help="GRPO, one rate and seed, two formats, a few steps")
     plan = parser.parse_args()
     if plan.quick:
-        plan.algorithms, plan.rates, plan.seeds, plan.steps, plan.held_out = ["grpo"], [5e-4], [0], EVERY, 128
-    require_peer()
+        plan.algorithms, plan.rates, plan.seeds, plan.steps, plan.held_out = ["grpo"], [5e-4], [0], 2, 32
+    sides, names = available_sides(plan.quick), QUICK if plan.quick else tuple(FORMATS)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(plan.jobs) as pool:
         starts = {seed: Path(folder) / f"start-{seed}" for seed in plan.seeds}
         list(
@@ -56,8 +57,8 @@ def main() -> None:
             (algorithm, rate, name, seed)
             for algorithm in plan.algorithms
             for rate in plan.rates
-            for name, (library, _) in FORMATS.items()
-            if library == OURS or algorithm in PEERS_ALGORITHMS
+            for name in names
+            if FORMATS[name][0] == OURS or (PEER in sides and algorithm in PEERS_ALGORITHMS)
             for seed in plan.seeds
         ]
         result: dict[str, Any] = {"benchmark": "storage_formats", "steps": plan.steps, "versions": versions()}
@@ -75,7 +76,7 @@ def train(plan: argparse.Namespace, case: tuple[str, float, str, int], start: Pa
     algorithm, rate, name, seed = case
     library, settings = FORMATS[name]
     target = folder / f"{algorithm}-{rate:g}-{name}-{seed}"
-    steps = tuple(range(EVERY, plan.steps + 1, EVERY))
+    steps = tuple(range(EVERY, plan.steps + 1, EVERY)) or (plan.steps,)
     request = {
         "library": library, "algorithm": algorithm, "seed": seed, "steps": plan.steps, "start": str(start),
         "folder": str(target), "snapshots": steps, "settings": {**settings, "learning_rate": rate},

@@ -37,10 +37,10 @@ def main() -> None:
 def parse(arguments: Sequence[str]) -> tuple[str, int]:
     """The shape, and how often each way is measured."""
     parser = argparse.ArgumentParser(description="Streaming weights beside gathering them.")
-    parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a small model, each way once")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(arguments)
-    return ("quick" if args.quick else "mid"), args.repeats
+    return ("quick", 1) if args.quick else ("mid", args.repeats)
 
 
 def slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

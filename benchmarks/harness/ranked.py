@@ -62,9 +62,10 @@ class Stamps(TrainerCallback):
         self.tensors = tensor_bytes(more["model"], more["optimizer"])
 
 
-def save_model(folder: Path) -> None:
-    """The weights and the tokenizer that both sides load."""
-    shapes.make_model(HIDDEN, LAYERS, VOCABULARY).save_pretrained(folder)
+def save_model(folder: Path, quick: bool) -> None:
+    """The weights and the tokenizer that both sides load; a quick run's have two narrow layers."""
+    hidden, layers = (128, 2) if quick else (HIDDEN, LAYERS)
+    shapes.make_model(hidden, layers, VOCABULARY).save_pretrained(folder)
     shapes.make_tokenizer().save_pretrained(folder)
 
 

@@ -33,6 +33,15 @@ def require_peer() -> None:
     require(PEER, "pip install 'trl==1.16.0' (for the comparison alone; lowpeak never imports it)")
 
 
+def available_sides(quick: bool) -> tuple[str, ...]:
+    """Return both sides; a quick run goes without TRL where it is not installed, any other exits."""
+    if quick and importlib.util.find_spec(PEER) is None:
+        print(f"{PEER} is not installed: {OURS} runs alone.", file=sys.stderr)
+        return (OURS,)
+    require_peer()
+    return SIDES
+
+
 def versions() -> dict[str, str | int | None]:
     """What was measured, and on what."""
     found: dict[str, str | int | None] = {name: _version(name) for name in _PACKAGES}

@@ -113,7 +113,7 @@ def dist_size() -> int:
 
 def _accelerator(state: Any, inner: Callable[[Any], Any] = lambda given: given) -> Any:
     """What a strategy asks of accelerate."""
-    return SimpleNamespace(device=torch.device("cpu"), unwrap_model=inner, state=state)
+    return SimpleNamespace(device=torch.device("cpu"), unwrap_model=inner, state=state, parallelism_config=None)
 
 
 def _each(model: nn.Module, gather: Callable[[Any], object]) -> None:
