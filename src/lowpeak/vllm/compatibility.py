@@ -15,8 +15,6 @@ from functools import cache, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from lowpeak.errors import EngineError, require_package
 from lowpeak.vllm.protocol import EngineInfo
 
@@ -66,7 +64,7 @@ def fingerprint(config: Any, vocabulary: Mapping[str, int]) -> str:
     return f"{_hash_sizes(text)}:{_hash_tokens(vocabulary, getattr(text, 'vocab_size', None))}"
 
 
-def engine_fingerprint(model: nn.Module) -> str:
+def engine_fingerprint(model: Any) -> str:
     """Return the fingerprint of vLLM's `ModelConfig`, whose tokenizer is loaded for it."""
     text = _text_config(model.hf_config)
     if model.skip_tokenizer_init:
@@ -118,7 +116,7 @@ def read_engine_info(config: Any) -> EngineInfo:
     )
 
 
-def check_same_model(info: EngineInfo, model: nn.Module, tokenizer: Any) -> None:
+def check_same_model(info: EngineInfo, model: Any, tokenizer: Any) -> None:
     """Raise EngineError, with both names, if vLLM has loaded another model or tokenizer than the trainer's."""
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     sizes, vocabulary = fingerprint(model.config, tokenizer.get_vocab()).split(":")
