@@ -402,7 +402,7 @@ def test_a_rank_that_was_killed_is_named(tmp_path):
     assert time.monotonic() - began < 25
 
 
-RECORD = "from pathlib import Path; from lowpeak.setup import record_sizes\n"
+RECORD = "from pathlib import Path; from lowpeak.training.recorded_sizes import record_sizes\n"
 RECORD += "def record(): record_sizes(Path(__file__).parent, 'train', 'full', {'micro_batch_tokens': 8}, rank)\n"
 RECORD += "print('relaunches', os.environ['LOWPEAK_RELAUNCHES'], flush=True)\n"
 SIGNAL = "os.kill(os.getppid(), signal.{name})\ntime.sleep(20)"

@@ -98,7 +98,8 @@ def test_a_dead_rank_is_the_reason_also_after_an_agreed_error():
 
 ENDED = """
 import socket, sys, time
-from lowpeak.watchdog import RankConnection, FailureDetector
+from lowpeak.watchdog.connections import RankConnection
+from lowpeak.watchdog.failure_detector import FailureDetector
 with socket.create_server(("127.0.0.1", 0)) as server:
     there = socket.create_connection(server.getsockname())
     here, _ = server.accept()
