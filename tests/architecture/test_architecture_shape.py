@@ -11,6 +11,7 @@ from architecture.sources import ROOT, files, module_of, tree_of
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_PROTOCOL_MEMBERS = 7
 DRAWERS = {"utils", "util", "common", "helpers", "misc"}
 # Names that say nothing of the thing: bare participles, pronouns, adverbs.
 EMPTY_WORDS = set(
@@ -69,6 +70,17 @@ def test_functions_are_short_enough_to_see_whole():
         and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
     ]
     assert long == []
+
+
+def test_protocols_have_at_most_seven_members_of_their_own():
+    sizes = {
+        f"{module_of(path)}.{node.name}": sum(isinstance(line, ast.FunctionDef | ast.AnnAssign) for line in node.body)
+        for path in files()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Protocol" for base in node.bases)
+    }
+    assert "lowpeak.rollout.engine.RolloutEngine" in sizes
+    assert {name: size for name, size in sizes.items() if size > MAX_PROTOCOL_MEMBERS} == {}
 
 
 def test_every_file_opens_with_what_it_is():

@@ -59,6 +59,7 @@ from lowpeak.setup.prepare_run import OnlineParts
 from lowpeak.setup.storage import acting_storage, report_idle_storage, set_optimizer, storage_fractions
 from lowpeak.sizes import LayoutChoice, PlannedMemory, budget_bytes, prepare_layout, resolve_sizes, training_bytes
 from lowpeak.training import (
+    BuildContext,
     LogprobSettings,
     ProgressTracker,
     RolloutCollector,
@@ -70,7 +71,7 @@ from lowpeak.training import (
 
 
 def connect_online(
-    context: RunContext, parts: OnlineParts, rollout_func: Callable[..., Mapping[str, Any]] | None
+    context: BuildContext, parts: OnlineParts, rollout_func: Callable[..., Mapping[str, Any]] | None
 ) -> tuple[Run, RolloutCollector]:
     """Return the run and the rollout collector of an online trainer that has its accelerator."""
     args, settings = parts.args, parts.settings
@@ -121,13 +122,14 @@ def connect_online(
         cursor=cursor,
         new_reader=new_reader,
         stats=stats,
+        splits_groups=rollout_func is None,  # a function may need all entries of a group
         offloader=offloader,
     )
     return run, collector
 
 
 def make_run(
-    context: RunContext,
+    context: BuildContext,
     args: Any,
     settings: RunSettings,
     algorithm: Algorithm,
@@ -313,7 +315,7 @@ def _has_frozen_models(parts: OnlineParts) -> bool:
 # arguments, rewards and prompts
 
 
-def _report_idle_arguments(context: RunContext, parts: OnlineParts, strategy: Strategy) -> None:
+def _report_idle_arguments(context: BuildContext, parts: OnlineParts, strategy: Strategy) -> None:
     """Name the arguments without effect, now that models and devices are known."""
     why_merged = why_adapters_idle(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
     facts = parts.settings.facts

@@ -59,6 +59,7 @@ from lowpeak.training import (
     records_of_step,
     run_with_sizes,
     save_extra_weights,
+    score_rollout,
     token_rows,
     track_completions,
     trained_records,
@@ -191,12 +192,29 @@ class OnlineTrainer(StepTrainer):
 
     def next_step(self) -> StepBatches:
         """Stages 1 to 10: collect a new rollout if the last one has served its steps; return the micro-batches."""
-        rollout, settings = self._current_rollout(), self.collector.settings.rollout
+        settings = self.collector.settings.rollout
+        if self.rollout is None or self.steps_used >= settings.num_steps:
+            self._collect_rollout()  # stages 1 to 9
+        rollout, step = self._rollout(), self.steps_used
         run = self.run  # collecting the rollout may have lowered its sizes
-        step, self.steps_used = self.steps_used, self.steps_used + 1
+        self.steps_used += 1
         indices = records_of_step(rollout, settings, self.acting_args.seed, step, run.algorithm.unit)
         self.observed = self._choose_observed(rollout, indices) if step == 0 else ()
-        return StepBatches.pack(run, rollout.records, indices, rollout.num_tokens if step == 0 else 0, self.observed)
+        num_new = rollout.num_tokens if step == 0 else 0
+        return StepBatches.pack(run, rollout.records, indices, num_new, self.observed)  # stage 10
+
+    def _collect_rollout(self) -> None:
+        number = 0 if self.rollout is None else self.rollout.number + 1
+        self.rollout = None
+        self.model.train()
+        self.rollout = self.collector.collect(number, self.state.global_step, self.state, self.coefficients())
+        self.steps_used = 0
+        self.scratch.metrics = self.rollout.metrics
+        self.run.journal.write_rollout(self.state.global_step + 1, self.rollout.rows)
+
+    def _rollout(self) -> Rollout:
+        assert self.rollout is not None, "a step has a rollout"
+        return self.rollout
 
     def state_before_step(self) -> RunState:
         assert self.rollout is not None
@@ -205,10 +223,11 @@ class OnlineTrainer(StepTrainer):
 
     def repack_step(self, step: StepBatches) -> StepBatches:
         """Pack the step again; score its rollout again, too, while the weights are those that generated it."""
-        assert self.rollout is not None
-        if self.steps_used == 1:
-            self.rollout = self.collector.rescore(self.rollout, self.coefficients())
-        return super().repack_step(replace(step, records=self.rollout.records))
+        rollout, settings = self._rollout(), self.collector.settings.rollout
+        if self.steps_used == 1 and self.run.algorithm.needs:
+            records, _ = score_rollout(self, rollout.records, self.coefficients(), settings)
+            self.rollout = rollout = replace(rollout, records=records)
+        return super().repack_step(replace(step, records=rollout.records))
 
     def _choose_observed(self, rollout: Rollout, indices: Sequence[int]) -> tuple[int, ...]:
         most = self.collector.settings.num_completions_with_tokens
@@ -217,17 +236,6 @@ class OnlineTrainer(StepTrainer):
         # Of a record that the step skips only the engine's values are known.
         trained = trained_records(rollout.records, indices, self.run.algorithm)
         return choose_evenly(trained or indices, most, rollout.number)
-
-    def _current_rollout(self) -> Rollout:
-        if self.rollout is None or self.steps_used >= self.collector.settings.rollout.num_steps:
-            number = 0 if self.rollout is None else self.rollout.number + 1
-            self.rollout = None
-            self.model.train()
-            self.rollout = self.collector.collect(number, self.state.global_step, self.state, self.coefficients())
-            self.steps_used = 0
-            self.scratch.metrics = self.rollout.metrics
-            self.run.journal.write_rollout(self.state.global_step + 1, self.rollout.rows)
-        return self.rollout
 
     def finish_step(self) -> dict[str, float]:
         """Stage 13; then skip the rollout's other steps if the algorithm stops early, and update the reference if that is due."""

@@ -21,13 +21,15 @@ from lowpeak.training.evaluation import evaluate_prompts as evaluate_prompts
 from lowpeak.training.guarded_passes import GuardedPasses as GuardedPasses
 from lowpeak.training.recorded_sizes import read_sizes as read_sizes
 from lowpeak.training.recovery import apply_recorded_sizes as apply_recorded_sizes
-from lowpeak.training.recovery import retry_passes as retry_passes
+from lowpeak.training.recovery import attempts as attempts
 from lowpeak.training.recovery import run_with_sizes as run_with_sizes
 from lowpeak.training.rollout import Rollout as Rollout
 from lowpeak.training.rollout import RolloutStats as RolloutStats
 from lowpeak.training.rollout import StepBatches as StepBatches
 from lowpeak.training.rollout import records_of_step as records_of_step
+from lowpeak.training.rollout import score_rollout as score_rollout
 from lowpeak.training.rollout import trained_records as trained_records
+from lowpeak.training.run import BuildContext as BuildContext
 from lowpeak.training.run import ProgressTracker as ProgressTracker
 from lowpeak.training.run import Run as Run
 from lowpeak.training.run import RunContext as RunContext
