@@ -13,12 +13,12 @@ from lowpeak.errors import LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
 from lowpeak.vllm.engine import EngineSharing, PolicyFacts, VllmEngine
-from lowpeak.vllm.protocol import Answer, EngineInfo, check_worker_answers
+from lowpeak.vllm.protocol import Answer, EngineInfo, check_worker_answers, resumed_after
 from lowpeak.vllm.weight_sync.buckets import Piece
 
 FACTS = EngineInfo(
     version="0.32.0", model="scripted", fingerprint="", dtype="float32", max_model_len=128, max_num_seqs=256,
-    kv_tokens=1 << 14,
+    kv_tokens=1 << 14, in_process=True,
 )  # fmt: skip
 SETTINGS = VllmSettings(ColocateSettings())
 SAMPLING = Sampling(num_generations=4, max_new_tokens=3)
@@ -36,8 +36,6 @@ class ScriptedVllm:
     Faults: after `dies_after` more answers it is lost and restarts without weights; it omits `answers_short` answers; an answer
     takes `seconds`; a push raises `push_error`; `restart()` and `hold(version)` change its weights behind the engine's back.
     """
-
-    in_process = True
 
     def __init__(self, script, facts=FACTS):
         self._script = script
@@ -95,8 +93,11 @@ class ScriptedVllm:
         self.num_checks += 1
         return {"error": "The scripted vLLM has no weights."} if self.policy_version is None else {}
 
-    def engine_info(self):
+    def info(self, wait_seconds=None):
         return self._facts
+
+    def paused(self):
+        return resumed_after(self.pause, self.resume)
 
     def complete(self, requests, timeout=None):
         """What the script says; EngineError where vLLM would refuse, LostEngineError when it dies or is too slow."""
@@ -115,7 +116,7 @@ class ScriptedVllm:
             answers[i] = self._answer(request)
         return list(answers.values())[: len(answers) - self.answers_short]
 
-    pause, resume, wait, wake, close = map(_noted, ("pause", "resume", "wait", "wake", "close"))
+    pause, resume, wake, close = map(_noted, ("pause", "resume", "wake", "close"))
 
     def sleep(self):
         self.events.append("sleep")

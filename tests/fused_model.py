@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.protocol import check_worker_answers
+from lowpeak.vllm.protocol import EngineInfo, check_worker_answers
 from lowpeak.vllm.weight_sync.worker import Extension
 
 VOCAB, PADDED, WIDTH = 13, 16, 12
@@ -86,6 +86,9 @@ class FusedVllm:
         self.before(method, arguments)
         given = arguments if self.in_process else json.loads(json.dumps(arguments))
         return check_worker_answers([getattr(worker, method)(**given) for worker in self.workers])
+
+    def info(self, wait_seconds: float | None = None) -> EngineInfo:
+        return EngineInfo("", "fused", "", "float32", 128, 8, 1000, in_process=self.in_process)
 
     def versions(self) -> list[int | None]:
         return [answer["policy_version"] for answer in self.call("lowpeak_identity", {})]

@@ -28,12 +28,8 @@ class InsideVllm:
         self.llm = llm
         self.num_workers = num_workers
 
-    @property
-    def in_process(self) -> bool:
-        return self.num_workers == 1
-
-    def engine_info(self) -> EngineInfo:
-        return EngineInfo("", "", "", "float32", 128, 8, 1000)
+    def info(self, wait_seconds: float | None = None) -> EngineInfo:
+        return EngineInfo("", "", "", "float32", 128, 8, 1000, in_process=self.num_workers == 1)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         return check_worker_answers(self.llm.collective_rpc(method, timeout, kwargs=dict(arguments)))

@@ -10,7 +10,7 @@ from typing import Any
 
 from fused_model import FusedModel, FusedWorker
 from lowpeak.errors import LostEngineError
-from lowpeak.vllm.protocol import check_worker_answers
+from lowpeak.vllm.protocol import EngineInfo, check_worker_answers
 
 
 class RemoteVllm:
@@ -22,7 +22,6 @@ class RemoteVllm:
         self.process = context.Process(target=_serve, args=(theirs, dies_at, sleeps_at), daemon=True)
         self.process.start()
         theirs.close()
-        self.in_process = False
         self.transport = ""
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
@@ -34,6 +33,9 @@ class RemoteVllm:
             return check_worker_answers([self._pipe.recv()])
         except (EOFError, OSError) as error:
             raise LostEngineError("the worker is gone") from error
+
+    def info(self, wait_seconds: float | None = None) -> EngineInfo:
+        return EngineInfo("", "fused", "", "float32", 128, 8, 1000)
 
     def weights(self) -> dict[str, Any]:
         return self.call("weights", {}, 30)[0]

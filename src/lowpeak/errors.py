@@ -40,15 +40,9 @@ def first_line(error: BaseException | None) -> str:
 
 
 class LowpeakError(Exception):
-    """The base class of lowpeak's errors; `rank` is the rank that failed, if it is another one.
-
-    `reason` is the cause without the remedy, where the message has both. `is_awaited`: every rank will reach the agreement on
-    this error by itself, so none is ended for it.
-    """
+    """The base class of lowpeak's errors; `rank` is the rank that failed, if it is another one."""
 
     rank: int | None = None
-    reason: str | None = None
-    is_awaited = False
 
     def __str__(self) -> str:
         return show_controls(super().__str__())
@@ -108,12 +102,23 @@ class RankError(LowpeakError, RuntimeError):
 
 
 class MemoryExhaustedError(LowpeakError, MemoryError):
-    """A phase ran out of memory.
+    """A phase ran out of memory. Users catch this class; a run that recovers raises and catches its subclasses.
 
-    `on_all_ranks`: all ranks have agreed on the error. `after_recovery`: they have, and the smallest sizes failed too.
+    reason          the cause, without the remedy that the message has
+    is_resumable    all ranks tried the smallest sizes: the state before the step can be saved
     """
 
-    on_all_ranks = after_recovery = False
+    def __init__(self, message: str, reason: str = "", *, is_resumable: bool = False) -> None:
+        super().__init__(message)
+        self.reason, self.is_resumable = show_controls(reason or message), is_resumable
+
+
+class LocalMemoryError(MemoryExhaustedError):
+    """Memory ran out on this rank, but not in a collective: all ranks meet, so the watchdog ends none of them."""
+
+
+class AgreedMemoryError(MemoryExhaustedError):
+    """Memory ran out on a rank, and all ranks raise this at the same call, so they can try again together."""
 
 
 class MissingPackageError(LowpeakError, ImportError):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowpeak import errors
-from lowpeak.errors import LowpeakError, RankError
+from lowpeak.errors import AgreedMemoryError, LocalMemoryError, LowpeakError, MemoryExhaustedError, RankError
 
 Item = TypeVar("Item")
 
@@ -37,12 +37,12 @@ _DRAIN_SECONDS = 0.2
 
 
 class Failure(NamedTuple):
-    """An error as sent to the other ranks; `rank` is where it began, None if on the sender; `reason` is a LowpeakError's."""
+    """An error as sent to the other ranks; `rank` is where it began, None if on the sender; `reason` is a memory error's."""
 
     kind: str
     text: str
     rank: int | None
-    reason: str | None = None
+    reason: str = ""
 
 
 class Ranks:
@@ -131,7 +131,8 @@ class Ranks:
         """Raise an error of the block on all ranks; all ranks must enter it.
 
         The rank that failed raises its error unchanged. The others raise one of the same class (RankError if the class is not
-        lowpeak's) that names the rank and repeats the message.
+        lowpeak's) that names the rank and repeats the message. If memory ran out and nothing else failed, several ranks all raise
+        AgreedMemoryError.
 
         Collectives inside the block must run on every rank, also on one that failed: wrap each part between them in a block, or
         defer the error to the end.
@@ -182,7 +183,7 @@ class Ranks:
     def _report(self, error: Exception) -> Exception:
         """Report an error of this rank and return it; raise RankError if collectives are impossible."""
         nccl_error = nccl_memory_error(error)
-        if self._on_error is not None and not getattr(error, "is_awaited", False):
+        if self._on_error is not None and not isinstance(error, LocalMemoryError | AgreedMemoryError):
             self._on_error(nccl_error or error)
         if nccl_error is not None:
             raise nccl_error from error
@@ -195,11 +196,14 @@ class Ranks:
             return
         if self._on_agreed is not None:
             self._on_agreed()
-        # An error with a rank only repeats another rank's: that one's original tells more.
-        if own_error is not None and getattr(own_error, "rank", None) is None:
-            raise own_error
-        process, failure = next((pair for pair in failed if pair[1].rank is None), failed[0])
-        raise _error_of(process, failure) from own_error
+        error = _most_original(failed, own_error)
+        if isinstance(error, MemoryExhaustedError) and all(_is_memory_error(failure) for _, failure in failed):
+            agreed = AgreedMemoryError(str(error), error.reason)
+            agreed.rank = error.rank
+            raise agreed from own_error
+        if error is own_error:
+            raise error
+        raise error from own_error
 
     def _reduce(self, numbers: Sequence[float], op: Any) -> list[float]:
         if self._is_single:
@@ -207,6 +211,13 @@ class Ranks:
         values = torch.tensor(list(numbers), dtype=torch.float64, device=self._device)
         dist.all_reduce(values, op=op, group=self._group)
         return values.tolist()
+
+
+def _most_original(failed: Sequence[tuple[int, Failure]], own_error: Exception | None) -> Exception:
+    """Return the error that tells most: one with a rank only repeats that rank's."""
+    if own_error is not None and getattr(own_error, "rank", None) is None:
+        return own_error
+    return _error_of(*next((pair for pair in failed if pair[1].rank is None), failed[0]))
 
 
 def has_process_group() -> bool:
@@ -252,13 +263,27 @@ def nccl_memory_error(error: BaseException) -> RankError | None:
 def _failure_of(error: Exception | None) -> Failure | None:
     if error is None:
         return None
-    return Failure(type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "reason", None))
+    reason = error.reason if isinstance(error, MemoryExhaustedError) else ""
+    return Failure(type(error).__name__, str(error), getattr(error, "rank", None), reason)
+
+
+def _class_of(failure: Failure) -> type[LowpeakError] | None:
+    """Return the error's class if it is lowpeak's."""
+    kind = getattr(errors, failure.kind, None)
+    return kind if isinstance(kind, type) and issubclass(kind, LowpeakError) else None
+
+
+def _is_memory_error(failure: Failure) -> bool:
+    return issubclass(_class_of(failure) or Exception, MemoryExhaustedError)
 
 
 def _error_of(rank: int, failure: Failure) -> LowpeakError:
-    kind: Any = getattr(errors, failure.kind, None)
-    is_lowpeak_error = isinstance(kind, type) and issubclass(kind, LowpeakError)
-    message = failure.text if is_lowpeak_error else f"{failure.kind}: {failure.text}"
-    error: LowpeakError = (kind if is_lowpeak_error else RankError)(f"on rank {rank}, so all ranks stop: {message}")
-    error.rank, error.reason = rank, failure.reason
+    kind = _class_of(failure)
+    message = failure.text if kind is not None else f"{failure.kind}: {failure.text}"
+    message = f"on rank {rank}, so all ranks stop: {message}"
+    if _is_memory_error(failure):
+        error: LowpeakError = MemoryExhaustedError(message, failure.reason)
+    else:
+        error = (kind or RankError)(message)
+    error.rank = rank
     return error

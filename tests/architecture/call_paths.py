@@ -149,10 +149,12 @@ class WeightsVllm(ColocatedVllm):
         )
         self.llm = SimpleNamespace(collective_rpc=lambda method, kwargs: [getattr(worker, method)(**kwargs)])
 
-    def engine_info(self) -> EngineInfo:
-        return EngineInfo("0.32.0", "tiny", "", "float32", 128, 256, 1 << 14)
+    def info(self, wait_seconds: float | None = None) -> EngineInfo:
+        return EngineInfo("0.32.0", "tiny", "", "float32", 128, 256, 1 << 14, in_process=True)
 
-    def resume(self) -> None:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        yield
         raise SystemExit  # the weights are there, which is all
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from architecture.sources import (
     tree_of,
 )
 
-PROTOCOLS = ("lowpeak.parallel.strategy", "lowpeak.rollout.engine", "lowpeak.rewards.reward")
+PROTOCOLS = ("lowpeak.parallel.strategy", "lowpeak.rollout.engine", "lowpeak.rollout.pending", "lowpeak.rewards.reward")
 GROUND = ("lowpeak.errors", "lowpeak.arguments", "lowpeak.exports", "lowpeak.records")
 
 

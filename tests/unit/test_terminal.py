@@ -44,7 +44,7 @@ def test_a_servers_words_are_told_without_escape_sequences(answer):
     with fake_server.serving(fake_server.FakeServer()) as fake:
         fake.answers["/collective_rpc"] = lambda body: answer
         with pytest.raises(EngineError, match="title") as found:
-            ServerVllm(fake.url).engine_info()
+            ServerVllm(fake.url).info()
     assert controls(str(found.value)) == set()
 
 

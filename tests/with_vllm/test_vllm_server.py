@@ -105,7 +105,7 @@ def largest_error(model, requests, answers, temperature=1.0):
 
 
 def test_it_says_what_it_is(vllm, folder):
-    facts = vllm.engine_info()
+    facts = vllm.info()
     assert (facts.model, facts.dtype, facts.max_model_len, facts.max_num_seqs) == (str(folder), "float32", 1024, 32)
     assert facts.version.split(".")[0] == "0"
     assert facts.kv_tokens > 1000
@@ -116,9 +116,9 @@ def test_another_model_or_tokenizer_is_refused_with_both_names(vllm, folder):
     other = model_of(layers=3)
     other.config._name_or_path = "models/other"
     with pytest.raises(EngineError, match=rf"{folder}.*models/other"):
-        check_same_model(vllm.engine_info(), other, char_tokenizer())
+        check_same_model(vllm.info(), other, char_tokenizer())
     with pytest.raises(EngineError, match="--tokenizer"):
-        check_same_model(vllm.engine_info(), model_of(), char_tokenizer("abcdefghijk"))
+        check_same_model(vllm.info(), model_of(), char_tokenizer("abcdefghijk"))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_malformed_requests_with_the_token_are_refused_and_it_goes_on(vllm, path
 
 def test_a_client_with_another_token_is_told_so(servers):
     with pytest.raises(EngineError, match="vllm_server_token"):
-        ServerVllm(servers[0].url, "guessed").engine_info()
+        ServerVllm(servers[0].url, "guessed").info()
 
 
 # what it answers

@@ -3,6 +3,7 @@ from lowpeak.algorithms.algorithm import VALUES_GRADIENT as VALUES_GRADIENT
 from lowpeak.algorithms.algorithm import Advantages as Advantages
 from lowpeak.algorithms.algorithm import Algorithm as Algorithm
 from lowpeak.algorithms.algorithm import Need as Need
+from lowpeak.algorithms.algorithm import Selection as Selection
 from lowpeak.algorithms.algorithm import StepCounts as StepCounts
 from lowpeak.algorithms.algorithm import ValueTerm as ValueTerm
 from lowpeak.algorithms.groups import indices_by_group as indices_by_group

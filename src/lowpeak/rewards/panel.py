@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,14 +21,17 @@ import torch
 
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
 from lowpeak.ranks import Ranks
-from lowpeak.records import Group, Metric, Record, merge_metrics
+from lowpeak.records import Group, Metric, Prompt, Record, merge_metrics
 from lowpeak.rewards.factory import unique_names
 from lowpeak.rewards.function import BackgroundLoop, FunctionReward, TimeLimitExceeded
 from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
-from lowpeak.rewards.reward_call import MAX_REWARD, NO_REWARD, RewardCall, RewardInputs, reward_inputs
+from lowpeak.rewards.reward_call import MAX_REWARD, NO_REWARD, RewardCall, RewardInputs
 
 logger = logging.getLogger(__name__)
+
+# The contract defines these keywords, so a column of such a name is never passed.
+_NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 
 
 @dataclass(frozen=True)
@@ -241,6 +244,40 @@ class RewardPanel:
         """
         weighted = [w * torch.tensor(each) for w, each in zip(self.settings.weights, tokens, strict=True) if each]
         return torch.stack(weighted).sum(0) if weighted else None
+
+
+def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -> RewardInputs:
+    """Return the inputs of rewards for complete groups.
+
+    A column has one value per completion: the one that a `rollout_func` returned for the completion, else the prompt's, else
+    None. Prompts have the dataset's format; completions are strings, or lists of one message, which includes the text of the
+    prompt that it continues.
+    """
+    pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+    ids = [completion.ids.tolist() for _, completion in pairs]
+    texts = tuple(decode(tokens) for tokens in ids)
+    fields = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
+    return RewardInputs(
+        prompts=[prompt.source for prompt, _ in pairs],
+        completions=[_in_format_of(prompt, text) for (prompt, _), text in zip(pairs, texts, strict=True)],
+        completion_ids=ids,
+        columns=_columns(fields),
+        texts=texts,
+        positions=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
+    )
+
+
+def _columns(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return each name's values, one per completion; None where a completion has none."""
+    names = dict.fromkeys(name for values in fields for name in values if name not in _NOT_COLUMNS)
+    return {name: [values.get(name) for values in fields] for name in names}
+
+
+def _in_format_of(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
+    """Return a completion's text as a string or a message, like the prompt."""
+    if not prompt.conversational:
+        return text
+    return [{"role": "assistant", "content": prompt.assistant_prefix + text}]
 
 
 def weighted_sum(rewards: Sequence[float], weights: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowpeak.errors import RewardError
-from lowpeak.records import Group, Metric, Prompt, merge_metrics
+from lowpeak.records import Metric, merge_metrics
 from lowpeak.rewards.function import FunctionReward
 from lowpeak.rewards.judge import JudgeReward
 from lowpeak.rewards.reward import Reward
@@ -26,8 +26,6 @@ MAX_REWARD = math.sqrt(torch.finfo(torch.float32).max)
 
 # Folders of code that calls rewards; its lines are not named in errors.
 _CALLERS = (Path(__file__).parent, Path(concurrent.futures.__file__).parent)
-# The contract defines these keywords, so a column of such a name is never passed.
-_NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 
 
 @dataclass(frozen=True)
@@ -58,37 +56,6 @@ class RewardInputs:
         """Return a completion's place and text, for errors."""
         group, completion = self.positions[index]
         return f"index {index} (completion {completion} of group {group}: {_short_repr(self.texts[index])})"
-
-
-def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -> RewardInputs:
-    """Return the inputs of rewards for complete groups.
-
-    A column has one value per completion: the one that a `rollout_func` returned for the completion, else the prompt's, else
-    None. Prompts have the dataset's format; completions are strings, or lists of one message, which includes the text of the
-    prompt that it continues.
-    """
-    prompts, completions, ids, texts, fields = [], [], [], [], []
-    positions: list[tuple[int, int]] = []
-    for number, group in enumerate(groups):
-        for index, completion in enumerate(group.completions):
-            tokens = completion.ids.tolist()
-            text = decode(tokens)
-            prompts.append(group.prompt.source)
-            completions.append(_in_format_of(group.prompt, text))
-            ids.append(tokens)
-            texts.append(text)
-            fields.append({**group.prompt.columns, **completion.extra})
-            positions.append((number, index))
-    names = dict.fromkeys(name for values in fields for name in values if name not in _NOT_COLUMNS)
-    columns = {name: [values.get(name) for values in fields] for name in names}
-    return RewardInputs(prompts, completions, ids, columns, tuple(texts), tuple(positions))
-
-
-def _in_format_of(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
-    """Return a completion's text as a string or a message, like the prompt."""
-    if not prompt.conversational:
-        return text
-    return [{"role": "assistant", "content": prompt.assistant_prefix + text}]
 
 
 @dataclass

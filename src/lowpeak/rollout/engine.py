@@ -10,7 +10,8 @@ import torch
 
 from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
-from lowpeak.records import SLICE_BYTES, Group, Prompt, Weights, WeightSlice
+from lowpeak.records import SLICE_BYTES, Prompt, Weights, WeightSlice
+from lowpeak.rollout.pending import Pending
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,7 @@ class RolloutEngine(Protocol):
 
     @property
     def policy_version(self) -> int | None:
-        """Return the version of the weights that `generate` would use now."""
-
-    @property
-    def supports_partial_groups(self) -> bool:
-        """Return whether a group may be generated in parts (`sampling.first_completion`), so that several ranks share
-        it.
-        """
+        """Return the version of the weights in the engine."""
 
     @property
     def slice_form(self) -> SliceForm:
@@ -63,8 +58,8 @@ class RolloutEngine(Protocol):
         An engine that lacks the base of its `adapter` requests the base first.
         """
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """Return one group of `sampling.num_generations` completions per prompt, in the order of `prompts`."""
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:
+        """Accept a wave of prompts and return the groups that it will have: `num_generations` completions per prompt."""
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Update all weights and reset caches; after an error the engine has no version.

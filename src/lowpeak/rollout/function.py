@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -28,6 +29,7 @@ from lowpeak.heads import num_embeddings
 from lowpeak.models import context_length
 from lowpeak.records import Completion, Group, Prompt
 from lowpeak.rollout.engine import RolloutEngine, SliceForm
+from lowpeak.rollout.pending import GeneratedOnResult, Pending
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _MAX_LOGPROB = 1e-2  # half precision may round a log-prob to slightly above 0
@@ -68,9 +70,8 @@ class FunctionEngine:
     gather_policy: Callable[[], AbstractContextManager[Any]]
     end_ids: Callable[[Sampling], Collection[int]]
     new_reader: Callable[[], PromptReader]
-    # The function may need all entries of a group.
-    supports_partial_groups = False
     _call: _FunctionCall | None = None
+    _unfinished: tuple[Any, Pending] | None = None
 
     def __post_init__(self) -> None:
         engine = self.engine
@@ -83,6 +84,9 @@ class FunctionEngine:
     @property
     def slice_form(self) -> SliceForm:
         return self.engine.slice_form
+
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:
+        return GeneratedOnResult(partial(self.generate, prompts, sampling))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Call the function once for all prompts; raise EngineError if its result is invalid.
@@ -116,7 +120,14 @@ class FunctionEngine:
         call.num_calls += 1
         sampling = replace(call.sampling, num_generations=1, seed=_call_seed(call), **_sampling_overrides(overrides))
         read = self.new_reader().read_batch([{"prompt": prompt} for prompt in prompts], 0)
-        return self.engine.generate([prompt for prompt in read if prompt is not None], sampling)
+        wave = [prompt for prompt in read if prompt is not None]
+        request = [prompt.ids for prompt in wave], sampling
+        if self._unfinished is None or self._unfinished[0] != request:
+            self._unfinished = request, self.engine.submit(wave, sampling)
+        # After the engine was lost the function is called again: it requests only the completions that this wave lacks.
+        groups = self._unfinished[1].result()
+        self._unfinished = None
+        return groups
 
     @contextmanager
     def _request_sampling(self, call: _FunctionCall, training: bool) -> Iterator[None]:

@@ -113,7 +113,7 @@ def _vllm_model(bench: Bench) -> Any:
 
 
 def _push_and_compare(model: nn.Module, vllm: Vllm, bench: Bench) -> str:
-    vllm.engine_info()
+    vllm.info()
     vllm.call("lowpeak_score_at_temperature", {}, _TIMEOUT_SECONDS)
     pushed = push_over_each([vllm], lambda version: _slices(model, version), bench.device, bench=bench)
     differences = {name: _logprob_difference(model, vllm, params, bench) for name, params in _SAMPLING.items()}

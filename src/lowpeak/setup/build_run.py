@@ -65,6 +65,7 @@ from lowpeak.sizes import (
     training_bytes,
 )
 from lowpeak.training import (
+    BuildContext,
     LogprobSettings,
     ProgressTracker,
     RolloutCollector,
@@ -76,7 +77,7 @@ from lowpeak.training import (
 
 
 def connect_online(
-    context: RunContext,
+    context: BuildContext,
     parts: OnlineParts,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
     start_plan: StartPlan,
@@ -126,13 +127,14 @@ def connect_online(
         cursor=cursor,
         new_reader=new_reader,
         stats=stats,
+        splits_groups=rollout_func is None,  # a function may need all entries of a group
         offloader=offloader,
     )
     return run, collector
 
 
 def make_run(
-    context: RunContext,
+    context: BuildContext,
     args: Any,
     settings: RunSettings,
     algorithm: Algorithm,
@@ -332,7 +334,7 @@ def _has_frozen_models(parts: OnlineParts) -> bool:
 # arguments and rewards
 
 
-def _report_idle_arguments(context: RunContext, parts: OnlineParts, strategy: Strategy) -> None:
+def _report_idle_arguments(context: BuildContext, parts: OnlineParts, strategy: Strategy) -> None:
     """Name the arguments without effect, now that models and devices are known."""
     why_merged = why_adapters_idle(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
     facts = parts.settings.facts

@@ -13,12 +13,12 @@ from lowpeak.batching import plan_micro_batches
 from lowpeak.data import DatasetCursor
 from lowpeak.rollout import FunctionEngine
 from lowpeak.setup.engines import describe_generation
-from lowpeak.training import RolloutCollector, Run, RunContext
+from lowpeak.training import BuildContext, RolloutCollector, Run
 
 Report = dict[str, Any]
 
 
-def describe_run(context: RunContext, model: nn.Module, collector: RolloutCollector, num_steps: int | None) -> Report:
+def describe_run(context: BuildContext, model: nn.Module, collector: RolloutCollector, num_steps: int | None) -> Report:
     """Return the dry run of an online context: model, data, algorithm, rollout, sampling, sizes, generation, micro-batches.
 
     `num_steps` is the number of steps of an epoch.
@@ -59,7 +59,7 @@ def describe_vllm(settings: VllmSettings) -> Report:
 
 
 def describe_offline(
-    context: RunContext,
+    context: BuildContext,
     model: nn.Module,
     cursor: DatasetCursor[Any],
     num_steps: int | None,
@@ -86,7 +86,7 @@ def describe_offline(
     }
 
 
-def _model(context: RunContext, model: nn.Module) -> Report:
+def _model(context: BuildContext, model: nn.Module) -> Report:
     parameters = list(model.parameters())
     return {
         "class": type(model).__name__,
@@ -105,7 +105,7 @@ def _optimizers_storage(model: nn.Module) -> str:
     return f"weights in {' and '.join(dtypes)}, optimizer states as optim stores them"
 
 
-def _data(context: RunContext, num_steps: int | None) -> Report:
+def _data(context: BuildContext, num_steps: int | None) -> Report:
     columns = getattr(context.train_dataset, "column_names", None)
     return {"steps_per_epoch": num_steps, "columns": list(columns) if columns else []}
 
@@ -117,7 +117,7 @@ def _reference(run: Run) -> str:
     return "the policy with its adapters off" if model is None else type(model).__name__
 
 
-def _rollout_plan(context: RunContext, collector: RolloutCollector) -> Report:
+def _rollout_plan(context: BuildContext, collector: RolloutCollector) -> Report:
     """Return the most micro-batches that a step can need: every completion has the maximal length."""
     run, settings = context.run, collector.settings
     reader = collector.new_reader()

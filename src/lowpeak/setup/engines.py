@@ -182,7 +182,7 @@ def connect_checked(
     """Return the servers when all answer; EngineError if one has another model or tokenizer than the policy."""
     vllms = connect_servers(where, stopping)
     for vllm in vllms:
-        info = vllm.engine_info()
+        info = vllm.info()
         warn_unsupported(info.version)
         check_same_model(info, policy, tokenizer)
         _check_rotations(info, longrope_switch_length(policy), where)

@@ -14,7 +14,7 @@ from lowpeak.arguments import ModelSettings, StorageFormat, warn_or_raise
 from lowpeak.errors import ArgumentError
 from lowpeak.optim import compact_optimizer
 from lowpeak.parallel import DeviceFractions, device_fractions
-from lowpeak.training import RunContext
+from lowpeak.training import BuildContext, RunContext
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def storage_fractions(context: RunContext, storage: StorageFormat | None) -> Dev
     return replace(shares, states=shares.states / context.accelerator.num_processes) if is_sharded else shares
 
 
-def set_optimizer(context: RunContext, args: Any, storage: StorageFormat) -> None:
+def set_optimizer(context: BuildContext, args: Any, storage: StorageFormat) -> None:
     """Make the trainer create the optimizer of a format; ArgumentError if its class chooses another one."""
     chooses = getattr(type(context), _CHOICE, None)
     if chooses is not None and chooses is not getattr(Trainer, _CHOICE):

@@ -55,12 +55,12 @@ from lowpeak.training import (
     StepScratch,
     StepUsage,
     agree_on_flags,
+    attempts,
     check_training_state,
     explain_out_of_memory,
     gather_metrics,
     gather_usage,
     require_finite_step,
-    retry_passes,
     run_step,
     usage_metrics,
 )
@@ -166,7 +166,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         try:
             yield
         except MemoryExhaustedError as error:
-            if error.after_recovery:
+            if error.is_resumable:
                 is_training = bool(self.scratch.random)
                 state = self.state_before_step() if is_training else self.scratch.start_state or self.run_state()
                 self.write_checkpoint(None, replace(state, resolved=self.run.sizes.as_dict()))
@@ -223,26 +223,26 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             self.optimizer.train()
         step, coefficients = inputs["step"], self.coefficients()
         self.scratch.random = capture_rng_state()
-
-        def prepare_again() -> None:
-            nonlocal step
-            step = self.repack_step(step)
-            restore_rng_state(self.scratch.random)
-            model.train()
-
-        def run_passes(guard: GuardedPasses) -> tuple[Tensor, dict[str, Metric]]:
-            run, algorithm = self.run, step.observer.attach(self.run.algorithm)
-            with run.tracker.phase(Phase.TRAIN):
-                return run_step(
-                    model, guard.batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard
-                )
-
-        unit = self.run.algorithm.unit
-        loss, metrics = retry_passes(self, Phase.TRAIN, lambda: step.micro_batches, run_passes, unit, prepare_again)
+        for attempt in attempts(self, Phase.TRAIN):
+            if attempt.is_retry:
+                step = self.repack_step(step)
+                restore_rng_state(self.scratch.random)
+                model.train()
+            with attempt:
+                guard = attempt.guard(self.run.algorithm.unit)
+                loss, metrics = self._run_passes(model, step, coefficients, guard)  # stage 11
         metrics["useful_tokens/train"] = Metric(float(step.num_useful), float(step.num_computed))
         self.scratch.measured = StepMetrics(loss, metrics, self._get_learning_rate(), tokens=step.observer.values)
         self.scratch.seconds, self.scratch.num_new = time.perf_counter() - inputs["start"], step.num_new
         return loss * self.run.strategy.ranks.world_size
+
+    def _run_passes(
+        self, model: nn.Module, step: StepBatches, coefficients: Mapping[str, float], guard: GuardedPasses
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        run, batches = self.run, step.micro_batches
+        algorithm = step.observer.attach(run.algorithm)
+        with run.tracker.phase(Phase.TRAIN):
+            return run_step(model, batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard)
 
     def state_before_step(self) -> RunState:
         """Return the state with which a resumed run takes the step under way again."""

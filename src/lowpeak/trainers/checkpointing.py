@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_callback import ExportableState
 
 from lowpeak.checkpoint import RunState, stage_files
 from lowpeak.memory import Phase
@@ -51,6 +52,17 @@ class CheckpointingTrainer(Trainer):
 
     def save_extra(self, folder: Path) -> None:
         """Write other files of a checkpoint into its staged folder."""
+
+    def record_callbacks(self) -> None:
+        """Store the states of callbacks in the trainer's state, as transformers does."""
+        for callback in (*self.callback_handler.callbacks, self.control):
+            if not isinstance(callback, ExportableState):
+                continue
+            name, stored = type(callback).__name__, self.state.stateful_callbacks
+            if isinstance(stored.get(name), list):
+                stored[name].append(callback.state())
+            else:
+                stored[name] = callback.state()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or the adapter alone, with tokenizer and config for `from_pretrained`, slice by slice."""

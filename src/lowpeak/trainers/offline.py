@@ -62,9 +62,9 @@ from lowpeak.training import (
     GuardedPasses,
     StepBatches,
     StepMetrics,
+    attempts,
     gather_metrics,
     measure_step,
-    retry_passes,
     run_with_sizes,
 )
 from lowpeak.watchdog import detect_failures
@@ -114,14 +114,12 @@ class OfflineTrainer(StepTrainer):
         """Return the records of a whole dataset; log how many rows are left out."""
         raise AssertionError("a subclass reads an evaluation's data")
 
-    def measure(self, guard: GuardedPasses) -> dict[str, float]:
+    def measure(self, batches: Sequence[MicroBatch], guard: GuardedPasses) -> dict[str, float]:
         """Return the loss and the algorithm's metrics over all ranks, with `num_tokens` trained on so far."""
         run = self.run
         ranks = run.strategy.ranks
         self.model_wrapped.eval()
-        loss, metrics = measure_step(
-            self.model_wrapped, guard.batches, run.algorithm, run.logprob_settings, ranks, guard
-        )
+        loss, metrics = measure_step(self.model_wrapped, batches, run.algorithm, run.logprob_settings, ranks, guard)
         numbers = gather_metrics(StepMetrics(loss, metrics), None, ranks)
         values = {name: metric.value() for name, metric in numbers.metrics.items()}
         return {"loss": float(numbers.loss), **values, "num_tokens": float(self.state.num_input_tokens_seen)}
@@ -253,14 +251,10 @@ class OfflineTrainer(StepTrainer):
             with ranks.propagate_errors():
                 records = self.read(data)
             start = time.perf_counter()
-            step: StepBatches
-
-            def pack() -> Sequence[MicroBatch]:
-                nonlocal step
-                step = self._step_batches(records)
-                return step.micro_batches
-
-            measured = retry_passes(self, Phase.SCORE, pack, self.measure, self.run.algorithm.unit)
+            for attempt in attempts(self, Phase.SCORE):
+                step = self._step_batches(records)  # within the run's present sizes
+                with attempt:
+                    measured = self.measure(step.micro_batches, attempt.guard(self.run.algorithm.unit))
             predictions = self.predict_rows(step, records) if predicts else EvalPrediction(None, None)
             if self.compute_metrics is not None:
                 with ranks.propagate_errors(), fail_on_exit(LowpeakError, "compute_metrics"):

@@ -60,6 +60,7 @@ from lowpeak.training import (
     records_of_step,
     run_with_sizes,
     save_extra_weights,
+    score_rollout,
     token_rows,
     track_completions,
     trained_records,
@@ -192,24 +193,40 @@ class OnlineTrainer(StepTrainer):
 
     def next_step(self) -> StepBatches:
         """Stages 1 to 10: collect a new rollout if the last one has served its steps; return the micro-batches."""
-        rollout, settings = self._current_rollout(), self.collector.settings.rollout
-        run = self.run  # collecting the rollout may have lowered its sizes
-        step, self.steps_used = self.steps_used, self.steps_used + 1
+        settings = self.collector.settings.rollout
+        if self.rollout is None or self.steps_used >= settings.num_steps:
+            self._collect_rollout()  # stages 1 to 9
+        rollout, step, run = self._rollout(), self.steps_used, self.run  # collecting may have replaced the run
+        self.steps_used += 1
         indices = records_of_step(rollout, settings, self.acting_args.seed, step, run.algorithm.unit)
-        self.observed = self._choose_observed(rollout, indices) if step == 0 else ()
-        return StepBatches.pack(run, rollout.records, indices, rollout.num_tokens if step == 0 else 0, self.observed)
+        self.observed, num_new = (self._choose_observed(rollout, indices), rollout.num_tokens) if step == 0 else ((), 0)
+        return StepBatches.pack(run, rollout.records, indices, num_new, self.observed)  # stage 10
+
+    def _collect_rollout(self) -> None:
+        number = 0 if self.rollout is None else self.rollout.number + 1
+        self.rollout = None
+        self.model.train()
+        self.rollout = self.collector.collect(number, self.state.global_step, self.state, self.coefficients())
+        self.steps_used = 0
+        self.scratch.metrics = self.rollout.metrics
+        self.run.journal.write_rollout(self.state.global_step + 1, self.rollout.rows)
+
+    def _rollout(self) -> Rollout:
+        assert self.rollout is not None, "a step has a rollout"
+        return self.rollout
 
     def state_before_step(self) -> RunState:
-        assert self.rollout is not None
-        saved = SavedRollout(self.rollout.records, self.rollout.number, self.steps_used - 1)
+        rollout = self._rollout()
+        saved = SavedRollout(rollout.records, rollout.number, self.steps_used - 1)
         return replace(self.run_state(), rollout=saved, random=self.scratch.random)
 
     def repack_step(self, step: StepBatches) -> StepBatches:
         """Pack the step again; score its rollout again, too, while the weights are those that generated it."""
-        assert self.rollout is not None
-        if self.steps_used == 1:
-            self.rollout = self.collector.rescore(self.rollout, self.coefficients())
-        return super().repack_step(replace(step, records=self.rollout.records))
+        rollout, settings = self._rollout(), self.collector.settings.rollout
+        if self.steps_used == 1 and self.run.algorithm.needs:
+            records, _ = score_rollout(self, rollout.records, self.coefficients(), settings)
+            self.rollout = rollout = replace(rollout, records=records)
+        return super().repack_step(replace(step, records=rollout.records))
 
     def _choose_observed(self, rollout: Rollout, indices: Sequence[int]) -> tuple[int, ...]:
         most = self.collector.settings.num_completions_with_tokens
@@ -219,31 +236,19 @@ class OnlineTrainer(StepTrainer):
         trained = trained_records(rollout.records, indices, self.run.algorithm)
         return choose_evenly(trained or indices, most, rollout.number)
 
-    def _current_rollout(self) -> Rollout:
-        if self.rollout is None or self.steps_used >= self.collector.settings.rollout.num_steps:
-            number = 0 if self.rollout is None else self.rollout.number + 1
-            self.rollout = None
-            self.model.train()
-            self.rollout = self.collector.collect(number, self.state.global_step, self.state, self.coefficients())
-            self.steps_used = 0
-            self.scratch.metrics = self.rollout.metrics
-            self.run.journal.write_rollout(self.state.global_step + 1, self.rollout.rows)
-        return self.rollout
-
     def finish_step(self) -> dict[str, float]:
         """Stage 13; then skip the rollout's other steps if the algorithm stops early, and update the reference if that is due."""
         measured = self.scratch.measured
         values = super().finish_step()
         if self.observed and self.is_world_process_zero():
             assert measured is not None
-            assert self.rollout is not None
-            records = {index: self.rollout.records[index] for index in self.observed}
-            rows = token_rows(records, self.rollout.selected, measured.tokens, self._decode_tokens)
+            rollout = self._rollout()
+            records = {index: rollout.records[index] for index in self.observed}
+            rows = token_rows(records, rollout.selected, measured.tokens, self._decode_tokens)
             self.run.journal.write_tokens(self.state.global_step, rows)
         if self.run.algorithm.stop_early(values):
             self.steps_used = self.collector.settings.rollout.num_steps
-        sync = self.collector.settings.reference_sync
-        step = self.state.global_step
+        sync, step = self.collector.settings.reference_sync, self.state.global_step
         if sync is not None and step % sync.every == 0:
             # The step is in checkpoints: a resumed run rounds the average as the run that was not interrupted.
             key = f"{self.args.seed}/reference/{step}"
@@ -264,9 +269,9 @@ class OnlineTrainer(StepTrainer):
             and self.rollout is not None
             and self.is_world_process_zero()
         ):
-            rows, step, unique = self.rollout.rows, self.state.global_step, table.log_unique_prompts
-            print_completions(rows, step, most=table.num_completions_to_print, unique=unique)
-            track_completions(rows, step, self.callback_handler.callbacks, unique=unique)
+            rows_of_step = self.rollout.rows, self.state.global_step
+            print_completions(*rows_of_step, most=table.num_completions_to_print, unique=table.log_unique_prompts)
+            track_completions(*rows_of_step, self.callback_handler.callbacks, unique=table.log_unique_prompts)
 
     def _table_is_due(self, steps: int) -> bool:
         """Return whether to print a table: one in each span of `steps`, starting with the first log."""

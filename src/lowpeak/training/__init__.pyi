@@ -13,7 +13,6 @@ from lowpeak.training.checkpoints import only_policy_adapters as only_policy_ada
 from lowpeak.training.checkpoints import save_checkpoint as save_checkpoint
 from lowpeak.training.checkpoints import save_extra_weights as save_extra_weights
 from lowpeak.training.collector import RolloutCollector as RolloutCollector
-from lowpeak.training.collector import with_advantages as with_advantages
 from lowpeak.training.completion_tables import print_completions as print_completions
 from lowpeak.training.completion_tables import track_completions as track_completions
 from lowpeak.training.evaluation import Evaluation as Evaluation
@@ -22,13 +21,16 @@ from lowpeak.training.evaluation import evaluate_prompts as evaluate_prompts
 from lowpeak.training.guarded_passes import GuardedPasses as GuardedPasses
 from lowpeak.training.recorded_sizes import read_sizes as read_sizes
 from lowpeak.training.recovery import apply_recorded_sizes as apply_recorded_sizes
-from lowpeak.training.recovery import retry_passes as retry_passes
+from lowpeak.training.recovery import attempts as attempts
 from lowpeak.training.recovery import run_with_sizes as run_with_sizes
 from lowpeak.training.rollout import Rollout as Rollout
 from lowpeak.training.rollout import RolloutStats as RolloutStats
 from lowpeak.training.rollout import StepBatches as StepBatches
 from lowpeak.training.rollout import records_of_step as records_of_step
+from lowpeak.training.rollout import score_rollout as score_rollout
 from lowpeak.training.rollout import trained_records as trained_records
+from lowpeak.training.rollout import with_advantages as with_advantages
+from lowpeak.training.run import BuildContext as BuildContext
 from lowpeak.training.run import ProgressTracker as ProgressTracker
 from lowpeak.training.run import Run as Run
 from lowpeak.training.run import RunContext as RunContext

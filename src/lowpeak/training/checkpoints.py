@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_callback import ExportableState
 
 from lowpeak.checkpoint import (
     RunState,
@@ -77,14 +76,14 @@ class TrainingStates(Protocol):
 
 
 class CheckpointedTrainer(ExportedModel, TrainingStates, Protocol):
-    """The part of a trainer that writes and loads checkpoints; all methods but `save_extra` are transformers'."""
+    """The part of a trainer that writes and loads checkpoints; names with an underscore and `store_flos` are transformers'."""
 
     acting_args: Any
     state: Any
-    control: Any
-    callback_handler: Any
 
     def save_extra(self, folder: Path) -> None: ...
+
+    def record_callbacks(self) -> None: ...
 
     def store_flos(self) -> None: ...
 
@@ -106,7 +105,7 @@ def save_checkpoint(trainer: CheckpointedTrainer, trial: Any, state: RunState) -
         trainer.save_extra(stage)
         save_run_state(stage, replace(state, world_size=ranks.world_size), ranks.rank)
         _record_best(trainer, run_dir, final)
-        _record_callbacks(trainer)
+        trainer.record_callbacks()
         if ranks.rank == 0:
             trainer.state.save_to_json(os.fspath(stage / "trainer_state.json"))
     with ranks.propagate_errors():
@@ -286,18 +285,6 @@ def _record_best(trainer: CheckpointedTrainer, run_dir: Path, final: Path) -> No
         best = run_dir / f"checkpoint-{step}"
         if best == final or best.is_dir():
             trainer.state.best_model_checkpoint = os.fspath(best)
-
-
-def _record_callbacks(trainer: CheckpointedTrainer) -> None:
-    """Store the states of callbacks in the trainer's state, as transformers does."""
-    stateful = [h for h in (*trainer.callback_handler.callbacks, trainer.control) if isinstance(h, ExportableState)]
-    for callback in stateful:
-        name, state = type(callback).__name__, callback.state()
-        stored = trainer.state.stateful_callbacks.get(name)
-        if isinstance(stored, list):
-            stored.append(state)
-        else:
-            trainer.state.stateful_callbacks[name] = state
 
 
 REFERENCE_FOLDER = "reference"

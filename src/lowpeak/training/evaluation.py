@@ -27,8 +27,14 @@ from lowpeak.batching import num_loss_tokens, pack
 from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards import RewardedCompletions, merge_rewarded_completions, warn_of_unrewarded
-from lowpeak.training.collector import RolloutCollector, with_advantages, with_reward_statistics
-from lowpeak.training.rollout import completion_rows, length_metrics, score_records, with_step_shares
+from lowpeak.training.collector import RolloutCollector, with_reward_statistics
+from lowpeak.training.rollout import (
+    completion_rows,
+    length_metrics,
+    score_records,
+    with_advantages,
+    with_step_shares,
+)
 from lowpeak.training.run import Run
 from lowpeak.training.step import loss_of_outputs
 

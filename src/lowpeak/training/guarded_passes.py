@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from lowpeak.errors import MemoryExhaustedError, RankError, first_line
+from lowpeak.errors import LocalMemoryError, RankError, first_line
 from lowpeak.memory import has_device_memory, is_out_of_memory
 from lowpeak.parallel import TrainingStrategy
 from lowpeak.records import MicroBatch
@@ -22,9 +22,14 @@ Result = TypeVar("Result")
 class GuardedPasses:
     """Runs passes until one runs out of memory; after that this rank only takes part in the others' collectives.
 
-    `batches` are this rank's micro-batches, `masked` is the one that takes the place of each after a failure, and `failed` is
-    the one that ran out of memory. `on_fatal_error` is called for an error that will end the run on all ranks. Run all passes
-    inside `agreement`.
+        with guard.agreement():                     # as `run_guarded` does
+            for batch in batches:
+                result = guard.run(run_pass, batch)
+
+    batches             this rank's micro-batches in the present passes
+    failed              the micro-batch that ran out of memory
+    masked              the micro-batch that replaces each one after a failure
+    on_fatal_error      is called with `batches` and the reason if the failure will end the run on all ranks
     """
 
     def __init__(
@@ -32,40 +37,40 @@ class GuardedPasses:
         model: nn.Module,
         strategy: TrainingStrategy,
         device: torch.device,
-        batches: Sequence[MicroBatch],
         masked: MicroBatch,
-        on_fatal_error: Callable[[str], object] = lambda reason: None,
+        on_fatal_error: Callable[[Sequence[MicroBatch], str], object] = lambda batches, reason: None,
     ) -> None:
-        self._model, self._strategy, self._device, self._on_fatal_error = model, strategy, device, on_fatal_error
-        self.batches, self.masked = batches, masked
+        self._model, self._strategy, self._device = model, strategy, device
+        self._masked, self._on_fatal_error = masked, on_fatal_error
+        self.batches: Sequence[MicroBatch] = ()
         self.failed: MicroBatch | None = None
-        self._error: MemoryExhaustedError | None = None
+        # Of the failure. The error itself would keep the tensors of its frames.
+        self._reason = ""
 
     def run(self, run_pass: Callable[[MicroBatch], Result], batch: MicroBatch) -> Result | None:
         """Return `run_pass(batch)`; None after a failure, when the pass runs on the masked micro-batch.
 
         An error that is not of memory, or one under a strategy that cannot go on after it, is raised.
         """
-        if self._error is None:
+        if self.failed is None:
             try:
                 return run_pass(batch)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 if not self._strategy.survives_failed_passes:
-                    self._on_fatal_error(first_line(error))
+                    self._on_fatal_error(self.batches, first_line(error))
                     raise
-                self._error, self.failed = MemoryExhaustedError(first_line(error)), batch
-                self._error.reason, self._error.is_awaited = first_line(error), True
+                self._reason, self.failed = first_line(error), batch
             # Outside of the except block: until it ends, the error's traceback keeps the tensors of the failed pass.
             free_unused(self._device)
         try:
-            self._strategy.finish_failed_pass(self._model, lambda: run_pass(self.masked))
+            self._strategy.finish_failed_pass(self._model, lambda: run_pass(self._masked))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             raise RankError(
-                f"this rank ran out of memory ({self._error}), and again when it took part in the other ranks' pass with a "
+                f"this rank ran out of memory ({self._reason}), and again when it took part in the other ranks' pass with a "
                 f"micro-batch of two tokens ({first_line(error)}), so no smaller size would help: shard over more ranks, or store "
                 "fewer bytes per parameter."
             ) from error
@@ -73,15 +78,11 @@ class GuardedPasses:
 
     @contextmanager
     def agreement(self) -> Iterator[None]:
-        """Raise an error of the block, or MemoryExhaustedError for a failed pass, on all ranks; all ranks must enter it."""
-        try:
-            with self._strategy.ranks.propagate_errors():
-                yield
-                if self._error is not None:
-                    raise self._error
-        except MemoryExhaustedError as error:
-            error.on_all_ranks = True
-            raise
+        """Raise an error of the block, or AgreedMemoryError for a failed pass, on all ranks; all ranks must enter it."""
+        with self._strategy.ranks.propagate_errors():
+            yield
+            if self.failed is not None:
+                raise LocalMemoryError(self._reason)
 
 
 def run_guarded(
@@ -89,6 +90,8 @@ def run_guarded(
 ) -> list[Result]:
     """Return the results of a pass on each micro-batch; `more` are arguments before it. With a guard errors are agreed on."""
     results = []
+    if guard is not None:
+        guard.batches = batches
     with nullcontext() if guard is None else guard.agreement():
         for batch, *others in zip(batches, *more, strict=True):
             run = partial(run_pass, *others)

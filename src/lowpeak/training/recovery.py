@@ -1,5 +1,11 @@
 """Recovery from out-of-memory errors: all ranks lower the run's sizes, and the failed phase runs again from its start.
 
+    for attempt in attempts(context, Phase.TRAIN):
+        if attempt.is_retry:
+            step = repack_step(step)                                # within the lower sizes
+        with attempt:
+            loss = run_step(step.micro_batches, attempt.guard())    # ends in an agreement of all ranks
+
 The groups, the weights of the loss and the random numbers stay, so the result is that of a run with the smaller sizes. The new
 sizes stay for the run, are journaled with the reason, and are in its checkpoints.
 """
@@ -7,16 +13,18 @@ sizes stay for the run, are journaled with the reason, and are in its checkpoint
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any
 
 from lowpeak.arguments import ColocateSettings, ServerSettings
 from lowpeak.batching import masked_batch
-from lowpeak.errors import MemoryExhaustedError
+from lowpeak.errors import AgreedMemoryError, MemoryExhaustedError
 from lowpeak.memory import ActivationOffload, AsyncHostMover, Phase, free_bytes, has_device_memory
 from lowpeak.optim import gradient_of
 from lowpeak.parallel import discard_gradients
@@ -34,8 +42,6 @@ LEAST_CACHE = 1 << 24  # bytes of a KV cache for sequences of unknown length
 LEAST_BUFFER = 1 << 20  # bytes of a bucket of weights, and of gathered layers
 _PASSES = (Phase.SCORE, Phase.TRAIN)
 _GENERATION = (Phase.ROLLOUT, Phase.EVALUATE)
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -80,85 +86,66 @@ class Demand:
         return cls() if guard.failed is None else cls.of_batches([guard.failed], unit)
 
 
-def retry_passes(
-    context: RunContext,
-    phase: Phase,
-    pack: Callable[[], Sequence[MicroBatch]],
-    run: Callable[[GuardedPasses], Result],
-    unit: Unit = "token",
-    prepare: Callable[[], object] = lambda: None,
-) -> Result:
-    """Return `run(guard)` on the micro-batches of `pack()`, in as many attempts as `retry_with_smaller_sizes` makes.
+class Attempt:
+    """One try at a phase: a `with` block that ends quietly if memory ran out and all ranks have agreed on it.
 
-    `unit` is what `pack` never splits; `prepare` comes before another attempt.
+    Other errors leave the block. `is_retry` is false in the first attempt alone; `demand` describes what the block has in
+    memory. `failure` has the reason and what was in memory, never the error, whose frames keep tensors.
     """
-    guard: GuardedPasses
 
-    def attempt() -> Result:
-        nonlocal guard
-        guard = guard_passes(context, phase, pack(), unit)
-        return run(guard)
+    def __init__(self, context: RunContext, phase: Phase, is_retry: bool, demand: Callable[[], Demand]) -> None:
+        self._context, self._phase, self.is_retry, self.demand = context, phase, is_retry, demand
+        self.failure: tuple[str, str] | None = None
 
-    def demand() -> Demand:
-        return Demand.of_passes(guard, context.run.strategy.ranks, unit)
+    def guard(self, unit: Unit = "token") -> GuardedPasses:
+        """Return a guard of the block's passes, whose micro-batches are its demand; they never split a `unit`."""
+        guard = guard_passes(self._context, self._phase, unit)
+        self.demand = partial(Demand.of_passes, guard, self._context.run.strategy.ranks, unit)
+        return guard
 
-    return retry_with_smaller_sizes(context, phase, attempt, demand, prepare)
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        strategy = self._context.run.strategy
+        # A single process has nobody to agree with.
+        agreed = MemoryExhaustedError if strategy.ranks.processes.world_size == 1 else AgreedMemoryError
+        if not isinstance(error, agreed) or (self._phase in _PASSES and not strategy.survives_failed_passes):
+            return False
+        where = "" if error.rank is None else f"rank {error.rank}: "
+        self.failure = where + error.reason, _describe_memory(self._context)
+        return True
 
 
-def retry_with_smaller_sizes(
-    context: RunContext,
-    phase: Phase,
-    attempt: Callable[[], Result],
-    demand: Callable[[], Demand],
-    prepare: Callable[[], object] = lambda: None,
-) -> Result:
-    """Return `attempt()`; after an out-of-memory error on any rank, lower the run's sizes and call it again.
+def attempts(context: RunContext, phase: Phase, demand: Callable[[], Demand] = Demand) -> Iterator[Attempt]:
+    """Yield attempts at a phase until one succeeds; after a failed one, all ranks lower the run's sizes.
 
-    All ranks must raise MemoryExhaustedError if one does. In training only errors that the ranks have agreed on
-    (`on_all_ranks`) are retried. `demand` describes the attempt that failed, `prepare` comes before the next one. Raises
-    MemoryExhaustedError, `after_recovery` set, if the smallest sizes do not suffice.
+    `demand` describes what a failed attempt had in memory. Raise MemoryExhaustedError if the smallest sizes do not suffice.
     """
-    while True:
-        try:
-            return attempt()
-        except MemoryExhaustedError as error:
-            if error.after_recovery or not _can_retry(context, phase, error):
-                raise
-            reason = (
-                (error.reason or str(error)) if error.rank is None else f"rank {error.rank}: {error.reason or error}"
-            )
-            alive = _describe_memory(context)
-        # Outside of the except block: until it ends, the error's traceback keeps tensors of the attempt.
+    for number in count():
+        attempt = Attempt(context, phase, number > 0, demand)
+        yield attempt
+        if attempt.failure is None:
+            return
         discard_gradients(context.model_wrapped.parameters())
         free_unused(context.accelerator.device)
-        lower_run_sizes(context, phase, reason, demand(), alive)
-        prepare()
+        lower_run_sizes(context, phase, *attempt.failure, attempt.demand())
 
 
-def _can_retry(context: RunContext, phase: Phase, error: MemoryExhaustedError) -> bool:
-    strategy = context.run.strategy
-    if phase not in _PASSES:
-        return True
-    is_agreed = phase is Phase.SCORE or error.on_all_ranks or strategy.ranks.processes.world_size == 1
-    return strategy.survives_failed_passes and is_agreed
-
-
-def lower_run_sizes(context: RunContext, phase: Phase, reason: str, demand: Demand, alive: str) -> None:
-    """Replace the run by one with the next smaller sizes for `phase`; log and journal the change, on all ranks alike.
-
-    `alive` says what was in memory.
-    """
+def lower_run_sizes(context: RunContext, phase: Phase, reason: str, memory_in_use: str, demand: Demand) -> None:
+    """Replace the run by one with the next smaller sizes for `phase`; log and journal the change, on all ranks alike."""
     run, ranks = context.run, context.run.strategy.ranks
     most = Demand(*(int(number) for number in ranks.max([float(number) for number in vars(demand).values()])))
     sizes = smaller_sizes(run.sizes, phase, most, offloads=_can_offload(context))
     if sizes is None:
-        error = MemoryExhaustedError(
+        raise MemoryExhaustedError(
             f"out of memory in phase {phase}, also with the smallest sizes ({_describe(run.sizes)}): {reason.rstrip('.')}. "
-            f"In device memory were {alive}. Shard over more ranks, store fewer bytes per parameter (dtype='bfloat16', "
-            "offload_optimizer), train an adapter, or shorten the sequences."
+            f"In device memory were {memory_in_use}. Shard over more ranks, store fewer bytes per parameter (dtype='bfloat16', "
+            "offload_optimizer), train an adapter, or shorten the sequences.",
+            is_resumable=True,
         )
-        error.after_recovery = True
-        raise error
     changed = {name: value for name, value in sizes.as_dict().items() if value != run.sizes.as_dict().get(name)}
     changed.pop("lowered", None)
     context.run = run_with_sizes(context, sizes)
@@ -170,18 +157,21 @@ def lower_run_sizes(context: RunContext, phase: Phase, reason: str, demand: Dema
         run.journal.write_event(context.state.global_step, "out of memory", phase=phase.value, reason=reason, **changed)
 
 
-def guard_passes(context: RunContext, phase: Phase, batches: Sequence[MicroBatch], unit: Unit) -> GuardedPasses:
-    """Return a guard of the policy's passes on these micro-batches.
+def guard_passes(context: RunContext, phase: Phase, unit: Unit) -> GuardedPasses:
+    """Return a guard of the policy's passes.
 
     Where a failed pass ends the run (ZeRO, tensor parallelism), the next smaller sizes are recorded in the output folder first,
     for the ranks that a launcher or the user starts again.
     """
     run, device = context.run, context.accelerator.device
-    record = partial(_record_smaller_sizes, context, phase, Demand.of_batches(batches, unit))
-    return GuardedPasses(context.model_wrapped, run.strategy, device, batches, masked_batch(run.budget), record)
+    record = partial(_record_smaller_sizes, context, phase, unit)
+    return GuardedPasses(context.model_wrapped, run.strategy, device, masked_batch(run.budget), record)
 
 
-def _record_smaller_sizes(context: RunContext, phase: Phase, demand: Demand, reason: str) -> None:
+def _record_smaller_sizes(
+    context: RunContext, phase: Phase, unit: Unit, batches: Sequence[MicroBatch], reason: str
+) -> None:
+    demand = Demand.of_batches(batches, unit)
     sizes = smaller_sizes(context.run.sizes, phase, demand, offloads=_can_offload(context))
     if sizes is None:
         return

@@ -1,20 +1,21 @@
 """A rollout: its records as micro-batches, and its report.
 
-Stages 7 and 8 score the records without gradients, stage 10 forms the micro-batches of a step. The report is metrics of
-lengths and of the engine, and journal rows."""
+Stages 7 to 9 score the records without gradients and compute their advantages, stage 10 forms the micro-batches of a step. The
+report is metrics of lengths and of the engine, and journal rows.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from lowpeak.algorithms import Algorithm, Need, StepCounts, indices_by_group
+from lowpeak.algorithms import Advantages, Algorithm, Need, StepCounts, call_advantages, indices_by_group
 from lowpeak.arguments import RolloutSettings
 from lowpeak.batching import Budget, assign_to_ranks, masked_batch, num_loss_tokens, pack, scatter
 from lowpeak.memory import Phase
@@ -22,7 +23,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
 from lowpeak.rewards import RewardedCompletions
 from lowpeak.training.guarded_passes import GuardedPasses
-from lowpeak.training.recovery import retry_passes
+from lowpeak.training.recovery import attempts
 from lowpeak.training.run import Run, RunContext
 from lowpeak.training.step import score
 from lowpeak.training.token_values import TokenObserver
@@ -48,6 +49,22 @@ class Rollout:
 Scores = dict[int, dict[str, Tensor]]  # by the record's index, by name
 
 
+def score_rollout(
+    context: RunContext, records: tuple[Record, ...], coefficients: Mapping[str, float], settings: RolloutSettings
+) -> tuple[tuple[Record, ...], dict[str, Metric]]:
+    """Stages 7 to 9: return a rollout's records with scores and advantages, and metrics of both.
+
+    Within the run's present sizes; the policy must be the one that generated them.
+    """
+    algorithm = context.run.algorithm
+    records, metrics = score_records(context, records, algorithm.needs, Phase.SCORE)
+    advantages = call_advantages(algorithm.advantages, records, coefficients)  # stage 9
+    records = with_advantages(records, advantages)
+    if settings.num_steps == 1:  # old is the policy's own log-prob in the step
+        records = tuple(replace(record, old=None) for record in records)
+    return records, merge_metrics(advantages.metrics, metrics)
+
+
 def score_records(
     context: RunContext, records: tuple[Record, ...], needs: frozenset[Need], phase: Phase
 ) -> tuple[tuple[Record, ...], dict[str, Metric]]:
@@ -58,30 +75,45 @@ def score_records(
     if not needs:
         return records, {}
     context.model_wrapped.eval()
-
-    def pack_share() -> list[MicroBatch]:
-        budget, ranks = context.run.budget, context.run.strategy.ranks
-        indices = assign_to_ranks(records, range(len(records)), budget, ranks.world_size)[ranks.rank]
-        return pad_batches_across_ranks(pack(records, indices, budget), budget, ranks)
-
-    def run_passes(guard: GuardedPasses) -> tuple[Scores, dict[str, Metric]]:
-        with context.run.tracker.phase(phase):
-            scores = _score_batches(context, records, needs, guard)
-        return scores, {"useful_tokens/score": _useful_share(guard.batches)}
-
-    def run_on_all(guard: GuardedPasses) -> list[tuple[Scores, dict[str, Metric]]]:
-        return context.run.strategy.ranks.call_on_all(lambda: run_passes(guard))
-
-    gathered = retry_passes(context, Phase.SCORE, pack_share, run_on_all)
-    scores = {i: values for rank_scores, _ in gathered for i, values in rank_scores.items()}
+    ranks = context.run.strategy.ranks
+    for attempt in attempts(context, Phase.SCORE):
+        batches = _pack_share(records, context.run.budget, ranks)  # stage 7
+        with attempt:
+            score_share = partial(_score_share, context, records, batches, needs, attempt.guard(), phase)
+            gathered = ranks.call_on_all(score_share)  # stage 8
+    scores = {index: values for share, _ in gathered for index, values in share.items()}
     scored = tuple(_with_scores(record, scores.get(i, {}), needs) for i, record in enumerate(records))
-    return scored, reduce(merge_metrics, [metrics for _, metrics in gathered])
+    return scored, {"useful_tokens/score": reduce(Metric.merge, [useful for _, useful in gathered])}
+
+
+def _pack_share(records: Sequence[Record], budget: Budget, ranks: Ranks) -> list[MicroBatch]:
+    """Return the micro-batches that this rank scores; every rank has the same number."""
+    indices = assign_to_ranks(records, range(len(records)), budget, ranks.world_size)[ranks.rank]
+    return pad_batches_across_ranks(pack(records, indices, budget), budget, ranks)
+
+
+def _score_share(
+    context: RunContext,
+    records: Sequence[Record],
+    batches: Sequence[MicroBatch],
+    needs: frozenset[Need],
+    guard: GuardedPasses,
+    phase: Phase,
+) -> tuple[Scores, Metric]:
+    """Return the scores of this rank's records, and the share of useful tokens."""
+    with context.run.tracker.phase(phase):
+        scores = _score_batches(context, records, batches, needs, guard)
+    return scores, _useful_share(batches)
 
 
 def _score_batches(
-    context: RunContext, records: Sequence[Record], needs: frozenset[Need], guard: GuardedPasses
+    context: RunContext,
+    records: Sequence[Record],
+    batches: Sequence[MicroBatch],
+    needs: frozenset[Need],
+    guard: GuardedPasses,
 ) -> Scores:
-    run, model, batches = context.run, context.model_wrapped, guard.batches
+    run, model = context.run, context.model_wrapped
     passes: dict[str, list[dict[str, Tensor]]] = {}
     if needs & {"old", "entropy", "values"}:
         request_fields = {"entropy": "entropy" in needs, "values": "values" in needs}
@@ -128,6 +160,13 @@ def _with_scores(record: Record, scores: Mapping[str, Tensor], needs: frozenset[
         scores.get(name, zeros) if name in needs else None for name in ("old", "reference", "entropy", "values")
     )
     return replace(record, old=old, reference=reference, entropy=entropy, values=values)
+
+
+def with_advantages(records: Sequence[Record], advantages: Advantages) -> tuple[Record, ...]:
+    """Return the records with their advantages and, under PPO, returns."""
+    returns = advantages.returns or (None,) * len(records)
+    columns = zip(records, advantages.per_token, returns, strict=True)
+    return tuple(replace(record, advantages=each, returns=values) for record, each, values in columns)
 
 
 def _useful_share(batches: Sequence[MicroBatch]) -> Metric:

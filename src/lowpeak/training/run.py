@@ -106,8 +106,8 @@ class StepScratch:
 class RunContext(Protocol):
     """The part of a trainer that the pipeline uses.
 
-    It reads the members when it needs them: a resumed run replaces `run`, and transformers sets `model_wrapped` and
-    `optimizer` when training starts; `optimizer_cls_and_kwargs` is what it makes the optimizer of.
+    It reads the members when it needs them: recovery and a resumed run replace `run`, and transformers sets `model_wrapped` and
+    `optimizer` when training starts.
     """
 
     run: Run
@@ -117,6 +117,11 @@ class RunContext(Protocol):
     accelerator: Any
     model_wrapped: nn.Module
     optimizer: Any
+
+
+class BuildContext(RunContext, Protocol):
+    """The part of a trainer that a run is built from; `optimizer_cls_and_kwargs` is what transformers makes the optimizer of."""
+
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     lr_scheduler: Any
     train_dataset: Any
@@ -143,9 +148,8 @@ def explain_out_of_memory(phase: Phase, context: RunContext) -> Iterator[None]:
         if isinstance(error, MemoryExhaustedError) or not is_out_of_memory(error):
             raise
         remedy = _REMEDIES.get(phase, "free memory on that device for it").format(**context.run.sizes.as_dict())
-        explained = MemoryExhaustedError(f"out of memory in phase {phase}: {remedy}. ({first_line(error)})")
-        explained.reason = first_line(error)
-        raise explained from error
+        reason = first_line(error)
+        raise MemoryExhaustedError(f"out of memory in phase {phase}: {remedy}. ({reason})", reason) from error
 
 
 _PROGRESS_TEXTS = {
@@ -161,9 +165,9 @@ _PROGRESS_TEXTS = {
 class ProgressTracker(MemoryTracker):
     """A memory tracker that shows the phase on the progress bar and explains errors of memory."""
 
-    def __init__(self, device: torch.device | str, context: RunContext) -> None:
+    def __init__(self, device: torch.device | str, context: BuildContext) -> None:
         super().__init__(device)
-        self._context = context
+        self._context, self._callbacks = context, context.callback_handler
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -173,7 +177,7 @@ class ProgressTracker(MemoryTracker):
             yield
 
     def _show(self, text: str) -> None:
-        for callback in self._context.callback_handler.callbacks:
+        for callback in self._callbacks.callbacks:
             bar = getattr(callback, "training_bar", None) if isinstance(callback, ProgressCallback) else None
             if bar is not None:
                 bar.set_postfix_str(text)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from types import TracebackType
 
 from lowpeak.errors import LostEngineError
 from lowpeak.memory import Phase
@@ -16,7 +16,27 @@ logger = logging.getLogger(__name__)
 
 MAX_RECONNECTS = 3  # of a lost engine, within one call
 
-Result = TypeVar("Result")
+
+class Connection:
+    """A `with` block that ends quietly if the engine of a rank was lost, and raises that on all ranks if it is the last one.
+
+    `lost` is the error's text.
+    """
+
+    def __init__(self, is_last: bool) -> None:
+        self._is_last = is_last
+        self.lost: str | None = None
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, LostEngineError) or self._is_last:
+            return False
+        self.lost = str(error)
+        return True
 
 
 @dataclass
@@ -34,20 +54,26 @@ class WeightSync:
     def sync_weights(self, engine: RolloutEngine, policy_version: int) -> None:
         """Push the policy's weights to the engine, unless the engine of every rank has them already."""
         self.policy_version = policy_version
-        self.retry_when_engine_lost(engine, lambda: None)
+        next(self.connections(engine))
 
-    def retry_when_engine_lost(self, engine: RolloutEngine, call: Callable[[], Result]) -> Result:
-        """Return `call()` on all ranks, with current weights in the engine; call again after the engine was lost."""
+    def connections(self, engine: RolloutEngine) -> Iterator[Connection]:
+        """Yield connections to the engine, each with current weights in it, until none is lost in its block.
+
+        for connection in weight_sync.connections(engine):
+            with connection:
+                groups = ranks.call_on_all(pending.result)
+        """
         for reconnects in range(MAX_RECONNECTS + 1):
-            try:
+            connection = Connection(is_last=reconnects == MAX_RECONNECTS)
+            with connection:
                 self._push_if_stale(engine)
-                return call()
-            except LostEngineError as lost:
-                if reconnects == MAX_RECONNECTS:
-                    raise
-                self.context.run.journal.write_event(self.policy_version or 0, "engine lost", error=str(lost))
-                logger.warning("%s Waiting for it; weights will be sent again and missing completions generated.", lost)
-        raise AssertionError("the last attempt returns or raises")
+            if connection.lost is None:
+                yield connection
+            if connection.lost is None:
+                return
+            self.context.run.journal.write_event(self.policy_version or 0, "engine lost", error=connection.lost)
+            text = "%s Waiting for it; weights will be sent again and missing completions generated."
+            logger.warning(text, connection.lost)
 
     def _push_if_stale(self, engine: RolloutEngine) -> None:
         """Push on all ranks together if the engine of any rank has another version."""

@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from lowpeak.vllm.process_isolation import (
     shut_down_vllm,
     undo_vllm_class_patch,
 )
-from lowpeak.vllm.protocol import Answer, EngineInfo, Request, Vllm, check_worker_answers
+from lowpeak.vllm.protocol import Answer, EngineInfo, Request, Vllm, check_worker_answers, resumed_after
 from lowpeak.vllm.requests import wave_capacity
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,6 @@ class ColocatedVllm(Vllm):
     order.
     """
 
-    in_process = True
-
     def __init__(self, spec: ColocatedModelSpec, settings: VllmSettings, engine_ranks: Ranks) -> None:
         assert isinstance(settings.where, ColocateSettings)
         self._where, self._batch_size = settings.where, settings.batch_size
@@ -96,9 +94,9 @@ class ColocatedVllm(Vllm):
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
         return check_worker_answers(self.llm.collective_rpc(method, kwargs=dict(arguments)))
 
-    def engine_info(self) -> EngineInfo:
+    def info(self, wait_seconds: float | None = None) -> EngineInfo:
         info = read_engine_info(self.llm.llm_engine.vllm_config)
-        return replace(info, model=self._model, limits_to_cache=True)
+        return replace(info, model=self._model, limits_to_cache=True, in_process=True)
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """Complete one wave; after `timeout` abort the rest and raise LostEngineError with the finished answers."""
@@ -125,7 +123,10 @@ class ColocatedVllm(Vllm):
             raise lost
         return list(answers.values())
 
-    def resume(self) -> None:
+    def paused(self) -> AbstractContextManager[None]:
+        return resumed_after(lambda: None, self._reset_cache)
+
+    def _reset_cache(self) -> None:
         if not self.llm.reset_prefix_cache():
             raise EngineError(
                 "vLLM did not reset its prefix cache after a load: completions still run with the old weights."
@@ -216,7 +217,7 @@ class ColocatedVllm(Vllm):
         engine, steps = self.llm.llm_engine, 0
         # No more sequences run than the cache fits at full length: vLLM would start others and preempt them later.
         longest = max((len(request.prompt_ids) + int(request.params["max_tokens"]) for request in requests), default=1)
-        most = wave_capacity([self.engine_info()], longest, 1, self._where)
+        most = wave_capacity([self.info()], longest, 1, self._where)
         while len(outputs) < len(requests):
             while len(names) < len(requests) and len(names) - len(outputs) < most:
                 names.append(self._add_request(requests[len(names)]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from lowpeak.arguments import ColocateSettings, Sampling, ServerSettings, VllmSe
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import SLICE_BYTES, Group, Prompt, Weights, WeightSlice
-from lowpeak.rollout import SliceForm, check_lengths
+from lowpeak.rollout import Pending, SliceForm, check_lengths
 from lowpeak.vllm.engine_args import option_name
 from lowpeak.vllm.protocol import Adapter, EngineInfo, Vllm, call_concurrently, call_workers
 from lowpeak.vllm.requests import (
@@ -81,8 +81,7 @@ class LoadedWeights:
 class VllmEngine:
     """Rollout engine over vLLMs, which `connect()` returns at the first `wake` and at the first after `close`.
 
-    If an engine is lost during `generate`, completed answers are kept: the same call after the next `load` of the same version
-    requests only the others. `on_push` receives each push's report; `bucket_limit()` bounds the bytes of its buckets.
+    `on_push` receives each push's report; `bucket_limit()` bounds the bytes of its buckets.
     """
 
     connect: Callable[[], Sequence[Vllm]]
@@ -91,13 +90,11 @@ class VllmEngine:
     sharing: EngineSharing
     on_push: Callable[[PushReport], None] = lambda report: None
     bucket_limit: Callable[[], float] = lambda: math.inf
-    supports_partial_groups = True
 
     def __post_init__(self) -> None:
         self._vllms: Sequence[Vllm] = ()
         self._engine_infos: list[EngineInfo] = []
         self._weights = LoadedWeights()
-        self._partial = PartialAnswers()
         self._asleep = False
 
     @property
@@ -116,32 +113,38 @@ class VllmEngine:
             weights = "adapter" if self._weights.has_base else "base"
         return SliceForm(min(SLICE_BYTES, self.settings.bucket_bytes), getattr(torch, dtypes.pop()), weights)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """Return one group per prompt, in order.
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:
+        """Return the groups to be; raise EngineError for a sequence that cannot fit."""
+        with self.sharing.engine_ranks.propagate_errors():
+            self._check_lengths(prompts, sampling)
+            self._check_speculation(sampling)
+        return VllmPending(self, prompts, sampling)
 
-        Raise LostEngineError if a vLLM died, restarted or has other weights, EngineError before the first `load`, for a
-        sequence that cannot fit, and for invalid answers.
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        """Return the groups of a wave that is waited for."""
+        return self.submit(prompts, sampling).result()
+
+    def answer(self, sequences: Sequence[SequenceRequest], answers: PartialAnswers) -> None:
+        """Request the sequences that have no answer yet in waves, all engines at once, and add their valid answers.
+
+        Raise LostEngineError if a vLLM died, restarted or has other weights, EngineError before the first `load` and for invalid
+        answers. Completed answers are added before an error is raised.
         """
         version = self.policy_version
         if version is None:
-            raise EngineError("The engine has no known weights yet: call load() before generate().")
-        engine_ranks, settings = self.sharing.engine_ranks, self.settings
-        with engine_ranks.propagate_errors():
-            self._check_lengths(prompts, sampling)
-            self._check_speculation(sampling)
-        end_ids = self.policy.end_ids(sampling)
-        local = sequence_requests(prompts, sampling, end_ids, settings.structured_regex, settings.sampling_kwargs)
-        sequences = [sequence for rank in engine_ranks.gather(local) for sequence in rank]
-        self._partial.begin(version, sampling)
+            raise EngineError("The engine has no known weights yet: call load() before it generates.")
         try:
             self._check_identities()
-            self._answer(self._partial.missing(sequences), version)
+            missing = answers.missing(sequences, version)
+            if not missing:
+                return
+            # Computed in any case, because it raises for a sequence that can never fit.
+            capacity = self._capacity(missing)
+            for wave in form_waves(missing, self.settings.batch_size or capacity):
+                self._answer_wave(wave, answers, version)
         except LostEngineError:
             self._weights = LoadedWeights()
             raise
-        completions = [to_completion(answer) for answer in self._partial.pop(local)]
-        size = sampling.num_generations
-        return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Wait for the vLLMs, push the slices and verify them.
@@ -179,7 +182,7 @@ class VllmEngine:
         """
         if not self._vllms:
             vllms = tuple(self.connect())
-            self._vllms, self._engine_infos = vllms, [vllm.engine_info() for vllm in vllms]
+            self._vllms, self._engine_infos = vllms, [vllm.info() for vllm in vllms]
         if not self._asleep:
             return
         for vllm in self._vllms:
@@ -194,46 +197,30 @@ class VllmEngine:
     def close(self) -> None:
         """Free the vLLMs of this process; servers keep running."""
         vllms, self._vllms, self._engine_infos = self._vllms, (), []
-        self._weights, self._partial, self._asleep = LoadedWeights(), PartialAnswers(), False
+        self._weights, self._asleep = LoadedWeights(), False
         for vllm in vllms:
             vllm.close()
 
     def _push(
         self, slices: Iterable[WeightSlice], policy_version: int, adapter: Mapping[str, Any] | None
     ) -> PushReport:
-        """Push to paused vLLMs and resume all of them, also after an error."""
+        """Push to paused vLLMs, which all resume, also after an error."""
         self._prepare_vllms()
-        try:
+        with ExitStack() as stack:
             for vllm in self._vllms:
-                vllm.pause()
+                stack.enter_context(vllm.paused())
             bucket_bytes = int(min(self.settings.bucket_bytes, self.bucket_limit()))
             settings = replace(self.settings, bucket_bytes=bucket_bytes)
             unchanged = self.policy.unchanged
             report = push_weights(slices, self._vllms, settings, policy_version, unchanged=unchanged, adapter=adapter)
-        except Exception:
-            # A vLLM that fails to resume may be the one that caused the error.
-            with suppress(EngineError):
-                self._resume()
-            raise
-        self._resume()
         self.on_push(report)
         return report
-
-    def _resume(self) -> None:
-        failures = []
-        for vllm in self._vllms:
-            try:
-                vllm.resume()
-            except EngineError as error:
-                failures.append(error)
-        if failures:
-            raise failures[0]
 
     def _prepare_vllms(self) -> None:
         """Wait for each vLLM within the settings' timeout and patch its log-probs, which a restart undoes."""
         where = self.settings.where
         for vllm in self._vllms:
-            vllm.wait(where.timeout if isinstance(where, ServerSettings) else 0.0)
+            vllm.info(where.timeout if isinstance(where, ServerSettings) else None)
         call_workers(self._vllms, "lowpeak_score_at_temperature", [{}] * len(self._vllms), _CALL_SECONDS)
 
     def _serves_adapter(self) -> bool:
@@ -267,22 +254,16 @@ class VllmEngine:
             )
         if self._weights.identities is None:
             # The first call after a load: a restarted vLLM may have other properties.
-            self._engine_infos = [vllm.engine_info() for vllm in self._vllms]
+            self._engine_infos = [vllm.info() for vllm in self._vllms]
         self._weights = replace(self._weights, identities=identities)
 
-    def _answer(self, sequences: Sequence[SequenceRequest], version: int) -> None:
-        """Request the sequences in waves, all engines at once; the answers go to the partial answers."""
-        if not sequences:
-            return
-        # Computed in any case, because it raises for a sequence that can never fit.
-        capacity = self._capacity(sequences)
-        for wave in form_waves(sequences, self.settings.batch_size or capacity):
-            shares = [[wave[i] for i in indices] for indices in split_wave(wave, len(self._vllms))]
-            calls = zip(self._vllms, self._weights.adapters, shares, strict=True)
-            results = call_concurrently([partial(self._complete, *call, version) for call in calls if call[2]])
-            failures = [failure for failure in results if failure is not None]
-            if failures:
-                raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
+    def _answer_wave(self, wave: Sequence[SequenceRequest], answers: PartialAnswers, version: int) -> None:
+        shares = [[wave[i] for i in indices] for indices in split_wave(wave, len(self._vllms))]
+        calls = zip(self._vllms, self._weights.adapters, shares, strict=True)
+        results = call_concurrently([partial(self._complete, *call, answers, version) for call in calls if call[2]])
+        failures = [failure for failure in results if failure is not None]
+        if failures:
+            raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
 
     def _capacity(self, sequences: Sequence[SequenceRequest]) -> int:
         """Return how many sequences of the greatest length fit the engines' caches; all if the engines limit themselves."""
@@ -292,20 +273,25 @@ class VllmEngine:
         return wave_capacity(self._engine_infos, longest, self.sharing.num_callers, self.settings.where)
 
     def _complete(
-        self, vllm: Vllm, adapter: Adapter | None, sequences: Sequence[SequenceRequest], version: int
+        self,
+        vllm: Vllm,
+        adapter: Adapter | None,
+        sequences: Sequence[SequenceRequest],
+        answers: PartialAnswers,
+        version: int,
     ) -> EngineError | None:
         """Keep one vLLM's valid answers; return its error, after which other engines' answers are still kept."""
         failure: EngineError | None = None
         try:
             requests = [replace(sequence.request, adapter=adapter) for sequence in sequences]
-            answers = vllm.complete(requests, self.settings.wave_timeout)
-            valid = dict(enumerate(check_answers(sequences, answers, version, self.policy.num_tokens)))
+            completed = vllm.complete(requests, self.settings.wave_timeout)
+            valid = dict(enumerate(check_answers(sequences, completed, version, self.policy.num_tokens)))
         except LostEngineError as lost:
             valid = {i: answer for i, answer in lost.finished.items() if not answer.policy_versions - {version}}
             failure = lost
         except EngineError as error:
             valid, failure = {}, error
-        self._partial.add(sequences, valid)
+        answers.add(sequences, valid)
         return failure
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
@@ -322,3 +308,31 @@ class VllmEngine:
                 f"vLLM's speculative decoding returns log-probs at temperature 1, but temperature={sampling.temperature}: start "
                 "vLLM without speculative_config, or sample at temperature 1."
             )
+
+
+class VllmPending:
+    """Groups of an engine over vLLMs, and the valid answers so far: another `result` requests only the others."""
+
+    def __init__(self, engine: VllmEngine, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        settings = engine.settings
+        self._engine, self._prompts, self._sampling = engine, prompts, sampling
+        self._requests = sequence_requests(
+            prompts, sampling, engine.policy.end_ids(sampling), settings.structured_regex, settings.sampling_kwargs
+        )
+        # The ranks that an engine is sharded over generate the same sequences together.
+        self._sequences = [each for rank in engine.sharing.engine_ranks.gather(self._requests) for each in rank]
+        self._answers = PartialAnswers()
+        self._groups: list[Group] | None = None
+
+    def result(self) -> list[Group]:
+        if self._groups is None:
+            self._engine.answer(self._sequences, self._answers)
+            completions = [to_completion(answer) for answer in self._answers.of(self._requests)]
+            size = self._sampling.num_generations
+            parts = [tuple(completions[i * size : (i + 1) * size]) for i in range(len(self._prompts))]
+            self._groups = [Group(prompt, part) for prompt, part in zip(self._prompts, parts, strict=True)]
+            self._answers = PartialAnswers()
+        return self._groups
+
+    def abort(self) -> None:
+        self._answers, self._groups = PartialAnswers(), None

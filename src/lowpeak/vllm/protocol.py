@@ -7,8 +7,9 @@ handling exist once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -60,7 +61,8 @@ class EngineInfo:
     `model` is the name or path that vLLM loaded, `fingerprint` a hash of the configuration's sizes and of the
     tokenizer's vocabulary, `dtype` torch's name of the weights' dtype, `kv_tokens` the KV cache's capacity. With
     `limits_to_cache` vLLM starts no more sequences than the cache fits at full length, so a wave may have any size.
-    `speculates` means speculative decoding.
+    `speculates` means speculative decoding. With `in_process` the workers run in this process, so that arguments of calls
+    may be tensors; otherwise they are JSON.
     """
 
     version: str
@@ -73,21 +75,15 @@ class EngineInfo:
     serves_adapters: bool = False
     limits_to_cache: bool = False
     speculates: bool = False
+    in_process: bool = False
 
 
 @runtime_checkable
 class Vllm(Protocol):
     """One vLLM engine whose workers have the methods of `weight_sync/worker.py`.
 
-    Methods that an implementation does not need do nothing: a colocated vLLM is always ready, a server keeps its
-    memory.
+    Methods that an implementation does not need do nothing: a server keeps its memory.
     """
-
-    @property
-    def in_process(self) -> bool:
-        """Whether the workers run in this process, so that arguments of calls may be tensors; otherwise they are
-        JSON.
-        """
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
         """Call a method of all workers and return the results in rank order.
@@ -95,8 +91,11 @@ class Vllm(Protocol):
         Raise EngineError with the first error that a worker returned, LostEngineError if one is gone.
         """
 
-    def engine_info(self) -> EngineInfo:
-        """Return the properties; call it once vLLM is ready, and again after a restart."""
+    def info(self, wait_seconds: float | None = None) -> EngineInfo:
+        """Return the properties, which may change with a restart.
+
+        Wait until vLLM is ready; raise EngineError after `wait_seconds`. With None it must be ready: LostEngineError otherwise.
+        """
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """Complete one wave and return the answers in order.
@@ -104,16 +103,11 @@ class Vllm(Protocol):
         Raise LostEngineError if vLLM dies or exceeds the timeout.
         """
 
-    def pause(self) -> None:
-        """Abort running requests and start none until `resume`, because the weights are about to change."""
-        return
+    def paused(self) -> AbstractContextManager[None]:
+        """Abort running requests and start none during the block, in which the weights change.
 
-    def resume(self) -> None:
-        """Drop cached keys and values of the old weights, and accept requests again."""
-
-    def wait(self, seconds: float) -> None:
-        """Return once vLLM is ready; raise EngineError after `seconds`."""
-        return
+        After it keys and values of the old weights are dropped, and requests accepted again, also after an error.
+        """
 
     def sleep(self) -> None:
         """Release memory, as far as possible; the weights may be lost."""
@@ -126,6 +120,20 @@ class Vllm(Protocol):
     def close(self) -> None:
         """Free an engine of this process; leave a server running."""
         return
+
+
+@contextmanager
+def resumed_after(pause: Callable[[], None], resume: Callable[[], None]) -> Iterator[None]:
+    """Pause a vLLM for the block and resume it, also after an error, which an error of `resume` does not replace."""
+    try:
+        pause()
+        yield
+    except Exception:
+        # A vLLM that fails to resume may be the one that caused the error.
+        with suppress(EngineError):
+            resume()
+        raise
+    resume()
 
 
 def check_worker_answers(answers: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
@@ -46,30 +46,24 @@ class SequenceRequest:
 
 @dataclass
 class PartialAnswers:
-    """Answers of a `generate` call, kept if the call fails, for one policy version and sampling."""
+    """Answers to the requests of a wave, by weights of one policy version, kept while a lost engine is awaited."""
 
     _answers: dict[Key, Answer] = field(default_factory=dict)
-    _valid_for: tuple[int, Sampling] | None = None
+    _policy_version: int | None = None
 
-    def begin(self, policy_version: int, sampling: Sampling) -> None:
-        """Drop the kept answers if they have another policy version or sampling."""
-        valid_for = policy_version, replace(sampling, num_generations=0, first_completion=0)
-        if valid_for != self._valid_for:
-            self._answers, self._valid_for = {}, valid_for
-
-    def missing(self, sequences: Iterable[SequenceRequest]) -> list[SequenceRequest]:
-        """Return the sequences that have no answer yet."""
+    def missing(self, sequences: Iterable[SequenceRequest], policy_version: int) -> list[SequenceRequest]:
+        """Return the sequences that have no answer by this version; drop the answers of another one."""
+        if policy_version != self._policy_version:
+            self._answers, self._policy_version = {}, policy_version
         return [sequence for sequence in sequences if sequence.key not in self._answers]
 
     def add(self, sequences: Sequence[SequenceRequest], answers: Mapping[int, Answer]) -> None:
         """Keep the answers, which are given by the indices of their sequences."""
         self._answers.update({sequences[i].key: answer for i, answer in answers.items()})
 
-    def pop(self, sequences: Iterable[SequenceRequest]) -> list[Answer]:
-        """Return the answers to these sequences and drop all answers."""
-        answers = [self._answers[sequence.key] for sequence in sequences]
-        self._answers = {}
-        return answers
+    def of(self, sequences: Iterable[SequenceRequest]) -> list[Answer]:
+        """Return the answers to these sequences."""
+        return [self._answers[sequence.key] for sequence in sequences]
 
 
 def sequence_requests(

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from lowpeak.arguments import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run_on_loop
-from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Request, Vllm, check_worker_answers
+from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Request, Vllm, check_worker_answers, resumed_after
 from lowpeak.vllm.requests import COMPLETIONS, GENERATE, Route, parse_answer, request_body
 from lowpeak.vllm.serving import ADAPTER_ROUTE
 
@@ -50,8 +51,6 @@ def connect_servers(settings: ServerSettings, stopping: Callable[[], bool] = lam
 class ServerVllm(Vllm):
     """One vLLM over HTTP; `stopping` ends its `wait`."""
 
-    in_process = False
-
     def __init__(self, base_url: str, token: str | None = None, stopping: Callable[[], bool] = lambda: False) -> None:
         self._http = Http(base_url, token)
         self.url = self._http.url
@@ -81,7 +80,9 @@ class ServerVllm(Vllm):
                 )
         return "/".join(str(identity.get("incarnation")) for identity in identities)
 
-    def engine_info(self) -> EngineInfo:
+    def info(self, wait_seconds: float | None = None) -> EngineInfo:
+        if wait_seconds is not None:
+            self.wait(wait_seconds)
         self._route = self._adapter = None
         self._incarnation = self.read_incarnation()
         properties = self.call("lowpeak_engine_info", {}, _CALL_SECONDS)[0]
@@ -107,14 +108,17 @@ class ServerVllm(Vllm):
         self._check_incarnation()
         return [answer for answer in answers if answer is not None]
 
-    def pause(self) -> None:
+    def paused(self) -> AbstractContextManager[None]:
+        return resumed_after(self._pause, self._resume)
+
+    def _pause(self) -> None:
         """Abort running requests, which end with the reason "abort".
 
         New requests wait, or fail as with a lost engine (vLLM 0.33).
         """
         self._http.post("/pause?mode=abort&clear_cache=true", None, _CALL_SECONDS)
 
-    def resume(self) -> None:
+    def _resume(self) -> None:
         """Empty the prefix cache, then resume; retry the reset while vLLM refuses it because blocks are in use."""
         for _ in range(_RESET_ATTEMPTS):
             if self._http.post("/reset_prefix_cache", None, _CALL_SECONDS)["success"]:
@@ -177,6 +181,6 @@ class ServerVllm(Vllm):
             self._adapter = adapter
 
     def _check_incarnation(self) -> None:
-        """Raise LostEngineError if the server restarted since `engine_info` was called."""
+        """Raise LostEngineError if the server restarted since `info` was called."""
         if self._incarnation is not None and self.read_incarnation() != self._incarnation:
             raise LostEngineError(f"the server at {self.url} was restarted and has the checkpoint's weights.")

@@ -133,14 +133,14 @@ def test_only_the_user_finds_the_servers_token_in_a_file(cache):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
             for url in (fake.url, f"http://localhost:{fake.port}"):
-                assert ServerVllm(url).engine_info() == fake.facts
+                assert ServerVllm(url).info() == fake.facts
             with pytest.raises(EngineError, match="LOWPEAK_SERVER_TOKEN"):
-                ServerVllm(fake.url, "another").engine_info()
+                ServerVllm(fake.url, "another").info()
             with pytest.raises(ArgumentError, match=f"--port {fake.port}"):
                 check_port(ServerSpec("m", port=fake.port))  # it is taken
         assert not path.exists()
         with pytest.raises(EngineError, match="LOWPEAK_SERVER_TOKEN"):
-            ServerVllm(fake.url).engine_info()
+            ServerVllm(fake.url).info()
 
 
 def test_a_token_is_written_to_a_new_file_alone_for_this_host(cache, monkeypatch):

@@ -8,8 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from lowpeak.training.collector import with_advantages
-from lowpeak.training.rollout import make_step_batches, score_records
+from lowpeak.training.rollout import make_step_batches, score_records, with_advantages
 from lowpeak.training.step import measure_step
 from small_runs import TOKENIZER, make, same, spread, weights
 from tiny_models import tiny_model

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import pytest
@@ -117,6 +120,32 @@ def test_an_evaluation_that_runs_out_of_memory_measures_the_same(tmp_path, kind)
     assert failures
     assert failing.run.sizes.lowered
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+
+
+class FailedPasses(logging.Handler):
+    """Notes, when sizes are lowered, the functions of passes that a traceback keeps alive, with their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[list[str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tracebacks = [each for each in gc.get_objects() if type(each) is TracebackType]
+        codes = [each.tb_frame.f_code for each in tracebacks]
+        self.found.append([code.co_qualname for code in codes if code.co_filename.endswith("/guarded_passes.py")])
+
+
+@pytest.mark.parametrize("phase", ["train", "score"])
+def test_no_error_keeps_the_tensors_of_a_failed_pass_when_sizes_are_lowered(tmp_path, phase):
+    trainer, handler = make("GRPO", tmp_path, max_steps=1, num_iterations=2), FailedPasses()
+    fail_once(trainer, lambda: trainer.run.tracker.current_phase == f"phase {phase}")
+    logger = logging.getLogger("lowpeak.training.recovery")
+    logger.addHandler(handler)
+    try:
+        trainer.train()
+    finally:
+        logger.removeHandler(handler)
+    assert handler.found == [[]]
 
 
 def test_the_reason_is_in_the_journal_whole_and_the_optimizers_step_is_named_where_it_fails(tmp_path, monkeypatch):

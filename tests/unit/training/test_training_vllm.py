@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from fake_server import FakeServer, serving
 from fake_vllm import engine_over, said, scripted
 from longrope_model import FIRST, longrope_model
-from lowpeak import GRPOConfig
+from lowpeak import GRPOConfig, generate_rollout_completions
 from lowpeak.arguments.vllm import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, MissingPackageError
 from lowpeak.setup.dry_run import describe_vllm
@@ -88,6 +89,20 @@ def test_a_vllm_that_dies_in_a_rollout_changes_nothing_and_no_completion_is_judg
     assert rewards[0].judged == rewards[1].judged
     assert [len(wave) for wave in shaken.waves] == [4, 4, 4, 4, 2, 4, 4]
     assert same(weights(undisturbed), weights(disturbed))
+
+
+def test_a_rollout_func_that_runs_again_after_its_vllm_died_requests_only_the_missing_completions(tmp_path):
+    def function(prompts, trainer):
+        results = generate_rollout_completions(trainer, prompts)
+        return {name: [result[name] for result in results] for name in ("prompt_ids", "completion_ids", "logprobs")}
+
+    vllm = scripted()
+    run = run_over(tmp_path, rollout_func=function, max_steps=1)
+    run.collector.engine = replace(run.collector.engine, engine=engine_over(vllm, batch_size=4))
+    run.collector.engine.close()
+    vllm.dies_after = 6
+    run.train()
+    assert [len(wave) for wave in vllm.waves] == [4, 4, 2]
 
 
 def test_a_vllm_that_was_restarted_between_two_rollouts_is_loaded_again(tmp_path):

@@ -95,7 +95,7 @@ def test_a_load_gives_all_slices_and_the_version():
     assert engine.policy_version == vllm.policy_version == 5
     assert vllm.weights["weight"][0].tolist() == [3.0, 4.0]
     assert ("lowpeak_score_at_temperature", {}) in vllm.calls
-    assert vllm.events == ["wait", "pause", "resume"] * 2  # nothing runs while weights change, no cache outlives them
+    assert vllm.events == ["pause", "resume"] * 2  # nothing runs while weights change, no cache outlives them
 
 
 def test_after_a_load_that_failed_every_vllm_that_can_goes_on():
@@ -140,11 +140,13 @@ def test_what_was_answered_before_a_vllm_died_is_kept_and_not_asked_again():
     vllm = scripted()
     engine = engine_over(vllm, batch_size=4)
     vllm.dies_after = 6
+    pending = engine.submit(prompts(), SAMPLING)
     with pytest.raises(LostEngineError):
-        engine.generate(prompts(), SAMPLING)
+        pending.result()
     assert [len(wave) for wave in vllm.waves] == [4, 4]  # the second was answered in half
     engine.load(slices(), 0)
-    assert tokens(engine.generate(prompts(), SAMPLING)) == expected
+    assert tokens(pending.result()) == expected
+    assert pending.result() is pending.result()
     seeds = [request.params["seed"] for request in [*vllm.waves[0], *vllm.waves[1][:2], *asked(vllm)[8:]]]
     assert len(seeds) == len(set(seeds)) == 12
 
@@ -161,10 +163,11 @@ def test_one_of_two_vllms_that_dies_loses_its_own_rows_alone():
     first, second = scripted(), scripted()
     engine = engine_over(first, second)
     first.dies_after = 1
+    pending = engine.submit(prompts(2), SAMPLING)
     with pytest.raises(LostEngineError):
-        engine.generate(prompts(2), SAMPLING)
+        pending.result()
     engine.load(slices(), 0)
-    engine.generate(prompts(2), SAMPLING)
+    pending.result()
     assert sum(len(wave) for wave in first.waves[1:] + second.waves[1:]) == 3
 
 
@@ -205,10 +208,11 @@ def test_answers_of_other_weights_or_given_up_are_asked_again_after_a_load(bad, 
 
     vllm = scripted(script)
     engine = engine_over(vllm)
+    pending = engine.submit(prompts(1), SAMPLING)
     with pytest.raises(LostEngineError, match=match):
-        engine.generate(prompts(1), SAMPLING)
+        pending.result()
     engine.load(slices(), 0)
-    assert len(engine.generate(prompts(1), SAMPLING)[0].completions) == 4
+    assert len(pending.result()[0].completions) == 4
     assert [request.params["seed"] for request in vllm.waves[1]] == [seeds[1]]
 
 
@@ -321,16 +325,19 @@ def test_another_seed_or_rollout_draws_anew_and_greedy_needs_no_seed():
     assert "seed" not in asked(vllm)[0].params
 
 
-@pytest.mark.parametrize(("asked_before", "version"), [({"rollout": 1}, 0), ({}, 1)])
-def test_what_was_kept_answers_no_other_question_and_none_of_other_weights(asked_before, version):
+@pytest.mark.parametrize("change", ["another wave", "aborted", "other weights"])
+def test_kept_answers_serve_their_own_wave_alone_and_no_other_weights(change):
     vllm = scripted()
     engine = engine_over(vllm)
     vllm.dies_after = 6
+    pending = engine.submit(prompts(), SAMPLING)
     with pytest.raises(LostEngineError):
-        engine.generate(prompts(), replace(SAMPLING, **asked_before))
-    engine.load(slices(), version)
+        pending.result()
+    engine.load(slices(), 1 if change == "other weights" else 0)
     vllm.waves.clear()
-    engine.generate(prompts(), SAMPLING)
+    if change == "aborted":
+        pending.abort()
+    (engine.submit(prompts(), SAMPLING) if change == "another wave" else pending).result()
     assert len(asked(vllm)) == 12
 
 

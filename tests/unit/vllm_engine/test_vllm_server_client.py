@@ -48,8 +48,7 @@ def lost(vllm, *firsts, timeout=5.0):
 def test_a_client_asks_for_facts_and_passes_calls_with_their_limit_on_to_the_workers(fake):
     vllm = ServerVllm(fake.url)
     assert isinstance(vllm, Vllm)
-    assert not vllm.in_process
-    assert vllm.engine_info() == fake.facts
+    assert vllm.info() == fake.facts
     fake.answers["/collective_rpc"] = lambda body: (200, {"results": [body, None]})
     told = vllm.call("lowpeak_receive", {"pieces": [1]}, 7.0)
     assert told == [{"method": "lowpeak_receive", "kwargs": {"pieces": [1]}, "timeout": 7.0}, None]
@@ -116,7 +115,7 @@ def test_an_adapter_is_registered_once_and_named_by_its_requests(fake):
     assert known == [{"name": "lowpeak-7", "number": 7, "folder": "folder"}]
     assert [body["model"] for path, body in fake.calls if path == GENERATE] == ["lowpeak-7"] * 2
     fake.incarnation = "second"
-    vllm.engine_info()
+    vllm.info()
     vllm.complete([Request((2,), {}, adapter)])
     assert len([path for path, _ in fake.calls if path == "/lowpeak_adapter"]) == 2
 
@@ -125,23 +124,23 @@ def test_a_pause_gives_up_requests_and_a_resume_empties_the_cache_first(fake):
     refusals = [False, False, True]
     fake.answers["/reset_prefix_cache"] = lambda body: (200, {"success": refusals.pop(0)})
     vllm = ServerVllm(fake.url)
-    vllm.pause()
-    vllm.resume()
+    with vllm.paused():
+        assert [path for path, _ in fake.calls] == ["/pause?mode=abort&clear_cache=true"]
     assert [path for path, _ in fake.calls] == [
         "/pause?mode=abort&clear_cache=true",
         *["/reset_prefix_cache"] * 3,
         "/resume",
     ]
     fake.answers["/reset_prefix_cache"] = lambda body: (200, {"success": False})
-    with pytest.raises(EngineError, match=fake.url):
-        vllm.resume()
+    with pytest.raises(EngineError, match=fake.url), vllm.paused():
+        pass
 
 
 def test_a_token_is_sent_and_appears_in_no_error():
     with serving(FakeServer(token="secret")) as fake:
-        assert ServerVllm(fake.url, "secret").engine_info() == fake.facts
+        assert ServerVllm(fake.url, "secret").info() == fake.facts
         with pytest.raises(EngineError, match=r"vllm_server_token.*LOWPEAK_SERVER_TOKEN") as found:
-            ServerVllm(fake.url, "a wrong one").engine_info()
+            ServerVllm(fake.url, "a wrong one").info()
     assert "a wrong one" not in str(found.value)
 
 
@@ -224,10 +223,10 @@ def test_a_restart_since_the_facts_were_asked_or_during_a_wave_is_a_loss(fake):
         return fake.generate(body)
 
     vllm = ServerVllm(fake.url)
-    vllm.engine_info()
+    vllm.info()
     fake.incarnation = "second"
     assert fake.url in str(lost(vllm, 2))
-    vllm.engine_info()
+    vllm.info()
     assert vllm.complete(requests(2))
     fake.answers[GENERATE] = restart
     assert fake.url in str(lost(vllm, 2))
@@ -299,7 +298,7 @@ def test_an_answer_of_the_right_form_that_cannot_be_used_is_refused(answer, said
 def test_a_server_that_this_lowpeak_did_not_start_is_refused(fake, answer, said):
     fake.answers["/collective_rpc"] = lambda body: answer
     with pytest.raises(EngineError, match=said):
-        ServerVllm(fake.url).engine_info()
+        ServerVllm(fake.url).info()
 
 
 # waiting
@@ -320,7 +319,7 @@ def test_a_server_that_comes_up_late_is_waited_for_and_the_log_says_so(caplog):
     try:
         with caplog.at_level(logging.WARNING):
             (vllm,) = connect_servers(ServerSettings((f"http://127.0.0.1:{port}",), timeout=10))
-        assert vllm.engine_info() == fake.facts
+        assert vllm.info() == fake.facts
     finally:
         done.set()
         thread.join()

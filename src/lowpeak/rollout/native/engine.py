@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lowpeak.rollout.native.cache import bytes_per_token, cache_argument, left_m
 from lowpeak.rollout.native.decode_loop import DecodeLoop
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, Wave, form_waves
+from lowpeak.rollout.pending import GeneratedOnResult, Pending
 from lowpeak.rollout.sampling import TokenDraw, UniformDraws
 
 
@@ -48,8 +50,10 @@ class NativeEngine:
     on_tokens: Callable[[int, int], None] | None = None
     device: torch.device | None = None
     policy_version: int | None = field(default=None, init=False)
-    supports_partial_groups = True
     slice_form = SliceForm()
+
+    def submit(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:
+        return GeneratedOnResult(partial(self.generate, prompts, sampling))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         if self.policy_version is None:

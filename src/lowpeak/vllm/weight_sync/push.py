@@ -90,6 +90,7 @@ class _Update:
     timeout: float
 
     def __post_init__(self) -> None:
+        self._in_process = [vllm.info().in_process for vllm in self.vllms]
         self._sums = ChecksumTable() if self.settings.verify else None
         self._counts: dict[str, int] = {}
         self._num_bytes = 0
@@ -128,8 +129,8 @@ class _Update:
         sent = dict.fromkeys(self._counts, "") if self._sums is None else self._sums.read()
         arguments = {"sent": sent, "counts": self._counts}
         answers = call_workers(self.vllms, "lowpeak_verify", [arguments] * len(self.vllms), self.timeout)
-        for vllm, workers in zip(self.vllms, answers, strict=True):
-            _check_complete([answer["lacking"] for answer in workers], self._counts, shared=vllm.in_process)
+        for is_shared, workers in zip(self._in_process, answers, strict=True):
+            _check_complete([answer["lacking"] for answer in workers], self._counts, shared=is_shared)
         self._proof_seconds = time.perf_counter() - began
 
     def commit(self, policy_version: int) -> None:
@@ -232,8 +233,7 @@ def open_sender(
     "auto" selects the process if the engine is in it, NCCL if trainer and workers have different GPUs, otherwise TCP.
     NCCL and TCP listen at `port` of this host (None: any free one).
     """
-    in_process = all(vllm.in_process for vllm in vllms)
-    if transport == "process" or (transport == "auto" and in_process):
+    if transport == "process" or (transport == "auto" and all(vllm.info().in_process for vllm in vllms)):
         return ProcessSender(bucket_bytes, device=None)
     workers = _WorkerLocations.of(vllms, timeout)
     if transport == "tcp" or (transport == "auto" and not workers.on_other_gpus(device)):
@@ -245,7 +245,7 @@ def open_sender(
 
 def available_transports(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
     """Return every transport by which values on `device` can reach all workers."""
-    transports: list[Transport] = ["process"] if all(vllm.in_process for vllm in vllms) else []
+    transports: list[Transport] = ["process"] if all(vllm.info().in_process for vllm in vllms) else []
     transports.append("tcp")
     return [*transports, "nccl"] if _WorkerLocations.of(vllms, timeout).on_other_gpus(device) else transports
 
