@@ -1,10 +1,11 @@
 # make quickstart   see reinforcement learning work, in minutes on two CPU cores
 # make check        lint, types and the tests that start no process and train nothing for long
-# make test         lint, types and all tests but those of the other targets
-# make test-release what takes longer: learning, every rank as the victim, every recipe's plan, benchmarks --quick, and make test-real
+# make test         lint, types and the tests that a contributor and a user need to trust a checkout
+# make test-all     make test, then the tests marked `extended`, and those of the next five targets: what .ci/run runs
+# make test-release all other tests: those marked `release` (soaks, learning, each rank as the victim, benchmarks --quick), and make test-real
 # make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
-# make test-versions tests on the oldest supported and the locked transformers, accelerate, peft and datasets
+# make test-versions tests on the oldest supported transformers, accelerate, peft and datasets (make test: the locked ones)
 # make test-newest  the same on what the index has today (TORCH=torch for the newest torch, too)
 # make update-locks the newest versions into requirements*.txt
 # make test-real    tests with a real model of 135M parameters, which is downloaded once (93 MB); test-real-core: the quick ones
@@ -54,11 +55,11 @@ export TOKENIZERS_PARALLELISM := false
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help quickstart check test test-kernels test-vllm test-versions test-newest update-locks test-report \
+.PHONY: help quickstart check test test-all test-kernels test-vllm test-versions test-newest update-locks test-report test-wheel \
 	check-cuda-constraints test-release test-real test-real-core smollm2 docs lint types format clean
 
 help:
-	@sed -n '1,14s/^# \{0,1\}//p' Makefile
+	@sed -n '1,15s/^# \{0,1\}//p' Makefile
 
 $(CORE): pyproject.toml constraints.txt requirements.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -108,17 +109,28 @@ quickstart:
 check:
 	@echo "make check: about 2 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
-	$(PYTEST) $(BY_FILE) -m "not processes and not release" tests/architecture tests/unit
+	$(PYTEST) $(BY_FILE) -m "not processes and not extended and not release" tests/architecture tests/unit
 
 test:
-	@echo "make test: about 35 minutes on two cores"
+	@echo "make test: about 12 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
-	$(PYTEST) $(BY_FILE) -m "not release" $(IN_OTHER_TARGETS)
+	$(PYTEST) $(BY_FILE) -m "not extended and not release" $(IN_OTHER_TARGETS)
+
+test-all:
+	@echo "make test-all: about 45 minutes on two cores, with installing"
+	@$(MAKE) --no-print-directory test
+	$(PYTEST) $(BY_FILE) -m "extended and not release" $(IN_OTHER_TARGETS)
+	@$(MAKE) --no-print-directory test-kernels test-real-core test-versions test-vllm test-report test-wheel
+	@$(MAKE) --no-print-directory quickstart MODEL=tiny
+
+test-wheel: $(READY)
+	bash .ci/wheel
 
 test-release:
-	@echo "make test-release: about 35 minutes on two cores; before a release"
-	@$(MAKE) --no-print-directory smollm2
+	@echo "make test-release: about 50 minutes on two cores; before a release, and after a change of its subject"
+	@$(MAKE) --no-print-directory $(READY) $(VLLM_READY) smollm2
 	$(PYTEST) $(BY_FILE) -m release $(IN_OTHER_TARGETS)
+	$(VLLM_PYTEST) -m release tests/with_vllm
 	@$(MAKE) --no-print-directory test-real
 
 docs:
@@ -142,14 +154,13 @@ test-kernels:
 test-vllm:
 	@echo "make test-vllm: about 7 minutes on two cores, and 3 to install"
 	@$(MAKE) --no-print-directory $(VLLM_READY)
-	$(VLLM_PYTEST) tests/with_vllm
+	$(VLLM_PYTEST) -m "not release" tests/with_vllm
 	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=$(CURDIR)/$(VLLM_TRITON) $(VLLM_PYTEST) $(V2_RUNNER)
 
 test-versions:
-	@echo "make test-versions: about 3 minutes on two cores, and 2 to install"
+	@echo "make test-versions: about 2 minutes on two cores, and 2 to install"
 	@$(MAKE) --no-print-directory $(READY) $(OLDEST_READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) $(VERSIONS)
-	$(PYTEST) tests/versions
 
 test-newest:
 	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)

@@ -25,6 +25,17 @@ def all_pairs(settings: Mapping[str, Sequence[str]], allowed: Callable[[Case], b
     return chosen
 
 
+def each_value(cases: Iterable[Case]) -> list[Case]:
+    """Return the cases that hold a value which none before them holds."""
+    chosen: list[Case] = []
+    seen: set[tuple[str, str]] = set()
+    for case in cases:
+        if not case.items() <= seen:
+            chosen.append(case)
+            seen |= case.items()
+    return chosen
+
+
 def every(settings: Mapping[str, Sequence[str]]) -> list[Case]:
     """All combinations, the last setting moving fastest."""
     return [dict(zip(settings, values, strict=True)) for values in product(*settings.values())]

@@ -7,11 +7,21 @@ import json
 import pytest
 from device_runs import CASES, run_on_cpu, run_on_twin
 
+from case_selection import mark_extended, selected_cases
 from child_processes import succeed
 
 SECONDS = 400.0  # for a process on a busy machine
 # Attention's on the CPU's way are none on a GPU. accelerate uploads each layer of a model that waits on the host.
 WAITS = ("attention/sdpa.py", "accelerate/utils/modeling.py")
+
+
+CORE = (
+    *("algorithms: grpo", "algorithms: rloo, normalised", "algorithms: ppo, an adapter", "algorithms: online dpo, ipo"),
+    *("algorithms: sft", "algorithms: reward", "parts: a model by its path", "parts: rewards: a model"),
+    *("offloads: during the rollout, a reference", "offloads: frozen models, a reference"),
+    *("offloads: activations, grpo", "offloads: the optimizer, ppo"),
+    *("resumed: the optimizer in host memory", "resumed: ppo"),
+)
 
 
 def waits_in_passes(waits):
@@ -22,15 +32,15 @@ def waits_in_passes(waits):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """What each case comes to on the CPU and on the second device, each of which has one process for all."""
+def runs(request, tmp_path_factory):
+    """What each selected case comes to on the CPU and on the second device, each of which has one process for all."""
     place = tmp_path_factory.mktemp("devices")
     for function in (run_on_cpu, run_on_twin):
-        succeed(function, list(CASES), place, seconds=SECONDS)
+        succeed(function, selected_cases(request, "name"), place, seconds=SECONDS)
     return [json.loads((place / device / "found.json").read_text()) for device in ("cpu", "twin")]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mark_extended(list(CASES), CORE))
 def test_a_run_comes_to_the_cpus_numbers_and_reads_once_a_phase(runs, name):
     expected, found = (dict(each[name]) for each in runs)
     assert "error" not in {**expected, **found}, (expected.get("error"), found.get("error"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from setups import build, error_of, note, prepare, rank, seen
 
+from case_selection import mark_extended
 from child_processes import succeed_on_ranks
 from lowpeak.arguments.base import MemorySettings
 from lowpeak.sizes.memory_budget import budget_bytes
@@ -36,7 +37,7 @@ def exceed(place: Path) -> None:
     note(place, error=error_of(lambda: build("GRPO", place / "run", arguments)))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", mark_extended(["ddp", "fsdp2"], ["ddp"]))
 def test_the_budget_of_the_rank_that_has_least_counts_on_all(tmp_path, strategy):
     succeed_on_ranks(train, tmp_path, strategy)
     first, second = seen(tmp_path)
@@ -46,6 +47,7 @@ def test_the_budget_of_the_rank_that_has_least_counts_on_all(tmp_path, strategy)
     assert first["tokens"] == second["tokens"] == 32
 
 
+@pytest.mark.extended
 def test_a_run_that_cannot_fit_is_the_same_error_on_all_ranks(tmp_path):
     succeed_on_ranks(exceed, tmp_path)
     first, second = (found["error"] for found in seen(tmp_path))

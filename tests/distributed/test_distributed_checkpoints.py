@@ -5,8 +5,9 @@ from __future__ import annotations
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from setups import (
 )
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from case_selection import is_selected, mark_extended, selected_cases
 from child_processes import KILLED, finish, start_ranks, succeed_on_ranks
 from file_damage import DAMAGES, harm
 from lowpeak.training.checkpoints import REFERENCE_FOLDER, load_extra_weights, save_checkpoint, save_extra_weights
@@ -37,19 +39,16 @@ SHARDED = ("fsdp2", "zero2", "zero3")
 ALL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 DAMAGED = ("fsdp2", "zero3")  # strategies whose checkpoints are damaged file by file
 # Bases of an adapter, of each strategy.
-ADAPTERS = [
-    ("ddp", torch.bfloat16),
-    ("fsdp2", torch.float32),
-    ("fsdp2", torch.bfloat16),
-    ("zero2", torch.float32),
-    ("zero3", torch.bfloat16),
-]
+ADAPTERS = [("ddp", torch.bfloat16), ("fsdp2", torch.float32), ("fsdp2", torch.bfloat16), ("zero3", torch.bfloat16)]
+CORE = ("ddp", "fsdp2", "zero3")
+EACH = mark_extended(ALL, CORE)
+EACH_ADAPTER = mark_extended(ADAPTERS, [("fsdp2", torch.bfloat16)])
 # Runs that go on under a sharded strategy: from the checkpoint of so many ranks, on so many.
 MOVES = [(strategy, name) for strategy in SHARDED for name in ("two-to-one", "one-to-two")]
 MOVES += [("fsdp2", "two-to-four"), ("zero3", "two-to-four")]
 
 
-def first(strategy: str, out: Path) -> None:
+def first(strategy: str, out: Path, is_damaged: bool) -> None:
     """A run, an export, disks that are full on one rank, a damaged checkpoint, and the same run resumed in its middle."""
     whole = build("GRPO", out / "run", {**prepare(strategy), **SAVED})
     whole.train()
@@ -59,7 +58,7 @@ def first(strategy: str, out: Path) -> None:
     fail(whole, out)
     forget()
     again = build("GRPO", out / "again", {**prepare(strategy), **SAVED})
-    if strategy in DAMAGED:
+    if is_damaged and strategy in DAMAGED:
         damage_each_file(again, out / "run" / "checkpoint-3", out)
     again.train(resume_from_checkpoint=str(out / "run" / "checkpoint-3"))
     keep(again, result_of(again), out / "again.pt")
@@ -162,9 +161,9 @@ class StopForGood(TrainerCallback):
             time.sleep(300)
 
 
-def first_phase(strategy: str, folder: Path) -> None:
-    first(strategy, folder)
-    for dtype in [dtype for each, dtype in ADAPTERS if each == strategy]:
+def first_phase(bases: list[tuple[str, torch.dtype]], is_damaged: bool, strategy: str, folder: Path) -> None:
+    first(strategy, folder, is_damaged)
+    for dtype in [dtype for each, dtype in bases if each == strategy]:
         adapters(strategy, folder, dtype)
     if strategy == "fsdp2":
         refuse(folder)
@@ -184,10 +183,12 @@ def kill_phase(strategy: str, folder: Path) -> None:
     build("GRPO", folder / "killed", {**prepare(strategy), **SAVED}, callbacks=[StopForGood(folder)]).train()
 
 
-def two_phase(strategy: str, folder: Path) -> None:
-    go_on(strategy, folder, folder / "one" / "checkpoint-3", "one-to-two")
+def two_phase(across: bool, strategy: str, folder: Path) -> None:
+    if (folder / "one").is_dir():
+        go_on(strategy, folder, folder / "one" / "checkpoint-3", "one-to-two")
     if (folder / "killed").is_dir():
         go_on(strategy, folder, folder / "killed" / "checkpoint-3", "revived")
+    if across and strategy == "fsdp2":
         go_on("zero3", folder, folder / "run" / "checkpoint-3", "to-zero3")
         go_on("fsdp2", folder, folder.parent / "zero2" / "run" / "checkpoint-3", "from-zero2")
 
@@ -196,22 +197,32 @@ def four_phase(strategy: str, folder: Path) -> None:
     go_on(strategy, folder, folder / "run" / "checkpoint-3", "two-to-four")
 
 
-def in_turn(place: Path, out: Path, phase: Callable[[str, Path], None], strategies: tuple[str, ...]) -> None:
-    """A phase under several strategies in one process group."""
+def in_turn(place: Path, out: Path, phase: Callable[[str, Path], None], strategies: Sequence[str]) -> None:
+    """Run a phase under several strategies in one process group."""
     for strategy in strategies:
         (out / strategy).mkdir(exist_ok=True)
         phase(strategy, out / strategy)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """First on two ranks; a run of which all ranks are killed; then on one, two and four, from the others' checkpoints."""
-    out = tmp_path_factory.mktemp("checkpoints")
-    succeed_on_ranks(in_turn, out / "first", out, first_phase, ALL)
+def runs(request, tmp_path_factory):
+    """First on two ranks; a run of which all ranks are killed; then on one, two and four, from the others' checkpoints.
+
+    Only what the selected tests read.
+    """
+    out, moves = tmp_path_factory.mktemp("checkpoints"), selected_cases(request, "strategy", "name")
+    across = is_selected(request, "test_a_sharded_run_goes_on_under_another_strategy")
+    is_damaged = is_selected(request, "test_no_damage_to_any_file_of_a_sharded_checkpoint_is_trained_on")
+    needed = {"ddp", "fsdp2", *selected_cases(request, "strategy"), *(["zero2"] if across else [])}
+    moved = [strategy for strategy in SHARDED if strategy in {*dict(moves), *(["fsdp2"] if across else [])}]
+    four = [strategy for strategy in ("fsdp2", "zero3") if (strategy, "two-to-four") in moves]
+    start = partial(first_phase, selected_cases(request, "strategy", "dtype"), is_damaged)
+    succeed_on_ranks(in_turn, out / "first", out, start, [strategy for strategy in ALL if strategy in needed])
     kill_in_the_middle(out)
-    succeed_on_ranks(in_turn, out / "one", out, one_phase, SHARDED, world_size=1)
-    succeed_on_ranks(in_turn, out / "two", out, two_phase, SHARDED)
-    succeed_on_ranks(in_turn, out / "four", out, four_phase, ("fsdp2", "zero3"), world_size=4)
+    succeed_on_ranks(in_turn, out / "one", out, one_phase, moved, world_size=1)
+    succeed_on_ranks(in_turn, out / "two", out, partial(two_phase, across), sorted({"fsdp2", *moved}))
+    if four:
+        succeed_on_ranks(in_turn, out / "four", out, four_phase, four, world_size=4)
     return out
 
 
@@ -229,6 +240,7 @@ def kill_in_the_middle(out: Path) -> None:
     assert [ended.code for ended in finish(ranks, logs, 20)] == [KILLED, KILLED]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", DAMAGED)
 def test_no_damage_to_any_file_of_a_sharded_checkpoint_is_trained_on(runs, strategy):
     first, second = read(runs, strategy, "damaged")
@@ -244,7 +256,7 @@ def read(runs: Path, strategy: str, name: str) -> dict[str, Any]:
     return torch.load(runs / strategy / f"{name}.pt")
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_a_resumed_run_is_the_run_that_was_not_cut(runs, strategy):
     whole, again = read(runs, strategy, "whole"), read(runs, strategy, "again")
     assert_same_bits(again["weights"], whole["weights"])
@@ -255,7 +267,7 @@ def test_a_run_whose_ranks_were_all_killed_goes_on_to_the_same_weights(runs):
     assert_same_bits(read(runs, "fsdp2", "revived")["weights"], read(runs, "fsdp2", "whole")["weights"])
 
 
-@pytest.mark.parametrize(("strategy", "name"), MOVES)
+@pytest.mark.parametrize(("strategy", "name"), mark_extended(MOVES, [("fsdp2", "two-to-one"), ("fsdp2", "one-to-two")]))
 def test_a_run_goes_on_with_other_ranks_and_an_average_is_read_to_the_bit(runs, strategy, name):
     whole, other = read(runs, strategy, "whole"), read(runs, strategy, name)
     assert other["ranks"] == {"one": 1, "two": 2, "four": 4}[name.rpartition("-")[2]]
@@ -266,12 +278,13 @@ def test_a_run_goes_on_with_other_ranks_and_an_average_is_read_to_the_bit(runs, 
     assert_same_bits(other["average"], whole["weights"])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("name", "strategy"), [("two-to-plain", "Replicated"), ("to-zero3", "Zero"), ("from-zero2", "Fsdp2")]
+    ("name", "kind"), [("two-to-plain", "Replicated"), ("to-zero3", "Zero"), ("from-zero2", "Fsdp2")]
 )
-def test_a_sharded_run_goes_on_under_another_strategy(runs, name, strategy):
+def test_a_sharded_run_goes_on_under_another_strategy(runs, name, kind):
     other = read(runs, "fsdp2", name)
-    assert other["strategy"] == strategy
+    assert other["strategy"] == kind
     assert_same_run({**other, "steps": {}}, {**read(runs, "fsdp2", "whole"), "steps": {}})
 
 
@@ -279,7 +292,7 @@ def test_a_checkpoint_that_ranks_cannot_share_out_is_refused(runs):
     assert torch.load(runs / "fsdp2" / "refused.pt").startswith(f"CheckpointError: {runs / 'ddp/run/checkpoint-3'}")
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_a_full_disk_on_one_rank_is_an_error_on_each_and_leaves_nothing(runs, strategy):
     failed = read(runs, strategy, "failed")
     assert failed["left"] == [".lowpeak.lock", "checkpoint-3", "checkpoint-6", "journal"]
@@ -291,7 +304,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_each_and_leaves_nothing(runs, st
     assert "on rank 0" in first_at_second
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", EACH)
 def test_what_is_exported_is_what_was_trained(runs, strategy):
     for folder in (runs / strategy / "exported", runs / strategy / "run" / "checkpoint-6"):
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -301,7 +314,7 @@ def test_what_is_exported_is_what_was_trained(runs, strategy):
             assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize(("strategy", "dtype"), ADAPTERS)
+@pytest.mark.parametrize(("strategy", "dtype"), EACH_ADAPTER)
 def test_an_adapter_is_saved_alone_and_resumed(runs, strategy, dtype):
     name = f"lora-{dtype}".replace("torch.", "")
     trained = read(runs, strategy, name)
@@ -315,7 +328,7 @@ def test_an_adapter_is_saved_alone_and_resumed(runs, strategy, dtype):
     assert_same_bits(trained["adapter"], saved)
 
 
-@pytest.mark.parametrize(("strategy", "dtype"), ADAPTERS)
+@pytest.mark.parametrize(("strategy", "dtype"), EACH_ADAPTER)
 def test_slices_of_a_merged_adapter_are_what_peft_merges(runs, strategy, dtype):
     name = f"lora-{dtype}".replace("torch.", "")
     whole = PeftModel.from_pretrained(tiny_model(dtype=dtype), runs / strategy / f"{name}-adapter").merge_and_unload()
@@ -328,7 +341,7 @@ def test_slices_of_a_merged_adapter_are_what_peft_merges(runs, strategy, dtype):
     assert_same_bits(dict(loaded.named_parameters()), merged)
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("strategy", mark_extended(SHARDED, ("fsdp2", "zero3")))
 def test_a_sharded_checkpoint_holds_each_weight_once_and_is_read_without_its_ranks(runs, strategy):
     folder = runs / strategy / "run" / "checkpoint-6" / "shards"
     written = sum(path.stat().st_size for path in folder.iterdir())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from setups import STRATEGIES, assert_same_bits, assert_same_run, build, forget, prepare, rank, result_of, weights_of
 
-from all_pairs import Case, all_pairs, every, pairs_in, pairs_of
+from all_pairs import Case, all_pairs, each_value, every, pairs_in, pairs_of
+from case_selection import mark_extended, selected_cases
 from child_processes import succeed_on_ranks
 from fake_vllm import END, engine_over, scripted
 from lowpeak.errors import ArgumentError
@@ -69,11 +71,11 @@ def cases() -> list[Case]:
     return all_pairs(SETTINGS, lambda case: not is_refused(case))
 
 
-def cases_of(strategy: str) -> list[Case]:
+def cases_of(strategy: str, chosen: Sequence[Case]) -> list[Case]:
     """The combinations to run under one strategy; one device runs those of every other, too."""
     if strategy != "single":
-        return [case for case in cases() if case["strategy"] == strategy]
-    return list({name_of(case): {**case, "strategy": "single"} for case in cases()}.values())
+        return [case for case in chosen if case["strategy"] == strategy]
+    return list({name_of(case): {**case, "strategy": "single"} for case in chosen}.values())
 
 
 def name_of(case: Case) -> str:
@@ -124,10 +126,10 @@ def written(name: str) -> list[int]:
     return [*ids, END if number & 64 or len(ids) < 5 else 5]
 
 
-def run_all(place: Path, strategy: str) -> None:
-    """Every combination that stands under one strategy, in one process group."""
+def run_all(place: Path, strategy: str, chosen: Sequence[Case]) -> None:
+    """The chosen combinations that stand under one strategy, in one process group."""
     found = {}
-    for case in cases_of(strategy):
+    for case in cases_of(strategy, chosen):
         found[name_of(case)] = run(case, place / name_of(case))
         forget()
     torch.save(found, place / f"{rank()}.pt")
@@ -149,14 +151,15 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory):
-    """What every combination under a strategy came to, on each of its ranks; each strategy is started once."""
+def launched(request, tmp_path_factory):
+    """What each selected combination under a strategy came to, on each of its ranks; each strategy is started once."""
     out: Path = tmp_path_factory.mktemp("combinations")
+    chosen = [CASES[name] for name in selected_cases(request, "name")]
 
     @cache
     def started(strategy: str) -> AssertionError | None:
         try:
-            succeed_on_ranks(run_all, out / strategy, strategy, world_size=1 if strategy == "single" else 2)
+            succeed_on_ranks(run_all, out / strategy, strategy, chosen, world_size=1 if strategy == "single" else 2)
         except AssertionError as error:
             return error
         return None
@@ -170,8 +173,13 @@ def launched(tmp_path_factory):
     return under
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=f"{case['strategy']}-{name_of(case)}") for case in cases()])
-def test_a_combination_trains_evaluates_and_saves_what_one_process_does(launched, case):
+CASES = {f"{case['strategy']}-{name_of(case)}": case for case in cases()}
+CORE = [name for name, case in CASES.items() if case in each_value(cases())]
+
+
+@pytest.mark.parametrize("name", mark_extended(list(CASES), CORE))
+def test_a_combination_trains_evaluates_and_saves_what_one_process_does(launched, name):
+    case = CASES[name]
     name = name_of(case)
     (alone,) = [ranks[name] for ranks in launched("single")]
     for ours in (ranks[name] for ranks in launched(case["strategy"])):

@@ -15,6 +15,7 @@ import torch
 from accelerate import PartialState
 from setups import build, error_of, named_models, note, prepare, rank, seen, weights
 
+from case_selection import mark_extended
 from child_processes import succeed_on_ranks
 from fake_vllm import SAMPLING, engine_over, prompts, said, scripted
 from lowpeak.ranks import Ranks
@@ -108,7 +109,7 @@ def share_prompts(place: Path) -> None:
     torch.distributed.barrier()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", mark_extended(["ddp", "fsdp2"], ["fsdp2"]))
 def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_judged_twice(tmp_path, strategy):
     """Also where the others would ask a sharded reward model meanwhile, which takes all ranks."""
     named_models(tmp_path / "named")
@@ -131,6 +132,7 @@ def test_an_engine_that_never_comes_back_ends_all_ranks_with_one_sentence(tmp_pa
     assert other.endswith(own.removeprefix("LostEngineError: "))
 
 
+@pytest.mark.extended
 def test_ranks_of_which_one_waits_for_a_server_and_is_asked_to_stop_save_the_same_step(tmp_path):
     succeed_on_ranks(stop_while_one_waits, tmp_path)
     calm, waiting = seen(tmp_path)

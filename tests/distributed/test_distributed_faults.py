@@ -9,6 +9,7 @@ import fault_ranks
 import pytest
 from setups import named_models, seen
 
+from case_selection import mark_extended
 from child_processes import run_ranks, succeed_on_ranks
 from lowpeak.journal import read_steps
 
@@ -76,7 +77,7 @@ def test_what_the_callback_of_one_rank_asks_for_is_done_on_all(tmp_path):
     assert seen(tmp_path) == [{"step": 1, "evaluated": 1, "saved": ["checkpoint-1"]}] * 2
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", mark_extended(["fsdp2", "zero3"], ["fsdp2"]))
 def test_a_supervised_run_that_evaluates_and_saves_trains_on_as_one_that_does_not(tmp_path, strategy):
     succeed_on_ranks(fault_ranks.evaluate_and_save, tmp_path, strategy)
     for found in seen(tmp_path):
@@ -84,7 +85,7 @@ def test_a_supervised_run_that_evaluates_and_saves_trains_on_as_one_that_does_no
         assert all(error.startswith("ArgumentError: ") and "evaluate()" in error for error in found["early"])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", mark_extended(["ddp", "fsdp2", "zero3"], ["zero3"]))
 def test_a_rank_without_prompts_waits_for_nobody_in_vain(tmp_path, strategy):
     named_models(tmp_path / "named")
     succeed_on_ranks(fault_ranks.have_nothing, tmp_path, strategy)
@@ -121,13 +122,15 @@ def test_all_ranks_log_the_same_numbers_and_the_first_writes_them_once(alone):
 
 @pytest.mark.parametrize(
     ("strategy", "signals", "step"),
-    [
-        ("ddp", {1: ("SIGINT", 2)}, 3),
-        ("ddp", {0: ("SIGTERM", 1), 1: ("SIGTERM", 2)}, 2),  # the launcher's, twice
-        ("ddp", {0: ("SIGINT", 3), 1: ("SIGINT", 3)}, 4),  # in the same step
-        ("fsdp2", {1: ("SIGTERM", 2)}, 3),
-        ("zero3", {1: ("SIGTERM", 2)}, 3),
-    ],
+    mark_extended(
+        [
+            ("ddp", {1: ("SIGINT", 2)}, 3),
+            ("ddp", {0: ("SIGTERM", 1), 1: ("SIGTERM", 2)}, 2),  # the launcher's, twice
+            ("ddp", {0: ("SIGINT", 3), 1: ("SIGINT", 3)}, 4),  # in the same step
+            ("zero3", {1: ("SIGTERM", 2)}, 3),
+        ],
+        [("ddp", {1: ("SIGINT", 2)}, 3)],
+    ),
 )
 def test_the_first_request_to_stop_on_any_rank_saves_the_same_step_on_all(tmp_path, alone, strategy, signals, step):
     succeed_on_ranks(fault_ranks.stop, tmp_path, signals, strategy)
@@ -139,6 +142,7 @@ def test_the_first_request_to_stop_on_any_rank_saves_the_same_step_on_all(tmp_pa
     assert first["weights"] == pytest.approx(alone[1][0]["weights"], rel=0, abs=0 if strategy == "ddp" else 1e-3)
 
 
+@pytest.mark.extended
 def test_the_second_ctrl_c_on_any_rank_ends_all_of_them_now(tmp_path):
     ended = run_ranks(fault_ranks.stop_at_once, tmp_path)
     assert [rank.code for rank in ended] == [0, 1]

@@ -10,6 +10,7 @@ import torch
 from setups import Failing, build, error_of, forget, note, prepare, rank, seen
 from transformers import TrainerCallback
 
+from case_selection import mark_extended, selected_cases
 from child_processes import succeed_on_ranks
 from lowpeak.arguments.rollout import Sampling
 from lowpeak.parallel.partial_gather import Gatherer, find_sharded_parameters
@@ -17,7 +18,7 @@ from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine
 from tiny_models import char_tokenizer, footprint, tiny_model
 
-STRATEGIES = ("ddp", "fsdp2", "zero3")
+SHARDED = mark_extended(["fsdp2", "zero3"], ["fsdp2"])
 # Ranks have different numbers and lengths of prompts; in the second round the second rank has none at all.
 TEXTS = {"uneven": (["12=", "3=", "405=", "1=", "22="], ["77="]), "empty": (["12=", "3="], [])}
 
@@ -117,14 +118,14 @@ def try_failures(trainer: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    out = tmp_path_factory.mktemp("generation")
-    for strategy in STRATEGIES:
+def runs(request, tmp_path_factory):
+    out, strategies = tmp_path_factory.mktemp("generation"), ["ddp", *selected_cases(request, "strategy")]
+    for strategy in strategies:
         succeed_on_ranks(train_all, out / strategy, strategy)
-    return {(s, number): found for s in STRATEGIES for number, found in enumerate(seen(out / s))}
+    return {(s, number): found for s in strategies for number, found in enumerate(seen(out / s))}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize("model", ["tied", "untied", "odd"])
 @pytest.mark.parametrize("kind", ["uneven", "empty"])
 def test_tokens_are_the_same_at_every_budget_and_under_every_strategy(runs, strategy, model, kind):
@@ -135,14 +136,14 @@ def test_tokens_are_the_same_at_every_budget_and_under_every_strategy(runs, stra
         assert {found[f"{kind}/{budget}"] == expected for budget in ("all", "some", "none")} == {True}
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", SHARDED)
 def test_transformers_own_generate_runs_on_a_sharded_model(runs, strategy):
     for number in (0, 1):
         assert runs[strategy, number]["tied"]["generate"] == runs["ddp", number]["tied"]["generate"]
 
 
 @pytest.mark.parametrize("part", ["", "model.layers.1.mlp", "model.norm", "model.rotary_emb"])
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", SHARDED)
 def test_a_rank_that_raises_while_it_generates_ends_it_on_all_and_training_goes_on(runs, strategy, part):
     assert runs[strategy, 1]["told"][part] == "ValueError: out of luck"
     assert runs[strategy, 0]["told"][part].startswith("EngineError: rank 1 failed")
@@ -150,7 +151,7 @@ def test_a_rank_that_raises_while_it_generates_ends_it_on_all_and_training_goes_
 
 
 @pytest.mark.parametrize("allocation", ["20", "49"])
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", SHARDED)
 def test_where_one_rank_has_no_room_for_all_layers_all_keep_fewer_and_the_tokens_are_the_same(
     runs, strategy, allocation
 ):

@@ -9,6 +9,7 @@ import fault_ranks
 import pytest
 from setups import noted, seen
 
+from case_selection import mark_extended
 from child_processes import Ended, run_ranks, succeed_on_ranks
 
 SOON = 20.0  # seconds on a busy machine; a rank that hangs is given 5 to end by itself
@@ -21,7 +22,7 @@ def after_death(place: Path, survivor: Ended) -> float:
 
 @pytest.mark.parametrize(
     ("strategy", "victim", "how", "world_size"),
-    [("ddp", 1, "kill", 3), ("ddp", 0, "exit", 2), ("fsdp2", 1, "kill", 2), ("zero3", 1, "kill", 2)],
+    mark_extended([("ddp", 0, "exit", 2), ("ddp", 1, "kill", 3), ("zero3", 1, "kill", 2)], [("ddp", 1, "kill", 3)]),
 )
 def test_all_others_raise_an_error_that_names_the_rank_that_went_and_where_they_were(
     tmp_path, strategy, victim, how, world_size
@@ -40,6 +41,7 @@ def test_a_rank_that_goes_while_the_trained_model_is_written_is_named(tmp_path):
     assert after_death(tmp_path, ended[0]) < SOON
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("how", "busy", "where"),
     [("kill", 50.0, "phase reward"), ("kill, and leave a child", 0.0, "the step, after phase reward")],
@@ -64,6 +66,7 @@ def test_a_rank_that_never_has_the_memory_for_a_step_and_lives_on_leaves_nobody_
         assert re.match("MemoryExhaustedError: .*phase train.*smallest sizes.*tried to allocate", error)
 
 
+@pytest.mark.extended
 def test_nccls_lack_of_memory_ends_all_ranks_with_advice_and_is_not_retried(tmp_path):
     succeed_on_ranks(fault_ranks.lose_communicator, tmp_path)
     first, second = seen(tmp_path)
@@ -77,6 +80,7 @@ def test_a_rank_that_is_slow_is_not_taken_for_a_dead_one(tmp_path):
     assert [rank["step"] for rank in seen(tmp_path)] == [3, 3]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_rank_that_is_stopped_is_waited_for_as_long_as_ddp_timeout_says(tmp_path, strategy):
     ended = run_ranks(fault_ranks.be_stopped, tmp_path, strategy, seconds=90)
@@ -86,6 +90,7 @@ def test_a_rank_that_is_stopped_is_waited_for_as_long_as_ddp_timeout_says(tmp_pa
     assert (ended[0].code, ended[1].code) == (0, -9)
 
 
+@pytest.mark.extended
 def test_a_rank_that_does_not_come_within_the_limit_of_collectives_is_named_with_its_phase(tmp_path):
     ended = run_ranks(fault_ranks.wait_too_long, tmp_path)
     error = noted(tmp_path, 0)["error"]

@@ -31,6 +31,7 @@ from test_distributed_combinations import answer
 from transformers import TrainerCallback
 
 from allocation_cap import CappedPhases
+from case_selection import mark_extended, selected_cases
 from child_processes import run_ranks, succeed_on_ranks
 from fake_vllm import engine_over, scripted
 from lowpeak.journal import read_rows
@@ -83,6 +84,11 @@ def cases_of(strategy: str) -> Iterator[Case]:
 
 
 CASES = [case for strategy in STRATEGIES for case in cases_of(strategy)]
+CORE = {
+    *("single-GRPO-train-0", "single-PPO-score-0", "single-OnlineDPO-rollout-0", "single-Reward-train-0"),
+    *("ddp-GRPO-train-1", "ddp-GRPO-rollout-0", "ddp-SFT-train-0", "fsdp2-GRPO-score-1", "fsdp2-GRPO-train-0"),
+    "zero3-RLOO-rollout-1",
+}
 
 
 def sizes_for(algorithm: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,12 +133,12 @@ def run(
     return result
 
 
-def each_case(place: Path, out: Path, strategy: str) -> None:
-    for algorithm in {case.algorithm: case for case in cases_of(strategy)}:
+def each_case(place: Path, out: Path, strategy: str, cases: list[Case]) -> None:
+    for algorithm in {case.algorithm: case for case in cases}:
         large = run(strategy, algorithm, out / "large" / algorithm, {}, {})
         small = run(strategy, algorithm, out / "small" / algorithm, {}, {0: SMALL})
         same_sizes: dict[str, Any] = {}
-        for case in cases_of(strategy):
+        for case in cases:
             if case.algorithm != algorithm:
                 continue
             phase = case.phase.value
@@ -148,12 +154,13 @@ def each_case(place: Path, out: Path, strategy: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    out = tmp_path_factory.mktemp("memory")
+def runs(request, tmp_path_factory):
+    out, selected = tmp_path_factory.mktemp("memory"), selected_cases(request, "case")
 
     @cache
     def run_all(strategy: str) -> None:
-        succeed_on_ranks(each_case, out / strategy, out, strategy, world_size=STRATEGIES[strategy], seconds=900)
+        cases = [case for case in selected if case.strategy == strategy]
+        succeed_on_ranks(each_case, out / strategy, out, strategy, cases, world_size=STRATEGIES[strategy], seconds=900)
 
     def results_of(case: Case) -> Any:
         run_all(case.strategy)
@@ -162,7 +169,7 @@ def runs(tmp_path_factory):
     return results_of
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", mark_extended(CASES, [case for case in CASES if str(case) in CORE]), ids=str)
 def test_a_phase_that_runs_out_of_memory_runs_again_to_the_bits_of_a_run_with_the_smaller_sizes(runs, case):
     found, same, large = runs(case)
     possible = {"kv_cache_bytes"} if case.phase is Phase.ROLLOUT else {"micro_batch_tokens", "logprob_chunk_size"}
@@ -210,6 +217,7 @@ def sync_case(place: Path, out: Path) -> None:
         forget()
 
 
+@pytest.mark.extended
 def test_buckets_of_weights_that_do_not_fit_are_sent_in_smaller_ones(tmp_path):
     succeed_on_ranks(sync_case, tmp_path / "ranks", tmp_path)
     (large, no), (capped, lowered) = (torch.load(tmp_path / f"{name}.pt") for name in ("large", "capped"))
@@ -255,14 +263,14 @@ class CapAfter(TrainerCallback):
 
 
 ENDING = {"zero3": 2, "tp": 2, "hsdp": 4}
-ENDING_CASES = [
-    *(("zero3", phase, 0) for phase in (Phase.SCORE, Phase.TRAIN)),
-    *(("tp", phase, 1) for phase in (Phase.SCORE, Phase.TRAIN)),
-    ("hsdp", Phase.TRAIN, 2),
-]
+ENDING_CASES: list[Any] = mark_extended(
+    [("zero3", Phase.TRAIN, 0), ("zero3", Phase.SCORE, 0), ("tp", Phase.SCORE, 1), ("hsdp", Phase.TRAIN, 2)],
+    [("zero3", Phase.TRAIN, 0)],
+)
 OTHER_VICTIMS = [
     *(("zero3", phase, 1) for phase in (Phase.SCORE, Phase.TRAIN)),
     *(("tp", phase, 0) for phase in (Phase.SCORE, Phase.TRAIN)),
+    ("tp", Phase.TRAIN, 1),
     *(("hsdp", Phase.TRAIN, victim) for victim in (0, 1, 3)),
     ("hsdp", Phase.SCORE, 3),
 ]
@@ -304,7 +312,7 @@ def last_case(place: Path, out: Path, strategy: str) -> None:
         torch.save([resumed["weights"], whole["weights"]], place / "weights.pt")
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("strategy", mark_extended(["single", "ddp"], ["ddp"]))
 def test_if_the_smallest_sizes_fail_the_step_is_saved_with_its_rollout_and_taken_again(tmp_path, strategy):
     succeed_on_ranks(last_case, tmp_path / "ranks", tmp_path, strategy, world_size=STRATEGIES[strategy])
     found = noted(tmp_path / "ranks", 0)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from setups import STRATEGIES, assert_same_run, build, forget, keep, named_models, prepare, result_of, spread
-from transformers import TrainerCallback
 
+from case_selection import mark_extended, selected_cases
 from child_processes import succeed_on_ranks
 from tiny_models import char_tokenizer, tiny_experts
 
@@ -37,13 +37,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("SFT", {}),
     "reward": ("Reward", {"center_rewards_coefficient": 0.1, "share_prompt": True}),
 }
+IN_FORCE = {"ddp": ("Parameter", "Replicated"), "fsdp2": ("DTensor", "Fsdp2")}
+IN_FORCE |= dict.fromkeys(("zero1", "zero2", "zero3"), ("Parameter", "Zero"))
 # ZeRO-1 and ZeRO-2 differ from ZeRO-3 in gradients and their accumulation.
 NAMES = {strategy: [*CASES][: 3 if strategy in ("zero1", "zero2") else None] for strategy in ("single", *STRATEGIES)}
 
 
-def train_all(place: Path, strategy: str, out: Path) -> None:
-    """Every case of a strategy in one process group."""
-    for name in NAMES[strategy]:
+PAIRS = [(strategy, name) for strategy in STRATEGIES for name in NAMES[strategy]]
+CORE = [pair for pair in PAIRS if pair[0] == "fsdp2" or pair in (("ddp", "accumulated"), ("zero3", "frozen"))]
+
+
+def train_all(place: Path, strategy: str, out: Path, names: list[str]) -> None:
+    """Cases of a strategy in one process group."""
+    for name in names:
         algorithm, arguments = CASES[name]
         policy, judge = named_models(out / "named")
         parts: dict[str, Any] = {"model": policy} if name in ("frozen", "reward", "ppo_own_critic") else {}
@@ -60,34 +66,20 @@ def train_all(place: Path, strategy: str, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    out = tmp_path_factory.mktemp("numbers")
+def runs(request, tmp_path_factory):
+    """The selected runs, and each of their cases in one process; each strategy is started once."""
+    out, pairs = tmp_path_factory.mktemp("numbers"), selected_cases(request, "strategy", "name")
     named_models(out / "named")
-    for strategy in ("single", *STRATEGIES):
-        succeed_on_ranks(train_all, out / strategy, strategy, out, world_size=1 if strategy == "single" else 2)
+    names: dict[str, list[str]] = {"single": list(dict.fromkeys(name for _, name in pairs))}
+    for strategy, name in pairs:
+        names.setdefault(strategy, []).append(name)
+    for strategy, own in names.items():
+        succeed_on_ranks(train_all, out / strategy, strategy, out, own, world_size=1 if strategy == "single" else 2)
     return out
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name"), [(strategy, name) for strategy in STRATEGIES for name in NAMES[strategy]]
-)
+@pytest.mark.parametrize(("strategy", "name"), mark_extended(PAIRS, CORE))
 def test_a_run_on_two_ranks_is_the_run_of_one_process(runs, strategy, name):
     alone, ours = (torch.load(runs / f"{kind}-{name}.pt") for kind in ("single", strategy))
     assert_same_run(ours, alone)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [("ddp", ("Parameter", "Replicated")), ("fsdp2", ("DTensor", "Fsdp2")), ("zero3", ("Parameter", "Zero"))],
-)
-def test_what_was_asked_for_is_in_force(runs, strategy, expected):
-    run = torch.load(runs / f"{strategy}-sequence.pt")
-    assert (run["parameter"], run["strategy"]) == expected
-
-
-class GradientStorages(TrainerCallback):
-    """Counts the gradients before a step, and the storages that they are in."""
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        self.counts = len(grads), len({grad.untyped_storage().data_ptr() for grad in grads})
+    assert (ours["parameter"], ours["strategy"]) == IN_FORCE[strategy]

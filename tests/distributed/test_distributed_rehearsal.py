@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from accelerate import Accelerator, PartialState
 from setups import FSDP2, allow_meshes_on_cpu, note, seen
@@ -83,6 +84,7 @@ def step(place):
     accelerator.end_training()
 
 
+@pytest.mark.extended
 def test_phases_differ_as_on_two_real_ranks(tmp_path):
     succeed_on_ranks(step, tmp_path)
     scoring = replace(ALGORITHM, needs=frozenset(("old",)))

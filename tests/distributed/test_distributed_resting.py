@@ -10,13 +10,14 @@ import pytest
 import torch
 from setups import assert_same_bits, build, forget, named_models, prepare, rank, spread
 
+from case_selection import mark_extended, selected_cases
 from child_processes import succeed_on_ranks
 from cpu_as_device import CopyingMover
 from lowpeak.models.lora import Reference
 from lowpeak.parallel.strategy import FrozenModel
 from lowpeak.setup.build_run import add_to_offloader, make_rollout_offloader
 
-STRATEGIES = ("fsdp2", "zero2", "zero3")
+STRATEGIES = mark_extended(["fsdp2", "zero2", "zero3"], ["fsdp2"])
 
 SETTINGS = {"beta": 0.1, "max_steps": 3}
 
@@ -56,9 +57,9 @@ def _local(tensor: Any) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def train_all(place: Path, out: Path) -> None:
+def train_all(place: Path, out: Path, strategies: list[str]) -> None:
     policy, judge = named_models(out / "named")
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         found: dict[bool, Any] = {}
         for rests in (False, True):
             arguments = {**prepare(strategy), **SETTINGS}
@@ -75,10 +76,10 @@ def train_all(place: Path, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("resting")
     named_models(out / "named")
-    succeed_on_ranks(train_all, out / "runs", out)
+    succeed_on_ranks(train_all, out / "runs", out, selected_cases(request, "strategy"))
     return out
 
 

@@ -12,13 +12,13 @@ import torch
 from setups import SAVED, assert_same_bits, build, forget, keep, prepare, result_of, tensor_parallel
 from torch.nn.parallel import DistributedDataParallel
 
+from case_selection import is_selected, mark_extended, selected_cases
 from child_processes import succeed_on_ranks
 from lowpeak.optim.compact_adamw import MOMENTS, find_compact
 from lowpeak.parallel.checkpoint_state import trained_parameters
 from lowpeak.training.checkpoints import load_extra_weights
 from tiny_models import char_tokenizer, tiny_model
 
-STRATEGIES = ("ddp", "fsdp2", "tensor")
 FORMATS = {
     "32": {"weight_bits": 32},
     "24": {"weight_bits": 24, "state_bits": 32},
@@ -27,7 +27,10 @@ FORMATS = {
     "shards": {"weight_bits": 16, "shard_optimizer_states": True},
     "shards, fp32 sums": {"weight_bits": 24, "state_bits": 32, "gradient_bits": 32, "shard_optimizer_states": True},
 }
-CASES = [(strategy, bits) for strategy in STRATEGIES for bits in FORMATS if "shards" not in bits or strategy == "ddp"]
+CASES = [("ddp", bits) for bits in FORMATS]
+CASES += [("fsdp2", "24"), ("fsdp2", "fp32 sums"), ("tensor", "32"), ("tensor", "16")]
+CORE = [("ddp", "16"), ("ddp", "shards"), ("fsdp2", "24"), ("tensor", "32")]
+BITS_OF_REPLICAS = mark_extended([bits for bits in FORMATS if "shards" not in bits], ["16"])
 
 
 def run(strategy: str, bits: str, folder: Path, resume: Path | None = None, **changes: Any) -> Any:
@@ -106,40 +109,43 @@ def train_replicas_of_shards(place: Path, out: Path) -> None:
         train("hsdp", bits, folder)
 
 
-def each_case(place: Path, out: Path, phase: Callable[[str, str, Path], None]) -> None:
-    for strategy, bits in CASES:
+def each_case(place: Path, out: Path, phase: Callable[[str, str, Path], None], cases: list[tuple[str, str]]) -> None:
+    for strategy, bits in cases:
         folder = out / f"{strategy}-{bits}"
         folder.mkdir(exist_ok=True)
         phase(strategy, bits, folder)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    out = tmp_path_factory.mktemp("storage")
+def runs(request, tmp_path_factory):
+    out, cases = tmp_path_factory.mktemp("storage"), selected_cases(request, "strategy", "bits") or CASES
     tiny_model(16, hidden=64).save_pretrained(out / "model")
     char_tokenizer("0123456789=+-*").save_pretrained(out / "model")
-    succeed_on_ranks(each_case, out / "two", out, train)
-    succeed_on_ranks(each_case, out / "one", out, go_on_alone, world_size=1)
-    succeed_on_ranks(train_replicas_of_shards, out / "four", out, world_size=4)
+    succeed_on_ranks(each_case, out / "two", out, train, cases)
+    succeed_on_ranks(each_case, out / "one", out, go_on_alone, cases, world_size=1)
+    if is_selected(request, "test_replicas_of_shards_have_the_same_bits_and_resume_to_them"):
+        succeed_on_ranks(train_replicas_of_shards, out / "four", out, world_size=4)
     return lambda strategy, bits, name: torch.load(out / f"{strategy}-{bits}" / f"{name}.pt")
 
 
-@pytest.mark.parametrize(("strategy", "bits"), CASES)
+@pytest.mark.parametrize(("strategy", "bits"), mark_extended(CASES, CORE))
 def test_the_model_is_bf16_and_states_have_the_bytes_asked_for(runs, strategy, bits):
     whole = runs(strategy, bits, "whole")
     assert {values.dtype for values in whole["weights"].values()} == {torch.bfloat16}
     small_or_full = {torch.float32}
     is_full = FORMATS[bits].get("state_bits") == 32
     assert whole["states"] == (small_or_full if is_full else {torch.int8, torch.uint8, torch.float32})
+    assert whole["ddps"] == 0 or strategy != "ddp"  # replicas average their gradients without DDP
     assert whole["parameter"] == ("Parameter" if strategy == "ddp" else "DTensor")
 
 
-@pytest.mark.parametrize("bits", [bits for bits in FORMATS if "shards" not in bits])
+@pytest.mark.parametrize("bits", BITS_OF_REPLICAS)
 def test_replicas_have_the_same_bits_also_where_rounding_is_random(runs, bits):
     first, second = runs("ddp", bits, "whole")["real"]
     assert_same_bits(first, second)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("bits", ["24", "fp32 sums"])
 def test_replicas_of_shards_have_the_same_bits_and_resume_to_them(runs, bits):
     whole, again = (runs("hsdp", bits, name)["real"] for name in ("whole", "again"))
@@ -147,11 +153,11 @@ def test_replicas_of_shards_have_the_same_bits_and_resume_to_them(runs, bits):
         assert_same_bits(whole[one], whole[other])
     for ours, theirs in zip(again, whole, strict=True):
         assert_same_bits(ours, theirs)
-    size = sum(weights.numel() for weights in runs("ddp", bits, "whole")["weights"].values())
-    assert sum(runs("hsdp", bits, "whole")["held"]) == 2 * size
+    found = runs("hsdp", bits, "whole")
+    assert sum(found["held"]) == 2 * sum(weights.numel() for weights in found["weights"].values())
 
 
-@pytest.mark.parametrize("bits", [bits for bits in FORMATS if "shards" in bits])
+@pytest.mark.parametrize("bits", mark_extended(["shards", "shards, fp32 sums"], ["shards"]))
 def test_replicas_have_the_states_of_their_rows_alone(runs, bits):
     whole = runs("ddp", bits, "whole")
     size = sum(weights.numel() for weights in whole["weights"].values())
@@ -164,11 +170,7 @@ def test_sharded_states_train_the_bits_of_unsharded_ones(runs):
     assert_same_bits(sharded["weights"], unsharded["weights"])
 
 
-def test_replicas_average_gradients_without_ddp(runs):
-    assert {bits: runs("ddp", bits, "whole")["ddps"] for bits in FORMATS} == dict.fromkeys(FORMATS, 0)
-
-
-@pytest.mark.parametrize(("strategy", "bits"), CASES)
+@pytest.mark.parametrize(("strategy", "bits"), mark_extended(CASES, CORE))
 def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(runs, strategy, bits):
     whole, again = runs(strategy, bits, "whole"), runs(strategy, bits, "again")
     for ours, theirs in zip(again["real"], whole["real"], strict=True):
@@ -176,7 +178,10 @@ def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(runs, strategy, 
     assert [again["steps"][step] for step in (4, 5, 6)] == [whole["steps"][step] for step in (4, 5, 6)]
 
 
-@pytest.mark.parametrize(("strategy", "bits"), [case for case in CASES if case[0] != "tensor"])
+@pytest.mark.parametrize(
+    ("strategy", "bits"),
+    mark_extended([case for case in CASES if case[0] != "tensor"], [c for c in CORE if c[0] != "tensor"]),
+)
 def test_a_checkpoint_has_the_fp32_weights(runs, strategy, bits):
     ranks = runs(strategy, bits, "whole")["real"]
     real = (
@@ -190,7 +195,7 @@ def test_a_checkpoint_has_the_fp32_weights(runs, strategy, bits):
     assert has_low_bits == (FORMATS[bits]["weight_bits"] != 16)
 
 
-@pytest.mark.parametrize(("strategy", "bits"), CASES)
+@pytest.mark.parametrize(("strategy", "bits"), mark_extended(CASES, CORE))
 @pytest.mark.parametrize("name", ["same", "fp32"])
 def test_a_run_goes_on_with_one_process_and_in_fp32(runs, strategy, bits, name):
     whole, other = runs(strategy, bits, "whole"), runs(strategy, bits, name)

@@ -28,6 +28,7 @@ from setups import (
 )
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from case_selection import mark_extended, selected_cases
 from child_processes import succeed_on_ranks
 from tiny_models import char_tokenizer, tiny_model
 
@@ -99,8 +100,9 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(models):
-    """Every case in one process and under both sizes, each with a run that goes on; then each from the others' checkpoint."""
+def runs(request, models):
+    """Cases in one process and under the selected sizes, runs that go on, and runs from each other's checkpoint."""
+    chosen = {"1x1", *selected_cases(request, "sizes")}
     for sizes, again, sources in (
         ("1x1", True, []),
         ("2x1", True, ["2x1"]),
@@ -109,7 +111,9 @@ def runs(models):
         ("1x1", False, ["2x1", "2x2"]),
     ):
         tensor, data = map(int, sizes.split("x"))
-        names = SIZES[sizes] if again else []
+        names, sources = SIZES[sizes] if again else [], [source for source in sources if source in chosen]
+        if sizes not in chosen or not (names or sources):
+            continue
         succeed_on_ranks(train_all, models / sizes, tensor, data, names, sources, world_size=tensor * data)
     return models
 
@@ -118,26 +122,35 @@ def read(runs: Path, sizes: str, name: str) -> dict[str, Any]:
     return torch.load(runs / sizes / f"{name}.pt")
 
 
-@pytest.mark.parametrize(("sizes", "name"), [(sizes, name) for sizes in ("2x1", "2x2") for name in SIZES[sizes]])
+CASES_OF_SIZES = [(sizes, name) for sizes in ("2x1", "2x2") for name in SIZES[sizes]]
+BOTH_SIZES = mark_extended(["2x1", "2x2"], ["2x1"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"), mark_extended(CASES_OF_SIZES, [case for case in CASES_OF_SIZES if case[0] == "2x1"])
+)
 def test_a_run_whose_tensors_are_cut_is_the_run_of_one_process(runs, sizes, name):
     ours = read(runs, sizes, name)
     assert ours["strategy"] == "TensorParallel"
     assert_same_run(ours, read(runs, "1x1", name))
 
 
-@pytest.mark.parametrize("sizes", ["2x1", "2x2"])
+@pytest.mark.parametrize("sizes", BOTH_SIZES)
 def test_a_resumed_run_whose_tensors_are_cut_is_the_run_that_was_not_cut_off(runs, sizes):
     again, whole = read(runs, sizes, f"from-{sizes}"), read(runs, sizes, "saved")
     assert_same_bits(again["weights"], whole["weights"])
     assert again["steps"] == whole["steps"]
 
 
-@pytest.mark.parametrize(("source", "sizes"), [("2x1", "2x2"), ("2x2", "2x1"), ("2x1", "1x1"), ("2x2", "1x1")])
+@pytest.mark.parametrize(
+    ("source", "sizes"),
+    mark_extended([("2x1", "2x2"), ("2x2", "2x1"), ("2x1", "1x1"), ("2x2", "1x1")], [("2x1", "1x1")]),
+)
 def test_a_run_whose_tensors_are_cut_goes_on_under_another_cut(runs, source, sizes):
     assert_same_run(read(runs, sizes, f"from-{source}"), read(runs, source, "saved"))
 
 
-@pytest.mark.parametrize("sizes", ["2x1", "2x2"])
+@pytest.mark.parametrize("sizes", BOTH_SIZES)
 def test_a_checkpoint_of_cut_tensors_is_a_model(runs, sizes):
     folder = runs / sizes / "saved/checkpoint-6"
     assert_same_bits(
@@ -166,7 +179,9 @@ def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str |
     note(place, errors=errors, step=step)
 
 
-@pytest.mark.parametrize(("sizes", "budgets"), [((2, 1), [None]), ((2, 2), ["0", "1GiB"])])
+@pytest.mark.parametrize(
+    ("sizes", "budgets"), mark_extended([((2, 1), [None]), ((2, 2), ["0", "1GiB"])], [((2, 1), [None])])
+)
 def test_a_rollout_runs_again_on_all_after_a_peer_had_no_memory_anywhere_in_it(tmp_path, models, sizes, budgets):
     num = sizes[0] * sizes[1]
     succeed_on_ranks(exhaust, tmp_path, str(models / "tied"), sizes, budgets, world_size=num)

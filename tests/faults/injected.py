@@ -1,6 +1,7 @@
-"""Break the source in 44 ways, one at a time, and name the test that notices: `python tests/faults/injected.py [part of a name]`.
+"""Break the source in 63 ways, one at a time, and name the test that notices: `python tests/faults/injected.py [part of a name]`.
 
-Run it in a clean checkout, before and after tests are rewritten: a fault that passes is a hole. It takes about an hour.
+Run it in a clean checkout, before and after tests are rewritten: a fault that the tests of `make test` miss is a hole. It takes
+an hour.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+IN_MAKE_TEST = ("-m", "not extended and not release")
 ALGORITHMS, BATCHING, ROLLOUT = (
     "tests/unit/algorithms",
     "tests/unit/batching",
@@ -24,6 +26,9 @@ SHARDS = "tests/unit/parallel tests/distributed/test_distributed_generation.py t
 ARGUMENTS = (
     "tests/unit/arguments tests/unit/training/test_training_arguments.py tests/unit/training/test_training_bad_input.py"
 )
+SIZES, RECOVERY = "tests/unit/training/test_training_run_sizes.py", "tests/unit/training/test_training_recovery.py"
+RECOVERED_RUNS = "tests/distributed/test_distributed_memory.py"
+FORMATS = "tests/unit/test_compact_adamw.py tests/unit/test_compact_adamw_extremes.py tests/unit/training/test_training_formats.py"
 
 # What is wrong, the text that is replaced wherever it stands, by what, and the tests in the order of their speed.
 FAULTS = [
@@ -130,9 +135,9 @@ FAULTS = [
     ),
     (
         "top-p keeps what it should drop",
-        "(values_NR.softmax(dim=-1)) <= 1 - top_p",
-        "(values_NR.softmax(dim=-1)) <= (1 - top_p) / 2",
-        ROLLOUT,
+        "(whole_N1 * sampling.top_p).long()",
+        "(whole_N1 * (1 + sampling.top_p) / 2).long()",
+        "tests/unit/rollout/test_rollout_sampling.py",
     ),
     (
         "cut completions are said to have stopped",
@@ -246,6 +251,105 @@ FAULTS = [
         "tests/unit/report",
     ),
     ("a rollout may split a group", "rows % args.num_generations == 0", "True", ARGUMENTS),
+    (
+        "a budget forgets what the plan does not count",
+        "budget, beside, budget - beside",
+        "budget, beside, budget",
+        "tests/unit/plan/test_budget.py::test_bytes_beside_tensors_count",
+    ),
+    (
+        "ZeRO-2 is planned with whole gradients",
+        "sharded if stage >= 2 else parameters",
+        "sharded if stage >= 3 else parameters",
+        "tests/unit/plan/test_plan.py::test_a_strategy_spreads_weights_gradients_and_states_over_its_devices",
+    ),
+    (
+        "a sleeping engine is planned awake",
+        "VLLM_ASLEEP_BYTES if where.sleeps else awake",
+        "awake",
+        "tests/unit/plan/test_plan.py::test_a_colocated_vllm_takes_its_share_while_it_generates",
+    ),
+    (
+        "a frozen model is rehearsed whole on each rank",
+        "return model if self._mesh is None else shard_layers(model, self._mesh, False)",
+        "return model",
+        "tests/memory/test_memory_rehearsal.py::test_a_frozen_reference_is_sharded_as_the_policy_is",
+    ),
+    (
+        "automatic micro-batches forget the inputs of layers",
+        "shape.layers * layer_input + per_layer if checkpointing",
+        "per_layer if checkpointing",
+        SIZES,
+    ),
+    (
+        "half of the budget is taken for half of what failed",
+        "_half(min(sizes.micro_batch_tokens, demand.batch_tokens))",
+        "_half(sizes.micro_batch_tokens)",
+        RECOVERY,
+    ),
+    (
+        "gradients of a failed pass stay",
+        "discard_gradients(context.model_wrapped.parameters())",
+        "context.model_wrapped.parameters()",
+        RECOVERED_RUNS,
+    ),
+    (
+        "each rank lowers sizes by its own demand",
+        "ranks.max([float(number) for number in vars(demand).values()])",
+        "vars(demand).values()",
+        RECOVERED_RUNS,
+    ),
+    ("a failed rank does not stand aside", "run_pass(self.masked)", "run_pass(batch)", RECOVERED_RUNS),
+    ("a resumed run has its first sizes again", 'frozenset(saved.get("lowered", ()))', "frozenset()", RECOVERY),
+    (
+        "recorded sizes act in each later run",
+        "(output_dir / SIZES_FILE).unlink(missing_ok=True)",
+        "(output_dir / SIZES_FILE).exists()",
+        RECOVERY,
+    ),
+    (
+        "rounding draws the same noise in each step",
+        "f\"{self.seed}/{state['step']}/{shard.name}\"",
+        'f"{self.seed}/{shard.name}"',
+        FORMATS,
+    ),
+    ("a second moment's code may be zero", ".round_().maximum(smallest)", ".round_()", FORMATS),
+    (
+        "loaded states are those of a first step",
+        'state["step"] = int(saved["step"])',
+        'state["step"] = 0',
+        FORMATS,
+    ),
+    (
+        "scales take no bytes",
+        "(2 + 8 / 128 if",
+        "(2 if",
+        "tests/unit/training/test_training_storage.py::test_dtype_bfloat16_asks_for_them_and_the_log_names_the_format",
+    ),
+    (
+        "a sum of gradients begins with what was there",
+        "self._buffer.zero_()",
+        "self._buffer.data",
+        "tests/unit/test_gradient_sums.py",
+    ),
+    (
+        "a journal's last line is taken without its end",
+        'json.loads(line) if line.endswith(b"\\n") else None',
+        "json.loads(line)",
+        "tests/unit/test_journal.py",
+    ),
+    (
+        "an interrupted write loses the earlier checkpoint",
+        "if replaced.exists() and not final.exists():",
+        "if replaced.exists() and final.exists():",
+        "tests/unit/checkpoint/test_checkpoint_atomic.py",
+    ),
+    (
+        "a resumed rollout serves all of its steps again",
+        'packed["number"], packed["steps_used"]',
+        'packed["number"], 0',
+        "tests/unit/checkpoint/test_checkpoint_run_state.py",
+    ),
 ]
 
 
@@ -257,7 +361,7 @@ def caught_by(old: str, new: str, tests: str) -> str | None:
         for file, text in texts.items():
             file.write_text(text.replace(old, new))
         for part in tests.split():
-            command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", part]
+            command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *IN_MAKE_TEST, part]
             run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
             failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
             if failed:

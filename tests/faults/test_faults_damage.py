@@ -17,6 +17,7 @@ from fault_kills import kill, kill_at_event, renaming
 from fault_runs import Case, build, run_alone
 from safetensors.torch import load_file
 
+from case_selection import mark_extended
 from child_processes import KILLED, call, succeed
 from file_damage import DAMAGES, harm, sign_again
 from lowpeak.errors import CheckpointError
@@ -43,7 +44,7 @@ def copied(whole, tmp_path):
     return Path(shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3"))
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", mark_extended(DAMAGES, DAMAGES[:2]))
 def test_no_damage_to_any_file_of_a_checkpoint_is_trained_on(tmp_path, copied, damage):
     trainer = build(CASE, tmp_path / "run")
     before = digest(trainer.model)
@@ -119,7 +120,9 @@ def kill_in_write(nth: int = 20) -> None:
     os.pwrite = lambda *args: kill() if next(calls) == nth else plain(*args)
 
 
-@pytest.mark.parametrize("moment", ["writing", "export/config.json", "export/model.safetensors"])
+@pytest.mark.parametrize(
+    "moment", mark_extended(["writing", "export/config.json", "export/model.safetensors"], ["writing"])
+)
 def test_a_kill_while_a_model_is_exported_leaves_the_earlier_export_or_the_new_one(tmp_path, moment):
     assert call(save_twice_killed_the_second_time, CASE, tmp_path, moment) == KILLED
     start = dict(build(CASE, tmp_path / "other").model.state_dict())

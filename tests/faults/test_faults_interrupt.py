@@ -15,6 +15,7 @@ import pytest
 from fault_kills import at_event, in_backward, opening, renaming
 from fault_runs import STANDARD, At, Case, build, checkpoints, ending, finish, run_resumed, run_until_error, steps
 
+from case_selection import mark_extended
 from child_processes import call, succeed
 from lowpeak.checkpoint.folders import last_checkpoint
 
@@ -69,17 +70,16 @@ def test_the_first_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, left_
     assert resumed(tmp_path) == left_alone(STANDARD)
 
 
-@pytest.mark.parametrize(
-    "twice",
-    [
-        interrupt_twice_in_a_step,
-        partial(interrupt_again_at, partial(opening, "checkpoint-5.staged/lowpeak_state.json")),
-        partial(interrupt_again_at, partial(renaming, "checkpoint-5.staged", "checkpoint-5")),
-    ],
-    ids=["in a step", "while it saves", "while it takes the name"],
-)
-def test_the_second_stops_now_and_the_last_checkpoint_is_whole(tmp_path, left_alone, twice):
-    succeed(run_until_error, STANDARD, tmp_path, twice)
+TWICE: dict[str, Callable[[Any], None]] = {
+    "in a step": interrupt_twice_in_a_step,
+    "while it saves": partial(interrupt_again_at, partial(opening, "checkpoint-5.staged/lowpeak_state.json")),
+    "while it takes the name": partial(interrupt_again_at, partial(renaming, "checkpoint-5.staged", "checkpoint-5")),
+}
+
+
+@pytest.mark.parametrize("moment", mark_extended(list(TWICE), ["in a step"]))
+def test_the_second_stops_now_and_the_last_checkpoint_is_whole(tmp_path, left_alone, moment):
+    succeed(run_until_error, STANDARD, tmp_path, TWICE[moment])
     assert (tmp_path / "error.txt").read_text() == "KeyboardInterrupt: "
     assert last_checkpoint(tmp_path / "run") == tmp_path / "run/checkpoint-3"
     assert checkpoints(tmp_path / "run") == ["checkpoint-3"]
@@ -97,12 +97,13 @@ def stop_and_go_on(case: Case, place: Path, interrupt: Any) -> None:
     finish(trainer, place / "result.json")
 
 
-@pytest.mark.parametrize("interrupt", [interrupt_once, interrupt_twice_in_a_step])
+@pytest.mark.parametrize("interrupt", mark_extended([interrupt_once, interrupt_twice_in_a_step], [interrupt_once]))
 def test_a_notebook_may_go_on_with_the_trainer_it_has(tmp_path, left_alone, interrupt):
     succeed(stop_and_go_on, STANDARD, tmp_path, interrupt)
     assert ending(tmp_path) == left_alone(STANDARD)
 
 
+@pytest.mark.extended
 def test_the_checkpoint_of_a_stopped_run_stays_also_where_the_best_one_is_older(tmp_path):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_completions/min_length", "eval_steps": 1}
     case = Case(args={**STANDARD.args, **best, "save_steps": 1, "greater_is_better": True})
@@ -115,6 +116,7 @@ def interrupt_at_the_end(trainer: Any) -> None:
     trainer.add_callback(At("on_train_end", 8, lambda model: interrupt()))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("strategy", "words"), [("steps", "checkpoint-8"), ("no", "step, 8")])
 def test_after_the_last_step_it_says_what_there_is(tmp_path, strategy, words):
     succeed(run_until_error, Case(args={"save_strategy": strategy}), tmp_path, interrupt_at_the_end)

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 from fault_runs import At, Case, build
 
@@ -34,6 +35,7 @@ def train_and_look(case: Case, place: Path) -> None:
     (place / "looks.json").write_text(json.dumps(found))
 
 
+@pytest.mark.release
 def test_as_many_records_live_after_200_steps_as_after_10_and_no_more_tensors_or_memory(tmp_path):
     shared = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.04, "logging_steps": 1000}
     succeed(train_and_look, Case(args={**shared, "max_steps": 201, "save_strategy": "no"}), tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from fault_kills import KILLS, kill_at_event, renaming, run_killed_in_training
 from fault_runs import STANDARD, Case, build, checkpoints, ending, finish, run_alone, run_resumed
 
+from case_selection import mark_extended
 from child_processes import KILLED, call, succeed
 from file_damage import sign_again
 from lowpeak.errors import CheckpointError
@@ -52,6 +53,15 @@ CASES = {
 }
 
 
+CORE = (
+    *("several steps of one rollout, twice", "a reference that moves, dynamic sampling, adaptive entropy"),
+    *("epochs, saved within", "a stream through a shuffle buffer", "an adapter", "supervised"),
+    "bf16 weights of 24 bits, fp32 sums",
+)
+CORE_KILLS = ("rollout", "reward", "score", "backward", "optimizer", "evaluation", "journal of a step")
+CORE_KILLS += ("save, in the middle", "removal, in the middle")
+
+
 def run_killed(case: Case, place: Path, moment: str) -> None:
     trainer = build(case, place / "run")
     KILLS[moment](trainer)
@@ -69,19 +79,19 @@ def resume(case: Case, place: Path) -> tuple[Any, ...]:
     return ending(place)
 
 
-@pytest.mark.parametrize("moment", KILLS)
+@pytest.mark.parametrize("moment", mark_extended(list(KILLS), CORE_KILLS))
 def test_a_run_killed_at_any_moment_and_resumed_ends_as_if_left_alone(tmp_path, left_alone, moment):
     assert call(run_killed, STANDARD, tmp_path, moment) == KILLED
     assert resume(STANDARD, tmp_path) == left_alone(STANDARD)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mark_extended(list(CASES), CORE))
 def test_a_killed_run_of_any_kind_ends_as_if_left_alone(tmp_path, left_alone, name):
     assert call(run_killed_in_training, CASES[name], tmp_path, 4) == KILLED
     assert resume(CASES[name], tmp_path) == left_alone(CASES[name])
 
 
-@pytest.mark.parametrize("target", ["steps.jsonl", "rollouts.jsonl"])
+@pytest.mark.parametrize("target", mark_extended(["steps.jsonl", "rollouts.jsonl"], ["steps.jsonl"]))
 def test_a_run_killed_again_while_it_resumes_ends_as_if_left_alone(tmp_path, left_alone, target):
     assert call(run_killed_in_training, STANDARD, tmp_path, 5) == KILLED
     assert call(run_killed_while_it_resumes, STANDARD, tmp_path, target) == KILLED
@@ -97,6 +107,7 @@ def test_a_run_killed_before_its_first_checkpoint_says_so_and_can_be_started_aga
     assert (tmp_path / "run/journal/steps.1.jsonl").exists()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["max_steps in the middle of an epoch", "epochs"])
 def test_resuming_a_finished_run_changes_nothing(tmp_path, name):
     case = {"epochs": CASES["epochs, saved within"]}.get(name, STANDARD)
@@ -113,7 +124,7 @@ def run_from(case: Case, place: Path, name: str, dies: bool) -> None:
     finish(trainer, place / "result.json")
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", mark_extended([False, True], [False]))
 def test_a_run_that_goes_back_to_an_older_checkpoint_comes_to_the_same_later_ones(tmp_path, dies):
     case = Case(args={"num_iterations": 2}, dropout=0.1)
     succeed(run_alone, case, tmp_path)
@@ -144,7 +155,7 @@ def note_sizes(case: Case, place: Path) -> None:
     (place / "sizes.json").write_text(json.dumps([budget.max_tokens, trainer.run.logprob_settings.chunk_size]))
 
 
-@pytest.mark.parametrize("trainer", ["grpo", "sft"])
+@pytest.mark.parametrize("trainer", mark_extended(["grpo", "sft"], ["grpo"]))
 def test_a_resumed_run_keeps_the_sizes_that_auto_became_and_takes_those_that_are_asked_for(tmp_path, trainer):
     case = Case(trainer, {"max_steps": 4})
     succeed(run_alone, case, tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fault_runs import Case, build, checkpoints, ending, finish, steps
 
+from case_selection import mark_extended
 from child_processes import free_port, succeed
 from fake_vllm import ScriptedVllm, engine_over, said
 from lowpeak.vllm.server import ServerVllm
@@ -98,7 +99,7 @@ def alone(tmp_path_factory):
     return ending(place)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", mark_extended([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path, number):
     case = Case(args={**SERVER, "vllm_server_base_url": nowhere()})
     succeed(wait_for_one_that_never_comes, case, tmp_path, number)
@@ -108,7 +109,7 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path, number):
 
 
 # A rollout serves two steps and takes two waves; the evaluation after step 3 takes waves of its own.
-@pytest.mark.parametrize(("dies_at", "step"), [(3, 2), (5, 3)], ids=["in a rollout", "in an evaluation"])
+@pytest.mark.parametrize(("dies_at", "step"), mark_extended([(3, 2), (5, 3)], [(3, 2)]))
 def test_a_server_that_died_is_waited_for_no_longer_and_the_run_goes_on_to_the_same_end(tmp_path, alone, dies_at, step):
     succeed(wait_for_one_that_died, PLAIN, tmp_path, dies_at, signal.SIGTERM)
     assert float((tmp_path / "seconds").read_text()) < 3

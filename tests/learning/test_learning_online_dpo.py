@@ -7,6 +7,8 @@ from benchmarks.harness.task import load_example, noisy_sort
 
 from lowpeak import OnlineDPOConfig, OnlineDPOTrainer
 
+pytestmark = pytest.mark.release
+
 
 @pytest.mark.parametrize("by", ["reward", "judge"])
 def test_held_out_accuracy_rises(learn, by):

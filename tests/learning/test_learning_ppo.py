@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from benchmarks.harness.task import noisy_sort
 
 from lowpeak import PPOConfig, PPOTrainer
+
+pytestmark = pytest.mark.release
 
 
 def test_held_out_accuracy_rises(learn):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -71,6 +72,15 @@ def test_a_rank_holds_its_share_of_weights_gradients_and_both_states():
     many = rehearse(RehearsalInputs(lambda: make_model(SMALL), micro_batches(8, 64, 4, 1000), SCORING, CORE))
     assert many.peak("forward") > one.peak("forward")
     assert many.peak("optimizer") == one.peak("optimizer")
+
+
+def test_a_frozen_reference_is_sharded_as_the_policy_is():
+    small = partial(make_model, SMALL)
+    found = rehearse(
+        RehearsalInputs(small, BATCHES, ALGORITHM, CORE, MeshShape(4), make_reference=small, updates=False)
+    )
+    loaded = found.phases["load"].device
+    assert loaded[Kind.FROZEN] == loaded[Kind.WEIGHTS] > 0
 
 
 def test_replicas_have_one_gradient_of_each_parameter_however_many_micro_batches_a_step_has():

@@ -1,4 +1,4 @@
-"""What lowpeak does on every supported version of its dependencies: `make test-versions` has the oldest and the locked ones.
+"""What lowpeak does on every supported version of its dependencies: `make test-versions` has the oldest ones.
 
 tests/parity/test_native_families.py runs there, too.
 """

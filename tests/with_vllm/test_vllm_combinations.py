@@ -14,7 +14,7 @@ from peft import LoraConfig
 from setups import classes_of
 from test_distributed_combinations import ALGORITHMS, SETTINGS, is_refused
 
-from all_pairs import Case, all_pairs
+from all_pairs import Case, all_pairs, each_value
 from vllm_runs import DATA, TOKENIZER, arguments_in, small_model, spread, steps_of
 
 WITH_VLLM = {
@@ -56,7 +56,14 @@ def trainer_of(case: Case, folder: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id="-".join(c.values())) for c in all_pairs(WITH_VLLM, is_possible)])
+CASES = all_pairs(WITH_VLLM, is_possible)
+CORE = each_value(CASES)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id="-".join(c.values()), marks=() if c in CORE else pytest.mark.release) for c in CASES],
+)
 def test_a_real_vllm_writes_with_the_policys_own_weights(tmp_path: Any, case: Case) -> None:
     run = trainer_of(case, tmp_path)
     before = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}

@@ -75,6 +75,7 @@ def test_a_lora_policy_is_generated_with_its_adapter(tmp_path, way):
         assert adapter < second < first  # what training does not change comes once
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
 def test_trls_recipes_of_importance_sampling_train_two_steps(tmp_path, mode):
     bound = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_cap": 2.0}

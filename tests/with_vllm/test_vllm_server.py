@@ -150,6 +150,7 @@ MALFORMED = {
 }
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("sent", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_bytes_on_its_port_neither_act_nor_stop_it(vllm, sent):
     host, port = vllm.url.removeprefix("http://").split(":")
@@ -162,6 +163,7 @@ def test_malformed_bytes_on_its_port_neither_act_nor_stop_it(vllm, sent):
     assert vllm.complete([request(2, 4)], 60)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("body", [b"", b"5", b"[" * 60_000, b'{"a":1}', b"\xff\xfe", b'{"token_ids": "x"}'])
 @pytest.mark.parametrize("path", ["inference/v1/generate", "collective_rpc"])
 def test_malformed_requests_with_the_token_are_refused_and_it_goes_on(vllm, path, body):

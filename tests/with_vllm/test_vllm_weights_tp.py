@@ -16,7 +16,7 @@ def vllm(tmp_path_factory):
         yield made
 
 
-@pytest.mark.parametrize(("transport", "seed"), [("tcp", 1), ("auto", 2)])
+@pytest.mark.parametrize(("transport", "seed"), [pytest.param("tcp", 1, marks=pytest.mark.release), ("auto", 2)])
 def test_each_of_two_workers_takes_its_part(vllm, transport, seed):
     changed = policy_of(seed)
     assert gap(vllm, changed) > 0.1

@@ -23,6 +23,8 @@ from safetensors.torch import save_file
 
 import lowpeak
 
+pytestmark = pytest.mark.extended
+
 
 def test_a_step_of_the_learning_task_is_timed_and_counted_by_phase(tmp_path):
     warm_start(tmp_path / "start", 0, steps=1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from functools import cache
 
 import pytest
 from datasets import Dataset
@@ -22,6 +24,7 @@ from lowpeak import (
     SFTTrainer,
 )
 from lowpeak.checkpoint.folders import last_checkpoint
+from lowpeak.checkpoint.run_state import learning_arguments
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.journal import read_steps
 from tiny_models import char_tokenizer, tiny_model
@@ -35,7 +38,6 @@ KINDS = {
     "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer, GENERATING),
     "sft": (SFTConfig, SFTTrainer, {}),
 }
-ONLINE = [name for name in KINDS if name != "sft"]
 DATA = Dataset.from_list([{"prompt": f"{i % 10}=", "completion": str(i % 10)} for i in range(32)])
 
 
@@ -61,8 +63,24 @@ def run(tmp_path, kind="grpo", *, hidden=32, layers=2, reward=ones, data=DATA, *
     )
 
 
-def test_another_algorithm_or_optimizer_is_refused_and_other_rewards_are_a_warning(tmp_path, caplog):
-    run(tmp_path).train()
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Give copies of finished runs: by kind and changes one run for all tests."""
+
+    @cache
+    def train(kind, changes):
+        folder = tmp_path_factory.mktemp(kind)
+        run(folder, kind, **dict(changes)).train()
+        return folder
+
+    def copy(folder, kind="grpo", **changes):
+        shutil.copytree(train(kind, tuple(changes.items())), folder, dirs_exist_ok=True)
+
+    return copy
+
+
+def test_another_algorithm_or_optimizer_is_refused_and_other_rewards_are_a_warning(tmp_path, finished, caplog):
+    finished(tmp_path)
     for kind, changes, told in (
         ("rloo", {"beta": 0.0}, r"algorithm .*'grpo' .*'rloo'"),
         ("sft", {}, r"algorithm .*'grpo' .*'sft'"),
@@ -74,9 +92,12 @@ def test_another_algorithm_or_optimizer_is_refused_and_other_rewards_are_a_warni
     assert re.search(r"reward_funcs .*'ones'.*'twos'", caplog.text)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
-def test_an_argument_that_the_optimizers_states_replace_is_named_and_is_an_error_if_asked_for(tmp_path, kind, caplog):
-    run(tmp_path, kind).train()
+def test_an_argument_that_the_optimizers_states_replace_is_named_and_is_an_error_if_asked_for(
+    tmp_path, finished, kind, caplog
+):
+    finished(tmp_path, kind)
     with pytest.raises(ArgumentError, match=r"learning_rate=0.5"):
         run(tmp_path, kind, learning_rate=0.5, max_steps=3, strict_arguments=True).train(resume_from_checkpoint=True)
     run(tmp_path, kind, learning_rate=0.5, max_steps=3).train(resume_from_checkpoint=True)
@@ -84,22 +105,21 @@ def test_an_argument_that_the_optimizers_states_replace_is_named_and_is_an_error
 
 
 @pytest.mark.parametrize(
-    ("kind", "changed"), list(zip(ONLINE, 2 * [{"num_iterations": 3}, {"steps_per_generation": 2}], strict=True))
+    ("kind", "changed"), [("grpo", {"num_iterations": 3}), ("online_dpo", {"steps_per_generation": 2})]
 )
-def test_a_used_rollout_is_not_extended_when_rollouts_get_more_steps(tmp_path, kind, changed):
-    run(tmp_path, kind).train()
+def test_a_used_rollout_is_not_extended_when_rollouts_get_more_steps(tmp_path, finished, kind, changed):
+    finished(tmp_path, kind)
     run(tmp_path, kind, **changed, max_steps=4).train(resume_from_checkpoint=True)
     rows = [json.loads(line) for line in (tmp_path / "journal/rollouts.jsonl").read_text().splitlines()]
     assert {row["step"] for row in rows} == {1, 2, 3}
 
 
-@pytest.mark.parametrize("kind", ONLINE)
-def test_a_resume_within_a_rollout_refuses_another_shape_of_rollouts(tmp_path, kind):
-    run(tmp_path, kind, num_iterations=3).train()
+def test_a_resume_within_a_rollout_refuses_another_shape_of_rollouts(tmp_path, finished):
+    finished(tmp_path, num_iterations=3)
     with pytest.raises(CheckpointError, match=r"num_iterations .*3.*2"):
-        run(tmp_path, kind, num_iterations=2).train(resume_from_checkpoint=True)
+        run(tmp_path, num_iterations=2).train(resume_from_checkpoint=True)
     with pytest.raises(CheckpointError, match=r" 8 .* 16"):
-        run(tmp_path, kind, num_iterations=3, per_device_train_batch_size=16).train(resume_from_checkpoint=True)
+        run(tmp_path, num_iterations=3, per_device_train_batch_size=16).train(resume_from_checkpoint=True)
 
 
 def test_a_new_run_in_the_same_folder_keeps_older_checkpoints_and_resumes_from_its_own(tmp_path):
@@ -114,8 +134,8 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
-def test_a_resume_that_fails_leaves_the_folder_as_it_was(tmp_path):
-    run(tmp_path).train()
+def test_a_resume_that_fails_leaves_the_folder_as_it_was(tmp_path, finished):
+    finished(tmp_path)
     before, first = contents(tmp_path), str(tmp_path / "checkpoint-1")
     told = {
         r"checkpoint-1 .* momentum.*optim, optim_args ": {"optim": "sgd"},
@@ -129,8 +149,9 @@ def test_a_resume_that_fails_leaves_the_folder_as_it_was(tmp_path):
         assert contents(tmp_path) == before
 
 
-def test_a_checkpoint_named_after_another_step_is_an_error_and_is_not_moved(tmp_path):
-    run(tmp_path).train()
+@pytest.mark.extended
+def test_a_checkpoint_named_after_another_step_is_an_error_and_is_not_moved(tmp_path, finished):
+    finished(tmp_path)
     (tmp_path / "checkpoint-1").rename(tmp_path / "checkpoint-7")
     before = contents(tmp_path)
     with pytest.raises(CheckpointError, match=r"checkpoint-7 .* 1.* checkpoint-1"):
@@ -143,7 +164,7 @@ def test_a_checkpoint_named_after_another_step_is_an_error_and_is_not_moved(tmp_
     assert len(read_steps(tmp_path / "journal")) == 2
 
 
-@pytest.mark.parametrize("kind", ["grpo", "ppo", "sft"])
+@pytest.mark.parametrize("kind", ["ppo", "sft"])
 def test_arguments_that_a_checkpoints_states_overrule_are_named_in_one_warning(tmp_path, kind, caplog):
     changed = {"learning_rate": 0.25, "weight_decay": 0.5, "adam_beta2": 0.75, "adam_epsilon": 0.125}
     first = {"learning_rate": 0.0625, "weight_decay": 0.0, "adam_beta2": 0.5, "adam_epsilon": 0.25}
@@ -160,6 +181,7 @@ def test_arguments_that_a_checkpoints_states_overrule_are_named_in_one_warning(t
     assert last.lr_scheduler.base_lrs[0] == 0.0625
 
 
+@pytest.mark.extended
 def test_numbers_of_other_optimizers_and_schedules_are_named_too(tmp_path, caplog):
     plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}
     settings = {"optim": "sgd", **plateau, "metric_for_best_model": "loss"}
@@ -180,9 +202,22 @@ UNNAMED = {"logging_steps": 5, "micro_batch_tokens": 64, "save_total_limit": 3, 
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_arguments_that_change_what_is_learned_are_named_in_one_warning(tmp_path, kind, caplog):
-    first, others = run(tmp_path, kind), {**SHARED_OTHERS, **OTHERS[kind]}
-    first.train()
+def test_arguments_that_change_what_is_learned_are_part_of_the_identity(tmp_path, kind):
+    config = KINDS[kind][0]
+
+    def learning(**changes):
+        return learning_arguments(config(output_dir=str(tmp_path), use_cpu=True, **changes), "fp32")
+
+    others = {name: value for name, value in OTHERS[kind].items() if name != "per_device_train_batch_size"}
+    first, found = learning(), learning(**UNNAMED, **SHARED_OTHERS, **others)
+    assert learning(**UNNAMED) == first
+    assert {name for name in first if found[name] != first[name]} == {*SHARED_OTHERS, *others}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_other_arguments_that_change_what_is_learned_are_named_in_one_warning(tmp_path, finished, kind, caplog):
+    others = {**SHARED_OTHERS, **OTHERS[kind]}
+    finished(tmp_path, kind)
     run(tmp_path, kind, **UNNAMED).train(resume_from_checkpoint=True)
     assert " was " not in caplog.text
     run(tmp_path, kind, **UNNAMED, **others).train(resume_from_checkpoint=True)
@@ -193,8 +228,9 @@ def test_other_arguments_that_change_what_is_learned_are_named_in_one_warning(tm
     assert "lr_scheduler_type was 'linear' and is 'cosine'" in told
 
 
-def test_a_checkpoint_without_arguments_resumes_with_others(tmp_path, caplog):
-    run(tmp_path).train()
+@pytest.mark.extended
+def test_a_checkpoint_without_arguments_resumes_with_others(tmp_path, finished, caplog):
+    finished(tmp_path)
     file = tmp_path / "checkpoint-2/lowpeak_state.json"
     state = json.loads(file.read_text())
     del state["identity"]["arguments"]
@@ -204,8 +240,9 @@ def test_a_checkpoint_without_arguments_resumes_with_others(tmp_path, caplog):
     assert " was " not in caplog.text
 
 
-def test_other_data_of_the_same_size_is_named_and_a_checkpoint_without_a_digest_resumes(tmp_path, caplog):
-    run(tmp_path).train()
+@pytest.mark.extended
+def test_other_data_of_the_same_size_is_named_and_a_checkpoint_without_a_digest_resumes(tmp_path, finished, caplog):
+    finished(tmp_path)
     run(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
     assert "train_dataset" not in caplog.text
     others = Dataset.from_list([{"prompt": f"{i % 7}=", "completion": str(i % 10)} for i in range(32)])

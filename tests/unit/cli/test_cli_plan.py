@@ -60,6 +60,7 @@ def test_a_plan_is_a_table_with_the_phase_that_peaks(model, capsys):
         assert word in text
 
 
+@pytest.mark.extended
 def test_a_plan_within_a_budget_has_the_sizes_that_keep_to_it(model, capsys):
     small, large = (planned(capsys, model, {"--memory_budget": budget}) for budget in ("900MiB", "4GiB"))
     assert small["peak"] <= small["device_memory"] == 900 << 20
@@ -88,6 +89,7 @@ def test_a_plan_has_the_runs_minutes_and_dollars(model, capsys):
     assert " dollars at 2.5 an hour for all GPUs" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 def test_the_gpus_of_vllm_servers_share_the_rollout_and_are_paid_for(model, capsys):
     split = {"--gpus": None, "--train_devices": "0,1", "--accelerate_config": "fsdp2", "--use_vllm": True}
     words_of = {"--price_per_hour": 1, "--per_device_train_batch_size": 64}
@@ -154,6 +156,7 @@ def test_fit_writes_files_that_the_trainer_reads(model, tmp_path, capsys):
     assert job.config.micro_batch_tokens == run["micro_batch_tokens"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("mode", "names"), [("server", {"train.sh", "serve.sh"}), ("colocate", {"train.sh"})])
 def test_a_server_has_a_job_of_its_own_that_other_hosts_reach(model, tmp_path, mode, names):
     out = tmp_path / "plan"
@@ -268,6 +271,7 @@ def test_a_machine_is_checked_against_a_config(model, tmp_path, capsys):
     assert "FAIL  devices" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 def test_a_machine_is_checked_within_the_budget_of_the_run(model, tmp_path, capsys):
     run = tmp_path / "run.yaml"
     settings = {"model": model, "use_cpu": True, "num_generations": 4, "max_completion_length": 16}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config
 
+from case_selection import mark_extended
 from lowpeak import GRPOConfig, SFTConfig
 from lowpeak.plan.budget import budget_of, fit_sizes
 from lowpeak.plan.hardware import GIB, Machine
@@ -35,8 +36,10 @@ def fitted(kind: str, mebibytes: int) -> Any:
     return fit_sizes(request(kind), mebibytes * MIB)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "sft"])
-@pytest.mark.parametrize("mebibytes", [290, 400, 2_000])
+@pytest.mark.parametrize(
+    ("kind", "mebibytes"),
+    mark_extended([("grpo", 290), ("grpo", 2_000), ("sft", 290), ("sft", 400)], [("grpo", 290), ("sft", 400)]),
+)
 def test_every_phase_stays_within_the_budget_and_the_plan_is_that_of_the_sizes(kind, mebibytes):
     found = fitted(kind, mebibytes)
     assert not found.problem
@@ -48,18 +51,21 @@ def test_every_phase_stays_within_the_budget_and_the_plan_is_that_of_the_sizes(k
     }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
 def test_a_larger_budget_has_larger_micro_batches(kind):
     tokens = [fitted(kind, mebibytes).sizes["micro_batch_tokens"] for mebibytes in (290, 400, 2_000)]
     assert tokens == sorted(set(tokens))
 
 
+@pytest.mark.extended
 def test_twice_the_tokens_would_exceed_the_budget():
     found = fitted("sft", 400)
     twice = {**found.sizes, "micro_batch_tokens": 2 * found.sizes["micro_batch_tokens"]}
     assert make_plan(request("sft", **twice)).peak > 400 * MIB
 
 
+@pytest.mark.extended
 def test_with_room_a_step_is_one_micro_batch_and_a_rollout_one_wave():
     found = fitted("grpo", 2_000)
     assert found.plan.num_batches == 1
@@ -67,6 +73,7 @@ def test_with_room_a_step_is_one_micro_batch_and_a_rollout_one_wave():
     assert found.plan.work.slots >= 64
 
 
+@pytest.mark.extended
 def test_buckets_of_weights_for_vllm_shrink_if_a_sync_would_exceed_the_budget():
     served = {"use_vllm": True, "vllm_mode": "server"}
     roomy, tight = (fit_sizes(request(**served), mebibytes * MIB) for mebibytes in (2_000, 270))
@@ -83,7 +90,7 @@ def test_bytes_beside_tensors_count():
     assert fit_sizes(request("sft"), 900 * MIB, beside=500 * MIB).sizes == fitted("sft", 400).sizes
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", mark_extended(["fsdp2", "zero3"], ["fsdp2"]))
 def test_a_sharded_rollout_keeps_gathered_what_the_cache_leaves(strategy):
     large_cache = request("grpo", strategy, "cuda", kv_cache_bytes=1 << 28, per_device_train_batch_size=512)
     found = fit_sizes(large_cache, 4 * GIB)
@@ -95,6 +102,7 @@ def test_a_sharded_rollout_keeps_gathered_what_the_cache_leaves(strategy):
     assert 0 < less.sizes["gather_budget"] < found.sizes["gather_budget"]
 
 
+@pytest.mark.extended
 def test_explicit_sizes_stay_and_the_others_follow():
     found = fit_sizes(request(micro_batch_tokens=256, kv_cache_bytes=1 << 21), 400 * MIB)
     assert set(found.sizes) == {"logprob_chunk_size"}
@@ -113,6 +121,7 @@ def test_a_cache_that_exceeds_the_budget_is_named_as_what_to_lower():
     assert "lower kv_cache_bytes (now 2147483648)" in fit_sizes(wide, 400 * MIB).problem
 
 
+@pytest.mark.extended
 def test_what_cannot_fit_names_phase_bytes_budget_and_the_smallest_change_that_does():
     found = fit_sizes(request("sft"), 200 * MIB)
     assert "phase backward takes 2" in found.problem
@@ -120,6 +129,7 @@ def test_what_cannot_fit_names_phase_bytes_budget_and_the_smallest_change_that_d
     assert "the smallest change is weight_bits" in found.problem
 
 
+@pytest.mark.extended
 def test_what_no_change_makes_fit_says_so():
     assert "raise memory_budget" in fit_sizes(request("sft"), 20 * MIB).problem
 

@@ -76,12 +76,14 @@ def test_every_algorithm_has_a_plan_whose_kinds_add_up(kind):
 
 
 @pytest.mark.parametrize(("strategy", "share"), [("ddp", 1), ("fsdp2", 8), ("zero1", 1), ("zero2", 1), ("zero3", 8)])
-def test_a_strategy_spreads_weights_over_its_devices(strategy, share):
+def test_a_strategy_spreads_weights_gradients_and_states_over_its_devices(strategy, share):
     found = plan("grpo", strategy)
     width = 2 if strategy.startswith("zero") else 4
     assert found.phases["optimizer"].device[Kind.WEIGHTS] == pytest.approx(width * found.counts.total / share, rel=0.02)
     states = {"ddp": 8, "fsdp2": 1, "zero1": 12 / 8, "zero2": 12 / 8, "zero3": 12 / 8}[strategy]
     assert found.phases["optimizer"].device[Kind.OPTIMIZER] == pytest.approx(states * found.counts.total, rel=0.02)
+    gradients = {"ddp": 4, "fsdp2": 4 / 8, "zero1": 2, "zero2": 2 / 8, "zero3": 2 / 8}[strategy]
+    assert found.phases["optimizer"].device[Kind.GRADIENTS] == pytest.approx(gradients * found.counts.total, rel=0.02)
     assert found.phases["rollout"].device[Kind.MARGIN] > 0
 
 

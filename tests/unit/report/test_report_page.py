@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from case_selection import mark_extended
 from journals import MARKUP, data_of, online_run, token_row
 from lowpeak.cli.commands import main
 from lowpeak.errors import ArgumentError
@@ -117,6 +118,7 @@ def test_messages_are_shown_by_role_and_content(tmp_path):
     assert run["prompts"] == ["user: hi\nassistant: yes"]
 
 
+@pytest.mark.extended
 def test_more_completions_than_a_page_may_have_are_sampled_evenly_and_the_page_says_so(tmp_path):
     folder = online_run(tmp_path / "run", num_steps=2_500, per_step=10)
     run = data_of(write_report([folder]))["runs"][0]
@@ -151,6 +153,7 @@ def test_token_values_of_long_completions_are_of_fewer(tmp_path):
     assert "2 of 4, evenly sampled" in run["sampled"]
 
 
+@pytest.mark.extended
 def test_more_steps_than_a_curve_may_have_are_sampled_evenly_and_the_page_says_so(tmp_path):
     journal = Journal(tmp_path / "run" / "journal")
     for step in range(1, 10_001):
@@ -262,7 +265,7 @@ def test_token_values_that_fit_no_completion_are_left_out(tmp_path, changes):
     assert sum("tokens" in row for row in run["completions"]) == 4
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "PPO", "OnlineDPO", "SFT", "Reward"])
+@pytest.mark.parametrize("kind", mark_extended(["GRPO", "PPO", "OnlineDPO", "SFT", "Reward"], ["GRPO", "Reward"]))
 def test_runs_of_every_kind_have_a_report(tmp_path, kind):
     online = {"reward_funcs": spread} if kind not in ("SFT", "Reward") else {}
     trained(kind, tmp_path / "run", **online)

@@ -37,6 +37,7 @@ def outcome(tmp_path_factory):
     return document, {found[1]: (found[2], found[3]) for found in cells if found}, said, int(child.read_text())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "result", "numbers"),
     [
@@ -55,6 +56,7 @@ def test_however_a_row_ends_it_is_one_line_with_the_reason(outcome, name, result
     assert re.fullmatch(numbers, outcome[1][name][1]), outcome[1][name]
 
 
+@pytest.mark.extended
 def test_totals_and_the_output_of_failed_rows_come_after_the_table_and_what_a_row_started_ends_with_it(outcome):
     document, rows, said, child = outcome
     assert len(rows) == len(document["rows"]) == 8
@@ -64,6 +66,7 @@ def test_totals_and_the_output_of_failed_rows_come_after_the_table_and_what_a_ro
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.extended
 def test_the_document_for_an_issue_has_numbers_seconds_and_the_output_of_failed_rows(outcome):
     document = outcome[0]
     assert (document["environment"], document["device"], document["quick"]) == ({"torch": "2.13"}, "cpu", True)

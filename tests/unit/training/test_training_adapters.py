@@ -84,16 +84,8 @@ def four_bit(tmp_path):
     return AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
 
 
-@pytest.mark.parametrize("kind", ["fresh", "came trained", "on 4 bits"])
-def test_a_lora_run_resumes_to_the_same_weights(tmp_path, kind):
-    def run():
-        torch.manual_seed(3)
-        if kind == "on 4 bits":
-            return trainer(tmp_path / "run", four_bit(tmp_path), LoraConfig(**LORA), beta=0.04)
-        model = get_peft_model(tiny_model(), LoraConfig(**LORA))
-        return trainer(tmp_path / "run", randomised(model) if kind == "came trained" else model, beta=0.04)
-
-    whole, resumed = run(), run()
+def test_a_lora_run_on_4_bits_resumes_to_the_same_weights(tmp_path):
+    whole, resumed = (trainer(tmp_path / "run", four_bit(tmp_path), LoraConfig(**LORA), beta=0.04) for _ in range(2))
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert same(trainable(whole), trainable(resumed))
@@ -119,6 +111,7 @@ def test_a_merged_model_whose_adapter_parts_tied_weights_is_written_with_both(tm
     torch.testing.assert_close(merged(IDS).logits, run.model.eval()(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.extended
 def test_a_merged_model_replaces_an_adapter_that_was_saved_there(tmp_path):
     run = trainer(tmp_path / "run", tiny_model(), LoraConfig(**LORA), save_strategy="no")
     run.train()
@@ -131,6 +124,7 @@ def test_a_merged_model_replaces_an_adapter_that_was_saved_there(tmp_path):
     torch.testing.assert_close(used(IDS).logits, run.model.eval()(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.extended
 def test_an_adapter_saved_over_a_whole_model_is_told(tmp_path, caplog):
     run = trainer(tmp_path / "run", tiny_model(), LoraConfig(**LORA), save_strategy="no")
     run.save_model(str(tmp_path / "run"))
@@ -154,6 +148,7 @@ def test_lora_on_tied_weights_that_peft_ties_is_refused(tmp_path):
     trainer(tmp_path, tiny_model(), parting(**config))
 
 
+@pytest.mark.extended
 def test_an_adapters_start_follows_the_runs_seed(tmp_path):
     def start(seed):
         torch.manual_seed(99 + seed)  # whatever a script drew before
@@ -178,6 +173,7 @@ def kinds_of_adapters():
     }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", kinds_of_adapters())
 def test_the_reference_of_a_trained_adapter_of_any_kind_is_what_came_in(tmp_path, kind):
     policy = get_peft_model(tiny_model(tied=False), kinds_of_adapters()[kind])
@@ -198,6 +194,7 @@ def test_a_fresh_adapter_leaves_the_base_as_the_reference(tmp_path, parts):
     assert list(policy.peft_config) == ["default"]
 
 
+@pytest.mark.extended
 def test_of_several_adapters_the_active_one_trains_beside_its_own_copy(tmp_path):
     policy = get_peft_model(tiny_model(), LoraConfig(**LORA), adapter_name="first")
     policy.add_adapter("second", LoraConfig(**LORA))
@@ -221,6 +218,7 @@ def test_a_reference_by_several_adapters_or_one_that_trains_the_base_is_refused(
         trainer(tmp_path, tiny_model(), LoraConfig(**LORA, bias="lora_only"), beta=0.5)
 
 
+@pytest.mark.extended
 def test_parts_that_are_saved_whole_beside_a_half_precision_base_train_under_autocast_alone(tmp_path):
     parts = LoraConfig(**LORA, modules_to_save=["lm_head"])
     half = partial(tiny_model, dtype=torch.bfloat16, tied=False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,18 +75,27 @@ def test_forests_compute_fewer_tokens_and_nearly_all_of_them_useful(tmp_path):
         assert all(row[f"useful_tokens/{phase}"] >= 0.8 for row in steps(runs["shared"]))
 
 
-@pytest.mark.parametrize("asked", [{}, *LAYOUTS.values()], ids=["auto", *LAYOUTS])
-def test_a_run_resumed_in_the_middle_of_a_rollout_goes_on_to_the_same_weights(tmp_path, asked):
-    settings = {"num_iterations": 2, "beta": 0.1, **SAVED, **asked}
+@pytest.mark.extended
+@pytest.mark.parametrize("layout", ["rows", "padded"])
+def test_a_run_resumed_in_the_middle_of_a_rollout_goes_on_to_the_same_weights(tmp_path, layout):
+    settings = {"num_iterations": 2, "beta": 0.1, **SAVED, **LAYOUTS[layout]}
     whole = trained_grpo(tmp_path, **settings)
     resumed = trained_grpo(tmp_path, **settings, resume=tmp_path / "checkpoint-1")
     assert same(weights(whole), weights(resumed))
 
 
-@pytest.mark.parametrize("saved", ["shared", "rows", "padded", None])
-def test_a_resumed_run_keeps_the_layout_that_auto_became(tmp_path, saved):
-    trained_grpo(tmp_path, max_steps=1, **SAVED)
-    checkpoint = tmp_path / "checkpoint-1"
+@pytest.fixture(scope="module")
+def first_step(tmp_path_factory):
+    """The checkpoint of a run's first step."""
+    folder = tmp_path_factory.mktemp("first")
+    trained_grpo(folder, max_steps=1, **SAVED)
+    return folder / "checkpoint-1"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("saved", ["rows", "padded", None])
+def test_a_resumed_run_keeps_the_layout_that_auto_became(tmp_path, first_step, saved):
+    checkpoint = Path(shutil.copytree(first_step, tmp_path / "checkpoint-1"))
     state_file = checkpoint / "lowpeak_state.json"
     state = json.loads(state_file.read_text())
     assert state["resolved"]["layout"] == "shared"
@@ -141,6 +152,7 @@ def test_a_layout_that_a_model_cannot_have_is_refused_with_the_reason(tmp_path):
         grpo(tmp_path, share_prompt=True, padding_free=False)
 
 
+@pytest.mark.extended
 def test_a_prompt_that_does_not_pay_is_shared_when_asked_for_alone(tmp_path):
     assert kinds(grpo(tmp_path, share_prompt=True)) == {"shared"}
     assert kinds(grpo(tmp_path)) == {"rows"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from case_selection import mark_extended
 from lowpeak.errors import ArgumentError
 from rounding import assert_each_close_to_largest
 from small_runs import make, spread, steps, weights
@@ -28,7 +29,7 @@ def steps_of(run):
     return steps(run)
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", mark_extended(list(ARGUMENTS), ["GRPO", "OnlineDPO", "SFT"]))
 def test_every_trainer_trains_with_it_and_logs_it(tmp_path, name):
     with_it, without = (
         steps_of(

@@ -172,8 +172,7 @@ def corrections(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "sizes corrected"]
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
-@pytest.mark.parametrize(("budget", "tokens"), [(MIB, 8), (1 << 50, 64)])
+@pytest.mark.parametrize(("kind", "budget", "tokens"), [("GRPO", MIB, 8), ("SFT", 1 << 50, 64)])
 def test_a_run_is_corrected_once_after_ten_steps(kind, budget, tokens, tmp_path, caplog):
     trainer = limited(make(kind, tmp_path, micro_batch_tokens=None, max_steps=12, **SAVED), budget, 16)
     with caplog.at_level(logging.INFO, "lowpeak"):

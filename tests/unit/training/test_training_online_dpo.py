@@ -22,7 +22,6 @@ from small_runs import (
     COMMON,
     LAYOUTS,
     SAVED,
-    SGD,
     TOKENIZER,
     column,
     journal,
@@ -148,24 +147,6 @@ def test_metrics_have_trls_names(tmp_path):
 # arguments
 
 
-@pytest.fixture(scope="module")
-def plain_weights(tmp_path_factory):
-    return weights(trained_dpo(tmp_path_factory.mktemp("plain"), **SGD))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"beta": 0.5}, {"loss_type": "ipo"}, {"missing_eos_penalty": 1.0}, {"mask_truncated_completions": True}),
-        *({"num_generations": 2}, {"temperature": 0.7}, {"reward_weights": [-1.0]}, {"num_iterations": 2}),
-        {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
-    ],
-    ids=str,
-)
-def test_each_argument_of_online_dpo_trains_other_weights(tmp_path, plain_weights, changes):
-    assert not same(weights(trained_dpo(tmp_path, **SGD, **changes)), plain_weights)
-
-
 def test_a_list_of_betas_is_checked(tmp_path):
     def resolved(**changes):
         args = OnlineDPOConfig(output_dir=str(tmp_path), use_cpu=True, **changes)
@@ -222,6 +203,7 @@ def test_the_constructor_is_trls(tmp_path):
         online_dpo(tmp_path, judge=judge())
 
 
+@pytest.mark.extended
 def test_groups_without_a_difference_are_asked_again_under_dynamic_sampling(tmp_path):
     calls = []
 
@@ -237,12 +219,14 @@ def test_groups_without_a_difference_are_asked_again_under_dynamic_sampling(tmp_
     assert (log["num_pairs"], log["num_ties"], log["dropped_groups"]) == (4.0, 4.0, 4.0)
 
 
+@pytest.mark.extended
 def test_a_rollout_of_ties_alone_trains_nothing(tmp_path):
     run = trained_dpo(tmp_path, reward_funcs=lambda completions, **c: [1.0] * len(completions), max_steps=1)
     assert same(weights(run), dict(tiny_model().named_parameters()))
     assert (column(run, "num_pairs"), column(run, "num_ties")) == ([0.0], [4.0])
 
 
+@pytest.mark.extended
 def test_a_rollout_that_the_judge_left_without_scores_is_told_once(tmp_path, caplog):
     def absent(prompt, text):
         raise ConnectionError("no judge")
@@ -256,6 +240,7 @@ def test_a_rollout_that_the_judge_left_without_scores_is_told_once(tmp_path, cap
 # reference, resuming, what is said
 
 
+@pytest.mark.extended
 def test_beta_follows_its_list_by_epochs_also_in_a_run_resumed_in_the_middle_of_a_rollout(tmp_path):
     by_epochs = {"num_train_epochs": 3, "max_steps": -1, "beta": [0.1, 0.4], "data": rows(8)}
     settings = {**by_epochs, "num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
@@ -267,12 +252,14 @@ def test_beta_follows_its_list_by_epochs_also_in_a_run_resumed_in_the_middle_of_
     assert same(weights(whole), weights(resumed))
 
 
+@pytest.mark.extended
 def test_a_run_resumed_with_another_beta_trains_with_it_at_once(tmp_path):
     trained_dpo(tmp_path, **SAVED, max_steps=1)
     run = trained_dpo(tmp_path / "again", beta=0.7, resume=tmp_path / "checkpoint-1")
     assert column(run, "beta") == pytest.approx([0.1, 0.7])
 
 
+@pytest.mark.extended
 def test_in_the_middle_of_a_rollout_the_judge_cannot_change(tmp_path):
     settings = {**SAVED, "num_iterations": 2, "max_steps": 1}
     trained_dpo(tmp_path, **settings)
@@ -286,6 +273,7 @@ def test_a_dry_run_says_that_pairs_are_trained(tmp_path):
     assert said["model"]["reference"] == "Qwen2ForCausalLM"
 
 
+@pytest.mark.extended
 def test_pairs_are_chosen_by_a_reward_model_as_by_a_function_of_its_scores(tmp_path):
     model = tiny_classifier(seed=3)
     judge = ModelReward(model, TOKENIZER, name="same")

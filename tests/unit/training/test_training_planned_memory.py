@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from case_selection import mark_extended
 from lowpeak.sizes.planned_memory import run_description
 from small_runs import journal, make, saved, trained
 from tiny_models import tiny_model
@@ -28,7 +29,7 @@ def planned(trainer: Any, values: dict[str, float] | None = None) -> dict[str, f
     return row
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+@pytest.mark.parametrize("kind", mark_extended(["GRPO", "SFT"], ["GRPO"]))
 def test_the_plan_is_of_the_runs_phases_and_near_what_they_take(kind, tmp_path):
     trainer = make(kind, tmp_path, plan_memory=True)
     try:
@@ -40,6 +41,7 @@ def test_the_plan_is_of_the_runs_phases_and_near_what_they_take(kind, tmp_path):
         trainer.run.planned.close()
 
 
+@pytest.mark.extended
 def test_a_phase_far_beyond_its_plan_is_named_once(tmp_path, caplog):
     trainer = make("GRPO", tmp_path, plan_memory=True)
     try:
@@ -53,6 +55,7 @@ def test_a_phase_far_beyond_its_plan_is_named_once(tmp_path, caplog):
         trainer.run.planned.close()
 
 
+@pytest.mark.extended
 def test_a_quantised_base_is_planned_in_its_bits(tmp_path):
     pytest.importorskip("bitsandbytes")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)

@@ -117,6 +117,7 @@ def test_the_critic_learns_at_a_rate_of_its_own(tmp_path):
     assert sorted({group["initial_lr"] for group in run.optimizer.param_groups}) == [0.0, 1e-2]
 
 
+@pytest.mark.extended
 def test_weight_decay_and_its_exceptions_hold_in_the_critics_groups(tmp_path):
     run = ppo(tmp_path, critic="model", value_learning_rate=1e-3, weight_decay=0.1)
     run.create_optimizer()
@@ -126,39 +127,20 @@ def test_weight_decay_and_its_exceptions_hold_in_the_critics_groups(tmp_path):
     assert count == len(list(run.model.parameters()))
 
 
+@pytest.mark.extended
 def test_a_policy_that_has_moved_too_far_gets_a_new_rollout(tmp_path):
     for limit, fresh in ((1e-6, True), (None, False)):
         run = trained_ppo(tmp_path, num_iterations=3, max_steps=3, learning_rate=5e-2, early_stop_kl=limit)
         assert (run.rollout.number >= 1) == fresh
 
 
+@pytest.mark.extended
 def test_the_steered_coefficient_is_logged_and_survives_a_resume(tmp_path):
     changes = {"kl_target": 0.01, "kl_horizon": 40, **SAVED}
     run = trained_ppo(tmp_path / "a", **changes)
     assert len(set(column(run, "kl_coef"))) > 1
     again = trained_ppo(tmp_path / "b", **changes, resume=tmp_path / "a" / "checkpoint-2")
     assert again.coefficients() == run.coefficients()
-
-
-BASE = {"beta": 0.5, "num_iterations": 3, "max_steps": 4, "vf_coef": 0.3}
-
-
-@pytest.fixture(scope="module")
-def base_weights(tmp_path_factory):
-    return weights(trained_ppo(tmp_path_factory.mktemp("base"), **BASE))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("gamma", 0.5), ("lam", 0.5), ("whiten_rewards", True), ("whiten_advantages", False), ("vf_coef", 1.0)),
-        *(("missing_eos_penalty", 1.0), ("cliprange_value", 1e-4), ("epsilon", 1e-3), ("epsilon_high", 1e-3)),
-        *(("kl_estimator", "k3"), ("mask_truncated_completions", True), ("value_warmup_steps", 1)),
-        ("num_generations", 2),
-    ],
-)
-def test_each_argument_of_ppo_trains_other_weights(tmp_path, base_weights, name, value):
-    assert not same(weights(trained_ppo(tmp_path, **{**BASE, name: value})), base_weights)
 
 
 def test_trls_names_say_the_same(tmp_path):
@@ -238,6 +220,7 @@ def test_rewards_of_single_tokens_reach_their_tokens(tmp_path):
         assert record.returns.tolist() == [1.0] + [0.0] * (len(record.completion) - 1)
 
 
+@pytest.mark.extended
 def test_the_critic_learns_the_exact_values_of_a_small_chain(tmp_path):
     """With the policy at rest V(prefix) = E[reward | prefix], summed over all completions of at most three tokens."""
     tokenizer = char_tokenizer("abc")
@@ -290,6 +273,7 @@ def exact_values(policy, prompt, reward, tokenizer):
     return {prefix: value(prefix) for prefix in prefixes}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("changes", "scored"), [({"num_iterations": 1, "beta": 0.0}, False), ({"num_iterations": 2}, True)]
 )
@@ -316,6 +300,7 @@ def test_an_adapter_that_came_in_trained_is_its_own_reference_beside_every_criti
     assert kl[-1] > 1e-4
 
 
+@pytest.mark.extended
 def test_a_reference_adapter_of_an_earlier_run_makes_room_for_the_next_ones(tmp_path):
     model = trained_adapter(tiny_model(), LORA)
     for run in range(2):
@@ -323,6 +308,7 @@ def test_a_reference_adapter_of_an_earlier_run_makes_room_for_the_next_ones(tmp_
     assert sorted(model.peft_config) == ["default", "reference"]
 
 
+@pytest.mark.extended
 def test_a_critic_of_another_vocabulary_or_tokenizer_is_refused(tmp_path):
     small = classifier()
     small.resize_token_embeddings(7)
@@ -344,6 +330,7 @@ def test_prompts_fit_the_critics_context_too(tmp_path):
         ppo(tmp_path, critic="model", value_model=classifier(max_position_embeddings=5))
 
 
+@pytest.mark.extended
 def test_an_optimizer_of_the_users_trains_policy_and_critic_or_is_refused(tmp_path):
     policy, critic = tiny_model(), classifier()
     with pytest.raises(ArgumentError, match=r"critic.*value_learning_rate"):
@@ -362,6 +349,7 @@ def halfway(tmp_path_factory):
     return folder / "checkpoint-2"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("changes", "coefficients"),
     [({"beta": 0.5}, [0.5, 0.5]), ({"kl_target": 0.01, "kl_horizon": 40, "beta": 0.2}, [0.2])],
@@ -372,6 +360,7 @@ def test_a_resumed_run_trains_with_its_own_beta_and_steers_from_there(tmp_path, 
     assert found[2 : 2 + len(coefficients)] == pytest.approx(coefficients)
 
 
+@pytest.mark.extended
 def test_a_run_resumed_with_a_longer_warm_up_holds_the_policy_still_at_once(tmp_path, halfway):
     run = ppo(tmp_path, value_warmup_steps=3, num_iterations=1, **SGD)
     kept = {}
@@ -392,6 +381,7 @@ def test_an_adapter_under_the_critics_name_is_refused(tmp_path):
         ppo(tmp_path, get_peft_model(tiny_model(), LORA, adapter_name="critic"))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("named", [True, False])
 def test_a_family_without_a_classifier_is_told_which_critics_it_can_have(tmp_path, named):
     model = saved(tmp_path / "policy", granite()) if named else granite()

@@ -18,6 +18,7 @@ from lowpeak.errors import MemoryExhaustedError
 from lowpeak.journal import read_rows
 from lowpeak.memory.phases import Phase
 from lowpeak.sizes.run_sizes import Sizes, choose_layout
+from lowpeak.training.recorded_sizes import record_sizes, take_sizes
 from lowpeak.training.recovery import Demand, smaller_sizes
 from small_runs import DATA, make, rows
 
@@ -96,6 +97,12 @@ def test_a_resumed_run_has_the_sizes_of_a_smaller_budget_and_else_its_own(budget
     planned = replace(SIZES, micro_batch_tokens=1024, kv_cache_bytes=2 << 30, memory_budget=budget)
     resumed = planned.resumed(saved, MemorySettings(memory_budget=budget))
     assert (resumed.micro_batch_tokens, resumed.kv_cache_bytes) == (tokens, SIZES.kv_cache_bytes)
+
+
+def test_recorded_sizes_are_taken_once(tmp_path):
+    record_sizes(tmp_path, "train", "out of memory", {"micro_batch_tokens": 8}, process_index=0)
+    assert take_sizes(tmp_path)["sizes"] == {"micro_batch_tokens": 8}
+    assert take_sizes(tmp_path) == {}
 
 
 def fail_once(trainer: Any, when: Callable[[], bool]) -> list[int]:

@@ -72,6 +72,7 @@ def test_8_bit_states_go_with_fp32_weights(tmp_path):
     assert kinds == {torch.int8, torch.float32}
 
 
+@pytest.mark.extended
 def test_whole_modules_beside_an_adapter_are_bf16_and_the_adapter_is_fp32(tmp_path):
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"])
     model = tiny_model(hidden=64, tied=False, dtype=torch.bfloat16)
@@ -81,8 +82,9 @@ def test_whole_modules_beside_an_adapter_are_bf16_and_the_adapter_is_fp32(tmp_pa
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
 
 
-@pytest.mark.parametrize("arguments", [{"weight_bits": 32}, {"weight_bits": 16}, {"state_bits": 8}], ids=str)
-@pytest.mark.parametrize("kind", ["GRPO", "PPO", "SFT"])
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [("PPO", {"weight_bits": 32}), ("GRPO", {"weight_bits": 16}), ("SFT", {"state_bits": 8})]
+)
 def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(tmp_path, kind, arguments):
     run = {**SAVED, "max_steps": 3, **arguments}
     whole = make(kind, tmp_path, wide_model(), **run)
@@ -92,6 +94,7 @@ def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(tmp_path, kind, 
     assert_same(real_weights(again), real_weights(whole))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("before", "after"), [({}, {"weight_bits": 32}), ({"weight_bits": 32}, {"weight_bits": 24})])
 def test_a_run_goes_on_in_another_format(tmp_path, before, after):
     first = make("GRPO", tmp_path, wide_model(), **{**SAVED, "max_steps": 3}, **before)
@@ -104,6 +107,7 @@ def test_a_run_goes_on_in_another_format(tmp_path, before, after):
     assert moved < 0.05  # five learning rates: no weight was lost
 
 
+@pytest.mark.extended
 def test_the_best_model_brings_its_low_bits(tmp_path):
     run = {**SAVED, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     best = {"metric_for_best_model": "loss", "greater_is_better": True, "weight_bits": 32}
@@ -116,6 +120,7 @@ def test_the_best_model_brings_its_low_bits(tmp_path):
     assert_same(real_weights(trainer), real_weights(at_best))
 
 
+@pytest.mark.extended
 def test_a_best_model_without_states_clears_low_bits(tmp_path):
     run = {**SAVED, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     best = {"metric_for_best_model": "loss", "greater_is_better": True, "weight_bits": 32, "save_only_model": True}
@@ -184,6 +189,7 @@ def test_an_adapter_trains_in_fp32_whatever_the_dtype_of_its_base(tmp_path, capl
     assert {state["exp_avg"].dtype for state in find_compact(asked.optimizer).state.values()} == {torch.int8}
 
 
+@pytest.mark.extended
 def test_fp32_sums_train_as_gradients_beside_the_weights_do(tmp_path):
     """With one micro-batch a sum is its one gradient, but for the head's, which is no longer rounded to bf16."""
     beside, summed = (
@@ -204,6 +210,7 @@ def test_an_optimizer_that_is_passed_in_keeps_its_own_format(tmp_path):
         make("GRPO", tmp_path, model, optimizers=(torch.optim.SGD(model.parameters()), None), weight_bits=32)
 
 
+@pytest.mark.extended
 def test_frozen_models_follow_the_dtype_and_a_run_with_a_reference_learns(tmp_path):
     model = saved(tmp_path / "model", wide_model())
     trainer = make("GRPO", tmp_path / "run", model, **BF16, beta=0.1, reward_funcs=ones, max_steps=3)
@@ -212,15 +219,16 @@ def test_frozen_models_follow_the_dtype_and_a_run_with_a_reference_learns(tmp_pa
     assert trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
-def test_a_mixture_of_experts_resumes_to_the_same_bits(tmp_path, kind):
+@pytest.mark.extended
+def test_a_mixture_of_experts_resumes_to_the_same_bits(tmp_path):
     """transformers stores its experts one by one, and so no loading by names fits the model."""
     run = {**SAVED, "max_steps": 3}
-    whole = trained(kind, tmp_path, tiny_experts(), **run)
-    again = trained(kind, tmp_path, tiny_experts(), **run, resume=tmp_path / "checkpoint-2")
+    whole = trained("SFT", tmp_path, tiny_experts(), **run)
+    again = trained("SFT", tmp_path, tiny_experts(), **run, resume=tmp_path / "checkpoint-2")
     assert same(weights(again), weights(whole))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("only_model", [False, True], ids=["with states", "without states"])
 def test_a_mixture_of_experts_gets_its_best_weights_back(tmp_path, only_model):
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}

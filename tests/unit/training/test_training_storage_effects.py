@@ -13,6 +13,8 @@ from preference_data import tiny_classifier
 from small_runs import KINDS, make, saved
 from tiny_models import tiny_model
 
+pytestmark = pytest.mark.extended
+
 BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
 LORA = LoraConfig(target_modules=["q_proj"])
 

@@ -15,6 +15,8 @@ from child_processes import call
 from lowpeak.training.completion_tables import track_completions
 from small_runs import trained
 
+pytestmark = pytest.mark.extended
+
 ROWS = [
     {"group": 0, "prompt": "1|<b>", "completion": "a\nb", "right": 1.0, "reward": 1.0, "advantage": 0.5},
     {"group": 0, "prompt": "1|<b>", "completion": "c", "right": None, "reward": 0.0, "advantage": -0.5},

@@ -12,6 +12,8 @@ import torch
 from lowpeak.rewards.builtin import SoftOverlong
 from small_runs import column, make, rows, spread, weights
 
+pytestmark = pytest.mark.extended
+
 DAPO = {"mask_truncated_completions": True, "loss_type": "dapo", "epsilon_high": 0.28, "epsilon": 0.2, "beta": 0.0}
 
 # The recipe's arguments, with the paper; sizes that are cut, so that 512 sequences a step become 8.

@@ -86,6 +86,7 @@ def test_the_engine_is_asked_as_the_run_or_the_function_says(tmp_path):
     assert nothing == []
 
 
+@pytest.mark.extended
 def test_what_the_engine_cannot_be_asked_is_told(tmp_path):
     def rollout_func(prompts, trainer):
         for options, names in (
@@ -196,6 +197,7 @@ def by_transformers(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
 
+@pytest.mark.extended
 def test_the_models_own_generate_writes_the_completions(tmp_path):
     run = trainer_of(tmp_path, by_transformers, lambda completions, **columns: [float(len(c)) for c in completions])
     run.train()
@@ -203,6 +205,7 @@ def test_the_models_own_generate_writes_the_completions(tmp_path):
     assert max(column(run, "sampling/sampling_logp_difference/max")) < 1e-4
 
 
+@pytest.mark.extended
 def test_a_service_is_asked_by_the_number_of_a_row_of_the_data_set_that_is_used(tmp_path):
     train = [{"prompt": str(i), "task": f"train {i}"} for i in range(4)]
     held_out = [{"prompt": str(i), "task": f"held out {i}"} for i in range(2)]

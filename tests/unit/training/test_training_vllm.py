@@ -105,6 +105,7 @@ def test_a_rollout_func_that_runs_again_after_its_vllm_died_requests_only_the_mi
     assert [len(wave) for wave in vllm.waves] == [4, 4, 2]
 
 
+@pytest.mark.extended
 def test_a_vllm_that_was_restarted_between_two_rollouts_is_loaded_again(tmp_path):
     vllm = scripted()
     run = run_over(tmp_path, vllm, steps_per_generation=2, max_steps=4)
@@ -141,6 +142,7 @@ def test_a_vllm_that_never_comes_back_ends_the_run_after_so_many_tries(tmp_path)
     assert "close" in doomed.vllm.events
 
 
+@pytest.mark.extended
 def test_a_vllm_that_finds_no_memory_when_it_wakes_is_built_again_with_a_smaller_cache(tmp_path):
     calm, shaken = scripted(), scripted()
     undisturbed, disturbed = run_over(tmp_path / "a", calm), run_over(tmp_path / "b", shaken, where=SLEEPING)
@@ -160,6 +162,7 @@ def test_a_vllm_that_finds_no_memory_when_it_wakes_is_built_again_with_a_smaller
     assert same(weights(undisturbed), weights(disturbed))
 
 
+@pytest.mark.extended
 def test_evaluation_asks_the_engine_too(tmp_path):
     vllm = scripted()
     run = run_over(tmp_path, vllm, eval_strategy="steps", eval_steps=1, max_steps=1)

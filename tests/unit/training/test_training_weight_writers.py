@@ -16,6 +16,8 @@ from lowpeak.parallel.checkpoint_state import trained_parameters
 from small_runs import DATA, SAVED, make, same, trained, weights
 from tiny_models import tiny_model
 
+pytestmark = pytest.mark.extended
+
 SYNC = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.01}
 BEST = {
     "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss",
@@ -46,16 +48,6 @@ def exported(folder: Path, name: str = "model.safetensors") -> dict[str, Tensor]
 
 
 # checkpoints
-
-
-@pytest.mark.parametrize("kind", ["PPO", "OnlineDPO", "Reward"])
-def test_a_checkpoint_brings_low_bits_back(tmp_path, kind):
-    run = {**SAVED, "max_steps": 2, "weight_bits": 32}
-    model = {} if kind == "Reward" else {"model": wide()}
-    before = real_weights(trained(kind, tmp_path, **model, **run))
-    after = real_weights(trained(kind, tmp_path, **({} if kind == "Reward" else {"model": wide()}), **run, resume=True))
-    assert have_low_bits(before)
-    assert same(after, before)
 
 
 def test_a_checkpoint_brings_the_low_bits_of_modules_beside_an_adapter(tmp_path):
@@ -147,8 +139,7 @@ def test_the_moving_average_leaves_the_policy_and_its_low_bits(tmp_path):
 # exports and pushes
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "PPO", "SFT"])
-@pytest.mark.parametrize("weight_bits", [32, 24, 16])
+@pytest.mark.parametrize(("kind", "weight_bits"), [("GRPO", 32), ("PPO", 24), ("SFT", 16)])
 def test_exports_and_pushes_are_the_bf16_weights_that_the_model_runs_on(tmp_path, kind, weight_bits):
     run = trained(kind, tmp_path / "run", wide(), weight_bits=weight_bits)
     run.save_model(str(tmp_path / "out"))
