@@ -299,7 +299,7 @@ FAULTS = [
         "vars(demand).values()",
         RECOVERED_RUNS,
     ),
-    ("a failed rank does not stand aside", "run_pass(self.masked)", "run_pass(batch)", RECOVERED_RUNS),
+    ("a failed rank does not stand aside", "run_pass(self._masked)", "run_pass(batch)", RECOVERED_RUNS),
     ("a resumed run has its first sizes again", 'frozenset(saved.get("lowered", ()))', "frozenset()", RECOVERY),
     (
         "recorded sizes act in each later run",
