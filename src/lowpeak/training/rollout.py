@@ -114,6 +114,7 @@ def _score_batches(
     guard: GuardedPasses,
 ) -> Scores:
     run, model = context.run, context.model_wrapped
+    guard.batches = batches  # a separate reference's passes, which run without the guard, can be the first to fail
     passes: dict[str, list[dict[str, Tensor]]] = {}
     if needs & {"old", "entropy", "values"}:
         request_fields = {"entropy": "entropy" in needs, "values": "values" in needs}
