@@ -10,7 +10,10 @@ import pytest
 
 from architecture.sources import Import, all_imports, imports_in, is_under_any, modules
 
-PROTOCOLS = ("lowpeak.parallel.strategy", "lowpeak.rollout.engine", "lowpeak.rewards.reward")
+PROTOCOLS = (
+    *("lowpeak.parallel.strategy", "lowpeak.rewards.reward"),
+    *("lowpeak.rollout.engine", "lowpeak.rollout.pending"),
+)
 CONFIGS = "lowpeak.trainers.configs"  # the classes over TrainingArguments, which are loaded on first use
 LAYER_0 = ("lowpeak.errors", "lowpeak.arguments", "lowpeak.memory.phases", "lowpeak.exports", "lowpeak.records")
 

@@ -16,10 +16,9 @@ from peft import LoraConfig, get_peft_model
 from fake_server import FakeServer, serving
 from fake_vllm import engine_over, said, scripted
 from longrope_model import FIRST, longrope_model
-from lowpeak import GRPOConfig
+from lowpeak import GRPOConfig, generate_rollout_completions
 from lowpeak.arguments.vllm import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, MissingPackageError
-from lowpeak.rollout import generate_rollout_completions
 from lowpeak.setup.dry_run import describe_vllm
 from lowpeak.setup.engines import connect_checked, why_adapters_idle, within_rotations
 from lowpeak.training.weight_sync import MAX_RECONNECTS
