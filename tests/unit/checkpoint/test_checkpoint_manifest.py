@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from file_damage import DAMAGES, harm
 from lowpeak.checkpoint.atomic import stage_checkpoint
 from lowpeak.checkpoint.manifest import MANIFEST_FILE, digest_files, verify_manifest, write_manifest
-from lowpeak.errors import CheckpointError, RankError
+from lowpeak.errors import AgreedMemoryError, CheckpointError, LocalMemoryError, MemoryExhaustedError, RankError
 from lowpeak.ranks import Ranks
 
 FILES = ("model.safetensors", "optimizer.pt", "shards/ranges.json", "reference/__0_0.distcp")
@@ -75,6 +76,33 @@ def test_an_error_of_one_rank_is_raised_on_all_ranks_also_from_nested_blocks(own
         assert type(other) is echoed
         assert other.rank == 1
         assert str(other).endswith(f": {text}")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_out_of_memory_on_one_rank_is_agreed_on_by_all_with_its_rank_and_reason(depth):
+    def work(ranks):
+        with ranks.propagate_errors() if depth == 2 else nullcontext():
+            ranks.call_on_all(lambda: exhaust_memory(ranks))
+
+    errors = on_ranks(work)
+    assert {type(error) for error in errors} == {AgreedMemoryError}
+    assert [(error.rank, error.reason) for error in errors] == [(1, "full"), (None, "full"), (1, "full")]
+
+
+def test_ranks_do_not_try_again_if_another_one_failed_for_another_reason_than_memory():
+    def work(ranks):
+        with ranks.propagate_errors():
+            exhaust_memory(ranks)
+            if ranks.rank == 2:
+                raise CheckpointError("gone")
+
+    errors = on_ranks(work)
+    assert [type(error) for error in errors] == [MemoryExhaustedError, LocalMemoryError, CheckpointError]
+
+
+def exhaust_memory(ranks):
+    if ranks.rank == 1:
+        raise LocalMemoryError("full, so choose smaller sizes", "full")
 
 
 @pytest.mark.parametrize("failing", [0, 2])
