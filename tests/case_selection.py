@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 
-def mark_extended(cases: Sequence[Any], core: Collection[Any]) -> list[Any]:
-    """Return cases for `parametrize`; all but those of `core` are marked `extended`."""
+def mark_extended(cases: Sequence[Any], core: Collection[Any], mark: str = "extended") -> list[Any]:
+    """Return cases for `parametrize`; all but those of `core` are marked `extended`, or as `mark` says."""
     assert all(case in cases for case in core)
-    return [case if case in core else _extended(case) for case in cases]
-
-
-def _extended(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.extended)
+    marks = getattr(pytest.mark, mark)
+    return [
+        case if case in core else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
+        for case in cases
+    ]
 
 
 def selected_cases(request: pytest.FixtureRequest, *names: str) -> list[Any]:

@@ -58,5 +58,6 @@ def test_the_drawing_is_of_the_imports_as_they_are():
     assert DRAWING.read_text(encoding="utf-8") == drawing(), "run python tests/architecture/packages_drawing.py"
 
 
+@pytest.mark.extended
 def test_the_listed_call_paths_are_those_of_a_run():
     assert listed(PAGE.read_text(encoding="utf-8")) == tables(), "run python tests/architecture/call_paths.py"

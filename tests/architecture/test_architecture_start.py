@@ -39,6 +39,7 @@ def test_the_public_names_are_the_sorted_table():
     assert dir(lowpeak) == sorted([*lowpeak.__all__, "__version__"])
 
 
+@pytest.mark.extended
 def test_the_public_names_are_found_in_a_zip_file(tmp_path):
     with zipfile.ZipFile(tmp_path / "code.zip", "w") as file:
         for path in PACKAGE.rglob("*.py*"):

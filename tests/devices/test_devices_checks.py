@@ -14,7 +14,6 @@ from device_checks import (
     refuse_and_count,
 )
 
-from case_selection import mark_extended
 from child_processes import succeed
 
 SECONDS = 240.0
@@ -31,16 +30,17 @@ MEASURED = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "check",
-    mark_extended([refuse_and_count, leave_on_host, leave_by_exception], [leave_by_exception]),
+    [refuse_and_count, leave_on_host, leave_by_exception],
     ids=lambda check: check.__name__,
 )
 def test_the_device_refuses_what_accelerators_refuse_and_a_rollout_that_raises_leaves_all_as_it_was(tmp_path, check):
     succeed(check, "", tmp_path, seconds=SECONDS)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_activations_go_to_the_host_when_memory_runs_out_and_nothing_can_be_smaller(tmp_path):
     succeed(offload_when_nothing_is_smaller, "", tmp_path, seconds=SECONDS)
 
@@ -68,7 +68,7 @@ def freed(step, phase):
     return step[0][f"peak_memory/{phase}"] - step[1][f"peak_memory/{phase}"]
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["during the rollout, a reference", "during the rollout, ppo"])
 def test_a_rollout_has_all_bytes_that_went_to_the_host_and_they_come_back(measured, name):
     reference, steps, down, up = without_and_with(measured, name)
@@ -79,7 +79,7 @@ def test_a_rollout_has_all_bytes_that_went_to_the_host_and_they_come_back(measur
     assert [freed(step, "train") for step in steps] == [0, 0]
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_a_frozen_model_on_the_host_takes_nothing_but_a_layer_in_its_pass(measured):
     reference, steps, down, up = without_and_with(measured, "frozen models, a reference")
     assert down == 0
@@ -90,7 +90,7 @@ def test_a_frozen_model_on_the_host_takes_nothing_but_a_layer_in_its_pass(measur
     assert 0.9 * reference < freed(first, "score") < reference
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["grpo", "sft"])
 def test_checkpointed_activations_go_to_the_host_and_come_back_once(measured, name):
     _, steps, down, up = without_and_with(measured, f"activations, {name}")
@@ -98,7 +98,7 @@ def test_checkpointed_activations_go_to_the_host_and_come_back_once(measured, na
     assert all(freed(step, "train") >= 0 for step in steps)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_all_activations_on_the_host_lower_the_peak_of_training(measured):
     _, steps, down, up = without_and_with(measured, "activations, all of them")
     assert 0 < down <= up

@@ -40,7 +40,7 @@ def runs(request, tmp_path_factory):
     return [json.loads((place / device / "found.json").read_text()) for device in ("cpu", "twin")]
 
 
-@pytest.mark.parametrize("name", mark_extended(list(CASES), CORE))
+@pytest.mark.parametrize("name", mark_extended(list(CASES), CORE, "release"))
 def test_a_run_comes_to_the_cpus_numbers_and_reads_once_a_phase(runs, name):
     expected, found = (dict(each[name]) for each in runs)
     assert "error" not in {**expected, **found}, (expected.get("error"), found.get("error"))

@@ -35,7 +35,7 @@ def run_under_torchrun(strategy: str, out: Path) -> tuple[dict[str, Any], str]:
     return json.loads((out / "result.json").read_text()), ended.stderr
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_a_zero3_run_that_runs_out_of_memory_goes_on_by_itself_with_smaller_sizes(tmp_path):
     found, told = run_under_torchrun("zero3", tmp_path)
     assert (found["restarts"], found["steps"], found["lowered"]) == (1, 6, ["micro_batch_tokens"])

@@ -100,7 +100,7 @@ def dry_run(place: Path, arguments: list[str]) -> None:
     assert main([*arguments, "--accelerate_config", "ddp", "--dry_run"]) == 0
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_a_dry_run_of_several_ranks_speaks_once(folder, tmp_path):
     ended = run_ranks(dry_run, tmp_path, words(folder, "out2", 2))
     assert [rank.code for rank in ended] == [0, 0], ended
@@ -119,6 +119,7 @@ def test_ranks_without_a_config_train_twice_as_one_process_does(folder, tmp_path
     assert (folder / "out7/model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
 
 
+@pytest.mark.extended
 def test_ranks_save_and_end_when_their_launcher_was_killed(folder):
     here, log, out = Host("127.0.0.1", "lo", None), folder / "orphans.log", folder / "out9"
     command = words(folder, "out9", 2, max_steps=100_000)
@@ -140,8 +141,8 @@ def test_ranks_save_and_end_when_their_launcher_was_killed(folder):
                 rank.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("num_hosts", [1, pytest.param(2, marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize("num_hosts", [1, 2])
 def test_a_command_that_runs_out_of_memory_goes_on_by_itself_with_smaller_sizes(folder, num_hosts):
     """Under ZeRO-3, before the first checkpoint and after it."""
     out, judge = folder / f"exhausted{num_hosts}", f"{folder / 'judge.py'}:exhaust"
@@ -203,7 +204,7 @@ def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder, alone)
     is_the_same_run(run, alone)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_a_preset_whose_tensors_are_cut_trains_as_one_process_does_and_leaves_its_group(folder, alone):
     """accelerate's launcher has FSDP in force; the ranks hand it to transformers, which cuts tensors and rows."""
     here, log = Host("127.0.0.1", "lo", None), folder / "tensor.log"
@@ -265,7 +266,7 @@ def gone(folder):
                 kill_all(process)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_hybrid_sharding_over_two_hosts_trains_as_one_process_does(folder, gone, alone):
     """FSDP2 with neither DeepSpeed nor vLLM in reach."""
     run = found(folder, "hsdp")
@@ -274,7 +275,7 @@ def test_hybrid_sharding_over_two_hosts_trains_as_one_process_does(folder, gone,
     is_the_same_run(run, alone)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_a_host_that_goes_away_ends_the_run_on_the_other(gone):
     assert gone.status != 0
     assert gone.seconds < 60

@@ -169,7 +169,9 @@ def runs(request, tmp_path_factory):
     return results_of
 
 
-@pytest.mark.parametrize("case", mark_extended(CASES, [case for case in CASES if str(case) in CORE]), ids=str)
+@pytest.mark.parametrize(
+    "case", mark_extended(CASES, [case for case in CASES if str(case) in CORE], "release"), ids=str
+)
 def test_a_phase_that_runs_out_of_memory_runs_again_to_the_bits_of_a_run_with_the_smaller_sizes(runs, case):
     found, same, large = runs(case)
     possible = {"kv_cache_bytes"} if case.phase is Phase.ROLLOUT else {"micro_batch_tokens", "logprob_chunk_size"}

@@ -82,6 +82,7 @@ def test_a_plan_has_every_phase_of_the_run_and_kinds_that_sum_to_its_peak(name, 
         assert plan.phases["rollout"].device[Kind.KV_CACHE] > 0
 
 
+@pytest.mark.extended
 def test_a_sharded_policy_is_gathered_for_a_rollout_within_its_budget(tmp_path):
     none, all_layers = (plan_of("fsdp2: base", tmp_path, gather_budget=budget) for budget in (0, 1 << 40))
     weights = plan_of("shape: base", tmp_path).phases["load"].peak

@@ -83,6 +83,7 @@ def test_a_frozen_reference_is_sharded_as_the_policy_is():
     assert loaded[Kind.FROZEN] == loaded[Kind.WEIGHTS] > 0
 
 
+@pytest.mark.extended
 def test_replicas_have_one_gradient_of_each_parameter_however_many_micro_batches_a_step_has():
     batches = micro_batches(8, 64, 4, 100)
     assert len(batches) > 1
@@ -123,6 +124,7 @@ def test_a_storage_format_takes_its_bytes(bits, low_bytes, world_size):
     assert found["host"] == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_an_offloaded_optimizer_leaves_the_weights_on_the_device(world_size):
     found, beside = (

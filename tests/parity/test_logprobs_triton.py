@@ -46,6 +46,7 @@ SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 REGISTERS = 65_536  # of a block, on all of them
 
 
+@pytest.mark.extended
 def test_the_kernels_fit_gpus_that_are_not_here_without_spilling_a_register(tmp_path):
     lines = [json.loads(line) for line in run("compiled_kernels.py", tmp_path).splitlines()]
     too_few, variants = lines.pop(), lines

@@ -127,6 +127,7 @@ def test_the_accelerate_config_places_the_model(preset, strategy, model, capsys)
     assert found["devices"] == 4
 
 
+@pytest.mark.extended
 def test_adapters_and_formats_change_the_plan(model, capsys):
     full = planned(capsys, model)["phases"]["optimizer"]["device"][Kind.GRADIENTS]
     bf16 = planned(capsys, model, {"--weight_bits": 32})["phases"]["optimizer"]["device"][Kind.GRADIENTS]
@@ -169,6 +170,7 @@ def test_a_server_has_a_job_of_its_own_that_other_hosts_reach(model, tmp_path, m
         assert "--host 0.0.0.0" in (out / "serve.sh").read_text()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("hosts", "per_host"),
     [({"--gpus": 2, "--gpus_per_host": 3}, 2), ({"--gpus": 12, "--num_machines": 3}, 4), ({"--gpus": 16}, 8)],
@@ -246,6 +248,7 @@ def test_a_plan_needs_a_model_and_the_memory_of_a_gpu(model):
         dispatch(["plan", "--model", model])
 
 
+@pytest.mark.extended
 def test_a_machine_is_checked_against_a_config(model, tmp_path, capsys):
     run = tmp_path / "run.yaml"
     settings = {

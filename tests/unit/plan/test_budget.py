@@ -51,21 +51,21 @@ def test_every_phase_stays_within_the_budget_and_the_plan_is_that_of_the_sizes(k
     }
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
 def test_a_larger_budget_has_larger_micro_batches(kind):
     tokens = [fitted(kind, mebibytes).sizes["micro_batch_tokens"] for mebibytes in (290, 400, 2_000)]
     assert tokens == sorted(set(tokens))
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_twice_the_tokens_would_exceed_the_budget():
     found = fitted("sft", 400)
     twice = {**found.sizes, "micro_batch_tokens": 2 * found.sizes["micro_batch_tokens"]}
     assert make_plan(request("sft", **twice)).peak > 400 * MIB
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_with_room_a_step_is_one_micro_batch_and_a_rollout_one_wave():
     found = fitted("grpo", 2_000)
     assert found.plan.num_batches == 1
@@ -73,7 +73,7 @@ def test_with_room_a_step_is_one_micro_batch_and_a_rollout_one_wave():
     assert found.plan.work.slots >= 64
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_buckets_of_weights_for_vllm_shrink_if_a_sync_would_exceed_the_budget():
     served = {"use_vllm": True, "vllm_mode": "server"}
     roomy, tight = (fit_sizes(request(**served), mebibytes * MIB) for mebibytes in (2_000, 270))
@@ -90,7 +90,8 @@ def test_bytes_beside_tensors_count():
     assert fit_sizes(request("sft"), 900 * MIB, beside=500 * MIB).sizes == fitted("sft", 400).sizes
 
 
-@pytest.mark.parametrize("strategy", mark_extended(["fsdp2", "zero3"], ["fsdp2"]))
+@pytest.mark.release
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_sharded_rollout_keeps_gathered_what_the_cache_leaves(strategy):
     large_cache = request("grpo", strategy, "cuda", kv_cache_bytes=1 << 28, per_device_train_batch_size=512)
     found = fit_sizes(large_cache, 4 * GIB)
@@ -102,13 +103,14 @@ def test_a_sharded_rollout_keeps_gathered_what_the_cache_leaves(strategy):
     assert 0 < less.sizes["gather_budget"] < found.sizes["gather_budget"]
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_explicit_sizes_stay_and_the_others_follow():
     found = fit_sizes(request(micro_batch_tokens=256, kv_cache_bytes=1 << 21), 400 * MIB)
     assert set(found.sizes) == {"logprob_chunk_size"}
     assert found.plan.tokens <= 256
 
 
+@pytest.mark.extended
 def test_an_explicit_size_that_exceeds_the_budget_is_named_as_what_to_lower():
     found = fit_sizes(request("sft", micro_batch_tokens=8192), 350 * MIB)
     assert "lower micro_batch_tokens (now 8192)" in found.problem
@@ -116,12 +118,13 @@ def test_an_explicit_size_that_exceeds_the_budget_is_named_as_what_to_lower():
     assert "memory_budget is 350 MiB" in found.problem
 
 
+@pytest.mark.release
 def test_a_cache_that_exceeds_the_budget_is_named_as_what_to_lower():
     wide = request(kv_cache_bytes=1 << 31, per_device_train_batch_size=4096, gradient_accumulation_steps=1)
     assert "lower kv_cache_bytes (now 2147483648)" in fit_sizes(wide, 400 * MIB).problem
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_what_cannot_fit_names_phase_bytes_budget_and_the_smallest_change_that_does():
     found = fit_sizes(request("sft"), 200 * MIB)
     assert "phase backward takes 2" in found.problem
@@ -129,7 +132,7 @@ def test_what_cannot_fit_names_phase_bytes_budget_and_the_smallest_change_that_d
     assert "the smallest change is weight_bits" in found.problem
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_what_no_change_makes_fit_says_so():
     assert "raise memory_budget" in fit_sizes(request("sft"), 20 * MIB).problem
 

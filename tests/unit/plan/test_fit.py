@@ -35,6 +35,7 @@ def fit(memory: float, devices: int = 1) -> Fit:
     return Search(request(memory, devices)).run()
 
 
+@pytest.mark.extended
 def test_with_room_the_runs_format_stays_and_nothing_is_recomputed():
     found = fit(80)
     assert found.candidate.storage is None
@@ -62,7 +63,7 @@ def test_tensor_parallelism_keeps_the_sequences_of_a_step():
         assert applied.args.per_device_train_batch_size * applied.world_size == 8 * 4
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_what_is_given_stays():
     asked = request(80, micro_batch_tokens=512, gradient_checkpointing=True)
     found = Search(asked).run()
@@ -71,7 +72,7 @@ def test_what_is_given_stays():
     assert not {"micro_batch_tokens", "gradient_checkpointing"} & set(found.arguments)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_the_plan_of_the_choice_is_that_of_its_arguments():
     found = fit(3)
     again = make_plan(found.plan.request)
@@ -80,7 +81,7 @@ def test_the_plan_of_the_choice_is_that_of_its_arguments():
     }
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.processes
 def test_a_run_that_cannot_fit_is_told_the_smallest_change():
     found = Search(request(1.0)).run()
@@ -89,7 +90,7 @@ def test_a_run_that_cannot_fit_is_told_the_smallest_change():
     assert found.rejected
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_calibration_multiplies_the_seconds_of_its_phases():
     plan = fit(80).plan
     doubled = plan.calibrated({"train": 2.0})
@@ -101,7 +102,7 @@ FEW_CANDIDATES = {"weight_bits": 32, "micro_batch_tokens": 512, "gradient_checkp
 COLOCATED = {**FEW_CANDIDATES, "use_vllm": True, "vllm_mode": "colocate"}
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_the_sizes_of_a_rollout_are_chosen_for_the_run():
     found = fit(80, 2)
     sizes = found.plan.sizes
@@ -113,7 +114,7 @@ def test_the_sizes_of_a_rollout_are_chosen_for_the_run():
     )  # there is room for all of it
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_a_rollout_beyond_the_device_keeps_less_gathered_and_then_has_a_smaller_cache_of_at_least_a_sequence():
     plan = fit(80, 2).plan
     search = Search(replace(request(80, 2), machine=Machine(2, plan.peak - (3 << 20))))
@@ -131,7 +132,7 @@ def test_a_given_cache_that_holds_no_sequence_is_refused_as_by_the_run():
         make_plan(request(80, kv_cache_bytes=4096))
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.processes
 def test_with_less_memory_a_rollout_moves_optimizer_states_away_or_has_a_smaller_cache():
     many = {**FEW_CANDIDATES, "max_completion_length": 1024, "per_device_train_batch_size": 64}
@@ -142,7 +143,7 @@ def test_with_less_memory_a_rollout_moves_optimizer_states_away_or_has_a_smaller
     assert staying.plan.seconds["rollout"] > moving.plan.seconds["rollout"]
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.parametrize(("memory", "sleeps", "offloads"), [(16, False, False), (4.6, True, False), (4.4, True, True)])
 def test_vllm_gets_the_share_that_training_leaves_and_sleeps_if_that_is_too_little(memory, sleeps, offloads):
     found = Search(request(memory, **COLOCATED)).run()
@@ -153,7 +154,7 @@ def test_vllm_gets_the_share_that_training_leaves_and_sleeps_if_that_is_too_litt
     assert found.plan.fits
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.processes
 def test_vllm_spans_devices_if_that_is_faster_unless_its_share_and_size_are_given():
     found = Search(request(80, 2, **COLOCATED)).run()
@@ -164,7 +165,7 @@ def test_vllm_spans_devices_if_that_is_faster_unless_its_share_and_size_are_give
     assert kept.plan.phases["rollout"].device[Kind.ENGINE] == int(0.4 * 80 * GIB)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_the_reference_leaves_the_device_if_it_has_no_room():
     found = Search(request(2.0, beta=0.1, **FEW_CANDIDATES)).run()
     assert found.arguments["offload_frozen_models"] is True
@@ -173,7 +174,7 @@ def test_the_reference_leaves_the_device_if_it_has_no_room():
     assert frozen["backward"] == 0
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.processes
 def test_activations_leave_the_device_if_nothing_else_helps():
     found = Search(request(2.05, max_completion_length=2048, **FEW_CANDIDATES)).run()
@@ -181,7 +182,7 @@ def test_activations_leave_the_device_if_nothing_else_helps():
     assert found.plan.phases["backward"].host[Kind.ACTIVATIONS] > 0
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_too_little_host_memory_is_the_reason_that_is_named():
     asked = request(80, **FEW_CANDIDATES)
     found = Search(replace(asked, machine=replace(asked.machine, host_memory=1 << 20))).run()
@@ -203,7 +204,7 @@ def test_estimates_agree_with_plans_under_every_strategy_with_and_without_checkp
         assert estimate.seconds == pytest.approx(sum(plan.seconds.values()), rel=0.1), candidate
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_a_budget_is_no_smaller_device_for_vllm():
     asked = request(80, **COLOCATED)
     found = Search(replace(asked, machine=replace(asked.machine, memory=16 * GIB, device_memory=80 * GIB))).run()
@@ -228,7 +229,7 @@ def test_settings_that_the_run_would_refuse_are_no_candidates(given, left_out):
     assert not any(left_out in (candidate.strategy, *candidate.arguments) for candidate in candidates)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_tensor_parallelism_is_for_models_whose_layers_it_can_split():
     experts = Qwen3MoeConfig(
         vocab_size=1_024, hidden_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8, num_experts=4,
@@ -248,7 +249,7 @@ def test_a_given_placement_stays():
         Search(replace(asked, strategy="fsdp2-offload"), keeps_strategy=True)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_supervised_runs_have_a_fit_on_several_devices(kind):
     config = {"sft": SFTConfig, "reward": RewardConfig}[kind]

@@ -118,6 +118,7 @@ def test_tensor_parallel_devices_have_parts_of_every_layer():
     assert parts.counts.total == pytest.approx(whole.counts.total / 4, rel=0.1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_offloaded_activations_are_in_host_memory_between_forward_and_backward(checkpointing):
     beside, away = (
@@ -142,6 +143,7 @@ def test_frozen_models_in_host_memory_pass_through_the_device_layer_by_layer():
     assert away.phases["backward"].device[Kind.FROZEN] == 0
 
 
+@pytest.mark.extended
 def test_a_format_and_an_offload_move_bytes_to_where_they_belong():
     fp32, bf16 = plan("grpo"), plan("grpo", weight_bits=32)
     assert tensors(bf16, "optimizer") < 0.6 * tensors(fp32, "optimizer")
@@ -154,6 +156,7 @@ def test_a_format_and_an_offload_move_bytes_to_where_they_belong():
     assert away.to_host > 0 < away.to_device
 
 
+@pytest.mark.extended
 def test_an_adapter_trains_few_bytes_on_a_frozen_base():
     peft = pytest.importorskip("peft")
     full = request(beta=0.1)
@@ -228,6 +231,7 @@ def test_a_plan_in_json_has_the_numbers_of_the_plan():
     assert sum(data["phases"]["backward"]["device"].values()) == data["phases"]["backward"]["peak"]
 
 
+@pytest.mark.extended
 def test_more_memory_is_planned_for_larger_micro_batches():
     small, large = plan("sft", micro_batch_tokens=512), plan("sft", micro_batch_tokens=4_096, max_length=1_024)
     assert large.phases["backward"].peak > small.phases["backward"].peak

@@ -141,6 +141,7 @@ def test_long_texts_make_the_sample_smaller(tmp_path):
     assert "3 of 8 completions, evenly sampled" in run["sampled"]
 
 
+@pytest.mark.extended
 def test_token_values_of_long_completions_are_of_fewer(tmp_path):
     folder = online_run(tmp_path / "run")
     journal = Journal(folder / "journal")

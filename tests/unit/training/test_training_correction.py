@@ -45,6 +45,7 @@ def trained(folder, correction, kind="GRPO", drift=0.0, **changes):
     return run, before
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("steps", [{}, {"num_iterations": 2}], ids=["on-policy", "reused"])
 @pytest.mark.parametrize(
     ("kind", "mode"), [*(("GRPO", mode) for mode in MODES), ("RLOO", "sequence_truncate"), ("RLOO", "sequence_mask")]

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from case_selection import mark_extended
 from lowpeak import GRPOConfig, GRPOTrainer
 from lowpeak.arguments.base import MemorySettings, parse_budget
 from lowpeak.arguments.online import resolve_online
@@ -82,7 +83,7 @@ def budgeted(kind: str, folder: Path, mebibytes: int, **changes: Any) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+@pytest.mark.parametrize("kind", mark_extended(["GRPO", "SFT"], ["SFT"]))
 def test_sizes_follow_from_the_plan_and_grow_with_the_budget(kind, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lowpeak"):
         small, large = (budgeted(kind, tmp_path / str(more), more) for more in (100, 600))
@@ -107,6 +108,7 @@ def test_a_run_that_cannot_fit_stops_before_it_trains(tmp_path):
     assert not (tmp_path / "journal").exists()
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_an_explicit_size_is_what_to_lower(tmp_path):
     with pytest.raises(ArgumentError, match=r"micro_batch_tokens \(now 16384\)"):
@@ -117,6 +119,7 @@ class Unknown(GRPOConfig):
     """A config that the planning process cannot read, since it does not find this file."""
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_without_a_plan_one_warning_says_so_and_sizes_are_shares_of_what_the_budget_leaves(tmp_path, caplog):
     def shares(budget: int) -> int:

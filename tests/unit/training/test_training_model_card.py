@@ -40,6 +40,7 @@ def card(hub, name):
     return ModelCard(hub.files[f"someone/{name}"]["README.md"].decode())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_hub_gets_a_model_with_its_tokenizer_and_its_card(hub, kind):
     names = hub.files[f"someone/{kind}"].keys()

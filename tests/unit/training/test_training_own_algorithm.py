@@ -143,6 +143,7 @@ def measured(metrics):
 FULL = {"needs_full_sequence": True}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

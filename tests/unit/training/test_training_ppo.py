@@ -67,6 +67,7 @@ def test_a_saved_model_is_the_policy_alone_and_its_separate_critic_beside_it(tmp
         assert same(dict(read.named_parameters()), trained)
 
 
+@pytest.mark.extended
 def test_a_policy_that_ppo_trained_starts_other_runs_without_the_old_critic(tmp_path, with_critic):
     first, _, changes = with_critic
     run = trained("GRPO", tmp_path, copy.deepcopy(first.model), reward_funcs=digits, max_steps=1)

@@ -152,6 +152,7 @@ def test_other_fields_reach_the_rewards_also_where_a_checkpoint_cannot_hold_them
     assert run.state.global_step == 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("output", "names"),
     [
@@ -196,6 +197,7 @@ def usual_gradients(tmp_path_factory):
     return train(tmp_path_factory.mktemp("usual"), lambda prompts, trainer: answer())[1]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "fields",
     [

@@ -69,6 +69,7 @@ def fake_model():
     return model.train()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
 @pytest.mark.parametrize(
     "algorithm",
