@@ -53,9 +53,10 @@ class Fickle(ScriptedVllm):
             self.dies_after, self.is_away = 3, True
         return super().complete(requests, timeout)
 
-    def wait(self, seconds: float) -> None:
+    def info(self, wait_seconds: float | None = None) -> Any:
         if self.is_away:
             self.waiting.wait(50.0)
+        return super().info(wait_seconds)
 
 
 def build_over(vllm: Fickle, case: Case, place: Path) -> Any:
