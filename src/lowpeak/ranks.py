@@ -197,7 +197,9 @@ class Ranks:
         if self._on_agreed is not None:
             self._on_agreed()
         error = _most_original(failed, own_error)
-        if isinstance(error, MemoryExhaustedError) and all(_is_memory_error(failure) for _, failure in failed):
+        # In lockstep the peers of a rank that ran out of memory raise EngineError, with its rank.
+        causes = [failure for _, failure in failed if failure.rank is None]
+        if isinstance(error, MemoryExhaustedError) and all(map(_is_memory_error, causes)):
             agreed = AgreedMemoryError(str(error), error.reason)
             agreed.rank = error.rank
             raise agreed from own_error

@@ -15,7 +15,14 @@ import pytest
 from file_damage import DAMAGES, harm
 from lowpeak.checkpoint.atomic import stage_checkpoint
 from lowpeak.checkpoint.manifest import MANIFEST_FILE, digest_files, verify_manifest, write_manifest
-from lowpeak.errors import AgreedMemoryError, CheckpointError, LocalMemoryError, MemoryExhaustedError, RankError
+from lowpeak.errors import (
+    AgreedMemoryError,
+    CheckpointError,
+    EngineError,
+    LocalMemoryError,
+    MemoryExhaustedError,
+    RankError,
+)
 from lowpeak.ranks import Ranks
 
 FILES = ("model.safetensors", "optimizer.pt", "shards/ranges.json", "reference/__0_0.distcp")
@@ -87,6 +94,19 @@ def test_out_of_memory_on_one_rank_is_agreed_on_by_all_with_its_rank_and_reason(
     errors = on_ranks(work)
     assert {type(error) for error in errors} == {AgreedMemoryError}
     assert [(error.rank, error.reason) for error in errors] == [(1, "full"), (None, "full"), (1, "full")]
+
+
+def test_a_rank_that_repeats_an_out_of_memory_error_of_its_peer_agrees_too():
+    def work(ranks):
+        with ranks.propagate_errors():
+            exhaust_memory(ranks)
+            if ranks.rank == 2:
+                error = EngineError("rank 1 failed")
+                error.rank = 1
+                raise error
+
+    errors = on_ranks(work)
+    assert [(type(error), error.rank) for error in errors] == [(AgreedMemoryError, rank) for rank in (1, None, 1)]
 
 
 def test_ranks_do_not_try_again_if_another_one_failed_for_another_reason_than_memory():
