@@ -59,13 +59,13 @@ def main() -> None:
 def parse(arguments: Sequence[str]) -> tuple[Plan, Path | None]:
     """What to run, and the file that the result is also written to."""
     parser = argparse.ArgumentParser(description="Compare lowpeak's learning curve with TRL's.")
-    parser.add_argument("--quick", action="store_true", help="one seed, two steps: whether it runs at all")
+    parser.add_argument("--quick", action="store_true", help="one seed, ten steps: whether it runs at all")
     parser.add_argument("--algorithm", choices=["grpo", "rloo"], default="grpo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--save", type=Path, help="write the result into this file as well (for plot_curve)")
     found = parser.parse_args(arguments)
     if found.quick:
-        return Plan(found.algorithm, (found.seeds[0],), steps=2, every=2, held_out=32, quick=True), found.save
+        return Plan(found.algorithm, (found.seeds[0],), steps=10, every=10, held_out=32, quick=True), found.save
     return Plan(found.algorithm, tuple(found.seeds)), found.save
 
 

@@ -34,7 +34,7 @@ Result = Mapping[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="eight configurations")
+    parser.add_argument("--quick", action="store_true", help="five configurations")
     parser.add_argument("--resident", action="store_true", help="resident memory, of a few configurations")
     parser.add_argument("--only", nargs="+", default=[], help="configurations by their names or groups")
     parser.add_argument("--replan", action="store_true", help="plan again what was measured before")

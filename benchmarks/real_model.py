@@ -54,7 +54,7 @@ def main() -> None:
                     if name in runs and len(runs[name]["rewards"]) == options.steps:
                         continue
                     request = {"library": side, "kind": kind, "seed": seed, "steps": options.steps}
-                    request |= {"model": model, "folder": folder}
+                    request |= {"model": model, "folder": folder, "held_out": 8 if options.quick else 64}
                     runs[name] = run_apart("benchmarks.harness.real_side", request, limit_s=4 * 3600)
                     print(f"{name}: {summary(runs[name])}", file=sys.stderr, flush=True)
                     if options.save:

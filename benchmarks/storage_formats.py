@@ -41,10 +41,10 @@ def main() -> None:
     parser.add_argument("--held_out", type=int, default=1024)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--save", type=Path, help="write the result into this file as well")
-    parser.add_argument("--quick", action="store_true", help="GRPO, one rate and seed, two formats, a few steps")
+    parser.add_argument("--quick", action="store_true", help="GRPO, one rate and seed, two formats, ten steps")
     plan = parser.parse_args()
     if plan.quick:
-        plan.algorithms, plan.rates, plan.seeds, plan.steps, plan.held_out = ["grpo"], [5e-4], [0], 2, 32
+        plan.algorithms, plan.rates, plan.seeds, plan.steps, plan.held_out = ["grpo"], [5e-4], [0], 10, 32
     sides, names = available_sides(plan.quick), QUICK if plan.quick else tuple(FORMATS)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(plan.jobs) as pool:
         starts = {seed: Path(folder) / f"start-{seed}" for seed in plan.seeds}

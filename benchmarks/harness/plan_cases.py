@@ -137,12 +137,9 @@ def _cases() -> Iterator[Case]:
 CASES: tuple[Case, ...] = tuple(_cases())
 QUICK: tuple[str, ...] = (
     "shape: base, beta",
-    "step: padded",
-    "step: bf16",
     "format: 16 bits",
     "PPO, model",
     "LoRA, beta",
-    "ddp: base",
     "fsdp2: base",
 )
 RESIDENT: tuple[str, ...] = (

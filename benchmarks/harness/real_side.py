@@ -35,6 +35,7 @@ class RealRequest:
     steps: int
     model: str
     folder: str
+    held_out: int  # questions
 
 
 class Clock(TrainerCallback):
@@ -61,7 +62,7 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(request.model)
     model = AutoModelForCausalLM.from_pretrained(request.model, dtype=torch.float32)
     events = [(time.monotonic(), "before")]
-    before = held_out_accuracy(model, tokenizer, sums)
+    before = held_out_accuracy(model, tokenizer, sums, request.held_out)
     more: dict[str, Any] = {}
     if request.kind == "lora":
         from peft import LoraConfig
@@ -101,7 +102,7 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     events.append((time.monotonic(), "after"))
     logs = [log for log in trainer.state.log_history if "reward" in log and "completions/mean_length" in log]
     return {
-        "accuracy": [before, held_out_accuracy(trainer.model, tokenizer, sums)],
+        "accuracy": [before, held_out_accuracy(trainer.model, tokenizer, sums, request.held_out)],
         "rewards": [round(log["reward"], 4) for log in logs][: request.steps],
         "lengths": [round(log["completions/mean_length"], 2) for log in logs][: request.steps],
         "cpu_seconds": clock.cpu_seconds,
@@ -110,9 +111,9 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     }
 
 
-def held_out_accuracy(model: Any, tokenizer: Any, sums: Any) -> float:
+def held_out_accuracy(model: Any, tokenizer: Any, sums: Any, count: int) -> float:
     """The share of held-out questions that are answered rightly, decoded greedily."""
-    rows = sums.make_held_out()
+    rows = sums.make_held_out().take(count)
     texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in rows["prompt"]]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     was_training = model.training
