@@ -74,15 +74,16 @@ def lose_for_good(place: Path) -> None:
 def stop_while_one_waits(place: Path) -> None:
     """Rank 1's vLLM dies in the second of three rollouts and is waited for where no server is; rank 1 alone is asked to stop."""
     trainer, vllm = run_with(place, "run", [], 6 if rank() == 1 else None)
-    interrupts, began = trainer.run.interrupts, []
+    interrupts, info, began = trainer.run.interrupts, vllm.info, []
 
-    def wait(seconds: float) -> None:
+    def wait(wait_seconds: float | None = None) -> Any:
         if vllm.incarnation:
             began.append(time.monotonic())
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
             ServerVllm("http://127.0.0.1:9", None, lambda: interrupts.stopping).wait(40.0)
+        return info()
 
-    vllm.wait = wait
+    vllm.info = wait
     text = error_of(trainer.train)
     note(place, error=text, seconds=time.monotonic() - began[0] if began else None)
 

@@ -48,15 +48,15 @@ def test_passes_beside_a_vllm_run_again_to_the_bits_of_smaller_sizes(tmp_path, l
 
 def test_a_vllm_that_runs_out_of_memory_is_built_again_with_a_smaller_cache(tmp_path, large):
     trainer = grpo_trainer(grpo_arguments(tmp_path, vllm_mode="colocate", max_steps=2, **SIZES))
-    generate, failures = trainer.collector.engine.generate, []
+    submit, failures = trainer.collector.engine.submit, []
 
     def failing_once(*args: Any, **kwargs: Any) -> Any:
         if not failures:
             failures.append(torch.OutOfMemoryError("vLLM's activations do not fit"))
             raise failures[0]
-        return generate(*args, **kwargs)
+        return submit(*args, **kwargs)
 
-    trainer.collector.engine.generate = failing_once
+    trainer.collector.engine.submit = failing_once
     trainer.train()
     assert trainer.run.sizes.lowered == {"kv_cache_bytes"}
     weights = weights_of(trainer)

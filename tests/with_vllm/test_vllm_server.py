@@ -216,9 +216,8 @@ def test_what_vllm_refuses_is_an_error_in_its_words_and_it_goes_on(vllm, asked, 
 
 
 def test_a_pause_gives_requests_up_and_afterwards_it_answers_again(vllm):
-    with losing_a_wave(vllm) as lost:
-        vllm.pause()
-    vllm.resume()
+    with losing_a_wave(vllm) as lost, vllm.paused():
+        pass
     assert isinstance(lost[0], LostEngineError)
     assert vllm.url in str(lost[0])
     assert vllm.complete([request(2)], 60)
