@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct on sums beside TRL: `python -m benchmarks.real_model [--quick] [--kinds fp32 uncheckpointed bf16 lora]`.
+"""SmolLM2-135M-Instruct next to TRL: `python -m benchmarks.real_model [--quick] [--task sums] [--kinds fp32 bf16 lora]`.
 
 For each kind and seed both libraries train the same weights on the same prompts with the same settings, each in a fresh process
 with one thread. A run reaches a reward at the first step at which the mean reward of the last five steps is at least
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.process import run_apart
-from benchmarks.harness.real_side import GENERATIONS
+from benchmarks.harness.real_side import GENERATIONS, REWARDS
 from benchmarks.harness.report import OURS, PEER, SIDES, mean, print_result, ratio, require, require_peer, versions
 from benchmarks.harness.task import load_example
 
@@ -29,11 +29,12 @@ def main() -> None:
     """Run both sides and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one step of fp32, lowpeak alone: whether it runs at all")
+    parser.add_argument("--task", choices=list(REWARDS), default="sums")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--save", type=Path, help="results so far, to go on from")
+    parser.add_argument("--save", type=Path, help="results of this task so far, to go on from")
     parser.add_argument("--picture", type=Path, help="a picture of rewards over CPU minutes")
     options = parser.parse_args()
     if options.picture:
@@ -54,7 +55,12 @@ def main() -> None:
                     if name in runs and len(runs[name]["rewards"]) == options.steps:
                         continue
                     request = {"library": side, "kind": kind, "seed": seed, "steps": options.steps}
-                    request |= {"model": model, "folder": folder, "held_out": 8 if options.quick else 64}
+                    request |= {
+                        "model": model,
+                        "folder": folder,
+                        "held_out": 8 if options.quick else 64,
+                        "task": options.task,
+                    }
                     runs[name] = run_apart("benchmarks.harness.real_side", request, limit_s=4 * 3600)
                     print(f"{name}: {summary(runs[name])}", file=sys.stderr, flush=True)
                     if options.save:

@@ -1,4 +1,4 @@
-"""One side of benchmarks.real_model: trains SmolLM2 on sums with lowpeak or TRL and notes time and reward of each step.
+"""One side of benchmarks.real_model: trains SmolLM2 with lowpeak or TRL and notes time and reward of each step.
 
 Run apart: `python -m benchmarks.harness.real_side REQUEST`.
 """
@@ -20,6 +20,7 @@ from benchmarks.harness.report import print_result
 from benchmarks.harness.task import load_example
 
 GENERATIONS = 8
+REWARDS = {"sums": "last_number_is_right", "sentences": "number_of_sentences_is_right"}  # by task, in its example
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class RealRequest:
     model: str
     folder: str
     held_out: int  # questions
+    task: str = "sums"
 
 
 class Clock(TrainerCallback):
@@ -58,11 +60,12 @@ class Clock(TrainerCallback):
 
 def run_side(request: RealRequest) -> dict[str, Any]:
     """Train, and measure the held-out accuracy before and after with transformers' generate()."""
-    sums, package = load_example("sums"), importlib.import_module(request.library)
+    task, package = load_example(request.task), importlib.import_module(request.library)
+    reward = getattr(task, REWARDS[request.task])
     tokenizer = AutoTokenizer.from_pretrained(request.model)
     model = AutoModelForCausalLM.from_pretrained(request.model, dtype=torch.float32)
     events = [(time.monotonic(), "before")]
-    before = held_out_accuracy(model, tokenizer, sums, request.held_out)
+    before = held_out_accuracy(model, tokenizer, task, reward, request.held_out)
     more: dict[str, Any] = {}
     if request.kind == "lora":
         from peft import LoraConfig
@@ -72,10 +75,10 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     args = package.GRPOConfig(
         output_dir=str(Path(request.folder, f"{request.library}-{request.kind}-{request.seed}")),
         max_steps=request.steps,
-        per_device_train_batch_size=sums.PROMPTS * GENERATIONS,
+        per_device_train_batch_size=task.PROMPTS * GENERATIONS,
         num_generations=GENERATIONS,
-        max_completion_length=sums.MAX_COMPLETION_LENGTH,
-        learning_rate=2e-4 if request.kind == "lora" else sums.LEARNING_RATE,
+        max_completion_length=task.MAX_COMPLETION_LENGTH,
+        learning_rate=2e-4 if request.kind == "lora" else task.LEARNING_RATE,
         lr_scheduler_type="constant",
         beta=0.0,
         bf16=request.kind == "bf16",
@@ -90,9 +93,9 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     )
     trainer = package.GRPOTrainer(
         model=model,
-        reward_funcs=sums.last_number_is_right,
+        reward_funcs=reward,
         args=args,
-        train_dataset=sums.make_prompts(request.seed),
+        train_dataset=task.make_prompts(request.seed),
         processing_class=tokenizer,
         callbacks=[clock],
         **more,
@@ -102,7 +105,7 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     events.append((time.monotonic(), "after"))
     logs = [log for log in trainer.state.log_history if "reward" in log and "completions/mean_length" in log]
     return {
-        "accuracy": [before, held_out_accuracy(trainer.model, tokenizer, sums, request.held_out)],
+        "accuracy": [before, held_out_accuracy(trainer.model, tokenizer, task, reward, request.held_out)],
         "rewards": [round(log["reward"], 4) for log in logs][: request.steps],
         "lengths": [round(log["completions/mean_length"], 2) for log in logs][: request.steps],
         "cpu_seconds": clock.cpu_seconds,
@@ -111,19 +114,19 @@ def run_side(request: RealRequest) -> dict[str, Any]:
     }
 
 
-def held_out_accuracy(model: Any, tokenizer: Any, sums: Any, count: int) -> float:
+def held_out_accuracy(model: Any, tokenizer: Any, task: Any, reward: Any, count: int) -> float:
     """The share of held-out questions that are answered rightly, decoded greedily."""
-    rows = sums.make_held_out().take(count)
+    rows = task.make_held_out().take(count)
     texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in rows["prompt"]]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     was_training = model.training
     with torch.no_grad():
         made = model.eval().generate(
-            **inputs, max_new_tokens=sums.MAX_COMPLETION_LENGTH, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            **inputs, max_new_tokens=task.MAX_COMPLETION_LENGTH, do_sample=False, pad_token_id=tokenizer.pad_token_id
         )
     model.train(was_training)
     answers = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    rewards = sums.last_number_is_right([[{"content": text}] for text in answers], rows["answer"])
+    rewards = reward([[{"content": text}] for text in answers], rows["answer"])
     return sum(rewards) / len(rewards)
 
 

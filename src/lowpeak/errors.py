@@ -49,7 +49,7 @@ class LowpeakError(Exception):
 
 
 class ArgumentError(LowpeakError, ValueError):
-    """An argument is unknown, out of range, contradicts another, or has no effect in the resolved run."""
+    """An argument is unknown, out of range, contradicts another, or has no effect in the run."""
 
 
 class DataError(LowpeakError, ValueError):

@@ -244,7 +244,7 @@ def _leave() -> None:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether a process group raised this because another rank did not answer, judged by the message."""
+    """Return whether a process group raised this because another rank did not answer, by its message."""
     text = str(error).lower()
     return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _LOST_CONNECTION)
 

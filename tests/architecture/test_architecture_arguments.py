@@ -25,7 +25,7 @@ from lowpeak.arguments.online import OnlineArguments, resolve_online
 from lowpeak.arguments.online_dpo import resolve_online_dpo
 from lowpeak.arguments.ppo import resolve_critic, resolve_ppo
 from lowpeak.arguments.rloo import resolve_rloo
-from lowpeak.arguments.validation import idle_arguments, report_idle_arguments, reset_idle_arguments
+from lowpeak.arguments.validation import EffectReport, idle_arguments, reset_idle_arguments
 from lowpeak.errors import ArgumentError
 from lowpeak.trainers.constructor import base_arguments
 
@@ -143,7 +143,9 @@ def outcome(config, folder, said):
             facts, acted = run_facts(args), check_and_reset_arguments(args)
             settings = OFFLINE[config](acted)
         facts = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
-        report_idle_arguments(args, facts)
+        effects = EffectReport(args)
+        effects.add_declared(facts)
+        effects.report()
     except ArgumentError as error:
         return str(error)
     inner = base_arguments(acted)

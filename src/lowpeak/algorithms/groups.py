@@ -32,7 +32,7 @@ def loss_mask(completion: Completion, mask_truncated: bool) -> Tensor:
 
 
 def with_loss_masks(records: Sequence[Record], mask_truncated: bool) -> tuple[Record, ...]:
-    """Return the records with the masks that losses use, without the extra fields that only rewards read."""
+    """Return the records with the losses' masks, without the extra fields that only rewards read."""
     completions = [
         replace(record.completion, loss_mask=loss_mask(record.completion, mask_truncated), extra={})
         for record in records

@@ -1,4 +1,4 @@
-"""Checks of what an algorithm's functions return, for algorithms that users write.
+"""Checks of the results of a user's algorithm.
 
 Only types, shapes and Python numbers are read on a device, so no check waits for one. Advantages are on the host.
 """

@@ -1,7 +1,6 @@
 from lowpeak.arguments.base import CommonArguments as CommonArguments
 from lowpeak.arguments.base import MemorySettings as MemorySettings
 from lowpeak.arguments.base import ModelSettings as ModelSettings
-from lowpeak.arguments.base import RunSettings as RunSettings
 from lowpeak.arguments.base import check_and_reset_arguments as check_and_reset_arguments
 from lowpeak.arguments.base import run_facts as run_facts
 from lowpeak.arguments.declare import MAPPING as MAPPING
@@ -84,14 +83,13 @@ from lowpeak.arguments.text import parse_bytes as parse_bytes
 from lowpeak.arguments.text import read_object as read_object
 from lowpeak.arguments.text import show as show
 from lowpeak.arguments.text import show_bytes as show_bytes
+from lowpeak.arguments.validation import EffectReport as EffectReport
 from lowpeak.arguments.validation import check_finite as check_finite
 from lowpeak.arguments.validation import check_range as check_range
 from lowpeak.arguments.validation import check_type as check_type
 from lowpeak.arguments.validation import check_types as check_types
 from lowpeak.arguments.validation import check_values as check_values
-from lowpeak.arguments.validation import report_idle_arguments as report_idle_arguments
 from lowpeak.arguments.validation import reset_idle_arguments as reset_idle_arguments
-from lowpeak.arguments.validation import warn_or_raise as warn_or_raise
 from lowpeak.arguments.vllm import NO_KV_CACHE_BYTES as NO_KV_CACHE_BYTES
 from lowpeak.arguments.vllm import SERVER_TOKEN as SERVER_TOKEN
 from lowpeak.arguments.vllm import ColocateSettings as ColocateSettings

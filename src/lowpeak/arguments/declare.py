@@ -74,7 +74,7 @@ def never(reason: str, raises: bool = False) -> EffectCondition:
 
 
 def if_on(switch: str) -> EffectCondition:
-    """Return the condition of an argument that has an effect only if the argument `switch` is True."""
+    """Return the condition of an argument that acts only if the argument `switch` is True."""
     off = f"{switch} is off; set {switch}=True or remove it"
     return EffectCondition(lambda args, facts: getattr(args, switch), off, switch=switch)
 
@@ -170,7 +170,7 @@ def default_value(args: Any, name: str) -> Any:
 
 def shown_name(args: Any, name: str) -> str:
     """Return the name that the user set an argument by: its name, or an alias."""
-    return str(getattr(args, "said_as", {}).get(name, name))
+    return str(getattr(args, "alias_of", {}).get(name, name))
 
 
 def require(condition: bool, message: str) -> None:

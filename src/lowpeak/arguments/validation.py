@@ -150,20 +150,46 @@ def reset_idle_arguments(args: Any, facts: RunFacts) -> Any:
     return changed
 
 
-def report_idle_arguments(args: Any, facts: RunFacts) -> None:
-    """Log one warning on rank 0 that names all arguments without effect; ArgumentError with `strict_arguments`."""
-    idle = idle_arguments(args, facts)
-    if not idle:
-        return
-    count = "1 argument has" if len(idle) == 1 else f"{len(idle)} arguments have"
-    reasons = "; ".join(f"{shown} ({because})" for shown, because in idle.items())
-    warn_or_raise(args, f"{count} no effect in this run: {reasons}")
+class EffectReport:
+    """The arguments without effect, with reasons: collected while a run is built, then reported together.
 
+        effects = EffectReport(args)
+        effects.add_declared(facts)                                      # what the arguments' declarations say
+        effects.add("state_bits=8", "no trained matrix is large enough")
+        effects.report()
 
-def warn_or_raise(args: Any, message: str) -> None:
-    """Log a warning of arguments without effect on rank 0; raise it as ArgumentError with `strict_arguments`."""
-    message = f"{message}; strict_arguments=True makes this an error."
-    if args.strict_arguments:
-        raise ArgumentError(message)
-    if args.process_index == 0:
-        logger.warning("%s", message)
+    `report` logs one warning on rank 0; ArgumentError with `strict_arguments`. An argument that is added later is reported at
+    once, and each only once. `where` completes the sentence "2 arguments have no effect".
+    """
+
+    def __init__(self, args: Any, where: str = "in this run") -> None:
+        self._args, self._where = args, where
+        self._reasons: dict[str, str] = {}
+        self._is_reported = False
+
+    def add(self, argument: str, reason: str) -> None:
+        """Add an argument, as shown to the user."""
+        if argument not in self._reasons:
+            self._reasons[argument] = reason
+            if self._is_reported:
+                self._warn({argument: reason})
+
+    def add_declared(self, facts: RunFacts) -> None:
+        """Add the arguments whose declared conditions do not hold."""
+        for argument, reason in idle_arguments(self._args, facts).items():
+            self.add(argument, reason)
+
+    def report(self) -> None:
+        """Name all arguments that were added, in one warning or error."""
+        self._is_reported = True
+        if self._reasons:
+            self._warn(self._reasons)
+
+    def _warn(self, reasons: Mapping[str, str]) -> None:
+        count = "1 argument has" if len(reasons) == 1 else f"{len(reasons)} arguments have"
+        listed = "; ".join(f"{argument} ({reason})" for argument, reason in reasons.items())
+        message = f"{count} no effect {self._where}: {listed}; strict_arguments=True makes this an error."
+        if self._args.strict_arguments:
+            raise ArgumentError(message)
+        if self._args.process_index == 0:
+            logger.warning("%s", message)

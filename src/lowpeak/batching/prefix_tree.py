@@ -81,7 +81,7 @@ def indices_by_key(keys: Sequence[Hashable]) -> list[list[int]]:
 def plan_trees(
     prompts: Sequence[tuple[int, ...]], completions: Sequence[int], capacity: int, costs: LayerCosts | None
 ) -> list[TreePlan]:
-    """Plan trees of at most `capacity` tokens, and plain sequences if `costs` says that they are cheaper.
+    """Plan trees of at most `capacity` tokens, and plain sequences if `costs` finds them cheaper.
 
     None shares every prompt that can be shared. Each sequence is in exactly one tree.
     """

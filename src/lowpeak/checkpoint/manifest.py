@@ -119,7 +119,7 @@ def _find_damage(checkpoint: Path, entries: Entries, names: Sequence[str]) -> st
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the paths of all files in a folder except the manifest and hidden ones, largest first."""
+    """Return the paths of a folder's files except the manifest and hidden ones, largest first."""
     files = sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda file: (-file.stat().st_size, file))
     names = [file.relative_to(folder).as_posix() for file in files]
     return [name for name in names if name != MANIFEST_FILE and not name.startswith(".")]

@@ -108,6 +108,6 @@ def _find_deepspeed_file(deepspeed: dict[str, Any], path: Path) -> None:
 
 
 def preset_text(name: str) -> str:
-    """Return a preset as YAML for `accelerate launch --config_file`, with the full path of its JSON file."""
+    """Return a preset as YAML for `accelerate launch --config_file`, with its JSON file's full path."""
     text = find_accelerate_config(name).read_text(encoding="utf-8")
     return text.replace(f"{name}.json", str(PRESET_FOLDER / f"{name}.json"))

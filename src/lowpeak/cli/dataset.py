@@ -9,13 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowpeak.arguments import EffectReport
 from lowpeak.cli.arguments import DataArguments
 from lowpeak.errors import ArgumentError, DataError, first_line
 
 Row = dict[str, Any]
 
 
-def load_datasets(arguments: DataArguments, answers: Sequence[str], args: Any) -> tuple[Any, Any]:
+def load_datasets(
+    arguments: DataArguments, answers: Sequence[str], args: Any, effects: EffectReport
+) -> tuple[Any, Any]:
     """Return the training set and the evaluation set, None if the run never evaluates; `args` is the config.
 
     An evaluation without --eval_dataset, --eval_split and --test_split_size reads the split `test`, as in TRL.
@@ -25,26 +28,28 @@ def load_datasets(arguments: DataArguments, answers: Sequence[str], args: Any) -
         _refuse_beside_mixture(arguments)
         train = map_columns(load_mixture(arguments.datasets, streaming=arguments.streaming), arguments, answers)
     else:
-        train = _load_dataset(arguments.dataset, arguments.dataset_split, arguments, answers, args)
+        train = _load_dataset(arguments.dataset, arguments.dataset_split, arguments, answers, effects)
     if arguments.test_split_size is not None:
         train, held_out = _hold_out(train, arguments.test_split_size, arguments, args.seed)
         return train, held_out if evaluates else None
-    return train, _load_evaluation(arguments, answers, args) if evaluates else None
+    return train, _load_evaluation(arguments, answers, effects) if evaluates else None
 
 
-def _load_dataset(source: str, split: str | None, arguments: DataArguments, answers: Sequence[str], args: Any) -> Any:
+def _load_dataset(
+    source: str, split: str | None, arguments: DataArguments, answers: Sequence[str], effects: EffectReport
+) -> Any:
     from lowpeak.data import open_dataset
 
     config = arguments.dataset_config if source == arguments.dataset else None
     # A local file may replace the hub name of a YAML file, which then still sets the hub's split and config.
     if Path(source).exists():
-        _name_hub_arguments(source, split, config, args)
+        _add_hub_arguments(source, split, config, effects)
         split, config = local_split(Path(source), split), None
     dataset = open_dataset(source, split, config, streaming=arguments.streaming)
     return map_columns(dataset, arguments, answers)
 
 
-def _load_evaluation(arguments: DataArguments, answers: Sequence[str], args: Any) -> Any:
+def _load_evaluation(arguments: DataArguments, answers: Sequence[str], effects: EffectReport) -> Any:
     """Return the evaluation set; None if the command names none and the training data have no splits."""
     source, split = arguments.eval_dataset or arguments.dataset, arguments.eval_split
     if not source and split not in (None, "test"):
@@ -53,7 +58,7 @@ def _load_evaluation(arguments: DataArguments, answers: Sequence[str], args: Any
         return None
     if arguments.eval_dataset is None and split is None:
         split = "test"
-    return _load_dataset(source, split, arguments, answers, args)
+    return _load_dataset(source, split, arguments, answers, effects)
 
 
 def _refuse_beside_mixture(arguments: DataArguments) -> None:
@@ -120,15 +125,13 @@ def _hold_out(dataset: Any, size: float, arguments: DataArguments, seed: int) ->
     return split["train"], split["test"]
 
 
-def _name_hub_arguments(source: str, split: str | None, config: str | None, args: Any) -> None:
-    """Name, as other arguments without effect, those of a hub dataset that have no effect on a local file or folder."""
-    from lowpeak.arguments import warn_or_raise
-
+def _add_hub_arguments(source: str, split: str | None, config: str | None, effects: EffectReport) -> None:
+    """Add the arguments of a hub dataset, which have no effect on a local file or folder."""
     name_of_split = None if split is None or Path(source).is_dir() else split.partition("[")[0]
     unused = {"split": name_of_split if name_of_split != "train" else None, "dataset_config": config}
     for name, value in unused.items():
         if value is not None:
-            warn_or_raise(args, f"{name}={value!r} has no effect: {source} is a local file or folder, which has none")
+            effects.add(f"{name}={value!r}", f"{source} is a local file or folder, which has none")
 
 
 def local_split(source: Path, split: str | None) -> str | None:

@@ -88,7 +88,7 @@ def environment_facts() -> dict[str, str]:
 
 
 def _compilers() -> dict[str, str]:
-    """Return each compiler's version, or what needs the missing compiler."""
+    """Return each compiler's version, or the features that a missing one disables."""
     found = {name: _first_line(name, "--version") or f"does not run: {use}" for name, use in _COMPILERS.items()}
     if installed_version("ninja") == "not installed" and shutil.which("ninja") is None:
         found["ninja"] = f"not installed: {_COMPILERS['g++']}"

@@ -109,7 +109,7 @@ def plan_within_budget(request: PlanRequest, report: Callable[[str], object] = l
 
 
 def _print_plan(options: PlanArguments, job: Job, request: PlanRequest) -> Plan:
-    """Print the plan of a run with its settings, and the changes that would lower its peak."""
+    """Print a run's plan with its settings, and the changes that would lower its peak."""
     from lowpeak.plan import advise, print_plan
 
     plan, problem = plan_within_budget(request, _progress)

@@ -38,7 +38,7 @@ class ProcessPlan:
 
 @dataclass
 class _SupervisedServer:
-    """A server process, the time when it became ready, and its counts of restarts and failed starts."""
+    """A server process, when it became ready, and its counts of restarts and failed starts."""
 
     process: ServerProcess
     ready_since: float | None = None

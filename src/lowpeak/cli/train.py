@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lowpeak
-from lowpeak.arguments import CLASS_PREFIXES, hide_secrets
+from lowpeak.arguments import CLASS_PREFIXES, EffectReport, hide_secrets
 from lowpeak.cli.arguments import (
     DataArguments,
     JudgeArguments,
@@ -95,7 +95,6 @@ def _train(job: Job, library: Any) -> None:
 
     resume = parse_resume(job.config.resume_from_checkpoint)
     check_resume(Path(job.config.output_dir), resume)
-    report_idle(job)
     from lowpeak.models import allow_missing_weights
 
     with _explain_setup_errors(job.config.device), allow_missing_weights() if job.run.dry_run else nullcontext():
@@ -189,7 +188,7 @@ def _typical(values: Sequence[float]) -> float:
 
 
 def _group_metrics(steps: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, list[float]]:
-    """Return the numbers of the metrics whose names begin with `prefix`, by the rest of their names."""
+    """Return the metrics whose names begin with `prefix`, by the rest of their names."""
     found: dict[str, list[float]] = {}
     for row in steps:
         for name, value in row.items():
@@ -304,10 +303,8 @@ def check_job(job: Job) -> None:
             raise ArgumentError(f"--{name} freezes the model: add --use_peft to train adapters on it, or leave it out.")
 
 
-def report_idle(job: Job) -> None:
-    """Name the command's arguments without effect; ArgumentError for data to evaluate on that the command never reads."""
-    from lowpeak.arguments import warn_or_raise
-
+def _add_idle(job: Job, effects: EffectReport) -> None:
+    """Add the command's arguments without effect; ArgumentError for data to evaluate on that the command never reads."""
     model = job.model
     reasons: dict[str, str] = {}
     if not model.use_peft:
@@ -324,9 +321,9 @@ def report_idle(job: Job) -> None:
         reasons |= dict.fromkeys(("eval_split", *(_OF_EVALUATIONS if job.online else ())), never)
     if Path(model.model).exists():
         reasons["model_revision"] = "the model is a folder"
-    idle = [f"--{name} {job.given[name]} ({reason})" for name, reason in reasons.items() if _is_set(job, name)]
-    if idle:
-        warn_or_raise(job.config, f"the command has arguments without effect: {'; '.join(idle)}")
+    for name, reason in reasons.items():
+        if _is_set(job, name):
+            effects.add(f"--{name} {job.given[name]}", reason)
 
 
 def _is_set(job: Job, name: str) -> bool:
@@ -340,7 +337,10 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
     """Return the trainer with its model, data, rewards and adapters, as a script would construct it."""
     from lowpeak.rewards import load_object, load_reward
 
-    train_dataset, eval_dataset = load_datasets(job.data, ANSWER_COLUMNS.get(job.kind, ()), job.config)
+    effects = EffectReport(job.config)
+    _add_idle(job, effects)
+    train_dataset, eval_dataset = load_datasets(job.data, ANSWER_COLUMNS.get(job.kind, ()), job.config, effects)
+    effects.report()
     keywords: dict[str, Any] = {
         "model": job.model.model,
         "args": job.config,

@@ -32,7 +32,7 @@ class RowReader(ABC, Generic[Item_co]):
 
     `drop_reason` completes the sentence "3 of 10 rows are dropped: ...". `chat_template_kwargs` are the chat template's
     arguments; a row's `chat_template_kwargs` have priority. `num_embeddings` is the number of tokens that the model embeds
-    (None: not checked). `report_idle` receives one message for each argument that has no effect on a row; it may raise. An
+    (None: not checked). `report_idle(argument, reason)` is called for each row on which an argument has no effect. An
     invalid row raises DataError with its index.
     """
 
@@ -45,13 +45,12 @@ class RowReader(ABC, Generic[Item_co]):
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         num_embeddings: int | None = None,
-        report_idle: Callable[[str], None] = logger.warning,
+        report_idle: Callable[[str, str], object] = lambda argument, reason: None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template_defaults = dict(chat_template_kwargs or {})
         self._num_embeddings = num_embeddings
         self._report_idle = report_idle
-        self._idle: set[str] = set()
 
     @abstractmethod
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Item_co | None:
@@ -82,12 +81,7 @@ class RowReader(ABC, Generic[Item_co]):
         """Report that chat_template_kwargs have no effect on a row of text."""
         if self._template_defaults:
             remedy = "remove the argument, or write the rows as lists of messages"
-            self._report_once("chat_template_kwargs", self._template_defaults, f"{where}, which is text: {remedy}")
-
-    def _report_once(self, name: str, value: Any, on_row: str) -> None:
-        if name not in self._idle:
-            self._idle.add(name)
-            self._report_idle(f"{name}={value!r} has no effect on {on_row}")
+            self._report_idle(f"chat_template_kwargs={self._template_defaults!r}", f"{where} is text: {remedy}")
 
     def _check_ids(self, ids: Sequence[int], where: str) -> None:
         """Raise DataError for a token without an embedding, which would crash the device."""

@@ -100,7 +100,7 @@ class SupervisedReader(RowReader[Record]):
     def _tokenize(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         """Return the token ids of the row, and its loss mask."""
         if self._formatting_func is not None:
-            self._report_text_field(f"{where}, which formatting_func turns into text: remove one of the two")
+            self._report_text_field(f"formatting_func turns {where} into text: remove one of the two")
             with fail_on_exit(DataError, "formatting_func"):
                 try:
                     text = self._formatting_func(row)
@@ -112,16 +112,16 @@ class SupervisedReader(RowReader[Record]):
         columns = check_supervised_columns(row, self._text_field, where)
         if columns == (self._text_field,):
             return self._read_text(row[self._text_field], where)
-        self._report_text_field(f"{where}, which has {' and '.join(columns)}: remove one of the two")
+        self._report_text_field(f"{where} has {' and '.join(columns)}: remove one of the two")
         if columns[0] == "input_ids":
             return self._read_tokens(row, where)
         if columns[0] == "prompt":
             return self._read_prompt_and_completion(row, where)
         return self._read_conversation(row, columns[0], where)
 
-    def _report_text_field(self, on_row: str) -> None:
+    def _report_text_field(self, reason: str) -> None:
         if self._text_field != _DEFAULT_TEXT_FIELD:
-            self._report_once("dataset_text_field", self._text_field, on_row)
+            self._report_idle(f"dataset_text_field={self._text_field!r}", reason)
 
     def _read_tokens(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         ids = _integers(row, "input_ids", where)

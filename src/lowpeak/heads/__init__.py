@@ -1,4 +1,4 @@
-"""What a model computes from its hidden states: log-probs, scores and values; unwrapping of models."""
+"""Heads on a model's hidden states: log-probs, scores and values; unwrapping of models."""
 
 from lowpeak.exports import lazy_exports
 

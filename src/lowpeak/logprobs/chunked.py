@@ -312,7 +312,7 @@ def _loss_derivatives(
 
 
 def _concatenate(chunks: Sequence[tuple[Tensor | None, ...]]) -> list[Any]:
-    """Return each member of the chunks' tuples for all tokens, or None if the chunks have none."""
+    """Return each member of the chunks' tuples for all tokens, None if chunks have none."""
     return [None if members[0] is None else torch.cat(members) for members in zip(*chunks, strict=True)]
 
 

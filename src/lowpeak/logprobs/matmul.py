@@ -303,7 +303,7 @@ def has_wide_product(matrix: Tensor) -> bool:
 
 
 def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Return `left @ right` of bf16 operands in a wide dtype, in `out` if it is given."""
+    """Return `left @ right` of bf16 operands in a wide dtype, in `out` if given."""
     if isinstance(left, FakeTensor):  # torch has no such product for CPUs, where fake tensors are
         return left.new_empty(len(left), right.shape[1], dtype=dtype) if out is None else out
     return torch.mm(left, right, out_dtype=dtype) if out is None else torch.mm(left, right, out_dtype=dtype, out=out)

@@ -141,7 +141,7 @@ class _Session:
         return copy
 
     def _load(self, storage: _HostCopy) -> Tensor:
-        """Return the storage's bytes on the device, and free those of the storage that was used before."""
+        """Return the storage's bytes on the device, and free those of the one used before."""
         if storage.on_device is None:
             storage.on_device = self._mover.to_device(storage.host)
         self._mover.wait(storage.on_device)

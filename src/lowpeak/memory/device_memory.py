@@ -79,7 +79,7 @@ def bytes_outside_allocator(num_devices: int) -> int:
 
 
 def cap_allocator(device: torch.device, budget: int, num_devices: int) -> None:
-    """Let torch refuse what would take this process beyond `budget` bytes of the GPU, until the process ends."""
+    """Let torch refuse allocations beyond `budget` bytes of the GPU, until the process ends."""
     room = max(1, budget - bytes_outside_allocator(num_devices))
     torch.cuda.set_per_process_memory_fraction(room / total_bytes(device), device)
 
@@ -99,7 +99,7 @@ def free_bytes(device: torch.device | str) -> int:
 
 
 def attainable_bytes(device: torch.device) -> int:
-    """Return the bytes that this process has on the device, and those that it could allocate now."""
+    """Return the bytes that this process has on the device, and those still free to it."""
     if has_device_memory(device):
         return int(torch.get_device_module(device).memory_allocated(device)) + free_bytes(device)
     return int(psutil.Process().memory_info().rss) + free_bytes(device)

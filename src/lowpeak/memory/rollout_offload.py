@@ -44,7 +44,7 @@ class HostMover:
         flat.copy_(host, non_blocking=True)
 
     def synchronize(self) -> None:
-        """Wait for all copies, and release freed memory to other users of the device (an engine's pool)."""
+        """Wait for all copies, and release freed memory to the device's other users (an engine's pool)."""
         self._torch.synchronize(self.device)
         self._torch.empty_cache()
 

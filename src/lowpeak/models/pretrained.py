@@ -64,7 +64,7 @@ def from_pretrained(
 
 
 def _unexpected(report: Mapping[str, Any], may_lack: str) -> dict[str, list[Any]]:
-    """Return what transformers reported, without tensors that the checkpoint `may_lack`."""
+    """Return transformers' loading report, without tensors that the checkpoint `may_lack`."""
     return {
         kind: [each for each in report[kind] if not (may_lack and _tensor_name(each).startswith(may_lack))]
         for kind in _REPORTED

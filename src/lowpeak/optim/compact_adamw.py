@@ -237,7 +237,7 @@ class CompactAdamW(torch.optim.AdamW):
             tensor.write(key, real)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the states of a CompactAdamW with the same formats, or the fp32 states of an AdamW."""
+        """Load states of a CompactAdamW with the same formats, or fp32 states of an AdamW."""
         self.synchronize()
         # torch would convert codes to the parameters' dtype.
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})

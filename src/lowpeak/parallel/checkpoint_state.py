@@ -224,7 +224,7 @@ def load_real_values(
     saved: SavedState,
     load: Callable[[TrainingState], None],
 ) -> None:
-    """Load the fp32 values of one parameter and its moments, and store them in the optimizer's format."""
+    """Load a parameter's fp32 values and its moments, and store them in the optimizer's format."""
     state, values, shard = TrainingState(), dict[str, Any](), optimizer.shard(parameter)
     by_rows = row_sharded(parameter) is parameter
     for key in (WEIGHT, *(each for each in MOMENTS if each in saved.states.get(name, {}))):

@@ -1,4 +1,4 @@
-"""Gradients of a step on ranks: sums, averages over replicas, norms, and which rank updates what."""
+"""Gradients of a step on ranks: sums, averages over replicas, norms, and each rank's updates."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class TrainingStrategy(Protocol):
 
     @property
     def inplace_grad_scale(self) -> float | None:
-        """Return the factor by which `backward` scales gradients, for a head that adds to `.grad` in place.
+        """Return the factor of `backward` on gradients, for a head that adds to `.grad` in place.
 
         None if a gradient must be observed on its way: by a reduction over ranks, by hooks or by a loss scaler.
         """

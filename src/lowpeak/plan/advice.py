@@ -23,7 +23,7 @@ _FP32 = StorageFormat(None, 32, 32)  # bytes of weights, gradients and states wi
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one setting: what each kind of memory is multiplied by, and the work of a step after it."""
+    """One setting change: factor per kind of memory, and the resulting step work."""
 
     setting: str
     scales: Scales

@@ -37,7 +37,7 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True)
 class BudgetFit:
-    """Sizes that were left to `auto`, the plan with them, and, if it exceeds the budget, why and what to change."""
+    """Chosen sizes, their plan, and the problem with a remedy if the plan exceeds the budget."""
 
     sizes: Mapping[str, int]
     plan: Plan
@@ -45,14 +45,14 @@ class BudgetFit:
 
 
 def fit_sizes(
-    request: PlanRequest, budget: int, beside: int = 0, report: Callable[[str], object] = lambda text: None
+    request: PlanRequest, budget: int, unplanned_bytes: int = 0, report: Callable[[str], object] = lambda text: None
 ) -> BudgetFit:
     """Return the largest sizes with which every phase of the run's plan takes at most `budget` bytes of a device.
 
     First the tokens of a micro-batch, then those of a log-prob chunk, buckets of weights for vLLM, the KV cache and the gather
-    budget. Sizes that the arguments set stay as they are. `beside` are bytes of a process that the plan does not count.
+    budget. Sizes that the arguments set stay as they are. `unplanned_bytes` are bytes of a process that the plan does not count.
     """
-    return _SizeSearch(request, budget, beside, report).run()
+    return _SizeSearch(request, budget, unplanned_bytes, report).run()
 
 
 def budget_of(request: PlanRequest) -> int | None:
@@ -72,9 +72,11 @@ def budget_of(request: PlanRequest) -> int | None:
 
 
 class _SizeSearch:
-    def __init__(self, request: PlanRequest, budget: int, beside: int, report: Callable[[str], object]) -> None:
+    def __init__(
+        self, request: PlanRequest, budget: int, unplanned_bytes: int, report: Callable[[str], object]
+    ) -> None:
         self._request, self._report = request, report
-        self._budget, self._beside, self._limit = budget, beside, budget - beside
+        self._budget, self._unplanned_bytes, self._limit = budget, unplanned_bytes, budget - unplanned_bytes
         with rehearse_device(request.machine.device):
             self._inputs = RunInputs(request)
         self._values = {name: values for name, values in self._possible() if self._set_value(name) is None}
@@ -207,7 +209,7 @@ class _SizeSearch:
         return smaller
 
     def _shown(self, tensors: int) -> str:
-        return show_bytes(tensors + self._beside)
+        return show_bytes(tensors + self._unplanned_bytes)
 
 
 class _Between:
@@ -244,7 +246,7 @@ class _Between:
             by_kind = dict.fromkeys(by_kind, CACHE)
             gathered += sizes.get(GATHER, 0)
             if self._least.sizes[CACHE] == self._most.sizes[CACHE]:
-                least = most  # kinds of one moment: those of two would add up to more than either
+                least = most  # one plan only: summing kinds of two peaks overestimates both
         kinds = (least.device.keys() | most.device.keys()) - {Kind.MARGIN, Kind.GATHERED}
         buckets = 0
         if name == "sync" and BUCKET in sizes:  # one is filled while another is sent

@@ -85,7 +85,7 @@ class Work:
 
     @property
     def score_batches(self) -> int:
-        """Micro-batches of a scoring pass of a rollout, of as many tokens as those of a step."""
+        """Micro-batches of a rollout's scoring pass, of as many tokens as those of a step."""
         return -(-self.score_tokens * self.num_batches // max(1, self.train_tokens))
 
 
@@ -217,7 +217,7 @@ def _overlapped(computing: float, sending: float) -> float:
     return max(computing, sending) + _EXPOSED * min(computing, sending)
 
 
-def work_of(inputs: Any, batches: Sequence[Any]) -> Work:
+def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
     """Return the work of rank 0 in a planned run; under tensor parallelism that of its whole group."""
     text, settings = inputs.config.get_text_config(), inputs.settings
     counts, request = inputs.counts, inputs.request
@@ -271,7 +271,7 @@ def computes_in_bf16(inputs: Any, storage: Any) -> bool:
     return bool(inputs.request.machine.device == "cuda" or inputs.args.bf16 or storage is not None)
 
 
-def with_plan(work: Work, plan: Any, gather_budget: int) -> Work:
+def add_planned_bytes(work: Work, plan: Any, gather_budget: int) -> Work:
     """Return the work with the bytes that a plan knows: those of an update, of copies, and how much stays gathered."""
     held, host = plan.phases["optimizer"].device, plan.phases["forward"].host
     update = sum(held.get(kind, 0) for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER))

@@ -30,7 +30,7 @@ from lowpeak.plan.computed import (
     vllm_bytes,
     zero_shares,
 )
-from lowpeak.plan.cost import Work, computes_in_bf16, gradient_bytes, shards_weights, step_seconds, work_of
+from lowpeak.plan.cost import Work, computes_in_bf16, gradient_bytes, make_work, shards_weights, step_seconds
 from lowpeak.plan.derived_configs import with_arguments, with_layers
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import PlanRequest, RunInputs
@@ -129,15 +129,15 @@ class Estimator:
         streamed = min(resident.frozen, streamed_bytes(inputs))
         frozen = 0 if FROZEN in offloads else resident.frozen
         train = resident.weights + resident.gradients + resident.states + frozen + passes + gathered
-        resting = resident.weights + (0 if STATES in offloads else frozen + resident.states)
+        between_steps = resident.weights + (0 if STATES in offloads else frozen + resident.states)
         scoring = resident.weights + resident.states + (streamed if FROZEN in offloads else frozen)
         work = self._work(candidate, resident)
         decoding = self._decoding if self.colocated is None else 0
-        room = self._room() - resting - gathered - decoding
+        room = self._room() - between_steps - gathered - decoding
         rollout = self._rollout(candidate, work, room, self._room() - train)
         work = rollout.work
         tensors = max(
-            resting + gathered + decoding + rollout.awake,
+            between_steps + gathered + decoding + rollout.awake,
             train + rollout.otherwise,
             scoring + gathered + rollout.otherwise,
         )
@@ -188,7 +188,7 @@ class Estimator:
 
     def _work(self, candidate: Candidate, resident: _Resident) -> Work:
         inputs = self.inputs
-        work = work_of(inputs, [])
+        work = make_work(inputs, [])
         world = self._request.machine.num_devices // candidate.tensor_parallel
         trained = inputs.rows_per_step
         if inputs.is_online and inputs.algorithm.unit == "pair":  # a pair of each group

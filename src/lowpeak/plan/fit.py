@@ -299,7 +299,7 @@ def _least_gain(candidate: Candidate) -> float:
 
 
 def _slower(estimate: Estimate, chosen: Estimate) -> str:
-    """Return why a candidate that is expected to fit was not chosen, by the estimates of both."""
+    """Return why a candidate that should fit was not chosen, by the estimates of both."""
     gain = _least_gain(estimate.candidate)
     condition = f"; it must be {100 * (gain - 1):.0f} % faster than plainer ones" if gain > 1 else ""
     return f"about {estimate.seconds:.2f} s a step, the choice {chosen.seconds:.2f} s{condition}"

@@ -24,7 +24,7 @@ from lowpeak.plan.computed import (
     sync_bytes,
     zero_shares,
 )
-from lowpeak.plan.cost import step_seconds, with_plan, work_of
+from lowpeak.plan.cost import add_planned_bytes, make_work, step_seconds
 from lowpeak.plan.inputs import PlanRequest, RunInputs
 from lowpeak.plan.rehearsal import RehearsalInputs, rehearse
 from lowpeak.records import SLICE_BYTES
@@ -247,7 +247,7 @@ def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda tex
         to_device=rehearsal.to_device + rehearsal.batches_to_device * max(1, len(batches)) // rehearsed,
         inputs=inputs,
     )
-    work = with_plan(work_of(inputs, batches), plan, _gather_budget(inputs))
+    work = add_planned_bytes(make_work(inputs, batches), plan, _gather_budget(inputs))
     return replace(plan, work=work, seconds=step_seconds(work, request.machine))
 
 
@@ -290,11 +290,11 @@ def _complete(inputs: RunInputs, rehearsed: Mapping[str, PhaseMemory]) -> PhaseM
 
 def _with_buckets(inputs: RunInputs, phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:
     """Add sync and save, and the rollout of an engine and rewards by functions, to what is in memory between steps."""
-    resting = phases.pop("sync")
+    between_steps = phases.pop("sync")
     if inputs.is_online:
-        phases["sync"] = _add_buckets(resting, sync_bytes(inputs))
-        phases = {"rollout": resting.computed({}), "reward": resting.computed({}), **phases}
-    phases["save"] = _add_buckets(resting, _save_bytes(inputs, inputs.counts))
+        phases["sync"] = _add_buckets(between_steps, sync_bytes(inputs))
+        phases = {"rollout": between_steps.computed({}), "reward": between_steps.computed({}), **phases}
+    phases["save"] = _add_buckets(between_steps, _save_bytes(inputs, inputs.counts))
     return phases
 
 

@@ -56,14 +56,14 @@ def planned_bytes(plan: Plan) -> dict[str, int]:
 def main(path: str) -> None:
     """Plan the run of a pickled description."""
     description: dict[str, Any] = pickle.loads(Path(path).read_bytes())  # written by the run itself
-    budget, beside = description.pop("budget", None), description.pop("beside", 0)
+    budget, unplanned_bytes = description.pop("budget", None), description.pop("unplanned_bytes", 0)
     request = PlanRequest(**{**description, "machine": Machine(**description["machine"])})
     if budget is None:
         # The run trains meanwhile; with a budget it waits.
         os.nice(_LOWEST_PRIORITY)
         print(json.dumps(planned_bytes(make_plan(request))))
         return
-    fit = fit_sizes(request, budget, beside)
+    fit = fit_sizes(request, budget, unplanned_bytes)
     found = {"sizes": dict(fit.sizes), "problem": fit.problem, "phases": planned_bytes(fit.plan)}
     print(json.dumps({**found, "peak": fit.plan.peak, "peak_phase": fit.plan.peak_phase}))
 

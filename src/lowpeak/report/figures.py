@@ -35,7 +35,7 @@ _BETWEEN_STEPS = ("evaluate", "save")
 
 
 def curve_figures(runs: Sequence[RunData]) -> list[Figure]:
-    """Return a figure of each kind of curve that a run has, with all runs in it."""
+    """Return a figure of each kind of curve in the runs, with all runs in it."""
     names = _metric_names(runs)
     chosen = {title: [name for name in names if re.fullmatch(pattern, name)] for title, pattern in _CURVES.items()}
     return [_curves(title, found, runs) for title, found in chosen.items() if found]

@@ -114,7 +114,7 @@ def _event(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sample_evenly(items: Sequence[Value], most: int) -> Sequence[Value]:
-    """Return at most `most` of the items at even distances, the first and the last among them."""
+    """Return at most `most` of the items at even distances, with the first and the last."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / max(1, most - 1))] for i in range(most)]

@@ -4,8 +4,8 @@ The contract is TRL's. `prompts` repeats each prompt, as the dataset contains it
 consecutively. The function returns one entry for each: a dict with `prompt_ids`, `completion_ids`, `logprobs` (None
 if unknown), optionally `env_mask` (1 for a token of the policy, 0 for one of the environment), and any other fields,
 which rewards receive as columns. `trainer.model.training` distinguishes a rollout from an evaluation.
-`trainer.asked`, a Sampling, has the requested sampling parameters: an evaluation also requests one greedy completion
-of each prompt.
+`trainer.rollout_func_sampling`, a Sampling, has the requested sampling parameters: an evaluation also requests one greedy
+completion of each prompt.
 """
 
 from __future__ import annotations
@@ -133,13 +133,13 @@ class FunctionEngine:
     def _request_sampling(self, call: _FunctionCall, training: bool) -> Iterator[None]:
         """Set the sampling and the mode that the function reads from the trainer; reset them after the block."""
         trainer, self._call = self.trainer, call
-        trainer.asked, mode = call.sampling, trainer.model.training
+        trainer.rollout_func_sampling, mode = call.sampling, trainer.model.training
         # TRL's functions tell a rollout from an evaluation by this flag. The modules inside stay in eval mode.
         trainer.model.training = training
         try:
             yield
         finally:
-            trainer.asked, self._call = None, None
+            trainer.rollout_func_sampling, self._call = None, None
             trainer.model.training = mode
 
 

@@ -119,7 +119,7 @@ class Outcome:
 
     @property
     def cell(self) -> str:
-        """The text in a cell of a Markdown table, with the seconds of a row that ran."""
+        """The text in a cell of a Markdown table, with seconds if the row ran."""
         seconds = "" if self.result == "not run" else f"; {self.seconds:.0f} s"
         return " ".join(self.text.replace("|", "/").split()) + seconds
 

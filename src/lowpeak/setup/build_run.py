@@ -17,13 +17,7 @@ from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import (
-    MemorySettings,
-    RunSettings,
-    report_idle_arguments,
-    warn_or_raise,
-)
+from lowpeak.arguments import MemorySettings
 from lowpeak.checkpoint import converts_weights
 from lowpeak.data import PromptReader, padding_id
 from lowpeak.errors import ModelError
@@ -52,9 +46,9 @@ from lowpeak.models import LOGPROB_HEAD, HeadKind, Reference, adapter_reference,
 from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, is_sharded, states_on_host
 from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings
 from lowpeak.setup.engines import make_engine, why_adapters_idle
-from lowpeak.setup.prepare_run import OnlineParts
+from lowpeak.setup.prepare_run import OnlineParts, RunParts
 from lowpeak.setup.prompts import check_end_tokens, context_name, max_prompt_tokens, prompt_cursor
-from lowpeak.setup.storage import acting_storage, report_idle_storage, set_optimizer, storage_fractions
+from lowpeak.setup.storage import acting_storage, add_idle_storage, set_optimizer, storage_fractions
 from lowpeak.sizes import (
     LayoutChoice,
     PlannedMemory,
@@ -85,7 +79,7 @@ def connect_online(
     """Return the run and the rollout collector of an online trainer that has its accelerator."""
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(context.accelerator)
-    _report_idle_arguments(context, parts, strategy)
+    _add_declared_effects(context, parts, strategy)
     critic = critic_classifier(causal_lm(parts.policy))
     if critic is not None:
         check_critic_vocabulary(critic, parts.policy, parts.tokenizer)
@@ -100,7 +94,7 @@ def connect_online(
         overlong=prompts.overlong_prompts,
         limit_reason=f"{context_name(prompts, critic)} less max_completion_length {max_new_tokens}",
         num_embeddings=num_embeddings(parts.policy),
-        report_idle=partial(warn_or_raise, args),
+        report_idle=parts.effects.add,
     )
     reader = new_reader()
     with strategy.ranks.propagate_errors():
@@ -112,11 +106,9 @@ def connect_online(
     freeze = _freezer(context, parts, strategy, offloader)
     reference = _reference(parts, freeze) if "reference" in parts.algorithm.needs else None
     _freeze_reward_models(parts.rewards, freeze, strategy, context.accelerator.device)
-    policy, pad_id = parts.policy, padding_id(parts.tokenizer)
-    run = make_run(
-        *(context, args, settings, parts.algorithm, strategy, policy, pad_id, start_plan, reference),
-        prompt_tokens=longest,
-    )
+    run = make_run(context, parts, strategy, start_plan, reference, prompt_tokens=longest)
+    with strategy.ranks.propagate_errors():
+        parts.effects.report()
     stats = RolloutStats()
     collector = RolloutCollector(
         context=context,
@@ -135,12 +127,8 @@ def connect_online(
 
 def make_run(
     context: BuildContext,
-    args: Any,
-    settings: RunSettings,
-    algorithm: Algorithm,
+    parts: RunParts,
     strategy: Strategy,
-    policy: nn.Module,
-    pad_id: int,
     start_plan: StartPlan,
     reference: Reference | None = None,
     head: HeadKind = LOGPROB_HEAD,
@@ -152,6 +140,7 @@ def make_run(
     sizes follow from a plan for prompts of up to `prompt_tokens`.
     """
     device, ranks = context.accelerator.device, strategy.ranks
+    args, settings, algorithm, policy = parts.args, parts.settings, parts.algorithm, parts.policy
     memory, passes, cast_head = settings.memory, settings.passes, settings.model.cast_lm_head_to_fp32
     allow_cudnn_attention(passes.cudnn_attention)
     # A cache of bf16 copies would keep 2 bytes per parameter until a forward pass ends, and each copy is used once.
@@ -163,7 +152,7 @@ def make_run(
         algorithm = algorithm.without_skipping()
     choice = _check_models(context, strategy, policy, reference, memory, head, load_balance)
     storage = acting_storage(settings.model, policy)
-    report_idle_storage(args, settings.model, policy, storage)
+    add_idle_storage(parts.effects, args, settings.model, policy, storage)
     shares = storage_fractions(context, storage)
     sizes, memory_limit, planned = resolve_sizes(
         context, memory, policy, strategy, choice, shares, storage, prompt_tokens, start_plan
@@ -181,7 +170,7 @@ def make_run(
         tracker=ProgressTracker(device, context),
         journal=Journal(Path(args.output_dir) / "journal", writes=ranks.processes.rank == 0),
         sizes=sizes,
-        budget=sizes.budget(memory, pad_id, policy.config),
+        budget=sizes.budget(memory, padding_id(parts.tokenizer), policy.config),
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
         memory_limit=memory_limit,
         storage=storage,
@@ -334,16 +323,14 @@ def _has_frozen_models(parts: OnlineParts) -> bool:
 # arguments and rewards
 
 
-def _report_idle_arguments(context: BuildContext, parts: OnlineParts, strategy: Strategy) -> None:
-    """Name the arguments without effect, now that models and devices are known."""
+def _add_declared_effects(context: BuildContext, parts: OnlineParts, strategy: Strategy) -> None:
+    """Add the arguments without effect, now that models and devices are known."""
     why_merged = why_adapters_idle(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
-    facts = parts.settings.facts
     if why_merged:
-        facts = replace(facts, idle={**facts.idle, "vllm_adapters=False": why_merged})
-    report_idle_arguments(
-        parts.user_args,
+        parts.effects.add("vllm_adapters=False", why_merged)
+    parts.effects.add_declared(
         replace(
-            facts,
+            parts.settings.facts,
             sharded=strategy.shards_parameters,
             in_fp32=computes_in_fp32(parts.args, parts.policy, parts.reference_model),
             states_on_host=states_on_host(context.accelerator.state),

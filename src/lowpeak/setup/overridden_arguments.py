@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lowpeak.arguments import warn_or_raise
+from lowpeak.arguments import EffectReport
 from lowpeak.optim import find_compact
 from lowpeak.training import CheckpointedTrainer, TrainingStates
 
@@ -37,16 +37,13 @@ def warn_of_overridden_arguments(trainer: CheckpointedTrainer, checkpoint: str) 
     # The optimizer of a storage format has one kernel, and no argument of the user's sets `fused`.
     kept = set() if find_compact(trainer.optimizer) is None else {_FUSED}
     changed = [k for k in requested if k in loaded and requested[k] != loaded[k] and k[0] not in kept]
-    ignored = dict.fromkeys(
-        f"{_argument_name(key[0], requested[key], trainer)}={requested[key]!r} ({loaded[key]!r} acts)"
-        for key in changed
+    effects = EffectReport(
+        trainer.acting_args,
+        f"with the states of the optimizer and the schedule in {checkpoint} (model=that folder begins a new run without them)",
     )
-    if ignored:
-        warn_or_raise(
-            trainer.acting_args,
-            f"the optimizer and the schedule continue with their states in {checkpoint}, so these arguments have no effect: "
-            f"{', '.join(ignored)}. To change them, start a new run from the checkpoint's weights (model=that folder)",
-        )
+    for key in changed:
+        effects.add(f"{_argument_name(key[0], requested[key], trainer)}={requested[key]!r}", f"{loaded[key]!r} acts")
+    effects.report()
 
 
 def _settings(trainer: TrainingStates) -> Settings:

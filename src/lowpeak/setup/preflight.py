@@ -157,7 +157,7 @@ def _must_agree(name: str, args: Any) -> bool:
 
 
 def require_same_data(datasets: Mapping[str, Any], ranks: Ranks) -> None:
-    """Raise DataError if a rank's data differ from rank 0's in length, columns, first or last row.
+    """Raise DataError if a rank's data differ from rank 0's in length, columns or outer rows.
 
     A stream is compared by its columns, and each of several datasets separately.
     """

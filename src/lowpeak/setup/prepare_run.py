@@ -12,6 +12,7 @@ from transformers import set_seed
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import (
     ColocateSettings,
+    EffectReport,
     EvaluationSettings,
     OnlineSettings,
     VllmSettings,
@@ -42,22 +43,30 @@ class OnlineInputs:
 
 
 @dataclass(frozen=True)
-class OnlineParts:
-    """Settings and loaded parts of an online run.
+class RunParts:
+    """Settings and loaded parts of a run.
 
     user_args   the arguments as the user gave them
     args        a copy with defaults in place of arguments without effect
     settings    what both resolved to
-    success     what an evaluation counts as a success
+    effects     the arguments without effect, reported when the run is built
     """
 
     user_args: Any
     args: Any
-    settings: OnlineSettings
+    settings: Any
     algorithm: Algorithm
     policy: nn.Module
-    reference_model: nn.Module | None
     tokenizer: Any
+    effects: EffectReport
+
+
+@dataclass(frozen=True)
+class OnlineParts(RunParts):
+    """Settings and loaded parts of an online run; `success` is what an evaluation counts as a success."""
+
+    settings: OnlineSettings
+    reference_model: nn.Module | None
     rewards: Sequence[Reward]
     success: SuccessCriterion
 
@@ -115,7 +124,13 @@ def prepare_online(
     if settings.model.disable_dropout:
         for model in filter(None, (policy, reference)):
             disable_dropout(model)
-    return OnlineParts(user_args, args, settings, algorithm, policy, reference, tokenizer, rewards, success)
+    effects = EffectReport(user_args)
+    return OnlineParts(
+        *(user_args, args, settings, algorithm, policy, tokenizer, effects),
+        reference_model=reference,
+        rewards=rewards,
+        success=success,
+    )
 
 
 def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> None:

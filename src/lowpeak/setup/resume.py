@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lowpeak.arguments import warn_or_raise
+from lowpeak.arguments import EffectReport
 from lowpeak.checkpoint import clean_up_checkpoints, last_checkpoint, move_later_checkpoints, resolve_checkpoint
 from lowpeak.errors import CheckpointError
 from lowpeak.journal import Journal
@@ -26,10 +26,9 @@ def find_resume_checkpoint(
     """
     argument = getattr(args, "resume_from_checkpoint", None)
     if resume_from_checkpoint is None and str(argument).lower() not in ("none", "false"):
-        warn_or_raise(
-            args,
-            f"resume_from_checkpoint={argument!r} of the configuration has no effect; pass it to train() to resume",
-        )
+        effects = EffectReport(args)
+        effects.add(f"resume_from_checkpoint={argument!r}", "only train(resume_from_checkpoint=...) resumes a run")
+        effects.report()
     clean_up_checkpoints(output_dir)
     restarts = num_restarts()
     last = last_checkpoint(output_dir)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from lowpeak.arguments import ModelSettings, StorageFormat, warn_or_raise
+from lowpeak.arguments import EffectReport, ModelSettings, StorageFormat
 from lowpeak.errors import ArgumentError
 from lowpeak.optim import compact_optimizer
 from lowpeak.parallel import DeviceFractions, device_fractions
@@ -49,20 +49,21 @@ def set_optimizer(context: BuildContext, args: Any, storage: StorageFormat) -> N
     context.optimizer_cls_and_kwargs = compact_optimizer(args, storage)
 
 
-def report_idle_storage(args: Any, settings: ModelSettings, policy: nn.Module, storage: StorageFormat | None) -> None:
-    """Name the bits that were asked for and act on no weight, and `bf16=False` beside bf16 weights."""
-    bits = {"weight_bits": settings.weight_bits, "gradient_bits": settings.gradient_bits}
-    asked = [f"{name}={value}" for name, value in bits.items() if value is not None]
-    if asked and _trains_adapter_alone(policy):
-        warn_or_raise(args, f"{' and '.join(asked)}: no effect, because all trained weights are LoRA's, which are fp32")
+def add_idle_storage(
+    effects: EffectReport, args: Any, settings: ModelSettings, policy: nn.Module, storage: StorageFormat | None
+) -> None:
+    """Add storage arguments that act on no weight, and `bf16=False` with bf16 weights."""
+    for name in ("weight_bits", "gradient_bits") if _trains_adapter_alone(policy) else ():
+        value = getattr(settings, name)
+        if value is not None:
+            effects.add(f"{name}={value}", "all trained weights are LoRA's, which are fp32")
     if storage is not None and settings.state_bits == 8 and not _has_8_bit_states(args, policy, storage):
-        warn_or_raise(
-            args,
-            "state_bits=8: no effect, because no trained matrix has 4,096 values in rows that a number from 32 to 128 divides, so "
-            "all optimizer states are fp32",
+        effects.add(
+            "state_bits=8",
+            "no trained matrix has 4,096 values in rows that a number from 32 to 128 divides, so all optimizer states are fp32",
         )
     if _chose_fp32_products(args) and all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters()):
-        warn_or_raise(args, "bf16=False: no effect, because all weights are bf16, and so are their products")
+        effects.add("bf16=False", "all weights are bf16, and so are their products")
 
 
 def _chose_fp32_products(args: Any) -> bool:

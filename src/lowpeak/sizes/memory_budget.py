@@ -126,16 +126,16 @@ def plan_sizes(
         return BudgetPlan({}, {})
     memory = total_bytes(context.accelerator.device)
     description = run_description(context, policy, strategy, memory, {}, prompt_tokens)
-    beside = int(strategy.ranks.processes.max([bytes_beside_tensors(context, policy)])[0])
+    unplanned_bytes = int(strategy.ranks.processes.max([bytes_beside_tensors(context, policy)])[0])
     found = strategy.ranks.call_on_first(
-        lambda: _planned({**description, "budget": budget, "beside": beside}, start_plan)
+        lambda: _planned({**description, "budget": budget, "unplanned_bytes": unplanned_bytes}, start_plan)
     )
     if "problem" not in found:
         return BudgetPlan({}, {})
     if found["problem"]:
         raise ArgumentError(f"the run does not fit: {found['problem']}")
     sizes = ", ".join(f"{name}={value}" for name, value in found["sizes"].items()) or "the sizes that are set"
-    peak, phase = found["peak"] + beside, found["peak_phase"]
+    peak, phase = found["peak"] + unplanned_bytes, found["peak_phase"]
     logger.info(
         "Memory budget %s: planned are at most %s, in phase %s, with %s.", _gib(budget), _gib(peak), phase, sizes
     )
@@ -158,7 +158,7 @@ def _planned(description: dict[str, Any], start_plan: StartPlan) -> dict[str, An
         answer: dict[str, Any] = json.loads(lines[-1])
         return answer
     reason = lines[-1] if lines and isinstance(status, int) else status
-    logger.warning("memory_budget has no plan of the run, and automatic sizes are shares of free memory: %s", reason)
+    logger.warning("Could not plan for memory_budget; sizes fall back to shares of free memory: %s", reason)
     return {}
 
 
@@ -238,8 +238,8 @@ def correct_sizes(context: Any, metrics: Mapping[str, Metric]) -> None:
         return
     ranks, device = run.strategy.ranks.processes, context.accelerator.device
     limit = run.memory_limit.budget or attainable_bytes(device)
-    resting = _resting_bytes(context)
-    least = [int(number) for number in ranks.min([limit, resting, resting + run.memory_limit.gradients])]
+    between_steps = _resting_bytes(context)
+    least = [int(number) for number in ranks.min([limit, between_steps, between_steps + run.memory_limit.gradients])]
     peaks = ranks.call_on_first(lambda: _measured_peaks(run.journal.folder))
     bases = {Phase.TRAIN.value: least[2], Phase.SCORE.value: least[1]}
     passes = [PassPeak(peak, bases[phase]) for phase, peak in peaks.items()]

@@ -223,7 +223,7 @@ def gradient_bytes(model: nn.Module, shares: DeviceFractions, storage: StorageFo
 
 
 def _share_and_bytes(parameter: nn.Parameter, shares: DeviceFractions) -> tuple[DeviceFractions, int]:
-    """Return which share of how many bytes a rank keeps; all of the local part of one that is sharded already."""
+    """Return (fraction kept by this rank, bytes of the parameter); (1, local bytes) if already sharded."""
     local = getattr(parameter, "_local_tensor", None)
     if local is not None:
         return DeviceFractions(), local.numel() * local.element_size()

@@ -261,7 +261,7 @@ class CommonConfig(CommonArguments, TrainingArguments):
         for old, new in _RENAMED if newer else ():
             if getattr(self, new) is None and getattr(self, old) is not None:
                 setattr(self, new, getattr(self, old))
-                self.said_as = {**getattr(self, "said_as", {}), new: old}
+                self.alias_of = {**getattr(self, "alias_of", {}), new: old}
             setattr(self, old, None)
         name = "activation_checkpointing" if newer else "gradient_checkpointing"
         if getattr(self, name) is None:
@@ -274,7 +274,7 @@ class OnlineConfig(OnlineArguments, CommonConfig):
 
     def __post_init__(self) -> None:
         # The alias that set each argument. This name, as `given`, is part of the pickled training_args.bin.
-        self.said_as: dict[str, str] = {}
+        self.alias_of: dict[str, str] = {}
         for field in fields(self):
             target = declaration(field).alias_of
             if target is not None:
@@ -303,7 +303,7 @@ class OnlineConfig(OnlineArguments, CommonConfig):
             value, other = getattr(self, name, value), getattr(self, target)
             raise ArgumentError(f"{name}={value!r} and {target}={other!r} set the same argument; set one.")
         setattr(self, target, value)
-        self.said_as[target] = name
+        self.alias_of[target] = name
 
 
 @config_dataclass

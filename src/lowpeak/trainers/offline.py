@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import AutoModelForCausalLM, EvalPrediction, set_seed
+from transformers import AutoModelForCausalLM, EvalPrediction
 from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import (
     OfflineSettings,
     RunFacts,
-    TokenizerSettings,
-    check_and_reset_arguments,
-    report_idle_arguments,
     run_facts,
 )
 from lowpeak.checkpoint import (
@@ -29,23 +26,24 @@ from lowpeak.checkpoint import (
     learning_arguments,
     preserve_rng_state,
 )
-from lowpeak.data import RowReader, check_special_tokens, make_cursor, padding_id
+from lowpeak.data import RowReader, make_cursor
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
-from lowpeak.heads import num_embeddings, transformers_model
 from lowpeak.memory import Phase
-from lowpeak.models import LOGPROB_HEAD, HeadKind, context_length, convert_trainable, disable_dropout, load_tokenizer
-from lowpeak.parallel import check_devices, check_is_sharded, detect_strategy
+from lowpeak.models import LOGPROB_HEAD, HeadKind
+from lowpeak.parallel import check_is_sharded, detect_strategy
 from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
 from lowpeak.records import MicroBatch, Record
 from lowpeak.setup import (
+    OfflineInputs,
+    RunParts,
     check_adapter,
     check_data,
     check_optimizer,
-    check_outputs,
     computes_in_fp32,
     describe_offline,
     make_run,
+    prepare_offline,
     silence_nonzero_ranks,
 )
 from lowpeak.trainers.base import StepTrainer
@@ -78,31 +76,39 @@ class OfflineTrainer(StepTrainer):
     quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
     unsupported             other arguments of TRL's trainers: each raises ArgumentError with a remedy
 
-    A subclass resolves its settings, loads its model, reads a row and names its algorithm.
+    A subclass resolves its settings, loads its model, reads a row and names its algorithm. `parts` has the settings and models.
     """
 
     config_class: ClassVar[type[CommonConfig]]
     columns: ClassVar[str]  # columns of its data, for the error if there is no dataset
     head: ClassVar[HeadKind] = LOGPROB_HEAD
     auto: ClassVar[Any] = AutoModelForCausalLM  # the class of transformers that makes a model of a name
-    settings: Any  # the record that `resolve` returns
+    parts: RunParts
     reader: Any
 
     @staticmethod
     def resolve(args: Any) -> OfflineSettings:
         raise AssertionError("a subclass resolves its settings")
 
-    def load_model(self, model: Any, peft_config: Any) -> nn.Module:
+    @staticmethod
+    def load_model(model: Any, peft_config: Any, args: Any, settings: Any) -> nn.Module:
+        """Return the model of a name, path or instance; with `peft_config`, under an adapter."""
         raise AssertionError("a subclass loads its model")
 
-    def make_algorithm(self) -> Algorithm:
+    @staticmethod
+    def make_algorithm(settings: Any) -> Algorithm:
         raise AssertionError("a subclass names its algorithm")
 
-    def make_reader(self, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
+    @staticmethod
+    def change_padding(tokenizer: Any, policy: nn.Module) -> Any:
+        """Return the tokenizer, or a copy with another pad token, which `policy` has then, too."""
+        return tokenizer
+
+    def make_reader(self) -> RowReader[Any]:
         """Return the reader that turns a row into an item of `records_of`."""
         raise AssertionError("a subclass reads its rows")
 
-    def check_row(self, row: Any, where: str) -> None:
+    def check_row(self, row: Any, where: str, settings: Any) -> None:
         """Raise DataError for a row without the columns that the reader needs."""
         raise AssertionError("a subclass names the columns of its rows")
 
@@ -154,67 +160,48 @@ class OfflineTrainer(StepTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         reject_virtual_tokens(model, peft_config)
-        self.user_args = args = make_arguments(self.config_class, args, model, quantization_config)
-        check_devices(bool(args.fsdp), args.model_parallel.tensor > 1)
-        silence_nonzero_ranks(args)
-        with Ranks(args.device).propagate_errors():
-            self.acting_args = args = check_and_reset_arguments(args)
-            self.settings = settings = self._resolve(args, optimizer_cls_and_kwargs)
-            set_seed(args.seed)  # before anything is made: the first weights of an adapter, or a new head, are random
-            check_data(train_dataset, eval_dataset, args, self.columns, self.check_row)
-            check_outputs(args)
+
+        def check_inputs(args: Any, settings: Any) -> None:
+            check_data(train_dataset, eval_dataset, args, self.columns, partial(self.check_row, settings=settings))
             check_optimizer(args, (optimizers[0] or optimizer_cls_and_kwargs, optimizers[1]))
             check_adapter(peft_config, model, self.auto, args)
-            policy, tokenizer = self.load(model, processing_class, peft_config)
-            check_optimized(optimizers[0], policy)
+
+        self.user_args = args = make_arguments(self.config_class, args, model, quantization_config)
+        silence_nonzero_ranks(args)
+        inputs = OfflineInputs(model, processing_class, peft_config, optimizer_cls_and_kwargs is not None)
+        with Ranks(args.device).propagate_errors():
+            self.parts = parts = prepare_offline(inputs, args, self, check_inputs)
+            check_optimized(optimizers[0], parts.policy)
+        self.acting_args = parts.args
         super().__init__(
-            model=policy,
-            args=base_arguments(args, policy),
+            model=parts.policy,
+            args=base_arguments(parts.args, parts.policy),
             data_collator=list,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=tokenizer,
+            processing_class=parts.tokenizer,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        report_idle_arguments(self.user_args, self._facts(args, policy))
         strategy = detect_strategy(self.accelerator)
-        pad_id = padding_id(tokenizer)
-        algorithm = self.make_algorithm()
-        self.start_run(make_run(self, args, settings, algorithm, strategy, policy, pad_id, start_plan, head=self.head))
-        self.reader = self.make_reader(policy, tokenizer)
+        parts.effects.add_declared(self._facts())
+        self.start_run(make_run(self, parts, strategy, start_plan, head=self.head))
+        self.reader = self.make_reader()
         with strategy.ranks.propagate_errors():
-            self.cursor = make_cursor(train_dataset, self.reader, args, settings.shuffle_dataset)
+            self.cursor = make_cursor(train_dataset, self.reader, parts.args, parts.settings.shuffle_dataset)
+            parts.effects.report()
 
-    def _resolve(self, args: Any, optimizer_cls_and_kwargs: Any) -> Any:
-        """Return the settings, without a storage format for an optimizer that was passed in: it has one."""
-        settings = self.resolve(args)
-        if optimizer_cls_and_kwargs is None:
-            return settings
-        return replace(settings, model=settings.model.with_users_optimizer())
-
-    def _facts(self, args: Any, policy: nn.Module) -> RunFacts:
+    def _facts(self) -> RunFacts:
+        args = self.acting_args
         passed = "class" if self.optimizer_cls_and_kwargs else "instance" if self.optimizer is not None else None
         return replace(
             run_facts(args),
-            in_fp32=computes_in_fp32(args, policy),
+            in_fp32=computes_in_fp32(args, self.parts.policy),
             passed_optimizer=passed,
             passed_schedule=self.lr_scheduler is not None,
         )
-
-    def load(self, model: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
-        """Return the model, ready to train, and its tokenizer."""
-        settings = self.settings
-        policy = self.load_model(model, peft_config)
-        tokenizer = load_tokenizer(processing_class, model, settings.model.trust_remote_code)
-        tokenizer = change_tokenizer(tokenizer, transformers_model(policy), settings.tokenizer)
-        check_special_tokens(tokenizer, num_embeddings(policy))
-        convert_trainable(policy, settings.model)
-        if settings.model.disable_dropout:
-            disable_dropout(policy)
-        return policy, tokenizer
 
     @property
     def rows_per_step(self) -> int:
@@ -279,12 +266,12 @@ class OfflineTrainer(StepTrainer):
         )
 
     def identity(self) -> dict[str, Any]:
-        arguments = learning_arguments(self.acting_args, self.settings.model.storage_name)
+        arguments = learning_arguments(self.acting_args, self.parts.settings.model.storage_name)
         return {**super().identity(), "rows of a step": self.rows_per_step, ARGUMENTS: arguments}
 
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
         self.cursor.load_state_dict(state.cursor)
-        self.run = run_with_sizes(self, self.run.sizes.resumed(state.resolved, self.settings.memory))
+        self.run = run_with_sizes(self, self.run.sizes.resumed(state.resolved, self.parts.settings.memory))
 
 
 def _named_numbers(computed: Any) -> Mapping[str, float]:
@@ -294,51 +281,3 @@ def _named_numbers(computed: Any) -> Mapping[str, float]:
             f"compute_metrics returned {computed!r:.80}, a {type(computed).__name__}; it must return a dict of names and numbers."
         )
     return computed
-
-
-def change_tokenizer(tokenizer: Any, model: Any, settings: TokenizerSettings) -> Any:
-    """Return the tokenizer, or a copy with the changes that the settings ask for, which the model's configs get too.
-
-    The new end-of-sequence token ends a completion, and so do those that ended it before.
-    """
-    chosen = {"eos_token": settings.eos_token, "pad_token": settings.pad_token}
-    tokens = {name: token for name, token in chosen.items() if token is not None}
-    if not tokens and settings.chat_template_path is None:
-        return tokenizer
-    changed = copy.deepcopy(tokenizer)
-    for name, token in tokens.items():
-        if token not in tokenizer.get_vocab():
-            raise ArgumentError(f"{name}={token!r} is not in the tokenizer's vocabulary: name a token that it has.")
-        setattr(changed, name, token)
-        setattr(model.config.get_text_config(), f"{name}_id", tokenizer.convert_tokens_to_ids(token))
-    if "eos_token" in tokens:
-        _add_end_token(model, changed.eos_token_id)
-    if settings.chat_template_path is not None:
-        changed.chat_template = _read_template(settings.chat_template_path)
-    return changed
-
-
-def _add_end_token(model: Any, end_id: int) -> None:
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        before = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
-        generation.eos_token_id = [end_id, *(number for number in before if number not in (None, end_id))]
-
-
-def _read_template(name: str) -> str:
-    path = Path(name)
-    if path.suffix in (".jinja", ".j2") and not path.is_file():
-        raise ArgumentError(f"chat_template_path={name!r} is not an existing file.")
-    if path.suffix not in (".jinja", ".j2"):
-        raise ArgumentError(
-            f"chat_template_path={name!r} must be a .jinja or .j2 file; to take another tokenizer's template, set chat_template on "
-            "the tokenizer that is passed as processing_class."
-        )
-    return path.read_text(encoding="utf-8")
-
-
-def longest_row(max_length: int | None, policy: nn.Module, reserved: int = 0) -> int | None:
-    """Return the most tokens of a sequence: `max_length`, or the model's context minus `reserved`; None for no limit."""
-    context = context_length(policy)
-    limits = [max_length, None if context is None else context - reserved]
-    return min((limit for limit in limits if limit is not None), default=None)

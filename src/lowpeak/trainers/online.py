@@ -154,7 +154,7 @@ class OnlineTrainer(StepTrainer):
         self.user_args, self.acting_args = args, parts.args
         self.parts = parts
         run, self.collector = connect_online(self, parts, rollout_func, start_plan)
-        self.asked: Sampling | None = None  # while a rollout_func runs: the sampling that it is called for
+        self.rollout_func_sampling: Sampling | None = None  # of the call, while a rollout_func runs
         for name in _READ_BY_FUNCTIONS:
             setattr(self, name, getattr(parts.args, name))
         self.rollout: Rollout | None = None
@@ -166,12 +166,12 @@ class OnlineTrainer(StepTrainer):
     @property
     def num_generations(self) -> int:
         """Completions per prompt of a rollout; inside a `rollout_func`, those that it must return."""
-        return (self.asked or self.parts.settings.sampling).num_generations
+        return (self.rollout_func_sampling or self.parts.settings.sampling).num_generations
 
     @property
     def num_generations_eval(self) -> int:
         """Completions per prompt of an evaluation; inside its `rollout_func`, those that it must return."""
-        evaluates = self.asked is not None and not self.model.training
+        evaluates = self.rollout_func_sampling is not None and not self.model.training
         return self.num_generations if evaluates else self.parts.settings.evaluation.num_generations
 
     # a run

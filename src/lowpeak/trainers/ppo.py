@@ -133,7 +133,7 @@ def critic_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def export_critic(trainer: Any, folder: Path) -> None:
-    """Write a critic that is a separate model as a Hugging Face sequence classifier, slice by slice.
+    """Write a critic that is a separate model as a sequence classifier, slice by slice.
 
     Other critics depend on the policy that they were trained with, and are only in checkpoints.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,14 +13,15 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, EvalPrediction
 
 from lowpeak.algorithms import Algorithm, make_reward_model
-from lowpeak.arguments import NOT_PARALLEL, ModelSettings, RewardModelSettings, resolve_reward_model, warn_or_raise
+from lowpeak.arguments import NOT_PARALLEL, ModelSettings, RewardModelSettings, resolve_reward_model
 from lowpeak.data import PreferenceReader, check_preference_columns, flatten_pairs, read_pairs
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.heads import classifier_of, num_embeddings
 from lowpeak.models import SCORE_HEAD, HeadKind, from_pretrained, load_policy, log_rounding
 from lowpeak.records import Record
+from lowpeak.setup import longest_row
 from lowpeak.trainers.configs import CommonConfig, RewardConfig
-from lowpeak.trainers.offline import OfflineTrainer, longest_row
+from lowpeak.trainers.offline import OfflineTrainer
 from lowpeak.training import StepBatches, score
 
 logger = logging.getLogger(__name__)
@@ -48,24 +49,25 @@ class RewardTrainer(OfflineTrainer):
     def resolve(args: Any) -> RewardModelSettings:
         return resolve_reward_model(args)
 
-    def load_model(self, model: Any, peft_config: Any) -> nn.Module:
+    @staticmethod
+    def load_model(model: Any, peft_config: Any, args: Any, settings: RewardModelSettings) -> nn.Module:
         """Load the classifier by name, path or instance; with `peft_config`, under an adapter.
 
         A checkpoint without a score head, such as a causal language model's, gets a new one, random by `seed`.
         """
-        if self.acting_args.model_parallel != NOT_PARALLEL:
+        if args.model_parallel != NOT_PARALLEL:
             raise ArgumentError("reward models are not trained under tensor parallelism: use fsdp2 or zero3.")
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ArgumentError(
                 "a reward model is a classifier: set task_type='SEQ_CLS' in peft_config in place of 'CAUSAL_LM'."
             )
         if isinstance(model, str):
-            settings = self.settings.model if peft_config is None else self.settings.model.of_base()
-            loaded, is_new = _load_named(model, settings, self.acting_args.seed)
-            log_rounding(model, loaded, settings)
+            of_base = settings.model if peft_config is None else settings.model.of_base()
+            loaded, is_new = _load_named(model, of_base, args.seed)
+            log_rounding(model, loaded, of_base)
             policy = load_policy(loaded, peft_config=peft_config)
         else:
-            policy, is_new = load_policy(model, self.settings.model, peft_config=peft_config), False
+            policy, is_new = load_policy(model, settings.model, peft_config=peft_config), False
         classifier = classifier_of(policy)
         if is_new and not any(weight.requires_grad for weight in classifier.score.parameters()):
             raise ArgumentError(
@@ -74,27 +76,28 @@ class RewardTrainer(OfflineTrainer):
             )
         return policy
 
-    def make_algorithm(self) -> Algorithm:
-        return make_reward_model(self.settings.center_rewards_coefficient)
+    @staticmethod
+    def make_algorithm(settings: RewardModelSettings) -> Algorithm:
+        return make_reward_model(settings.center_rewards_coefficient)
 
-    def load(self, model: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
-        """Load as the base class does, and set the same pad token in tokenizer and model."""
-        # A classifier reads its score at the last token before the padding.
-        policy, tokenizer = super().load(model, processing_class, peft_config)
+    @staticmethod
+    def change_padding(tokenizer: Any, policy: nn.Module) -> Any:
+        """Set the same pad token in tokenizer and model: a classifier reads its score at the last token before the padding."""
         if tokenizer.pad_token_id is None:
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.pad_token = tokenizer.eos_token
         classifier_of(policy).config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        return policy, tokenizer
+        return tokenizer
 
-    def make_reader(self, policy: nn.Module, tokenizer: Any) -> PreferenceReader:
+    def make_reader(self) -> PreferenceReader:
         """Return the reader of two records per row; each takes one more position of the context, for its score."""
+        parts = self.parts
         return PreferenceReader(
-            tokenizer,
-            max_length=longest_row(self.settings.max_length, policy, reserved=1),
-            chat_template_kwargs=self.settings.chat_template_kwargs,
-            num_embeddings=num_embeddings(policy),
-            report_idle=partial(warn_or_raise, self.acting_args),
+            parts.tokenizer,
+            max_length=longest_row(parts.settings.max_length, parts.policy, reserved=1),
+            chat_template_kwargs=parts.settings.chat_template_kwargs,
+            num_embeddings=num_embeddings(parts.policy),
+            report_idle=parts.effects.add,
         )
 
     @staticmethod
@@ -104,7 +107,7 @@ class RewardTrainer(OfflineTrainer):
     def num_tokens(self, records: Sequence[Record]) -> int:
         return super().num_tokens(records) - len(records)
 
-    def check_row(self, row: Any, where: str) -> None:
+    def check_row(self, row: Any, where: str, settings: RewardModelSettings) -> None:
         check_preference_columns(row, where)
 
     def read(self, data: Any) -> list[Record]:

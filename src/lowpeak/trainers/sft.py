@@ -12,15 +12,16 @@ from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms import Algorithm, make_supervised
-from lowpeak.arguments import SupervisedSettings, resolve_supervised, warn_or_raise
+from lowpeak.arguments import SupervisedSettings, resolve_supervised
 from lowpeak.data import SupervisedReader, check_supervised_columns, read_records
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.heads import num_embeddings
 from lowpeak.models import load_policy
 from lowpeak.records import Record
+from lowpeak.setup import longest_row
 from lowpeak.trainers.configs import CommonConfig, SFTConfig
 from lowpeak.trainers.constructor import check_kinds
-from lowpeak.trainers.offline import OfflineTrainer, longest_row
+from lowpeak.trainers.offline import OfflineTrainer
 from lowpeak.training import StepBatches
 
 _PREPROCESS = (
@@ -90,36 +91,37 @@ class SFTTrainer(OfflineTrainer):
     def resolve(args: Any) -> SupervisedSettings:
         return resolve_supervised(args)
 
-    def load_model(self, model: Any, peft_config: Any) -> nn.Module:
-        args = self.acting_args
+    @staticmethod
+    def load_model(model: Any, peft_config: Any, args: Any, settings: SupervisedSettings) -> nn.Module:
         return load_policy(
             model,
-            self.settings.model,
+            settings.model,
             peft_config=peft_config,
             model_parallel=args.model_parallel,
             device=None if args.fsdp else args.device,
         )
 
-    def make_algorithm(self) -> Algorithm:
-        return make_supervised(self.settings.loss_type)
+    @staticmethod
+    def make_algorithm(settings: SupervisedSettings) -> Algorithm:
+        return make_supervised(settings.loss_type)
 
-    def make_reader(self, policy: nn.Module, tokenizer: Any) -> SupervisedReader:
-        settings: SupervisedSettings = self.settings
+    def make_reader(self) -> SupervisedReader:
+        settings: SupervisedSettings = self.parts.settings
         return SupervisedReader(
-            tokenizer,
-            max_length=longest_row(settings.max_length, policy),
+            self.parts.tokenizer,
+            max_length=longest_row(settings.max_length, self.parts.policy),
             completion_only=settings.completion_only_loss,
             assistant_only=settings.assistant_only_loss,
             chat_template_kwargs=settings.chat_template_kwargs,
             text_field=settings.dataset_text_field,
-            num_embeddings=num_embeddings(policy),
+            num_embeddings=num_embeddings(self.parts.policy),
             formatting_func=self.formatting_func,
-            report_idle=partial(warn_or_raise, self.acting_args),
+            report_idle=self.parts.effects.add,
         )
 
-    def check_row(self, row: Any, where: str) -> None:
+    def check_row(self, row: Any, where: str, settings: SupervisedSettings) -> None:
         if self.formatting_func is None:
-            check_supervised_columns(row, self.settings.dataset_text_field, where)
+            check_supervised_columns(row, settings.dataset_text_field, where)
 
     def read(self, data: Any) -> list[Record]:
         return read_records(data, self.reader)

@@ -19,6 +19,9 @@ from lowpeak.training.evaluation import Evaluation as Evaluation
 from lowpeak.training.evaluation import SuccessCriterion as SuccessCriterion
 from lowpeak.training.evaluation import evaluate_prompts as evaluate_prompts
 from lowpeak.training.guarded_passes import GuardedPasses as GuardedPasses
+from lowpeak.training.hooks import ProgressTracker as ProgressTracker
+from lowpeak.training.hooks import StepCallback as StepCallback
+from lowpeak.training.memory_errors import explain_out_of_memory as explain_out_of_memory
 from lowpeak.training.recorded_sizes import read_sizes as read_sizes
 from lowpeak.training.recovery import apply_recorded_sizes as apply_recorded_sizes
 from lowpeak.training.recovery import attempts as attempts
@@ -31,12 +34,9 @@ from lowpeak.training.rollout import score_rollout as score_rollout
 from lowpeak.training.rollout import trained_records as trained_records
 from lowpeak.training.rollout import with_advantages as with_advantages
 from lowpeak.training.run import BuildContext as BuildContext
-from lowpeak.training.run import ProgressTracker as ProgressTracker
 from lowpeak.training.run import Run as Run
 from lowpeak.training.run import RunContext as RunContext
-from lowpeak.training.run import StepCallback as StepCallback
 from lowpeak.training.run import StepScratch as StepScratch
-from lowpeak.training.run import explain_out_of_memory as explain_out_of_memory
 from lowpeak.training.signals import CONTROL_FLAGS as CONTROL_FLAGS
 from lowpeak.training.signals import STOP_FLAGS as STOP_FLAGS
 from lowpeak.training.signals import agree_on_flags as agree_on_flags

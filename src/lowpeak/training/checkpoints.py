@@ -1,6 +1,6 @@
 """Checkpoints of a run: staged by all ranks, synced and renamed; only then the oldest one is removed.
 
-Parts that wait for all ranks are inside `Ranks.propagate_errors`, so that an error of one rank is raised on all.
+RunParts that wait for all ranks are inside `Ranks.propagate_errors`, so that an error of one rank is raised on all.
 """
 
 from __future__ import annotations

@@ -26,9 +26,10 @@ from lowpeak.rewards import (
 )
 from lowpeak.rollout import Pending, RolloutEngine
 from lowpeak.rollout.native import bytes_per_token
+from lowpeak.training.memory_errors import explain_out_of_memory
 from lowpeak.training.recovery import Demand, attempts
 from lowpeak.training.rollout import Rollout, RolloutStats, completion_rows, length_metrics, score_rollout
-from lowpeak.training.run import RunContext, explain_out_of_memory
+from lowpeak.training.run import RunContext
 from lowpeak.training.weight_sync import WeightSync
 
 
@@ -298,7 +299,7 @@ class SelectedGroups:
         self._selected: list[int] = []
 
     def refills(self) -> Iterator[int]:
-        """Yield the number of groups that are missing, until none is or the rounds are used up."""
+        """Yield the number of missing groups, until none is or the rounds are used up."""
         for _ in range(1 + self._max_refills):
             if self._num_missing:
                 yield self._num_missing

@@ -142,7 +142,7 @@ def lower_run_sizes(context: RunContext, phase: Phase, reason: str, memory_in_us
     if sizes is None:
         raise MemoryExhaustedError(
             f"out of memory in phase {phase}, also with the smallest sizes ({_describe(run.sizes)}): {reason.rstrip('.')}. "
-            f"In device memory were {memory_in_use}. Shard over more ranks, store fewer bytes per parameter (dtype='bfloat16', "
+            f"Device memory held {memory_in_use}. Shard over more ranks, store fewer bytes per parameter (dtype='bfloat16', "
             "offload_optimizer), train an adapter, or shorten the sequences.",
             is_resumable=True,
         )
@@ -178,7 +178,8 @@ def _record_smaller_sizes(
     values = {name: getattr(sizes, name) for name in sizes.lowered}
     record_sizes(Path(context.args.output_dir), phase.value, reason, values, context.args.process_index)
     logger.warning(
-        "Out of memory in phase %s, where %s cannot go on: the run ends. Resumed or restarted it continues with %s.",
+        "Out of memory in phase %s: %s cannot recover from a failed pass, so the run ends. Resumed or restarted, it continues with "
+        "%s.",
         *(phase, type(context.run.strategy).__name__, ", ".join(f"{name} {value}" for name, value in values.items())),
     )
 
@@ -255,8 +256,8 @@ def run_with_sizes(context: RunContext, sizes: Sizes) -> Run:
 
 
 def _describe(sizes: Sizes) -> str:
-    beside = ("layout", "lowered", "memory_budget")
-    return ", ".join(f"{name} {value}" for name, value in sizes.as_dict().items() if name not in beside)
+    not_sizes = ("layout", "lowered", "memory_budget")
+    return ", ".join(f"{name} {value}" for name, value in sizes.as_dict().items() if name not in not_sizes)
 
 
 def _describe_memory(context: RunContext) -> str:

@@ -49,7 +49,7 @@ class StepUsage:
 
 
 def gather_metrics(measured: StepMetrics, grad_norm: Any, ranks: Ranks) -> StepMetrics:
-    """Return the metrics as numbers over all ranks, by one read of the device and one gather.
+    """Return the metrics as numbers over all ranks, by one device read and one gather.
 
     The loss is summed, and metrics are reduced by their kind. A gradient norm that is not finite on one rank is
     returned on all.

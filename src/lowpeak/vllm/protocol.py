@@ -147,14 +147,14 @@ def check_worker_answers(answers: Sequence[Any]) -> list[Any]:
 def call_workers(
     vllms: Sequence[Vllm], method: str, arguments: Sequence[Mapping[str, Any]], timeout: float
 ) -> list[list[dict[str, Any]]]:
-    """Call a method on the workers of all engines concurrently and return the workers' answers per engine."""
+    """Call a method on the workers of all engines concurrently; return their answers per engine."""
     return call_concurrently(
         [partial(vllm.call, method, kwargs, timeout) for vllm, kwargs in zip(vllms, arguments, strict=True)]
     )
 
 
 def call_concurrently(calls: Sequence[Callable[[], Item]]) -> list[Item]:
-    """Make the calls concurrently and return their results, or raise the first error, once all have ended."""
+    """Make the calls concurrently and, once all have ended, return their results or raise the first error."""
     # A single call runs in this thread, since its engine may be in this process. The others run in daemon threads: an
     # executor would wait for its threads after Ctrl-C.
     if len(calls) == 1:

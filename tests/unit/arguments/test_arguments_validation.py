@@ -23,7 +23,7 @@ from lowpeak.arguments.online_dpo import resolve_online_dpo
 from lowpeak.arguments.ppo import resolve_ppo
 from lowpeak.arguments.rloo import resolve_rloo
 from lowpeak.arguments.text import load_yaml
-from lowpeak.arguments.validation import check_values, idle_arguments, report_idle_arguments, reset_idle_arguments
+from lowpeak.arguments.validation import EffectReport, check_values, idle_arguments, reset_idle_arguments
 from lowpeak.errors import ArgumentError
 from tiny_models import char_tokenizer, tiny_model
 
@@ -384,7 +384,21 @@ def test_torch_compile_without_effect_leaves_transformers_no_backend_to_compile_
 def test_another_rank_than_the_first_says_nothing(tmp_path, caplog):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, epsilon=0.1)
     other = dataclasses.make_dataclass("Other", [], bases=(GRPOConfig,), namespace={"process_index": 1})
-    report_idle_arguments(other(output_dir=str(tmp_path), use_cpu=True, epsilon=0.1), RunFacts(num_steps=1))
+    for each, count in ((other(output_dir=str(tmp_path), use_cpu=True, epsilon=0.1), 0), (args, 1)):
+        effects = EffectReport(each)
+        effects.add_declared(RunFacts(num_steps=1))
+        effects.report()
+        assert caplog.text.count("epsilon=0.1") == count
+
+
+def test_an_argument_that_has_no_effect_on_later_rows_is_reported_once(tmp_path, caplog):
+    effects = EffectReport(GRPOConfig(output_dir=str(tmp_path), use_cpu=True))
+    effects.report()
     assert not caplog.text
-    report_idle_arguments(args, RunFacts(num_steps=1))
-    assert "epsilon=0.1" in caplog.text
+    for row in (3, 4):
+        effects.add("chat_template_kwargs={'a': 1}", f"dataset row {row} is text")
+    (record,) = caplog.records
+    assert (
+        "1 argument has no effect in this run: chat_template_kwargs={'a': 1} (dataset row 3 is text)"
+        in record.getMessage()
+    )

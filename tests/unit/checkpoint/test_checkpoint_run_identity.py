@@ -188,7 +188,7 @@ def test_numbers_of_other_optimizers_and_schedules_are_named_too(tmp_path, caplo
     run(tmp_path, "sft", **settings, optim_args="momentum=0.5").train()
     changed = {"optim_args": "momentum=0.75", "lr_scheduler_kwargs": {"patience": 3}, "max_steps": 3}
     run(tmp_path, "sft", **settings, **changed).train(True)
-    assert "optim's momentum=0.75 (0.5 acts), lr_scheduler_kwargs' patience=3 (10 acts)" in caplog.text
+    assert "optim's momentum=0.75 (0.5 acts); lr_scheduler_kwargs' patience=3 (10 acts)" in caplog.text
 
 
 OTHERS = {

@@ -28,14 +28,13 @@ def plain_reader(**settings):
         (PreferenceReader, {"prompt": "1", "chosen": "2", "rejected": "3"}),
     ],
 )
-def test_template_arguments_that_rows_of_text_do_not_use_are_named_once(reader, row):
+def test_template_arguments_that_rows_of_text_do_not_use_are_reported(reader, row):
     for kwargs, count in (({"a": 1}, 1), (None, 0)):
-        named = []
-        reads = reader(char_tokenizer("0123456789=+ab"), chat_template_kwargs=kwargs, report_idle=named.append)
+        reported = {}
+        reads = reader(char_tokenizer("0123456789=+ab"), chat_template_kwargs=kwargs, report_idle=reported.__setitem__)
         reads.read(row, 4)
-        reads.read(row, 5)
-        assert len(named) == count
-        assert all("row 4" in each and str(kwargs) in each for each in named)
+        assert list(reported) == [f"chat_template_kwargs={kwargs}"] * count
+        assert all("row 4 is text" in reason for reason in reported.values())
 
 
 @pytest.mark.parametrize("make", [Dataset.from_list, list])

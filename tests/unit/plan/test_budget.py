@@ -87,7 +87,7 @@ def test_buckets_of_weights_for_vllm_shrink_if_a_sync_would_exceed_the_budget():
 
 
 def test_bytes_beside_tensors_count():
-    assert fit_sizes(request("sft"), 900 * MIB, beside=500 * MIB).sizes == fitted("sft", 400).sizes
+    assert fit_sizes(request("sft"), 900 * MIB, unplanned_bytes=500 * MIB).sizes == fitted("sft", 400).sizes
 
 
 @pytest.mark.release

@@ -267,4 +267,4 @@ def test_the_function_is_told_whether_it_is_an_evaluation_and_how_many_completio
     assert asked == [(2, 2, 3, 1.0), (2, 1, 1, 0.0), (6, 3, 3, 1.0)]
     assert flags == [True, False, False]
     assert metrics["eval_reward"] == 0.5
-    assert (run.num_generations, run.num_generations_eval, run.asked) == (2, 3, None)
+    assert (run.num_generations, run.num_generations_eval, run.rollout_func_sampling) == (2, 3, None)

@@ -11,7 +11,7 @@ import torch
 
 import lowpeak
 from lowpeak.arguments.online import resolve_online
-from lowpeak.arguments.validation import report_idle_arguments
+from lowpeak.arguments.validation import EffectReport
 from lowpeak.errors import ArgumentError
 from lowpeak.trainers.constructor import base_arguments
 from small_runs import KINDS
@@ -53,6 +53,12 @@ def test_no_text_of_the_arguments_and_settings_shows_a_token(kind, tmp_path):
 ADDRESS = {"vllm_server_base_url": "http://user:S3CRET@host:1"}
 
 
+def report_effects(args):
+    effects = EffectReport(args)
+    effects.add_declared(resolve_online(args, 1, 1).facts)
+    effects.report()
+
+
 @pytest.mark.parametrize(
     ("told", "shown"),
     [
@@ -65,5 +71,5 @@ ADDRESS = {"vllm_server_base_url": "http://user:S3CRET@host:1"}
 def test_an_address_with_a_password_or_a_token_that_is_refused_is_not_repeated(tmp_path, told, shown):
     args = lowpeak.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, strict_arguments=True, **told)
     with pytest.raises(ArgumentError, match=shown) as refused:
-        report_idle_arguments(args, resolve_online(args, 1, 1).facts)
+        report_effects(args)
     assert "S3CRET" not in str(refused.value) + repr(args)

@@ -25,7 +25,7 @@ from lowpeak.setup.elastic_restart import record_launch
 from lowpeak.setup.preflight import require_same_arguments, require_same_data, silence_nonzero_ranks
 from lowpeak.setup.resume import find_resume_checkpoint
 from lowpeak.trainers.configs import GRPOConfig
-from lowpeak.training.run import explain_out_of_memory
+from lowpeak.training.memory_errors import explain_out_of_memory
 from lowpeak.training.step_metrics import gather_usage, usage_metrics
 from small_runs import make
 

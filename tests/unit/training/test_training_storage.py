@@ -181,7 +181,7 @@ def test_an_adapter_trains_in_fp32_whatever_the_dtype_of_its_base(tmp_path, capl
     plain = make("GRPO", tmp_path / "plain", model, **BF16, peft_config=lora)
     assert plain.run.storage is None
     asked = make("GRPO", tmp_path / "asked", model, weight_bits=32, state_bits=8, peft_config=lora)
-    assert "weight_bits=32: no effect" in caplog.text
+    assert "weight_bits=32 (all trained weights are LoRA's" in caplog.text
     assert asked.run.storage == StorageFormat(None, 8, 32)
     with pytest.raises(ArgumentError, match="weight_bits=32"):
         make("GRPO", tmp_path / "strict", model, weight_bits=32, peft_config=lora, strict_arguments=True)

@@ -63,7 +63,7 @@ def test_weight_bits_leave_the_base_of_an_adapter_in_the_checkpoints_dtype(tmp_p
 
 def test_8_bit_states_of_no_matrix_are_named_with_the_reason(tmp_path, caplog):
     make("GRPO", tmp_path, tiny_model(), state_bits=8)
-    assert len(lines(caplog, "state_bits=8: no effect, because no trained matrix has 4,096 values")) == 1
+    assert len(lines(caplog, "state_bits=8 (no trained matrix has 4,096 values")) == 1
     with pytest.raises(ArgumentError, match="state_bits=8"):
         make("GRPO", tmp_path, tiny_model(), state_bits=8, strict_arguments=True)
     make("GRPO", tmp_path, tiny_model(hidden=64), state_bits=8, strict_arguments=True)
@@ -73,7 +73,7 @@ def test_bf16_false_beside_bf16_weights_is_named(tmp_path, caplog):
     make("SFT", tmp_path, tiny_model(hidden=64), weight_bits=32, strict_arguments=True)
     make("SFT", tmp_path, tiny_model(hidden=64), bf16=False, strict_arguments=True)
     make("SFT", tmp_path, tiny_model(hidden=64), weight_bits=32, bf16=False)
-    assert len(lines(caplog, "bf16=False: no effect")) == 1
+    assert len(lines(caplog, "bf16=False (all weights are bf16")) == 1
     with pytest.raises(ArgumentError, match="bf16=False"):
         make("SFT", tmp_path, tiny_model(hidden=64), weight_bits=32, bf16=False, strict_arguments=True)
 

@@ -11,9 +11,9 @@ from torch import Tensor
 class CpuScratch:
     """Bytes that operations on a CPU allocate and free internally: collectives of gloo, and kernels that widen their inputs.
 
-    An all-gather has a copy of its result while it is started, and another one in one of gloo's two threads. So of all-gathers in
-    a row, without an operation that needs their results, three copies are in memory. A reduce-scatter works on a copy of its input.
-    A norm in a wider dtype takes a copy in it; a sum of two dtypes takes copies of the narrow input and of the result.
+    gloo copies an all-gather's result once at start and once in one of two worker threads: at most three copies exist. A
+    reduce-scatter works on a copy of its input. A norm in a wider dtype takes a copy in it; a sum of two dtypes takes copies of
+    the narrow input and of the result.
     """
 
     def __init__(self) -> None:

@@ -83,8 +83,8 @@ class MeshShape:
 class Rehearsal:
     """Peak memory of one rank by phase: load, sync, rollout, reward, score, forward, backward, optimizer.
 
-    "load" and "sync" are what is in memory before the first step, and between two steps. Of the others a phase that the run does
-    not have is left out. The optimizer copies `to_host` and `to_device` bytes to host memory and back in a step. The rehearsed
+    "load" and "sync" are what is in memory before the first step, and between two steps. Phases that the run lacks are omitted.
+    The optimizer copies `to_host` and `to_device` bytes to host memory and back in a step. The rehearsed
     micro-batches copy `batches_to_host` and `batches_to_device`: gradients and activations.
     """
 

@@ -161,7 +161,7 @@ def run_methods_inside(kind: type, contexts: Mapping[str, Callable[[], AbstractC
     """Run some methods of a class, by name, inside a context each while the block runs."""
     methods = {name: getattr(kind, name) for name in contexts}
 
-    def wrapped(name: str) -> Callable[..., Any]:
+    def in_context(name: str) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             with contexts[name]():
                 return methods[name](self, *args, **kwargs)
@@ -169,7 +169,7 @@ def run_methods_inside(kind: type, contexts: Mapping[str, Callable[[], AbstractC
         return run
 
     for name in methods:
-        setattr(kind, name, wrapped(name))
+        setattr(kind, name, in_context(name))
     try:
         yield
     finally:

@@ -84,7 +84,7 @@ def parameter_dtype(model: nn.Module) -> torch.dtype:
 
 
 class PromptLayer(DynamicLayer):
-    """Keys and values of prompts in one layer, [P, K, L, W], as the model returns them.
+    """Keys and values of prompts in one layer, [P, K, L, W], as from the model.
 
     They are written once and never extended.
     """

@@ -68,7 +68,7 @@ class Extension:
 
     @reply_with_errors
     def lowpeak_location(self) -> dict[str, Any]:
-        """Return the worker's network and device, as names that are equal in all processes of its host."""
+        """Return the worker's network and device, by names that all processes of its host share."""
         return {"network": network_id(), "device": device_id(_worker_state(self).device)}
 
     @reply_with_errors

@@ -1,0 +1,119 @@
+"""The first half of building an offline run: settings, model and tokenizer, before a device is needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+from transformers import set_seed
+
+from lowpeak.algorithms import Algorithm
+from lowpeak.arguments import EffectReport, OfflineSettings, TokenizerSettings, check_and_reset_arguments
+from lowpeak.data import check_special_tokens
+from lowpeak.errors import ArgumentError
+from lowpeak.heads import num_embeddings, transformers_model
+from lowpeak.models import context_length, convert_trainable, disable_dropout, load_tokenizer
+from lowpeak.parallel import check_devices
+from lowpeak.setup.preflight import check_outputs
+from lowpeak.setup.prepare_run import RunParts
+
+
+@dataclass(frozen=True)
+class OfflineInputs:
+    """Model and tokenizer as the user passed them to an offline trainer, and whether an optimizer's class was passed."""
+
+    model: Any
+    processing_class: Any
+    peft_config: Any
+    has_optimizer_class: bool
+
+
+class OfflineHooks(Protocol):
+    """The part of an offline trainer that differs between algorithms before the run is built."""
+
+    def resolve(self, args: Any) -> OfflineSettings: ...
+
+    def load_model(self, model: Any, peft_config: Any, args: Any, settings: Any) -> nn.Module: ...
+
+    def make_algorithm(self, settings: Any) -> Algorithm: ...
+
+    def change_padding(self, tokenizer: Any, policy: nn.Module) -> Any: ...
+
+
+def prepare_offline(
+    inputs: OfflineInputs, user_args: Any, hooks: OfflineHooks, check_inputs: Callable[[Any, Any], None]
+) -> RunParts:
+    """Resolve the arguments, then load and check the model and its tokenizer.
+
+    `check_inputs(args, settings)` rejects data, optimizer or adapter before anything loads.
+    """
+    check_devices(bool(user_args.fsdp), user_args.model_parallel.tensor > 1)
+    args = check_and_reset_arguments(user_args)
+    settings = hooks.resolve(args)
+    if inputs.has_optimizer_class:  # it has a storage format of its own
+        settings = replace(settings, model=settings.model.with_users_optimizer())
+    set_seed(args.seed)  # before anything is made: the first weights of an adapter, or a new head, are random
+    check_inputs(args, settings)
+    check_outputs(args)
+    policy = hooks.load_model(inputs.model, inputs.peft_config, args, settings)
+    tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
+    tokenizer = change_tokenizer(tokenizer, transformers_model(policy), settings.tokenizer)
+    check_special_tokens(tokenizer, num_embeddings(policy))
+    tokenizer = hooks.change_padding(tokenizer, policy)
+    convert_trainable(policy, settings.model)
+    if settings.model.disable_dropout:
+        disable_dropout(policy)
+    algorithm = hooks.make_algorithm(settings)
+    return RunParts(user_args, args, settings, algorithm, policy, tokenizer, EffectReport(user_args))
+
+
+def change_tokenizer(tokenizer: Any, model: Any, settings: TokenizerSettings) -> Any:
+    """Return the tokenizer, or a copy with the changes that the settings ask for, which the model's configs get too.
+
+    The new end-of-sequence token ends a completion, and so do those that ended it before.
+    """
+    chosen = {"eos_token": settings.eos_token, "pad_token": settings.pad_token}
+    tokens = {name: token for name, token in chosen.items() if token is not None}
+    if not tokens and settings.chat_template_path is None:
+        return tokenizer
+    changed = copy.deepcopy(tokenizer)
+    for name, token in tokens.items():
+        if token not in tokenizer.get_vocab():
+            raise ArgumentError(f"{name}={token!r} is not in the tokenizer's vocabulary: name a token that it has.")
+        setattr(changed, name, token)
+        setattr(model.config.get_text_config(), f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    if "eos_token" in tokens:
+        _add_end_token(model, changed.eos_token_id)
+    if settings.chat_template_path is not None:
+        changed.chat_template = _read_template(settings.chat_template_path)
+    return changed
+
+
+def _add_end_token(model: Any, end_id: int) -> None:
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        before = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+        generation.eos_token_id = [end_id, *(number for number in before if number not in (None, end_id))]
+
+
+def _read_template(name: str) -> str:
+    path = Path(name)
+    if path.suffix in (".jinja", ".j2") and not path.is_file():
+        raise ArgumentError(f"chat_template_path={name!r} is not an existing file.")
+    if path.suffix not in (".jinja", ".j2"):
+        raise ArgumentError(
+            f"chat_template_path={name!r} must be a .jinja or .j2 file; to take another tokenizer's template, set chat_template on "
+            "the tokenizer that is passed as processing_class."
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def longest_row(max_length: int | None, policy: nn.Module, reserved: int = 0) -> int | None:
+    """Return the most tokens of a sequence: `max_length`, or the model's context minus `reserved`; None for no limit."""
+    context = context_length(policy)
+    limits = [max_length, None if context is None else context - reserved]
+    return min((limit for limit in limits if limit is not None), default=None)
