@@ -1,6 +1,6 @@
-"""List the files that a completion passes on its way to the loss, and weights on their way into vLLM.
+"""List the files that a completion passes on its way to the loss, weights into vLLM, and an out-of-memory error to its retry.
 
-Both are traced in a run of a tiny model, so that the lists are those of the code: `python tests/architecture/call_paths.py` writes
+All are traced in a run of a tiny model, so that the lists are those of the code: `python tests/architecture/call_paths.py` writes
 them into docs/architecture.md.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
 from torch import Tensor, nn
 
 from architecture.sources import PACKAGE, ROOT
@@ -37,6 +38,8 @@ WEIGHTS = (
     *("ExportParam", "FlatShard", "Parameter", "Tensor", "WeightSlice"),
     *("Bucket", "Piece", "ProcessSender", "ProcessReceiver"),
 )
+# The error of a failed pass, and what it becomes until the pass runs again.
+FAILURES = ("OutOfMemoryError", "LocalMemoryError", "AgreedMemoryError", "Attempt", "Demand", "GuardedPasses", "Sizes")
 # Packages whose inside a reader of the main line need not open: decoding, packing and the head. Nothing else is left out.
 OFF_THE_LINE = ("rollout/native/", "batching/", "logprobs/")
 
@@ -171,12 +174,30 @@ def weights_path(folder: Path) -> dict[str, str]:
     return on_the_line(trace.functions)
 
 
+def recovery_path(folder: Path) -> dict[str, str]:
+    """Return the files that an out-of-memory error passes from a failed forward to the next one, each with a function."""
+    trainer = make("GRPO", folder, max_steps=1, reward_funcs=spread)
+    trace, forward = Trace(FAILURES), trainer.model.forward
+
+    def fail_first(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not trace.functions:
+            sys.setprofile(trace)
+            raise torch.OutOfMemoryError("no room")
+        sys.setprofile(None)
+        return forward(*args, **kwargs)
+
+    trainer.model.forward = fail_first
+    trainer.train()
+    return on_the_line(trace.functions)
+
+
 def tables() -> str:
-    """Return both lists as Markdown."""
+    """Return all lists as Markdown."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {
             "A completion, from the engine to the loss": completion_path(Path(folder) / "completion"),
             "Weights, from the policy to `load_weights` of a vLLM worker": weights_path(Path(folder) / "weights"),
+            "An out-of-memory error, from the failed pass to its retry": recovery_path(Path(folder) / "recovery"),
         }
     parts = []
     for title, functions in paths.items():
