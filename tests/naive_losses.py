@@ -40,6 +40,7 @@ def plain_grpo(s: GRPOSettings, rows: Sequence[Row], *, on_policy: bool = False,
         return sum(t / max(len(r.logprobs), 1) for t, r in zip(totals, rows, strict=True)) / num_rows - bonus
     if s.loss_type == "dr_grpo":
         return sum(totals) / (num_rows * s.max_completion_length) - bonus
+    assert s.loss_type in ("dapo", "bnpo", "cispo", "vespo"), f"give loss_type={s.loss_type!r} its weights here"
     return sum(all_tokens) / len(all_tokens) - bonus
 
 

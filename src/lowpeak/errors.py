@@ -102,7 +102,7 @@ class RankError(LowpeakError, RuntimeError):
 
 
 class MemoryExhaustedError(LowpeakError, MemoryError):
-    """A phase ran out of memory. Users catch this class; a run that recovers raises and catches its subclasses.
+    """A phase ran out of memory. Users catch this class; its subclasses are for ranks that try again together.
 
     reason          the cause, without the remedy that the message has
     is_resumable    all ranks tried the smallest sizes: the state before the step can be saved
@@ -114,7 +114,7 @@ class MemoryExhaustedError(LowpeakError, MemoryError):
 
 
 class LocalMemoryError(MemoryExhaustedError):
-    """Memory ran out on this rank, but not in a collective: all ranks meet, so the watchdog ends none of them."""
+    """Memory ran out on this rank alone; it still reaches the next agreement, so the watchdog must not end the run."""
 
 
 class AgreedMemoryError(MemoryExhaustedError):

@@ -25,7 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowpeak import errors
-from lowpeak.errors import AgreedMemoryError, LocalMemoryError, LowpeakError, MemoryExhaustedError, RankError
+from lowpeak.errors import (
+    AgreedMemoryError,
+    LocalMemoryError,
+    LostEngineError,
+    LowpeakError,
+    MemoryExhaustedError,
+    RankError,
+)
 
 Item = TypeVar("Item")
 
@@ -131,8 +138,8 @@ class Ranks:
         """Raise an error of the block on all ranks; all ranks must enter it.
 
         The rank that failed raises its error unchanged. The others raise one of the same class (RankError if the class is not
-        lowpeak's) that names the rank and repeats the message. If memory ran out and nothing else failed, several ranks all raise
-        AgreedMemoryError.
+        lowpeak's) that names the rank and repeats the message. If ranks failed for several reasons, all raise for one: an error
+        that ends the run before a lack of memory, and that before a lost engine. For memory all ranks raise AgreedMemoryError.
 
         Collectives inside the block must run on every rank, also on one that failed: wrap each part between them in a block, or
         defer the error to the end.
@@ -196,10 +203,8 @@ class Ranks:
             return
         if self._on_agreed is not None:
             self._on_agreed()
-        error = _most_original(failed, own_error)
-        # In lockstep the peers of a rank that ran out of memory raise EngineError, with its rank.
-        causes = [failure for _, failure in failed if failure.rank is None]
-        if isinstance(error, MemoryExhaustedError) and all(map(_is_memory_error, causes)):
+        error = _first_cause(failed, own_error)
+        if isinstance(error, MemoryExhaustedError):
             agreed = AgreedMemoryError(str(error), error.reason)
             agreed.rank = error.rank
             raise agreed from own_error
@@ -215,11 +220,25 @@ class Ranks:
         return values.tolist()
 
 
-def _most_original(failed: Sequence[tuple[int, Failure]], own_error: Exception | None) -> Exception:
-    """Return the error that tells most: one with a rank only repeats that rank's."""
-    if own_error is not None and getattr(own_error, "rank", None) is None:
+def _first_cause(failed: Sequence[tuple[int, Failure]], own_error: Exception | None) -> Exception:
+    """Return this process's error, or the first one of another, of the same kind on all processes.
+
+    A memory error may be repaired with a lost engine, so it comes before that; another error ends the run and comes first. An error
+    with a rank only repeats that rank's: in lockstep the peers of a rank that ran out of memory raise EngineError.
+    """
+    causes = [pair for pair in failed if pair[1].rank is None] or list(failed)
+    first = min(map(_precedence, (failure for _, failure in causes)))
+    own = _failure_of(own_error)
+    if own_error is not None and own is not None and own.rank is None and _precedence(own) == first:
         return own_error
-    return _error_of(*next((pair for pair in failed if pair[1].rank is None), failed[0]))
+    return _error_of(*next(pair for pair in causes if _precedence(pair[1]) == first))
+
+
+def _precedence(failure: Failure) -> int:
+    """Return 0 for an error that ends the run, 1 for a lack of memory, 2 for a lost engine."""
+    if _is_memory_error(failure):
+        return 1
+    return 2 if issubclass(_class_of(failure) or Exception, LostEngineError) else 0
 
 
 def has_process_group() -> bool:

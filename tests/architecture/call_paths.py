@@ -187,7 +187,10 @@ def recovery_path(folder: Path) -> dict[str, str]:
         return forward(*args, **kwargs)
 
     trainer.model.forward = fail_first
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        sys.setprofile(None)
     return on_the_line(trace.functions)
 
 

@@ -202,6 +202,8 @@ def grpo_reduction(settings: GRPOSettings) -> Reduction:
         token_weight = sequence_mean
     elif settings.loss_type == "dr_grpo":
         token_weight = partial(_max_length_mean, settings.max_completion_length)
+    elif settings.loss_type not in ("dapo", "bnpo", "cispo", "vespo"):
+        raise AssertionError(f"loss_type={settings.loss_type!r} has no weights")
     return partial(_sum_of_tokens, token_weight) if settings.importance_level == "sequence" else token_weight
 
 

@@ -45,7 +45,7 @@ def token_mean(length: int, counts: StepCounts) -> float:
 
 
 def sequence_mean(length: int, counts: StepCounts) -> float:
-    """Return a sequence's weight in the mean over sequences: 1 / N."""
+    """Return a sequence's weight in the mean over sequences: 1 / N; as a token's weight, tokens of a sequence are summed."""
     return 1.0 / counts.num_sequences if length else 0.0
 
 

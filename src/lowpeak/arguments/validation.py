@@ -159,7 +159,7 @@ class EffectReport:
         effects.report()
 
     `report` logs one warning on rank 0; ArgumentError with `strict_arguments`. An argument that is added later is reported at
-    once, and each only once. `where` completes the sentence "2 arguments have no effect".
+    once, and each only once. `where` follows "have no effect" in the message.
     """
 
     def __init__(self, args: Any, where: str = "in this run") -> None:
@@ -169,10 +169,11 @@ class EffectReport:
 
     def add(self, argument: str, reason: str) -> None:
         """Add an argument, as shown to the user."""
-        if argument not in self._reasons:
-            self._reasons[argument] = reason
-            if self._is_reported:
-                self._warn({argument: reason})
+        if argument in self._reasons:
+            return
+        if self._is_reported:
+            self._warn({argument: reason})
+        self._reasons[argument] = reason
 
     def add_declared(self, facts: RunFacts) -> None:
         """Add the arguments whose declared conditions do not hold."""

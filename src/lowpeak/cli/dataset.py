@@ -25,7 +25,7 @@ def load_datasets(
     """
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     if arguments.datasets:
-        _refuse_beside_mixture(arguments)
+        _refuse_with_mixture(arguments)
         train = map_columns(load_mixture(arguments.datasets, streaming=arguments.streaming), arguments, answers)
     else:
         train = _load_dataset(arguments.dataset, arguments.dataset_split, arguments, answers, effects)
@@ -61,7 +61,7 @@ def _load_evaluation(arguments: DataArguments, answers: Sequence[str], effects: 
     return _load_dataset(source, split, arguments, answers, effects)
 
 
-def _refuse_beside_mixture(arguments: DataArguments) -> None:
+def _refuse_with_mixture(arguments: DataArguments) -> None:
     """Raise ArgumentError for arguments that name another dataset or split than --datasets."""
     for name in ("dataset", "dataset_config", "dataset_split"):
         if getattr(arguments, name) not in (None, "", "train"):

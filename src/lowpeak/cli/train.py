@@ -37,12 +37,12 @@ Part = TypeVar("Part")
 # The columns of a supervised dataset beside `prompt`; these jobs generate nothing and take no reward.
 ANSWER_COLUMNS = {"sft": ("completion",), "reward": ("chosen", "rejected")}
 # Arguments that a script's own call of evaluate() reads, and a command only if eval_strategy is set.
-_OF_EVALUATIONS = ("per_device_eval_batch_size", "num_generations_eval", "success_reward", "success_threshold")
-_OF_ADAPTERS = (
+_EVALUATION_ARGUMENTS = ("per_device_eval_batch_size", "num_generations_eval", "success_reward", "success_threshold")
+_ADAPTER_ARGUMENTS = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
     *("lora_task_type", "use_rslora", "use_dora"),
 )
-_OF_4_BITS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
+_QUANTIZATION_ARGUMENTS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 # TRL's defaults where lowpeak's differ: a file that spells them out is not told that they have no effect.
 _TRL_DEFAULTS = {"model_revision": "main", "eval_split": "test", "lora_dropout": 0.05, "per_device_eval_batch_size": 8}
 _PEAKS = ("peak_memory", "reserved_memory", "planned_memory")
@@ -308,9 +308,9 @@ def _add_idle(job: Job, effects: EffectReport) -> None:
     model = job.model
     reasons: dict[str, str] = {}
     if not model.use_peft:
-        reasons |= dict.fromkeys(_OF_ADAPTERS, "--use_peft is off, so there are no adapters")
+        reasons |= dict.fromkeys(_ADAPTER_ARGUMENTS, "--use_peft is off, so there are no adapters")
     if not model.load_in_4bit:
-        reasons |= dict.fromkeys(_OF_4_BITS, "--load_in_4bit is off")
+        reasons |= dict.fromkeys(_QUANTIZATION_ARGUMENTS, "--load_in_4bit is off")
     if job.config.eval_strategy == "no" and not job.config.eval_on_start:
         if job.data.eval_dataset is not None:
             raise ArgumentError(
@@ -318,7 +318,7 @@ def _add_idle(job: Job, effects: EffectReport) -> None:
                 "(or epoch), or leave it out."
             )
         never = "eval_strategy is 'no', so the command never evaluates"
-        reasons |= dict.fromkeys(("eval_split", *(_OF_EVALUATIONS if job.online else ())), never)
+        reasons |= dict.fromkeys(("eval_split", *(_EVALUATION_ARGUMENTS if job.online else ())), never)
     if Path(model.model).exists():
         reasons["model_revision"] = "the model is a folder"
     for name, reason in reasons.items():
@@ -339,8 +339,8 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
 
     effects = EffectReport(job.config)
     _add_idle(job, effects)
-    train_dataset, eval_dataset = load_datasets(job.data, ANSWER_COLUMNS.get(job.kind, ()), job.config, effects)
     effects.report()
+    train_dataset, eval_dataset = load_datasets(job.data, ANSWER_COLUMNS.get(job.kind, ()), job.config, effects)
     keywords: dict[str, Any] = {
         "model": job.model.model,
         "args": job.config,

@@ -100,7 +100,7 @@ class SupervisedReader(RowReader[Record]):
     def _tokenize(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         """Return the token ids of the row, and its loss mask."""
         if self._formatting_func is not None:
-            self._report_text_field(f"formatting_func turns {where} into text: remove one of the two")
+            self._report_text_field(f"formatting_func turns {where} into text: remove one of the two arguments")
             with fail_on_exit(DataError, "formatting_func"):
                 try:
                     text = self._formatting_func(row)
@@ -112,7 +112,7 @@ class SupervisedReader(RowReader[Record]):
         columns = check_supervised_columns(row, self._text_field, where)
         if columns == (self._text_field,):
             return self._read_text(row[self._text_field], where)
-        self._report_text_field(f"{where} has {' and '.join(columns)}: remove one of the two")
+        self._report_text_field(f"{where} has {' and '.join(columns)}: remove the argument, or these columns")
         if columns[0] == "input_ids":
             return self._read_tokens(row, where)
         if columns[0] == "prompt":

@@ -64,7 +64,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_is_sharded(strategy: InferenceStrategy, model: nn.Module) -> None:
-    """Raise ArgumentError if the strategy has yet to shard the model: with efficient loading, only rank 0 has its weights."""
+    """Raise ArgumentError if `train()` has not sharded the model yet: until then other ranks may lack its weights."""
     if strategy.shards_parameters and not is_sharded(model):
         raise ArgumentError(
             "evaluate() and predict() need train() before them if the model is sharded: train() shards it over the ranks and "

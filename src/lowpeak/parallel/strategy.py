@@ -54,7 +54,7 @@ class TrainingStrategy(Protocol):
 
     @property
     def survives_failed_passes(self) -> bool:
-        """Whether a rank can fail in a pass without ending the others: `finish_failed_pass` works."""
+        """Return whether a rank whose pass fails can take part in the rest of its collectives, so that all ranks try again."""
         return False
 
     def finish_failed_pass(self, model: nn.Module, run_masked: Callable[[], object]) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from lowpeak.arguments import Sampling
 from lowpeak.data import REWARD_KEYWORDS, PromptReader
-from lowpeak.errors import ArgumentError, EngineError, fail_on_exit
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError, fail_on_exit
 from lowpeak.heads import num_embeddings
 from lowpeak.models import context_length
 from lowpeak.records import Completion, Group, Prompt
@@ -101,13 +101,23 @@ class FunctionEngine:
             entries = [copy.deepcopy(prompt.source) for prompt in prompts for _ in range(size)]
             call = _FunctionCall(prompts[0].serial, sampling)
             with self._request_sampling(call, training), fail_on_exit(EngineError, "rollout_func"):
-                output = self.function(entries, self.trainer)
+                output = self._call_function(entries)
             num_tokens = num_embeddings(model) or int(model.config.get_text_config().vocab_size)
             context = context_length(model)
         fields, ends = _check_output(output, len(entries), size), self.end_ids(sampling)
         completions = [_completion(fields, i, sampling.max_new_tokens, ends, num_tokens) for i in range(len(entries))]
         _check_context(completions, context)
         return [Group(prompt, tuple(completions[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)]
+
+    def _call_function(self, entries: list[Any]) -> Mapping[str, Any]:
+        """Return the function's result; after an error other than a lost engine, drop the wave that it waited for."""
+        try:
+            return self.function(entries, self.trainer)
+        except LostEngineError:
+            raise
+        except BaseException:
+            self._unfinished = None
+            raise
 
     def complete(self, prompts: Sequence[Any], overrides: Mapping[str, Any]) -> list[Group]:
         """Request one completion of each prompt from the engine, with the call's sampling parameters and `overrides`.
@@ -121,7 +131,7 @@ class FunctionEngine:
         sampling = replace(call.sampling, num_generations=1, seed=_call_seed(call), **_sampling_overrides(overrides))
         read = self.new_reader().read_batch([{"prompt": prompt} for prompt in prompts], 0)
         wave = [prompt for prompt in read if prompt is not None]
-        request = [prompt.ids for prompt in wave], sampling
+        request = call.num_calls, [prompt.ids for prompt in wave], sampling
         if self._unfinished is None or self._unfinished[0] != request:
             self._unfinished = request, self.engine.submit(wave, sampling)
         # After the engine was lost the function is called again: it requests only the completions that this wave lacks.

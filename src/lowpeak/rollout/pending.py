@@ -10,7 +10,7 @@ from lowpeak.records import Group
 
 @runtime_checkable
 class Pending(Protocol):
-    """Groups that an engine owes for one `RolloutEngine.submit`; only the thread that submitted calls it."""
+    """The groups of one `RolloutEngine.submit`, complete or not; only the thread that submitted calls its methods."""
 
     def result(self) -> list[Group]:
         """Wait for the groups and return them in the order of the prompts; a later call returns the same ones.
@@ -19,7 +19,7 @@ class Pending(Protocol):
         """
 
     def abort(self) -> None:
-        """Drop the groups and stop work on them; the engine can `load` afterwards. Never raises."""
+        """Drop the groups and stop work on them; the engine can `load` afterwards. It must not raise."""
 
 
 class GeneratedOnResult:

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -14,7 +15,8 @@ from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback
 
 from lowpeak.algorithms import Algorithm, call_advantages, call_select, check_losses, check_metrics
-from lowpeak.errors import ArgumentError, LowpeakError, first_line
+from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit, first_line
+from lowpeak.journal import read_steps
 from lowpeak.records import Completion, Record, TokenBatch
 from lowpeak.rewards import load_object
 from lowpeak.selftest.models import even_share, make_model, make_prompts, make_tokenizer
@@ -35,15 +37,12 @@ _ARGUMENTS: Mapping[str, Any] = {
 
 @dataclass
 class _Check:
-    """The trainer under check, and what the checks so far have made with it.
-
-    read_arguments      returns the arguments that the user gave for a config class
-    """
+    """The trainer under check, with the user's arguments for its config, and what the checks so far have made with it."""
 
     spec: str
-    read_arguments: Callable[[type], Mapping[str, Any]]
     output_dir: str
     trainer_class: type[OnlineTrainer] = field(init=False)
+    arguments: Mapping[str, Any] = field(init=False)
     trainer: OnlineTrainer = field(init=False)
     records: tuple[Record, ...] = field(init=False)
     tokens: TokenBatch = field(init=False)
@@ -59,13 +58,23 @@ def check_algorithm(spec: str, read_arguments: Callable[[type], Mapping[str, Any
     `spec` is `path/to/file.py:MyTrainer` or `package.module.MyTrainer`.
     """
     with TemporaryDirectory(prefix="lowpeak-check-") as folder:
-        check = _Check(spec, read_arguments, folder)
-        for name, run in _CHECKS.items():
-            try:
-                print(f"ok    {name}: {run(check)}", flush=True)
-            except Exception as error:
-                print(f"FAIL  {name}: {_explain(error, check)}", flush=True)
-                return False
+        check = _Check(spec, folder)
+        if not _passes("trainer", _load, check):
+            return False
+        check.arguments = read_arguments(
+            check.trainer_class.config_class
+        )  # an unknown name is no fault of the algorithm
+        return all(_passes(name, run, check) for name, run in _CHECKS.items())
+
+
+def _passes(name: str, run: Callable[[_Check], str], check: _Check) -> bool:
+    """Print a check's result, or its error; return whether there was none."""
+    try:
+        with fail_on_exit(ArgumentError, check.spec):
+            print(f"ok    {name}: {run(check)}", flush=True)
+    except Exception as error:
+        print(f"FAIL  {name}: {_explain(error, check)}", flush=True)
+        return False
     return True
 
 
@@ -84,7 +93,7 @@ def _load(check: _Check) -> str:
 
 def _make_trainer(check: _Check) -> str:
     config_class = check.trainer_class.config_class
-    given = check.read_arguments(config_class)
+    given = check.arguments
     num_generations = given.get("num_generations", config_class.num_generations)
     settings = {**_ARGUMENTS, "output_dir": check.output_dir, "per_device_train_batch_size": 4 * num_generations}
     check.trainer = check.trainer_class(
@@ -161,7 +170,7 @@ def _measure(check: _Check) -> str:
 
 def _train(check: _Check) -> str:
     check.trainer.train()
-    step = next(line for line in check.trainer.state.log_history if "grad_norm" in line)
+    step = read_steps(Path(check.output_dir) / "journal")[-1]
     if not step["grad_norm"]:
         raise ArgumentError(
             f"the gradient of the step is 0, so nothing is trained (the loss is {step['loss']:.4g}): look at the advantages, and "
@@ -171,7 +180,6 @@ def _train(check: _Check) -> str:
 
 
 _CHECKS: Mapping[str, Callable[[_Check], str]] = {
-    "trainer": _load,
     "algorithm": _make_trainer,
     "select": _select,
     "advantages": _advantages,

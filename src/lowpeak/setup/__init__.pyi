@@ -1,6 +1,7 @@
 from lowpeak.setup.build_run import computes_in_fp32 as computes_in_fp32
 from lowpeak.setup.build_run import connect_online as connect_online
 from lowpeak.setup.build_run import make_run as make_run
+from lowpeak.setup.build_run import report_effects as report_effects
 from lowpeak.setup.critic import attach_critic as attach_critic
 from lowpeak.setup.dry_run import describe_offline as describe_offline
 from lowpeak.setup.dry_run import describe_run as describe_run

@@ -17,7 +17,7 @@ from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowpeak.arguments import MemorySettings
+from lowpeak.arguments import MemorySettings, RunFacts
 from lowpeak.checkpoint import converts_weights
 from lowpeak.data import PromptReader, padding_id
 from lowpeak.errors import ModelError
@@ -79,7 +79,8 @@ def connect_online(
     """Return the run and the rollout collector of an online trainer that has its accelerator."""
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(context.accelerator)
-    _add_declared_effects(context, parts, strategy)
+    with strategy.ranks.propagate_errors():
+        report_effects(parts, _run_facts(context, parts, strategy))
     critic = critic_classifier(causal_lm(parts.policy))
     if critic is not None:
         check_critic_vocabulary(critic, parts.policy, parts.tokenizer)
@@ -94,12 +95,13 @@ def connect_online(
         overlong=prompts.overlong_prompts,
         limit_reason=f"{context_name(prompts, critic)} less max_completion_length {max_new_tokens}",
         num_embeddings=num_embeddings(parts.policy),
-        report_idle=parts.effects.add,
+        report_idle=parts.row_effects.add,
     )
     reader = new_reader()
     with strategy.ranks.propagate_errors():
         cursor = prompt_cursor(context.train_dataset, reader, settings, args)
         longest = reader.longest
+        parts.row_effects.report()
     is_offloadable = _has_frozen_models(parts) or not states_on_host(context.accelerator.state)
     offloads = settings.memory.offload_during_rollout and is_offloadable
     offloader = make_rollout_offloader(context, parts.policy, strategy) if offloads else None
@@ -107,8 +109,6 @@ def connect_online(
     reference = _reference(parts, freeze) if "reference" in parts.algorithm.needs else None
     _freeze_reward_models(parts.rewards, freeze, strategy, context.accelerator.device)
     run = make_run(context, parts, strategy, start_plan, reference, prompt_tokens=longest)
-    with strategy.ranks.propagate_errors():
-        parts.effects.report()
     stats = RolloutStats()
     collector = RolloutCollector(
         context=context,
@@ -152,7 +152,6 @@ def make_run(
         algorithm = algorithm.without_skipping()
     choice = _check_models(context, strategy, policy, reference, memory, head, load_balance)
     storage = acting_storage(settings.model, policy)
-    add_idle_storage(parts.effects, args, settings.model, policy, storage)
     shares = storage_fractions(context, storage)
     sizes, memory_limit, planned = resolve_sizes(
         context, memory, policy, strategy, choice, shares, storage, prompt_tokens, start_plan
@@ -323,21 +322,27 @@ def _has_frozen_models(parts: OnlineParts) -> bool:
 # arguments and rewards
 
 
-def _add_declared_effects(context: BuildContext, parts: OnlineParts, strategy: Strategy) -> None:
-    """Add the arguments without effect, now that models and devices are known."""
+def report_effects(parts: RunParts, facts: RunFacts) -> None:
+    """Report the arguments without effect, now that models and devices are known."""
+    parts.effects.add_declared(facts)
+    model = parts.settings.model
+    add_idle_storage(parts.effects, parts.args, model, parts.policy, acting_storage(model, parts.policy))
+    parts.effects.report()
+
+
+def _run_facts(context: BuildContext, parts: OnlineParts, strategy: Strategy) -> RunFacts:
+    """Return the facts of a run whose models and devices are known."""
     why_merged = why_adapters_idle(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
-    if why_merged:
-        parts.effects.add("vllm_adapters=False", why_merged)
-    parts.effects.add_declared(
-        replace(
-            parts.settings.facts,
-            sharded=strategy.shards_parameters,
-            in_fp32=computes_in_fp32(parts.args, parts.policy, parts.reference_model),
-            states_on_host=states_on_host(context.accelerator.state),
-            frozen=_has_frozen_models(parts),
-            passed_optimizer=None if context.optimizer is None else "instance",
-            passed_schedule=context.lr_scheduler is not None,
-        ),
+    facts = parts.settings.facts
+    return replace(
+        facts,
+        idle={**facts.idle, "vllm_adapters=False": why_merged} if why_merged else facts.idle,
+        sharded=strategy.shards_parameters,
+        in_fp32=computes_in_fp32(parts.args, parts.policy, parts.reference_model),
+        states_on_host=states_on_host(context.accelerator.state),
+        frozen=_has_frozen_models(parts),
+        passed_optimizer=None if context.optimizer is None else "instance",
+        passed_schedule=context.lr_scheduler is not None,
     )
 
 

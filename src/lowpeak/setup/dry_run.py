@@ -19,7 +19,7 @@ Report = dict[str, Any]
 
 
 def describe_run(context: BuildContext, model: nn.Module, collector: RolloutCollector, num_steps: int | None) -> Report:
-    """Return the dry run of an online context: model, data, algorithm, rollout, sampling, sizes, generation, micro-batches.
+    """Return the dry run of an online trainer: model, data, algorithm, rollout, sampling, sizes, generation, micro-batches.
 
     `num_steps` is the number of steps of an epoch.
     """
@@ -66,7 +66,7 @@ def describe_offline(
     rows: int,
     longest: int | None,
 ) -> Report:
-    """Return the dry run of an offline context: model, data, sizes and micro-batches.
+    """Return the dry run of an offline trainer: model, data, sizes and micro-batches.
 
     A step takes `rows` of the dataset, of `longest` tokens at most; `num_steps` is the number of steps of an epoch.
     """

@@ -118,6 +118,7 @@ def make_engine(
         tokenizer,
         chat_template_kwargs=parts.settings.prompts.chat_template_kwargs,
         num_embeddings=num_embeddings(policy),
+        report_idle=parts.row_effects.add,
     )
     return FunctionEngine(
         rollout_func,

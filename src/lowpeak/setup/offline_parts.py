@@ -41,7 +41,7 @@ class OfflineHooks(Protocol):
 
     def make_algorithm(self, settings: Any) -> Algorithm: ...
 
-    def change_padding(self, tokenizer: Any, policy: nn.Module) -> Any: ...
+    def set_pad_token(self, tokenizer: Any, policy: nn.Module) -> Any: ...
 
 
 def prepare_offline(
@@ -63,12 +63,13 @@ def prepare_offline(
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     tokenizer = change_tokenizer(tokenizer, transformers_model(policy), settings.tokenizer)
     check_special_tokens(tokenizer, num_embeddings(policy))
-    tokenizer = hooks.change_padding(tokenizer, policy)
+    tokenizer = hooks.set_pad_token(tokenizer, policy)
     convert_trainable(policy, settings.model)
     if settings.model.disable_dropout:
         disable_dropout(policy)
     algorithm = hooks.make_algorithm(settings)
-    return RunParts(user_args, args, settings, algorithm, policy, tokenizer, EffectReport(user_args))
+    effects, row_effects = EffectReport(user_args), EffectReport(user_args, "on some rows")
+    return RunParts(user_args, args, settings, algorithm, policy, tokenizer, effects, row_effects)
 
 
 def change_tokenizer(tokenizer: Any, model: Any, settings: TokenizerSettings) -> Any:

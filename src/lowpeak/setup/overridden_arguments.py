@@ -39,7 +39,7 @@ def warn_of_overridden_arguments(trainer: CheckpointedTrainer, checkpoint: str) 
     changed = [k for k in requested if k in loaded and requested[k] != loaded[k] and k[0] not in kept]
     effects = EffectReport(
         trainer.acting_args,
-        f"with the states of the optimizer and the schedule in {checkpoint} (model=that folder begins a new run without them)",
+        f"because states in {checkpoint} replace them (a new run with model={checkpoint} begins without these states)",
     )
     for key in changed:
         effects.add(f"{_argument_name(key[0], requested[key], trainer)}={requested[key]!r}", f"{loaded[key]!r} acts")

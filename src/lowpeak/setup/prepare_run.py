@@ -1,4 +1,4 @@
-"""The first half of building an online run: settings, models, rewards and tokenizer, before a device is needed."""
+"""The parts of a run, and how an online trainer prepares its own before a device is needed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class RunParts:
     user_args   the arguments as the user gave them
     args        a copy with defaults in place of arguments without effect
     settings    what both resolved to
-    effects     the arguments without effect, reported when the run is built
+    effects     the arguments without effect in the run
+    row_effects  those without effect on some rows of the data
     """
 
     user_args: Any
@@ -59,15 +60,16 @@ class RunParts:
     policy: nn.Module
     tokenizer: Any
     effects: EffectReport
+    row_effects: EffectReport
+    reference_model: nn.Module | None = None
+    rewards: Sequence[Reward] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OnlineParts(RunParts):
     """Settings and loaded parts of an online run; `success` is what an evaluation counts as a success."""
 
     settings: OnlineSettings
-    reference_model: nn.Module | None
-    rewards: Sequence[Reward]
     success: SuccessCriterion
 
 
@@ -124,12 +126,18 @@ def prepare_online(
     if settings.model.disable_dropout:
         for model in filter(None, (policy, reference)):
             disable_dropout(model)
-    effects = EffectReport(user_args)
+    loaded: dict[str, Any] = {
+        "policy": policy,
+        "tokenizer": tokenizer,
+        "reference_model": reference,
+        "rewards": rewards,
+    }
+    reports: dict[str, Any] = {
+        "effects": EffectReport(user_args),
+        "row_effects": EffectReport(user_args, "on some rows"),
+    }
     return OnlineParts(
-        *(user_args, args, settings, algorithm, policy, tokenizer, effects),
-        reference_model=reference,
-        rewards=rewards,
-        success=success,
+        user_args=user_args, args=args, settings=settings, algorithm=algorithm, success=success, **loaded, **reports
     )
 
 

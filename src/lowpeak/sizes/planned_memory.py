@@ -114,9 +114,12 @@ def bytes_beside_tensors(context: Any, policy: nn.Module) -> int:
     """Return what a process on a CPU has resident beside its models; 0 on a device, whose allocator counts tensors alone."""
     if has_device_memory(context.accelerator.device):
         return 0
-    parts = getattr(context, "parts", None)
-    reference = None if parts is None else parts.reference_model
-    models = [policy, *([] if reference is None else [reference]), *(reward.model for reward in _reward_models(parts))]
+    reference = context.parts.reference_model
+    models = [
+        policy,
+        *([] if reference is None else [reference]),
+        *(reward.model for reward in _reward_models(context)),
+    ]
     loaded = sum(parameter.nbytes for model in models for parameter in model.parameters())
     return max(0, int(psutil.Process().memory_info().rss) - loaded)
 
@@ -138,7 +141,6 @@ def run_description(
     for name in names:
         setattr(args, name, sizes[name])
     args.given = frozenset(args.given) | frozenset((*names, "bf16"))
-    parts = getattr(context, "parts", None)
     processes = ranks.processes.world_size
     return {
         "kind": kind_of(args),
@@ -146,8 +148,8 @@ def run_description(
         "config": _plain_config(transformers_model(causal_lm(policy)).config),
         "peft_config": _peft_config(policy),
         "quantized_bits": _quantized_bits(policy),
-        "reward_configs": [_plain_config(reward.model.config) for reward in _reward_models(parts)],
-        "num_rewards": 1 if parts is None else len(parts.rewards),
+        "reward_configs": [_plain_config(reward.model.config) for reward in _reward_models(context)],
+        "num_rewards": max(1, len(context.parts.rewards)),
         "strategy": strategy_name(context.accelerator, strategy),
         "tensor_parallel": processes // ranks.world_size,
         "prompt_tokens": prompt_tokens or _longest_prompt(context),
@@ -160,8 +162,8 @@ def run_description(
     }
 
 
-def _reward_models(parts: Any) -> list[ModelReward]:
-    return [] if parts is None else [reward for reward in parts.rewards if isinstance(reward, ModelReward)]
+def _reward_models(context: Any) -> list[ModelReward]:
+    return [reward for reward in context.parts.rewards if isinstance(reward, ModelReward)]
 
 
 def _plain_config(config: Any) -> Any:

@@ -1,6 +1,6 @@
 """Config classes of the trainers: flat dataclasses over transformers' TrainingArguments.
 
-Arguments have TRL's name if they have TRL's meaning. The other modules of this package declare them, one family each.
+Arguments have TRL's name if they have TRL's meaning. Modules of `lowpeak.arguments` declare them, one family each.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ from lowpeak.setup import (
     describe_offline,
     make_run,
     prepare_offline,
+    report_effects,
     silence_nonzero_ranks,
 )
 from lowpeak.trainers.base import StepTrainer
@@ -82,7 +83,7 @@ class OfflineTrainer(StepTrainer):
     config_class: ClassVar[type[CommonConfig]]
     columns: ClassVar[str]  # columns of its data, for the error if there is no dataset
     head: ClassVar[HeadKind] = LOGPROB_HEAD
-    auto: ClassVar[Any] = AutoModelForCausalLM  # the class of transformers that makes a model of a name
+    auto_class: ClassVar[Any] = AutoModelForCausalLM  # transformers' class that loads the model by name
     parts: RunParts
     reader: Any
 
@@ -100,8 +101,8 @@ class OfflineTrainer(StepTrainer):
         raise AssertionError("a subclass names its algorithm")
 
     @staticmethod
-    def change_padding(tokenizer: Any, policy: nn.Module) -> Any:
-        """Return the tokenizer, or a copy with another pad token, which `policy` has then, too."""
+    def set_pad_token(tokenizer: Any, policy: nn.Module) -> Any:
+        """Return the tokenizer with the pad token that the model needs, and set it in the model's config."""
         return tokenizer
 
     def make_reader(self) -> RowReader[Any]:
@@ -164,7 +165,7 @@ class OfflineTrainer(StepTrainer):
         def check_inputs(args: Any, settings: Any) -> None:
             check_data(train_dataset, eval_dataset, args, self.columns, partial(self.check_row, settings=settings))
             check_optimizer(args, (optimizers[0] or optimizer_cls_and_kwargs, optimizers[1]))
-            check_adapter(peft_config, model, self.auto, args)
+            check_adapter(peft_config, model, self.auto_class, args)
 
         self.user_args = args = make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
@@ -186,12 +187,13 @@ class OfflineTrainer(StepTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         strategy = detect_strategy(self.accelerator)
-        parts.effects.add_declared(self._facts())
+        with strategy.ranks.propagate_errors():
+            report_effects(parts, self._facts())
         self.start_run(make_run(self, parts, strategy, start_plan, head=self.head))
         self.reader = self.make_reader()
         with strategy.ranks.propagate_errors():
             self.cursor = make_cursor(train_dataset, self.reader, parts.args, parts.settings.shuffle_dataset)
-            parts.effects.report()
+            parts.row_effects.report()
 
     def _facts(self) -> RunFacts:
         args = self.acting_args

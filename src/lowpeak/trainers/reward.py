@@ -42,7 +42,7 @@ class RewardTrainer(OfflineTrainer):
 
     config_class: ClassVar[type[CommonConfig]] = RewardConfig
     columns: ClassVar[str] = "chosen and rejected, with or without prompt"
-    auto: ClassVar[Any] = AutoModelForSequenceClassification
+    auto_class: ClassVar[Any] = AutoModelForSequenceClassification
     head: ClassVar[HeadKind] = SCORE_HEAD
 
     @staticmethod
@@ -81,8 +81,8 @@ class RewardTrainer(OfflineTrainer):
         return make_reward_model(settings.center_rewards_coefficient)
 
     @staticmethod
-    def change_padding(tokenizer: Any, policy: nn.Module) -> Any:
-        """Set the same pad token in tokenizer and model: a classifier reads its score at the last token before the padding."""
+    def set_pad_token(tokenizer: Any, policy: nn.Module) -> Any:
+        """Set the same pad token in both: a classifier reads its score at the last token before the padding."""
         if tokenizer.pad_token_id is None:
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.pad_token = tokenizer.eos_token
@@ -97,7 +97,7 @@ class RewardTrainer(OfflineTrainer):
             max_length=longest_row(parts.settings.max_length, parts.policy, reserved=1),
             chat_template_kwargs=parts.settings.chat_template_kwargs,
             num_embeddings=num_embeddings(parts.policy),
-            report_idle=parts.effects.add,
+            report_idle=parts.row_effects.add,
         )
 
     @staticmethod

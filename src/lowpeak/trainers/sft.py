@@ -116,7 +116,7 @@ class SFTTrainer(OfflineTrainer):
             text_field=settings.dataset_text_field,
             num_embeddings=num_embeddings(self.parts.policy),
             formatting_func=self.formatting_func,
-            report_idle=self.parts.effects.add,
+            report_idle=self.parts.row_effects.add,
         )
 
     def check_row(self, row: Any, where: str, settings: SupervisedSettings) -> None:

@@ -1,6 +1,6 @@
 """Checkpoints of a run: staged by all ranks, synced and renamed; only then the oldest one is removed.
 
-RunParts that wait for all ranks are inside `Ranks.propagate_errors`, so that an error of one rank is raised on all.
+Parts that wait for all ranks are inside `Ranks.propagate_errors`, which raises one rank's error on all.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from lowpeak.algorithms import Selection, call_select, with_loss_masks
 from lowpeak.arguments import OnlineSettings, Sampling
 from lowpeak.batching import assign_completions, balanced_partition
 from lowpeak.data import DatasetCursor, PromptReader
-from lowpeak.errors import LocalMemoryError, MemoryExhaustedError, RewardError
+from lowpeak.errors import AgreedMemoryError, LocalMemoryError, MemoryExhaustedError, RewardError
 from lowpeak.heads import causal_lm
 from lowpeak.memory import Phase, RolloutOffloader, has_device_memory, total_bytes
 from lowpeak.models import context_length
@@ -173,7 +173,7 @@ class RolloutCollector:
         ranks = self._ranks
         owners = balanced_partition([len(prompt.ids) for prompt in prompts], ranks.world_size)
         owned = owners[ranks.rank]
-        # A rank without a prompt has a share too: generating under a sharded strategy takes all ranks.
+        # A rank without prompts submits, too: generation under a sharded strategy takes all ranks.
         share = OwnedShare(self, [prompts[i] for i in owned], sampling, phase, state)
         if self.splits_groups and 0 < len(prompts) < ranks.world_size:
             groups = self._generate_split_groups(prompts, sampling, phase)
@@ -240,7 +240,7 @@ class RolloutCollector:
 
 @dataclass
 class OwnedShare:
-    """A rank's part of a wave, generated once and rewarded once: while a lost engine is awaited, what is done stays done."""
+    """One rank's prompts with their groups and rewards, which are kept while a lost engine is awaited."""
 
     collector: RolloutCollector
     prompts: Sequence[Prompt]
@@ -261,7 +261,7 @@ class OwnedShare:
 
     @contextmanager
     def aborted_on_error(self) -> Iterator[None]:
-        """Drop the wave if an error leaves the block: another attempt submits its own."""
+        """Abort the pending groups if an error leaves the block; the next attempt submits new ones."""
         try:
             yield
         except BaseException:
@@ -326,9 +326,11 @@ class SelectedGroups:
 
 @contextmanager
 def _local_memory_errors() -> Iterator[None]:
-    """Raise LocalMemoryError for an engine's memory: the other ranks generate to their end, or in lockstep, and then agree."""
+    """Raise LocalMemoryError when an engine runs out of memory: the other ranks finish generating, then agree on the error."""
     try:
         yield
+    except AgreedMemoryError:
+        raise
     except MemoryExhaustedError as error:
         raise LocalMemoryError(str(error), error.reason) from error
 

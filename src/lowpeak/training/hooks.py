@@ -1,4 +1,4 @@
-"""The progress bar's text for each phase, and the calls at transformers' hooks."""
+"""The memory tracker that shows the phase and explains memory errors, and the callback at transformers' hooks."""
 
 from __future__ import annotations
 

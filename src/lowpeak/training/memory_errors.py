@@ -13,7 +13,8 @@ _SMALLER_PASSES = "set micro_batch_tokens below {micro_batch_tokens} and logprob
 _SHARD = "shard over more ranks (FSDP2, ZeRO-3), or train an adapter"
 _REMEDIES = {
     Phase.ROLLOUT: "set kv_cache_bytes below {kv_cache_bytes}, or max_completion_length lower",
-    Phase.EVALUATE: "set kv_cache_bytes below {kv_cache_bytes}, or per_device_eval_batch_size lower",
+    Phase.EVALUATE: "in generation, set kv_cache_bytes below {kv_cache_bytes} or per_device_eval_batch_size lower; in passes, "
+    + _SMALLER_PASSES,
     Phase.SCORE: _SMALLER_PASSES,
     Phase.TRAIN: f"{_SMALLER_PASSES}; if weights, gradients and optimizer states alone do not fit, {_SHARD}",
     Phase.OPTIMIZER: _SHARD,

@@ -37,7 +37,7 @@ from lowpeak.training.run import Run, RunContext
 
 logger = logging.getLogger(__name__)
 
-LEAST_CHUNK = 16  # tokens whose logits are in memory together: below it, a pass takes longer and hardly less
+LEAST_CHUNK = 16  # tokens whose logits are in memory together: below it a pass takes longer and saves hardly any memory
 LEAST_CACHE = 1 << 24  # bytes of a KV cache for sequences of unknown length
 LEAST_BUFFER = 1 << 20  # bytes of a bucket of weights, and of gathered layers
 _PASSES = (Phase.SCORE, Phase.TRAIN)
@@ -46,7 +46,7 @@ _GENERATION = (Phase.ROLLOUT, Phase.EVALUATE)
 
 @dataclass(frozen=True)
 class Demand:
-    """What a failed phase had in memory at a time; each field is the largest of all ranks.
+    """The largest sizes that a failed phase had in memory at once; each field is a maximum over ranks.
 
     batch_tokens, batch_units       of its largest micro-batch; a unit (a sequence or a pair) is never split
     cache_bytes, sequence_bytes     of the KV cache that all its sequences would fill, and of one sequence
@@ -80,7 +80,7 @@ class Demand:
 
     @classmethod
     def of_passes(cls, guard: GuardedPasses, ranks: Ranks, unit: Unit) -> Demand:
-        """Return the demand of the micro-batch that failed on this rank, if any rank knows its own; all ranks must call it."""
+        """Return the demand of this rank's failed micro-batch, or of its largest if no rank recorded one; a collective."""
         if not ranks.max([float(guard.failed is not None)])[0]:
             return cls.of_batches(guard.batches, unit)
         return cls() if guard.failed is None else cls.of_batches([guard.failed], unit)
@@ -160,8 +160,8 @@ def lower_run_sizes(context: RunContext, phase: Phase, reason: str, memory_in_us
 def guard_passes(context: RunContext, phase: Phase, unit: Unit) -> GuardedPasses:
     """Return a guard of the policy's passes.
 
-    Where a failed pass ends the run (ZeRO, tensor parallelism), the next smaller sizes are recorded in the output folder first,
-    for the ranks that a launcher or the user starts again.
+    Where a failed pass ends the run (`survives_failed_passes` is False), the next smaller sizes are recorded in the output folder
+    first, for the ranks that a launcher or the user starts again.
     """
     run, device = context.run, context.accelerator.device
     record = partial(_record_smaller_sizes, context, phase, unit)
@@ -203,7 +203,7 @@ def apply_recorded_sizes(context: RunContext, *, is_new: bool) -> None:
 
 
 def smaller_sizes(sizes: Sizes, phase: Phase, demand: Demand, *, offloads: bool = False) -> Sizes | None:
-    """Return the sizes for another attempt at `phase`; None if nothing of it can be smaller.
+    """Return the sizes for another attempt at `phase`; None if the phase has no smaller size.
 
     Passes split micro-batches in halves until each has one sequence, then chunks of log-probs; then training moves saved
     activations to the host (`offloads`: if it can and does not yet). Engines halve the KV cache down to one sequence, then a

@@ -18,14 +18,14 @@ MAX_RECONNECTS = 3  # of a lost engine, within one call
 
 
 class Connection:
-    """A `with` block that ends quietly if the engine of a rank was lost, and raises that on all ranks if it is the last one.
+    """A `with` block that ends quietly after a LostEngineError; the last one lets the error pass.
 
-    `lost` is the error's text.
+    `loss_message` is the error's text.
     """
 
     def __init__(self, is_last: bool) -> None:
         self._is_last = is_last
-        self.lost: str | None = None
+        self.loss_message: str | None = None
 
     def __enter__(self) -> Connection:
         return self
@@ -35,7 +35,7 @@ class Connection:
     ) -> bool:
         if not isinstance(error, LostEngineError) or self._is_last:
             return False
-        self.lost = str(error)
+        self.loss_message = str(error)
         return True
 
 
@@ -67,13 +67,13 @@ class WeightSync:
             connection = Connection(is_last=reconnects == MAX_RECONNECTS)
             with connection:
                 self._push_if_stale(engine)
-            if connection.lost is None:
+            if connection.loss_message is None:
                 yield connection
-            if connection.lost is None:
+            if connection.loss_message is None:
                 return
-            self.context.run.journal.write_event(self.policy_version or 0, "engine lost", error=connection.lost)
+            self.context.run.journal.write_event(self.policy_version or 0, "engine lost", error=connection.loss_message)
             text = "%s Waiting for it; weights will be sent again and missing completions generated."
-            logger.warning(text, connection.lost)
+            logger.warning(text, connection.loss_message)
 
     def _push_if_stale(self, engine: RolloutEngine) -> None:
         """Push on all ranks together if the engine of any rank has another version."""

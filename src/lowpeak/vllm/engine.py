@@ -116,6 +116,7 @@ class VllmEngine:
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:
         """Return the groups to be; raise EngineError for a sequence that cannot fit."""
         with self.sharing.engine_ranks.propagate_errors():
+            self._known_version()
             self._check_lengths(prompts, sampling)
             self._check_speculation(sampling)
         return VllmPending(self, prompts, sampling)
@@ -130,9 +131,7 @@ class VllmEngine:
         Raise LostEngineError if a vLLM died, restarted or has other weights, EngineError before the first `load` and for invalid
         answers. Completed answers are added before an error is raised.
         """
-        version = self.policy_version
-        if version is None:
-            raise EngineError("The engine has no known weights yet: call load() before it generates.")
+        version = self._known_version()
         try:
             self._check_identities()
             missing = answers.missing(sequences, version)
@@ -145,6 +144,11 @@ class VllmEngine:
         except LostEngineError:
             self._weights = LoadedWeights()
             raise
+
+    def _known_version(self) -> int:
+        if self.policy_version is None:
+            raise EngineError("The engine has no known weights yet: call load() before it generates.")
+        return self.policy_version
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Wait for the vLLMs, push the slices and verify them.
@@ -212,7 +216,12 @@ class VllmEngine:
             bucket_bytes = int(min(self.settings.bucket_bytes, self.bucket_limit()))
             settings = replace(self.settings, bucket_bytes=bucket_bytes)
             unchanged = self.policy.unchanged
-            report = push_weights(slices, self._vllms, settings, policy_version, unchanged=unchanged, adapter=adapter)
+            report = push_weights(
+                *(slices, self._vllms, settings, policy_version),
+                unchanged=unchanged,
+                adapter=adapter,
+                in_process=[info.in_process for info in self._engine_infos],
+            )
         self.on_push(report)
         return report
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.loss_terms import kl_estimate
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.arguments.grpo import EntropyBonus
+from lowpeak.arguments.grpo import EntropyBonus, GRPOLossType
 
 NAN = math.nan
 
@@ -121,11 +122,15 @@ def test_a_sequence_of_four_tokens_has_the_weight_of_its_loss_type(loss_type, to
     assert by_row.reduction(4, COUNTS) == pytest.approx(sequence)
 
 
+def test_each_loss_type_has_its_weights_by_hand():
+    assert {name for name, _, _ in BY_HAND} == {*get_args(GRPOLossType)}
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
         make_grpo(replace(GRPO, loss_type=name, importance_level=level))
-        for name, _, _ in BY_HAND[:4]
+        for name, _, _ in BY_HAND
         for level in ("token", "sequence")
     ]
     + [make_rloo(RLOO), make_supervised()],

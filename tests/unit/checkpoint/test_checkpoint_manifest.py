@@ -20,7 +20,7 @@ from lowpeak.errors import (
     CheckpointError,
     EngineError,
     LocalMemoryError,
-    MemoryExhaustedError,
+    LostEngineError,
     RankError,
 )
 from lowpeak.ranks import Ranks
@@ -117,7 +117,20 @@ def test_ranks_do_not_try_again_if_another_one_failed_for_another_reason_than_me
                 raise CheckpointError("gone")
 
     errors = on_ranks(work)
-    assert [type(error) for error in errors] == [MemoryExhaustedError, LocalMemoryError, CheckpointError]
+    assert [(type(error), error.rank) for error in errors] == [
+        (CheckpointError, 2),
+        (CheckpointError, 2),
+        (CheckpointError, None),
+    ]
+
+
+def test_ranks_that_lost_an_engine_try_again_with_one_that_ran_out_of_memory():
+    def work(ranks):
+        with ranks.propagate_errors():
+            exhaust_memory(ranks)
+            raise LostEngineError("gone")
+
+    assert [type(error) for error in on_ranks(work)] == [AgreedMemoryError] * 3
 
 
 def exhaust_memory(ranks):

@@ -72,7 +72,16 @@ def test_a_file_that_is_not_there_fails_the_first_check(capsys, spec):
     assert spec.split(":")[0].removesuffix(".MyTrainer") in text
 
 
-def test_an_argument_that_the_config_does_not_have_is_named(capsys):
-    status, results = checked(capsys, f"{EXAMPLE}:ReinforceTrainer", "--baseline_decays", "0.5")
+def test_an_argument_that_the_config_does_not_have_is_no_fault_of_the_algorithm(capsys):
+    assert main(["check", f"{EXAMPLE}:ReinforceTrainer", "--baseline_decays", "0.5"]) == 2
+    assert "baseline_decay'?" in capsys.readouterr().err
+
+
+def test_a_step_that_is_not_logged_and_a_call_of_exit_are_checked_too(tmp_path, capsys):
+    assert checked(capsys, f"{EXAMPLE}:ReinforceTrainer", "--logging_strategy", "no")[0] == 0
+    path = tmp_path / "own.py"
+    path.write_text(
+        EXAMPLE.read_text().replace("return lowpeak.Algorithm(", "raise SystemExit(0)\n        lowpeak.Algorithm(")
+    )
+    status, results = checked(capsys, f"{path}:ReinforceTrainer")
     assert (status, results[-1][:2]) == (1, ("FAIL", "algorithm"))
-    assert "baseline_decay'?" in results[-1][2]

@@ -258,7 +258,14 @@ def test_the_function_is_told_whether_it_is_an_evaluation_and_how_many_completio
     asked, flags = [], []
 
     def counted(prompts, trainer):
-        asked.append((len(prompts), trainer.num_generations, trainer.num_generations_eval, trainer.asked.temperature))
+        asked.append(
+            (
+                len(prompts),
+                trainer.num_generations,
+                trainer.num_generations_eval,
+                trainer.rollout_func_sampling.temperature,
+            )
+        )
         flags.append(trainer.model.training)
         return answer([ROWS[i % 2] for i in range(len(prompts))])
 

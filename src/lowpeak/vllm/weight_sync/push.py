@@ -53,22 +53,23 @@ def push_weights(
     unchanged: Collection[str] = (),
     adapter: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT,
+    in_process: Sequence[bool] = (),
 ) -> PushReport:
     """Update all engines; on return, all have these weights, verified, as `policy_version`.
 
-    `slices` are always consumed, because other ranks wait for them; errors are raised afterwards and leave every
-    engine without a version. Tensors that training does not change (`unchanged`) are sent once: an engine that has
-    them verifies their checksums instead. Memory holds one bucket here, and one bucket and the largest tensor in a
-    worker. Raise EngineError with the names of tensors that vLLM does not accept, that were damaged or that are
-    missing; LostEngineError if a worker died.
+    `slices` are always consumed, because other ranks wait for them; errors are raised afterwards and leave every engine without a
+    version. Tensors that training does not change (`unchanged`) are sent once: an engine that has them verifies their checksums
+    instead. Memory holds one bucket here, and one bucket and the largest tensor in a worker. `in_process` are the engines' facts of
+    this name (empty: the engines are asked). Raise EngineError with the names of tensors that vLLM does not accept, that were
+    damaged or that are missing; LostEngineError if a worker died.
     """
-    rest = iter(slices)
+    rest, in_process = iter(slices), in_process or [vllm.info().in_process for vllm in vllms]
     began = time.perf_counter()
     try:
         first = next(rest, None)
         if first is None:
             raise EngineError("There are no weights to push.")
-        with _Update(vllms, settings, adapter, first.values.device, timeout) as update:
+        with _Update(vllms, settings, adapter, first.values.device, timeout, in_process) as update:
             update.send(itertools.chain([first], rest), unchanged)
             update.verify()
             update.commit(policy_version)
@@ -88,9 +89,9 @@ class _Update:
     adapter: Mapping[str, Any] | None
     device: torch.device
     timeout: float
+    in_process: Sequence[bool]
 
     def __post_init__(self) -> None:
-        self._in_process = [vllm.info().in_process for vllm in self.vllms]
         self._sums = ChecksumTable() if self.settings.verify else None
         self._counts: dict[str, int] = {}
         self._num_bytes = 0
@@ -116,7 +117,10 @@ class _Update:
         """Send all slices, except the `unchanged` tensors that every worker has."""
         settings = self.settings
         port = settings.where.group_port if isinstance(settings.where, ServerSettings) else None
-        sender = open_sender(settings.transport, self.vllms, settings.bucket_bytes, self.device, self.timeout, port)
+        transport = settings.transport
+        if transport == "auto" and all(self.in_process):
+            transport = "process"
+        sender = open_sender(transport, self.vllms, settings.bucket_bytes, self.device, self.timeout, port)
         self._sender = sender
         skipped = self._begin(sender) & frozenset(unchanged)
         sender.wait_connected()
@@ -129,7 +133,7 @@ class _Update:
         sent = dict.fromkeys(self._counts, "") if self._sums is None else self._sums.read()
         arguments = {"sent": sent, "counts": self._counts}
         answers = call_workers(self.vllms, "lowpeak_verify", [arguments] * len(self.vllms), self.timeout)
-        for is_shared, workers in zip(self._in_process, answers, strict=True):
+        for is_shared, workers in zip(self.in_process, answers, strict=True):
             _check_complete([answer["lacking"] for answer in workers], self._counts, shared=is_shared)
         self._proof_seconds = time.perf_counter() - began
 
@@ -230,10 +234,10 @@ def open_sender(
 ) -> BucketSender:
     """Return the trainer's end of `transport`; raise EngineError if it cannot reach the workers.
 
-    "auto" selects the process if the engine is in it, NCCL if trainer and workers have different GPUs, otherwise TCP.
+    "auto" selects NCCL if trainer and workers have different GPUs, otherwise TCP.
     NCCL and TCP listen at `port` of this host (None: any free one).
     """
-    if transport == "process" or (transport == "auto" and all(vllm.info().in_process for vllm in vllms)):
+    if transport == "process":
         return ProcessSender(bucket_bytes, device=None)
     workers = _WorkerLocations.of(vllms, timeout)
     if transport == "tcp" or (transport == "auto" and not workers.on_other_gpus(device)):
