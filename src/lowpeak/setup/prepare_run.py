@@ -117,10 +117,7 @@ def prepare_online(
         )
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     check_special_tokens(tokenizer, num_embeddings(policy))
-    reference = _load_reference(policy, inputs, settings, args, "reference" in algorithm.needs)
-    if reference is not None:
-        remedy = "pass a reference with the same tokenizer"
-        check_embedded_tokens("ref_model", reference, policy, tokenizer, remedy)
+    reference = _load_reference(policy, inputs, settings, args, tokenizer, "reference" in algorithm.needs)
     attach_extra_modules(policy, inputs.model, args)
     convert_trainable(policy, settings.model)
     if settings.model.disable_dropout:
@@ -156,10 +153,10 @@ def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> Non
 
 
 def _load_reference(
-    policy: nn.Module, inputs: OnlineInputs, settings: OnlineSettings, args: Any, is_needed: bool
+    policy: nn.Module, inputs: OnlineInputs, settings: OnlineSettings, args: Any, tokenizer: Any, is_needed: bool
 ) -> nn.Module | None:
     if is_needed:
-        return load_reference(
+        reference = load_reference(
             policy,
             inputs.model,
             settings.model,
@@ -167,6 +164,10 @@ def _load_reference(
             model_parallel=args.model_parallel,
             device=args.device,
         )
+        if reference is not None:
+            remedy = "pass a reference with the same tokenizer"
+            check_embedded_tokens("ref_model", reference, policy, tokenizer, remedy)
+        return reference
     if inputs.ref_model is not None:
         raise ArgumentError("ref_model has no effect: beta is 0, so there is no reference; set beta or remove it.")
     return None
