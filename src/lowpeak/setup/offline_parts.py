@@ -12,7 +12,7 @@ from torch import nn
 from transformers import set_seed
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import EffectReport, OfflineSettings, TokenizerSettings, check_and_reset_arguments
+from lowpeak.arguments import OfflineSettings, TokenizerSettings, check_and_reset_arguments
 from lowpeak.data import check_special_tokens
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import num_embeddings, transformers_model
@@ -68,8 +68,7 @@ def prepare_offline(
     if settings.model.disable_dropout:
         disable_dropout(policy)
     algorithm = hooks.make_algorithm(settings)
-    effects, row_effects = EffectReport(user_args), EffectReport(user_args, "on some rows")
-    return RunParts(user_args, args, settings, algorithm, policy, tokenizer, effects, row_effects)
+    return RunParts(user_args, args, settings, algorithm, policy, tokenizer)
 
 
 def change_tokenizer(tokenizer: Any, model: Any, settings: TokenizerSettings) -> Any:

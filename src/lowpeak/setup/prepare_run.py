@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -49,8 +50,6 @@ class RunParts:
     user_args   the arguments as the user gave them
     args        a copy with defaults in place of arguments without effect
     settings    what both resolved to
-    effects     the arguments without effect in the run
-    row_effects  those without effect on some rows of the data
     """
 
     user_args: Any
@@ -59,10 +58,18 @@ class RunParts:
     algorithm: Algorithm
     policy: nn.Module
     tokenizer: Any
-    effects: EffectReport
-    row_effects: EffectReport
     reference_model: nn.Module | None = None
     rewards: Sequence[Reward] = ()
+
+    @cached_property
+    def effects(self) -> EffectReport:
+        """The arguments without effect in the run."""
+        return EffectReport(self.user_args)
+
+    @cached_property
+    def row_effects(self) -> EffectReport:
+        """The arguments without effect on some rows of the data."""
+        return EffectReport(self.user_args, "on some rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,18 +130,8 @@ def prepare_online(
     if settings.model.disable_dropout:
         for model in filter(None, (policy, reference)):
             disable_dropout(model)
-    loaded: dict[str, Any] = {
-        "policy": policy,
-        "tokenizer": tokenizer,
-        "reference_model": reference,
-        "rewards": rewards,
-    }
-    reports: dict[str, Any] = {
-        "effects": EffectReport(user_args),
-        "row_effects": EffectReport(user_args, "on some rows"),
-    }
     return OnlineParts(
-        user_args=user_args, args=args, settings=settings, algorithm=algorithm, success=success, **loaded, **reports
+        *(user_args, args, algorithm, policy, tokenizer, reference, rewards), settings=settings, success=success
     )
 
 
