@@ -23,8 +23,8 @@ from benchmarks.harness.planned import Case, measure_case, plan_case
 from benchmarks.harness.process import SideError
 from benchmarks.harness.report import print_result, require, versions
 from benchmarks.plot_curve import GRID, INK, save
+from lowpeak.plan.plan import PHASES
 
-PHASES = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer", "save")
 _LIMIT_S = 300
 _AT_ONCE = 2
 _COLORS = ("#9d1b32", "#dd4b39", "#f29e4c", "#30638e", "#3d9970", "#7b4fa3", "#333333")

@@ -9,6 +9,7 @@ import pytest
 from architecture.call_paths import PAGE, listed, tables
 from architecture.packages_drawing import DRAWING, drawing
 from architecture.sources import PACKAGE, ROOT
+from lowpeak.memory.phases import Phase
 
 # The log and decisions tell what was; they keep the names of their time.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,6 +47,11 @@ def test_the_code_of_the_pitfalls_stands_in_the_source():
 
 def _stripped(text):
     return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def test_each_phase_is_in_the_table_of_memory():
+    table = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8").partition("## Sizes")[0]
+    assert set(re.findall(r"^\| (\w+) \|", table, re.MULTILINE)) - {"phase"} == {phase.value for phase in Phase}
 
 
 def test_each_page_is_in_the_navigation():

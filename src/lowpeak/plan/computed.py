@@ -23,8 +23,8 @@ PROCESS_BYTES = 3 * GB
 # vLLM beside weights and KV cache: its context, CUDA graphs and the activations of a profiling forward.
 VLLM_BYTES = int(2.5 * GB)
 VLLM_ASLEEP_BYTES = int(1.2 * GB)
-GENERATION = ("sync", "rollout", "reward")  # phases in which an engine is awake
-_PASSES = ("rollout", "score", "forward", "backward")
+ENGINE_AWAKE = ("sync", "rollout", "reward")  # phases in which an engine is awake
+_FORWARDS = ("rollout", "score", "forward", "backward")
 _STATE = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
 BF16_BYTES = 2
 
@@ -75,7 +75,7 @@ def _place_by_zero(inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_
     bucket = 2 * BF16_BYTES * inputs.config.get_text_config().hidden_size ** 2
     placed = {}
     for name, phase in phases.items():
-        kinds = {**shares, Kind.GATHERED: gathered if name in _PASSES else 0, Kind.BUCKETS: 0}
+        kinds = {**shares, Kind.GATHERED: gathered if name in _FORWARDS else 0, Kind.BUCKETS: 0}
         if stage == 3:
             kinds[Kind.FROZEN] = phase.device.get(Kind.FROZEN, 0) // request.world_size
         if name == "rollout":
@@ -195,7 +195,7 @@ def host_of_process(
         host = {**phase.host, Kind.MARGIN: PROCESS_BYTES if on_device else 0}
         if name == "load" and on_device and inputs.request.base_strategy in ("fsdp2", "hsdp"):
             host[Kind.CHECKPOINT] = model_bytes
-        if name in GENERATION and memory.offload_during_rollout:
+        if name in ENGINE_AWAKE and memory.offload_during_rollout:
             host[Kind.OPTIMIZER] = host.get(Kind.OPTIMIZER, 0) + phases["optimizer"].device.get(Kind.OPTIMIZER, 0)
             if name != "reward":
                 host[Kind.FROZEN] = frozen

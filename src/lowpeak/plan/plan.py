@@ -15,7 +15,7 @@ from lowpeak.heads import rehearse_experts
 from lowpeak.memory import Kind, PhaseMemories, PhaseMemory
 from lowpeak.parallel import decoder_layers
 from lowpeak.plan.computed import (
-    GENERATION,
+    ENGINE_AWAKE,
     engine_bytes,
     host_of_process,
     margin,
@@ -279,7 +279,7 @@ def _complete(inputs: RunInputs, rehearsed: Mapping[str, PhaseMemory]) -> PhaseM
     awake, otherwise = engine_bytes(inputs, inputs.counts.total)
     frozen = phases["load"].device.get(Kind.FROZEN, 0)
     for name, phase in phases.items():
-        generates = name in GENERATION
+        generates = name in ENGINE_AWAKE
         device = {**phase.device, **_offloaded_kinds(inputs, name, frozen)}
         device[Kind.ENGINE] = 0 if name == "load" else awake if generates else otherwise
         device[Kind.MARGIN] = margin(inputs.request.machine, sum(device.values()))
@@ -302,7 +302,7 @@ def _offloaded_kinds(inputs: RunInputs, phase: str, frozen: int) -> dict[Kind, i
     """Return what stays on the device, during a phase, of the kinds that the run's offloads keep in host memory."""
     memory = inputs.settings.memory
     left = {}
-    if phase in GENERATION and memory.offload_during_rollout:
+    if phase in ENGINE_AWAKE and memory.offload_during_rollout:
         left = dict.fromkeys((Kind.GRADIENTS, Kind.OPTIMIZER), 0)
         if phase != "reward":
             left[Kind.FROZEN] = 0

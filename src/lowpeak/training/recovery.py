@@ -41,7 +41,7 @@ LEAST_CHUNK = 16  # tokens whose logits are in memory together: below it a pass 
 LEAST_CACHE = 1 << 24  # bytes of a KV cache for sequences of unknown length
 LEAST_BUFFER = 1 << 20  # bytes of a bucket of weights, and of gathered layers
 _PASSES = (Phase.SCORE, Phase.TRAIN)
-_GENERATION = (Phase.ROLLOUT, Phase.EVALUATE)
+_FILL_CACHE = (Phase.ROLLOUT, Phase.EVALUATE)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def smaller_sizes(sizes: Sizes, phase: Phase, demand: Demand, *, offloads: bool 
     """
     if phase in _PASSES:
         return _smaller_passes(sizes, demand, offloads and phase is Phase.TRAIN)
-    if phase in _GENERATION:
+    if phase in _FILL_CACHE:
         return _smaller_generation(sizes, demand)
     sync_bytes = sizes.sync_bytes // 2
     return None if phase is not Phase.SYNC or sync_bytes < LEAST_BUFFER else sizes.lower(sync_bytes=sync_bytes)

@@ -171,6 +171,7 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
     return Rehearsal(phases, host.to_host, host.to_device, host.batches_to_host, host.batches_to_device)
 
 
+# plan.PHASES without "save", which is computed.
 _ORDER = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer")
 
 
