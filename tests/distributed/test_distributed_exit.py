@@ -13,6 +13,8 @@ from child_processes import QUIET, free_port
 # Rank 0 ends while its last collective is under way, in a group that an object outside Python's reach refers to.
 SCRIPT = """
 import ctypes, os, time, torch, torch.distributed as dist
+
+import pytest
 from lowpeak.ranks import destroy_group_at_exit
 
 class Slow:
@@ -33,6 +35,7 @@ else:
 """
 
 
+@pytest.mark.extended
 def test_a_collective_that_finishes_while_python_ends_does_not_abort_the_process():
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     env = {**os.environ, **QUIET, **meet, "PYTHONPATH": PATH}

@@ -75,6 +75,7 @@ def test_nccls_lack_of_memory_ends_all_ranks_with_advice_and_is_not_retried(tmp_
     assert first["lowered"] == second["lowered"] == []
 
 
+@pytest.mark.extended
 def test_a_rank_that_is_slow_is_not_taken_for_a_dead_one(tmp_path):
     succeed_on_ranks(fault_ranks.be_slow, tmp_path)
     assert [rank["step"] for rank in seen(tmp_path)] == [3, 3]

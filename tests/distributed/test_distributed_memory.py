@@ -89,6 +89,7 @@ CORE = {
     *("ddp-GRPO-train-1", "ddp-GRPO-rollout-0", "ddp-SFT-train-0", "fsdp2-GRPO-score-1", "fsdp2-GRPO-train-0"),
     "zero3-RLOO-rollout-1",
 }
+FIRST = {"single-GRPO-train-0", "ddp-GRPO-rollout-0", "fsdp2-GRPO-score-1"}
 
 
 def sizes_for(algorithm: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +171,12 @@ def runs(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "case", mark_extended(CASES, [case for case in CASES if str(case) in CORE], "release"), ids=str
+    "case",
+    [
+        *mark_extended([case for case in CASES if str(case) in CORE], [case for case in CASES if str(case) in FIRST]),
+        *(pytest.param(case, marks=pytest.mark.release) for case in CASES if str(case) not in CORE),
+    ],
+    ids=str,
 )
 def test_a_phase_that_runs_out_of_memory_runs_again_to_the_bits_of_a_run_with_the_smaller_sizes(runs, case):
     found, same, large = runs(case)

@@ -15,6 +15,7 @@ from benchmarks.harness.allocations import Block, Mark, peaks_of
 from benchmarks.harness.plan_cases import CASES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from case_selection import mark_extended
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import PlanRequest
@@ -68,7 +69,7 @@ def test_real_runs_take_the_planned_bytes_in_every_phase(tmp_path):
         assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), abs=TOLERANCE), name
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", mark_extended(list(PLANNED), ["fsdp2: beta"]))
 def test_a_plan_has_every_phase_of_the_run_and_kinds_that_sum_to_its_peak(name, tmp_path):
     plan = plan_of(name, tmp_path)
     assert plan.phases.keys() == PLANNED[name]

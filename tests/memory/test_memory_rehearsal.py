@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config
 
+from case_selection import mark_extended
 from lowpeak.arguments.storage import StorageFormat
 from lowpeak.errors import ArgumentError
 from lowpeak.memory.usage import Kind
@@ -45,6 +46,7 @@ def checkpointed():
     return model
 
 
+@pytest.mark.extended
 def test_64_ranks_of_a_model_of_15_gb_answer_at_once():
     batches, core = micro_batches(512, 1536, 1, 2048), replace(CORE, chunk_size=256)
     found = rehearse(RehearsalInputs(checkpointed, batches, SCORING, core, mesh=MeshShape(64), compute=torch.bfloat16))
@@ -59,6 +61,7 @@ def test_64_ranks_of_a_model_of_15_gb_answer_at_once():
     assert 3 * num_bytes / 64 + 2 * head < found.peak("forward", "backward") < 8 * GB
 
 
+@pytest.mark.extended
 def test_a_rank_holds_its_share_of_weights_gradients_and_both_states():
     one, four = (
         rehearse(RehearsalInputs(lambda: make_model(SMALL), BATCHES, SCORING, CORE, mesh=MeshShape(shards)))
@@ -104,8 +107,8 @@ def bytes_per_parameter(found: Rehearsal, config: Qwen2Config, world_size: int =
     return {name: value * world_size / num_parameters for name, value in numbers.items()}
 
 
-@pytest.mark.parametrize(("bits", "low_bytes"), [(32, 2), (24, 1), (16, 0)])
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize(("bits", "low_bytes"), mark_extended([(32, 2), (24, 1), (16, 0)], [(24, 1)]))
+@pytest.mark.parametrize("world_size", mark_extended([1, 4], [4]))
 def test_a_storage_format_takes_its_bytes(bits, low_bytes, world_size):
     storage = StorageFormat(bits, 8)
     found = bytes_per_parameter(

@@ -28,6 +28,7 @@ def run(script, cache, **environment):
     return found.stdout
 
 
+@pytest.mark.extended
 def test_the_kernels_compute_what_the_torch_passes_and_the_definition_do(tmp_path):
     found = run("interpreted_kernels.py", tmp_path, TRITON_INTERPRET="1")
     worst, of_optimizer = re.search(r"worst (\S+)", found), re.search(r"optimizer (\S+)", found)

@@ -46,6 +46,7 @@ def test_cores_are_those_of_affinity_and_of_every_cgroups_quota(tmp_path, monkey
     assert allowed_cores(tmp_path) == cores
 
 
+@pytest.mark.extended
 def test_a_config_of_one_process_lowers_torchs_threads_to_the_cores_unless_the_variable_is_set(tmp_path):
     script = (
         "import lowpeak.cpu_cores, os, torch\n"

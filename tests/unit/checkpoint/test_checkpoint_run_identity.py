@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 from datasets import Dataset
 
+from case_selection import mark_extended
 from file_damage import sign_again
 from lowpeak import (
     GRPOConfig,
@@ -79,6 +80,7 @@ def finished(tmp_path_factory):
     return copy
 
 
+@pytest.mark.extended
 def test_another_algorithm_or_optimizer_is_refused_and_other_rewards_are_a_warning(tmp_path, finished, caplog):
     finished(tmp_path)
     for kind, changes, told in (
@@ -164,7 +166,7 @@ def test_a_checkpoint_named_after_another_step_is_an_error_and_is_not_moved(tmp_
     assert len(read_steps(tmp_path / "journal")) == 2
 
 
-@pytest.mark.parametrize("kind", ["ppo", "sft"])
+@pytest.mark.parametrize("kind", mark_extended(["ppo", "sft"], ["ppo"]))
 def test_arguments_that_a_checkpoints_states_overrule_are_named_in_one_warning(tmp_path, kind, caplog):
     changed = {"learning_rate": 0.25, "weight_decay": 0.5, "adam_beta2": 0.75, "adam_epsilon": 0.125}
     first = {"learning_rate": 0.0625, "weight_decay": 0.0, "adam_beta2": 0.5, "adam_epsilon": 0.25}
@@ -214,6 +216,7 @@ def test_arguments_that_change_what_is_learned_are_part_of_the_identity(tmp_path
     assert {name for name in first if found[name] != first[name]} == {*SHARED_OTHERS, *others}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
 def test_other_arguments_that_change_what_is_learned_are_named_in_one_warning(tmp_path, finished, kind, caplog):
     others = {**SHARED_OTHERS, **OTHERS[kind]}

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from transformers import Qwen2Config
 
+from case_selection import mark_extended
 from lowpeak.cli.commands import dispatch
 from lowpeak.cli.plan import parse_plan
 from lowpeak.errors import ArgumentError
@@ -79,6 +80,7 @@ def test_a_plan_in_json_adds_up(model, capsys):
     assert found["advice"]
 
 
+@pytest.mark.extended
 def test_a_plan_has_the_runs_minutes_and_dollars(model, capsys):
     found = planned(capsys, model, {"--max_steps": 300, "--price_per_hour": 2.5})
     seconds = sum(found["seconds_per_step"].values())
@@ -118,7 +120,8 @@ def test_a_yaml_file_names_the_algorithm_and_the_command_line_overrides_it(model
 
 
 @pytest.mark.parametrize(
-    ("preset", "strategy"), [("ddp", "ddp"), ("zero3", "zero3"), ("fsdp2", "fsdp2"), (None, "fsdp2")]
+    ("preset", "strategy"),
+    mark_extended([("ddp", "ddp"), ("zero3", "zero3"), ("fsdp2", "fsdp2"), (None, "fsdp2")], [("zero3", "zero3")]),
 )
 def test_the_accelerate_config_places_the_model(preset, strategy, model, capsys):
     chosen = {} if preset is None else {"--accelerate_config": preset}
@@ -137,6 +140,7 @@ def test_adapters_and_formats_change_the_plan(model, capsys):
     assert adapter["trained_parameters"] < 0.3 * adapter["parameters"]
 
 
+@pytest.mark.extended
 def test_a_run_that_does_not_fit_ends_with_1(model):
     assert dispatch(words(model, {"--gpu_memory": "0.7GiB"})) == 1
 
@@ -181,6 +185,7 @@ def test_host_memory_is_that_of_the_processes_of_a_host(hosts, per_host, model, 
     assert found["host_peak"] == per_host * sum(host.values())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [({}, "2.79 GiB, is the processes themselves"), ({"--gpus": 4}, "11.18 GiB, is the processes themselves")],
@@ -195,6 +200,7 @@ def test_too_little_host_memory_is_the_verdict_with_the_excess_and_its_cause(set
     assert device.startswith("The run fits on each device: ")
 
 
+@pytest.mark.extended
 def test_prompts_beyond_the_context_are_a_warning(model, capsys):
     assert dispatch(words(model, {"--prompt_tokens": 32760})) == 0
     warning = capsys.readouterr().err

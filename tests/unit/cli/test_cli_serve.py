@@ -258,6 +258,7 @@ def pids(folder):
     raise AssertionError("the server has not started")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_deaf_server_and_its_children_end_within_seconds(number, status, tmp_path):
     process = serving(tmp_path, 60)

@@ -168,6 +168,7 @@ def test_servers_on_this_host_demand_a_token_that_nobody_else_knows():
     assert planned({SERVER_TOKEN: "mine"}, vllm_devices="1").servers[0].token == "mine"
 
 
+@pytest.mark.extended
 def test_a_dry_run_starts_no_server_and_resolves_what_the_trainer_would(tmp_path, capfd):
     tiny_model().save_pretrained(tmp_path / "model")
     char_tokenizer().save_pretrained(tmp_path / "model")

@@ -43,6 +43,7 @@ def test_with_room_the_runs_format_stays_and_nothing_is_recomputed():
     assert found.plan.fits
 
 
+@pytest.mark.extended
 def test_with_little_room_the_run_takes_fewer_bytes_per_parameter():
     found = fit(3)
     assert found.candidate.storage is not None

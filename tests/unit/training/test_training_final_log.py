@@ -38,6 +38,7 @@ def test_where_all_steps_were_logged_the_last_entry_is_transformers_own(tmp_path
     assert "train_loss" in entry
 
 
+@pytest.mark.extended
 def test_a_run_that_stops_early_and_one_that_goes_on_log_their_own_journal(tmp_path):
     changes = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
     stopped = trained_grpo(tmp_path, **changes, callbacks=[StopAfter(3)])

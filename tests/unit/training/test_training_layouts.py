@@ -44,8 +44,10 @@ def kinds(run):
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("GRPO", {"beta": 0.1, "num_iterations": 2}), ("RLOO", {"beta": 0.0})],
-    ids=["reused", "on-policy"],
+    [
+        pytest.param("GRPO", {"beta": 0.1, "num_iterations": 2}, id="reused"),
+        pytest.param("RLOO", {"beta": 0.0}, id="on-policy", marks=pytest.mark.extended),
+    ],
 )
 def test_every_layout_trains_the_same_weights(tmp_path, kind, changes):
     found = {}

@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 
-from case_selection import mark_extended
 from lowpeak import GRPOConfig, GRPOTrainer
 from lowpeak.arguments.base import MemorySettings, parse_budget
 from lowpeak.arguments.online import resolve_online
@@ -83,7 +82,8 @@ def budgeted(kind: str, folder: Path, mebibytes: int, **changes: Any) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", mark_extended(["GRPO", "SFT"], ["SFT"]))
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
 def test_sizes_follow_from_the_plan_and_grow_with_the_budget(kind, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lowpeak"):
         small, large = (budgeted(kind, tmp_path / str(more), more) for more in (100, 600))

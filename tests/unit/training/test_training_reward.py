@@ -93,6 +93,7 @@ def test_a_run_learns_its_pairs_and_says_so_in_log_and_journal(tmp_path):
     assert abs(centered["eval_mean_reward"]) < 0.2 * abs(found["eval_mean_reward"])
 
 
+@pytest.mark.extended
 def test_margins_push_pairs_further_apart(tmp_path):
     margins = []
     for margin in (0.0, 5.0):

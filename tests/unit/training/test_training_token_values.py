@@ -97,6 +97,7 @@ def test_no_file_is_written_if_no_completions_are_asked_for(tmp_path):
     assert not (tmp_path / "journal" / "tokens.jsonl").exists()
 
 
+@pytest.mark.extended
 def test_a_resumed_run_does_not_double_values_and_tells_that_it_was_resumed(tmp_path):
     whole = {"max_steps": 3, "reward_funcs": spread, **SAVED}
     trained("GRPO", tmp_path / "alone", **whole)
