@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from spawn import PATH
 
 from child_processes import QUIET, free_port
@@ -13,8 +14,6 @@ from child_processes import QUIET, free_port
 # Rank 0 ends while its last collective is under way, in a group that an object outside Python's reach refers to.
 SCRIPT = """
 import ctypes, os, time, torch, torch.distributed as dist
-
-import pytest
 from lowpeak.ranks import destroy_group_at_exit
 
 class Slow:
