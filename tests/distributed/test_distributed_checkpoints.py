@@ -240,7 +240,7 @@ def kill_in_the_middle(out: Path) -> None:
     assert [ended.code for ended in finish(ranks, logs, 20)] == [KILLED, KILLED]
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.parametrize("strategy", DAMAGED)
 def test_no_damage_to_any_file_of_a_sharded_checkpoint_is_trained_on(runs, strategy):
     first, second = read(runs, strategy, "damaged")

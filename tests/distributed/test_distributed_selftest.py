@@ -11,7 +11,7 @@ from lowpeak.selftest.ranks import train_on_ranks
 from lowpeak.selftest.table import Bench
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_two_ranks_move_the_weights_as_one_process_does(tmp_path):
     numbers = train_on_ranks(Bench(torch.device("cpu"), tmp_path), "ddp")
     found = re.match(

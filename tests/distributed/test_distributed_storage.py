@@ -128,7 +128,7 @@ def runs(request, tmp_path_factory):
     return lambda strategy, bits, name: torch.load(out / f"{strategy}-{bits}" / f"{name}.pt")
 
 
-@pytest.mark.parametrize(("strategy", "bits"), mark_extended(CASES, CORE))
+@pytest.mark.parametrize(("strategy", "bits"), mark_extended(CASES, CORE, "release"))
 def test_the_model_is_bf16_and_states_have_the_bytes_asked_for(runs, strategy, bits):
     whole = runs(strategy, bits, "whole")
     assert {values.dtype for values in whole["weights"].values()} == {torch.bfloat16}
@@ -170,7 +170,7 @@ def test_sharded_states_train_the_bits_of_unsharded_ones(runs):
     assert_same_bits(sharded["weights"], unsharded["weights"])
 
 
-@pytest.mark.parametrize(("strategy", "bits"), mark_extended(CASES, CORE))
+@pytest.mark.parametrize(("strategy", "bits"), mark_extended(CASES, CORE, "release"))
 def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(runs, strategy, bits):
     whole, again = runs(strategy, bits, "whole"), runs(strategy, bits, "again")
     for ours, theirs in zip(again["real"], whole["real"], strict=True):
@@ -180,7 +180,7 @@ def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(runs, strategy, 
 
 @pytest.mark.parametrize(
     ("strategy", "bits"),
-    mark_extended([case for case in CASES if case[0] != "tensor"], [c for c in CORE if c[0] != "tensor"]),
+    mark_extended([case for case in CASES if case[0] != "tensor"], [c for c in CORE if c[0] != "tensor"], "release"),
 )
 def test_a_checkpoint_has_the_fp32_weights(runs, strategy, bits):
     ranks = runs(strategy, bits, "whole")["real"]
@@ -195,7 +195,7 @@ def test_a_checkpoint_has_the_fp32_weights(runs, strategy, bits):
     assert has_low_bits == (FORMATS[bits]["weight_bits"] != 16)
 
 
-@pytest.mark.parametrize(("strategy", "bits"), mark_extended(CASES, CORE))
+@pytest.mark.parametrize(("strategy", "bits"), mark_extended(CASES, CORE, "release"))
 @pytest.mark.parametrize("name", ["same", "fp32"])
 def test_a_run_goes_on_with_one_process_and_in_fp32(runs, strategy, bits, name):
     whole, other = runs(strategy, bits, "whole"), runs(strategy, bits, name)

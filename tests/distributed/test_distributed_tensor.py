@@ -123,11 +123,11 @@ def read(runs: Path, sizes: str, name: str) -> dict[str, Any]:
 
 
 CASES_OF_SIZES = [(sizes, name) for sizes in ("2x1", "2x2") for name in SIZES[sizes]]
-BOTH_SIZES = mark_extended(["2x1", "2x2"], ["2x1"])
+BOTH_SIZES = mark_extended(["2x1", "2x2"], ["2x1"], "release")
 
 
 @pytest.mark.parametrize(
-    ("sizes", "name"), mark_extended(CASES_OF_SIZES, [case for case in CASES_OF_SIZES if case[0] == "2x1"])
+    ("sizes", "name"), mark_extended(CASES_OF_SIZES, [case for case in CASES_OF_SIZES if case[0] == "2x1"], "release")
 )
 def test_a_run_whose_tensors_are_cut_is_the_run_of_one_process(runs, sizes, name):
     ours = read(runs, sizes, name)
@@ -144,7 +144,7 @@ def test_a_resumed_run_whose_tensors_are_cut_is_the_run_that_was_not_cut_off(run
 
 @pytest.mark.parametrize(
     ("source", "sizes"),
-    mark_extended([("2x1", "2x2"), ("2x2", "2x1"), ("2x1", "1x1"), ("2x2", "1x1")], [("2x1", "1x1")]),
+    mark_extended([("2x1", "2x2"), ("2x2", "2x1"), ("2x1", "1x1"), ("2x2", "1x1")], [("2x1", "1x1")], "release"),
 )
 def test_a_run_whose_tensors_are_cut_goes_on_under_another_cut(runs, source, sizes):
     assert_same_run(read(runs, sizes, f"from-{source}"), read(runs, source, "saved"))
@@ -180,7 +180,7 @@ def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str |
 
 
 @pytest.mark.parametrize(
-    ("sizes", "budgets"), mark_extended([((2, 1), [None]), ((2, 2), ["0", "1GiB"])], [((2, 1), [None])])
+    ("sizes", "budgets"), mark_extended([((2, 1), [None]), ((2, 2), ["0", "1GiB"])], [((2, 1), [None])], "release")
 )
 def test_a_rollout_runs_again_on_all_after_a_peer_had_no_memory_anywhere_in_it(tmp_path, models, sizes, budgets):
     num = sizes[0] * sizes[1]

@@ -57,7 +57,7 @@ def plan_of(name: str, folder: Path, **args: object) -> Plan:
     )
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_real_runs_take_the_planned_bytes_in_every_phase(tmp_path):
     command = [sys.executable, "-m", "benchmarks.plan_accuracy", "--save", str(tmp_path / "found"), "--only", *MEASURED]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)

@@ -367,7 +367,7 @@ def test_the_same_command_runs_on_every_rank():
     assert (done.returncode, done.stdout, done.stderr) == (0, 2 * preset_text("single"), "")
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "6"), ("3", "3")])
 def test_ranks_share_the_cores_unless_the_number_of_threads_is_set(chosen, expected):
     call = (

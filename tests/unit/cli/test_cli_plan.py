@@ -61,7 +61,7 @@ def test_a_plan_is_a_table_with_the_phase_that_peaks(model, capsys):
         assert word in text
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_a_plan_within_a_budget_has_the_sizes_that_keep_to_it(model, capsys):
     small, large = (planned(capsys, model, {"--memory_budget": budget}) for budget in ("900MiB", "4GiB"))
     assert small["peak"] <= small["device_memory"] == 900 << 20
@@ -280,7 +280,7 @@ def test_a_machine_is_checked_against_a_config(model, tmp_path, capsys):
     assert "FAIL  devices" in capsys.readouterr().out
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_a_machine_is_checked_within_the_budget_of_the_run(model, tmp_path, capsys):
     run = tmp_path / "run.yaml"
     settings = {"model": model, "use_cpu": True, "num_generations": 4, "max_completion_length": 16}

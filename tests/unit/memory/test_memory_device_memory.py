@@ -152,7 +152,7 @@ print(resident_mb() - before)
 """
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_bf16_products_of_many_shapes_leave_little_behind():
     if not Path("/proc/self/status").exists():
         pytest.skip("resident memory is read from /proc")

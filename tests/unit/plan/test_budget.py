@@ -111,7 +111,7 @@ def test_explicit_sizes_stay_and_the_others_follow():
     assert found.plan.tokens <= 256
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_an_explicit_size_that_exceeds_the_budget_is_named_as_what_to_lower():
     found = fit_sizes(request("sft", micro_batch_tokens=8192), 350 * MIB)
     assert "lower micro_batch_tokens (now 8192)" in found.problem

@@ -35,7 +35,7 @@ def fit(memory: float, devices: int = 1) -> Fit:
     return Search(request(memory, devices)).run()
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_with_room_the_runs_format_stays_and_nothing_is_recomputed():
     found = fit(80)
     assert found.candidate.storage is None

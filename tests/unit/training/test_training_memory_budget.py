@@ -83,7 +83,7 @@ def budgeted(kind: str, folder: Path, mebibytes: int, **changes: Any) -> Any:
 
 @pytest.mark.processes
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+@pytest.mark.parametrize("kind", mark_extended(["GRPO", "SFT"], ["SFT"], "release"))
 def test_sizes_follow_from_the_plan_and_grow_with_the_budget(kind, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lowpeak"):
         small, large = (budgeted(kind, tmp_path / str(more), more) for more in (100, 600))
@@ -108,7 +108,7 @@ def test_a_run_that_cannot_fit_stops_before_it_trains(tmp_path):
     assert not (tmp_path / "journal").exists()
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.processes
 def test_an_explicit_size_is_what_to_lower(tmp_path):
     with pytest.raises(ArgumentError, match=r"micro_batch_tokens \(now 16384\)"):

@@ -221,7 +221,7 @@ def test_rewards_of_single_tokens_reach_their_tokens(tmp_path):
         assert record.returns.tolist() == [1.0] + [0.0] * (len(record.completion) - 1)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_the_critic_learns_the_exact_values_of_a_small_chain(tmp_path):
     """With the policy at rest V(prefix) = E[reward | prefix], summed over all completions of at most three tokens."""
     tokenizer = char_tokenizer("abc")

@@ -240,7 +240,7 @@ def test_an_adapter_that_leaves_a_new_head_untrained_or_is_for_another_task_is_r
     refuse_model(tmp_path, ArgumentError, "task_type='SEQ_CLS'.*'CAUSAL_LM'", tiny_classifier(), peft_config=causal)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_a_trained_reward_model_ranks_held_out_pairs_of_sorted_and_nearly_sorted_digits(tmp_path):
     config = noisy_sort.make_model(0).config
     config.num_labels = 1
