@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from case_selection import mark_extended
 from lowpeak import GRPOConfig, GRPOTrainer
 from lowpeak.arguments.base import MemorySettings, parse_budget
 from lowpeak.arguments.online import resolve_online
