@@ -30,7 +30,7 @@ FORMATS = {
 CASES = [("ddp", bits) for bits in FORMATS]
 CASES += [("fsdp2", "24"), ("fsdp2", "fp32 sums"), ("tensor", "32"), ("tensor", "16")]
 CORE = [("ddp", "16"), ("ddp", "shards"), ("fsdp2", "24"), ("tensor", "32")]
-BITS_OF_REPLICAS = mark_extended([bits for bits in FORMATS if "shards" not in bits], ["16"])
+BITS_OF_REPLICAS = mark_extended([bits for bits in FORMATS if "shards" not in bits], ["16"], "release")
 
 
 def run(strategy: str, bits: str, folder: Path, resume: Path | None = None, **changes: Any) -> Any:
@@ -145,7 +145,7 @@ def test_replicas_have_the_same_bits_also_where_rounding_is_random(runs, bits):
     assert_same_bits(first, second)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.parametrize("bits", ["24", "fp32 sums"])
 def test_replicas_of_shards_have_the_same_bits_and_resume_to_them(runs, bits):
     whole, again = (runs("hsdp", bits, name)["real"] for name in ("whole", "again"))
@@ -157,7 +157,7 @@ def test_replicas_of_shards_have_the_same_bits_and_resume_to_them(runs, bits):
     assert sum(found["held"]) == 2 * sum(weights.numel() for weights in found["weights"].values())
 
 
-@pytest.mark.parametrize("bits", mark_extended(["shards", "shards, fp32 sums"], ["shards"]))
+@pytest.mark.parametrize("bits", mark_extended(["shards", "shards, fp32 sums"], ["shards"], "release"))
 def test_replicas_have_the_states_of_their_rows_alone(runs, bits):
     whole = runs("ddp", bits, "whole")
     size = sum(weights.numel() for weights in whole["weights"].values())
