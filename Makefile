@@ -147,12 +147,12 @@ types: $(READY)
 	$(BIN)/mypy
 
 test-kernels:
-	@echo "make test-kernels: about a minute on two cores"
+	@echo "make test-kernels: about 3 minutes on two cores"
 	@$(MAKE) --no-print-directory $(READY)
 	$(KERNELS) $(PYTEST) --dist worksteal $(NUMBERS)
 
 test-vllm:
-	@echo "make test-vllm: about 7 minutes on two cores, and 3 to install"
+	@echo "make test-vllm: about 8 minutes on two cores, and 4 to install"
 	@$(MAKE) --no-print-directory $(VLLM_READY)
 	$(VLLM_PYTEST) -m "not release" tests/with_vllm
 	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=$(CURDIR)/$(VLLM_TRITON) $(VLLM_PYTEST) $(V2_RUNNER)
@@ -186,7 +186,7 @@ test-real:
 	$(VLLM_PYTEST) tests/with_real_model/test_real_vllm.py
 
 test-real-core:
-	@echo "make test-real-core: about 3 minutes on two cores"
+	@echo "make test-real-core: about 4 minutes on two cores"
 	@$(MAKE) --no-print-directory smollm2
 	$(PYTEST) --dist worksteal tests/with_real_model/test_real_core.py
 

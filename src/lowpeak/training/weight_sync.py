@@ -20,12 +20,12 @@ MAX_RECONNECTS = 3  # of a lost engine, within one call
 class Connection:
     """A `with` block that ends quietly after a LostEngineError; the last one lets the error pass.
 
-    `loss_message` is the error's text.
+    `error_text` is the error's text.
     """
 
     def __init__(self, is_last: bool) -> None:
         self._is_last = is_last
-        self.loss_message: str | None = None
+        self.error_text: str | None = None
 
     def __enter__(self) -> Connection:
         return self
@@ -35,7 +35,7 @@ class Connection:
     ) -> bool:
         if not isinstance(error, LostEngineError) or self._is_last:
             return False
-        self.loss_message = str(error)
+        self.error_text = str(error)
         return True
 
 
@@ -67,13 +67,13 @@ class WeightSync:
             connection = Connection(is_last=reconnects == MAX_RECONNECTS)
             with connection:
                 self._push_if_stale(engine)
-            if connection.loss_message is None:
+            if connection.error_text is None:
                 yield connection
-            if connection.loss_message is None:
+            if connection.error_text is None:
                 return
-            self.context.run.journal.write_event(self.policy_version or 0, "engine lost", error=connection.loss_message)
+            self.context.run.journal.write_event(self.policy_version or 0, "engine lost", error=connection.error_text)
             text = "%s Waiting for it; weights will be sent again and missing completions generated."
-            logger.warning(text, connection.loss_message)
+            logger.warning(text, connection.error_text)
 
     def _push_if_stale(self, engine: RolloutEngine) -> None:
         """Push on all ranks together if the engine of any rank has another version."""
