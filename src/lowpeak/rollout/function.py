@@ -132,11 +132,16 @@ class FunctionEngine:
         read = self.new_reader().read_batch([{"prompt": prompt} for prompt in prompts], 0)
         wave = [prompt for prompt in read if prompt is not None]
         request = call.num_calls, [prompt.ids for prompt in wave], sampling
-        if self._unfinished is None or self._unfinished[0] != request:
-            self._unfinished = request, self.engine.submit(wave, sampling)
-        # After the engine was lost the function is called again: it requests only the completions that this wave lacks.
-        groups = self._unfinished[1].result()
-        self._unfinished = None
+        unfinished = self._unfinished if self._unfinished is not None and self._unfinished[0] == request else None
+        pending = self.engine.submit(wave, sampling) if unfinished is None else unfinished[1]
+        try:
+            groups = pending.result()
+        except LostEngineError:
+            # The function is called again: this call of it then requests only the completions that its wave lacks.
+            self._unfinished = request, pending
+            raise
+        if unfinished is not None:
+            self._unfinished = None
         return groups
 
     @contextmanager

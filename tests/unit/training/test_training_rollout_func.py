@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext, suppress
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +13,10 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from lowpeak.errors import EngineError
+from lowpeak.arguments.rollout import Sampling
+from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.records import Prompt
+from lowpeak.rollout.function import FunctionEngine, _FunctionCall
 from rounding import assert_each_close_to_largest
 from small_runs import SAVED, TOKENIZER, journal, trained
 from tiny_models import char_tokenizer, tiny_model
@@ -275,3 +281,35 @@ def test_the_function_is_told_whether_it_is_an_evaluation_and_how_many_completio
     assert flags == [True, False, False]
     assert metrics["eval_reward"] == 0.5
     assert (run.num_generations, run.num_generations_eval, run.rollout_func_sampling) == (2, 3, None)
+
+
+class LosesAWave:
+    """An engine that is lost once, in the wave of prompt "2"; `submitted` has the prompts of each wave."""
+
+    load = sleep = wake = close = None
+
+    def __init__(self):
+        self.submitted, self.lost = [], False
+
+    def submit(self, prompts, sampling):
+        self.submitted.append([prompt.source for prompt in prompts])
+        return SimpleNamespace(result=partial(self.result, prompts[0].source), abort=lambda: None)
+
+    def result(self, source):
+        if source == "2" and not self.lost:
+            self.lost = True
+            raise LostEngineError("gone")
+        return [source]
+
+
+def test_a_function_that_runs_again_after_its_engine_was_lost_goes_on_with_the_wave_that_was_lost():
+    def read(rows, first):
+        return [Prompt(i, (i,), row["prompt"]) for i, row in enumerate(rows, first)]
+
+    engine, trainer = LosesAWave(), SimpleNamespace(model=SimpleNamespace(training=True))
+    function = FunctionEngine(None, trainer, engine, nullcontext, set, lambda: SimpleNamespace(read_batch=read))
+    for _ in range(2):
+        with suppress(LostEngineError), function._request_sampling(_FunctionCall(0, Sampling(1, 4)), True):
+            answers = [function.complete([text], {}) for text in ("1", "2", "3")]
+    assert answers == [["1"], ["2"], ["3"]]
+    assert engine.submitted == [["1"], ["2"], ["1"], ["3"]]
