@@ -140,11 +140,7 @@ class RolloutCollector:
 
     def sync_weights(self, policy_version: int) -> None:
         """Stages 2 and 3: bring the engine's weights to `policy_version`, in smaller buckets if these do not fit."""
-        for attempt in attempts(self.context, Phase.SYNC):
-            if attempt.is_retry:
-                self._restart_engine()
-            with attempt:
-                self.weight_sync.sync_weights(self.engine, policy_version)
+        self.weight_sync.sync_weights(self.engine, policy_version, self._restart_engine)
 
     def _restart_engine(self) -> None:
         """Build a vLLM of this process again, which gets the weights before it generates."""
@@ -179,7 +175,7 @@ class RolloutCollector:
             groups = self._generate_split_groups(prompts, sampling, phase)
             share.groups = [groups[i] for i in owned]
         with share.aborted_on_error():
-            for connection in self.weight_sync.connections(self.engine):
+            for connection in self.weight_sync.connections(self.engine, self._restart_engine):
                 with connection:
                     rewarded = ranks.call_on_all(share.reward)
         return list(zip(owners, rewarded, strict=True))
@@ -216,7 +212,7 @@ class RolloutCollector:
         part_sampling = replace(sampling, num_generations=len(part), first_completion=part.start)
         share = OwnedShare(self, [prompts[number]] if part else [], part_sampling, phase)
         with share.aborted_on_error():
-            for connection in self.weight_sync.connections(self.engine):
+            for connection in self.weight_sync.connections(self.engine, self._restart_engine):
                 with connection:
                     generated = ranks.call_on_all(share.generate)
         completions: list[list[Completion]] = [[] for _ in prompts]

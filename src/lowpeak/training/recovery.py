@@ -112,7 +112,9 @@ class Attempt:
         strategy = self._context.run.strategy
         # A single process has nobody to agree with.
         agreed = MemoryExhaustedError if strategy.ranks.processes.world_size == 1 else AgreedMemoryError
-        if not isinstance(error, agreed) or (self._phase in _PASSES and not strategy.survives_failed_passes):
+        if not isinstance(error, agreed) or error.is_resumable:  # resumable: a phase in the block has no smaller sizes
+            return False
+        if self._phase in _PASSES and not strategy.survives_failed_passes:
             return False
         where = "" if error.rank is None else f"rank {error.rank}: "
         self.failure = where + error.reason, _describe_memory(self._context)

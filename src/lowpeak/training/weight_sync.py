@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
 from lowpeak.errors import LostEngineError
 from lowpeak.memory import Phase
 from lowpeak.rollout import RolloutEngine
+from lowpeak.training.recovery import attempts
 from lowpeak.training.run import RunContext
 
 logger = logging.getLogger(__name__)
@@ -51,22 +52,22 @@ class WeightSync:
     policy_version: int | None = None
     weights_changed: bool = False
 
-    def sync_weights(self, engine: RolloutEngine, policy_version: int) -> None:
+    def sync_weights(self, engine: RolloutEngine, policy_version: int, restart_engine: Callable[[], None]) -> None:
         """Push the policy's weights to the engine, unless the engine of every rank has them already."""
         self.policy_version = policy_version
-        next(self.connections(engine))
+        next(self.connections(engine, restart_engine))
 
-    def connections(self, engine: RolloutEngine) -> Iterator[Connection]:
+    def connections(self, engine: RolloutEngine, restart_engine: Callable[[], None]) -> Iterator[Connection]:
         """Yield connections to the engine, each with current weights in it, until none is lost in its block.
 
-        for connection in weight_sync.connections(engine):
+        for connection in weight_sync.connections(engine, restart_engine):
             with connection:
                 groups = ranks.call_on_all(pending.result)
         """
         for reconnects in range(MAX_RECONNECTS + 1):
             connection = Connection(is_last=reconnects == MAX_RECONNECTS)
             with connection:
-                self._push_if_stale(engine)
+                self._push_in_fitting_buckets(engine, restart_engine)
             if connection.error_text is None:
                 yield connection
             if connection.error_text is None:
@@ -74,6 +75,14 @@ class WeightSync:
             self.context.run.journal.write_event(self.policy_version or 0, "engine lost", error=connection.error_text)
             text = "%s Waiting for it; weights will be sent again and missing completions generated."
             logger.warning(text, connection.error_text)
+
+    def _push_in_fitting_buckets(self, engine: RolloutEngine, restart_engine: Callable[[], None]) -> None:
+        """Push, in smaller buckets to a restarted engine if memory runs out."""
+        for attempt in attempts(self.context, Phase.SYNC):
+            if attempt.is_retry:
+                restart_engine()
+            with attempt:
+                self._push_if_stale(engine)
 
     def _push_if_stale(self, engine: RolloutEngine) -> None:
         """Push on all ranks together if the engine of any rank has another version."""

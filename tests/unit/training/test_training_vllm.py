@@ -162,6 +162,29 @@ def test_a_vllm_that_finds_no_memory_when_it_wakes_is_built_again_with_a_smaller
     assert same(weights(undisturbed), weights(disturbed))
 
 
+def test_weights_that_do_not_fit_when_an_engine_was_lost_are_sent_in_smaller_buckets(tmp_path):
+    def dies_once(request):
+        if vllm.incarnation == 0:
+            vllm.dies_after, vllm.push_error = 0, torch.OutOfMemoryError("no memory for a bucket")
+        return said(request)
+
+    vllm = scripted(dies_once)
+    run = run_over(tmp_path, vllm, max_steps=1)
+    sizes = run.run.sizes
+
+    def close():
+        vllm.push_error = None
+
+    vllm.close = close
+    run.train()
+    lowered = run.run.sizes
+    assert (lowered.sync_bytes, lowered.kv_cache_bytes) == (sizes.sync_bytes // 2, sizes.kv_cache_bytes)
+    assert [(row["event"], row.get("phase")) for row in journal(tmp_path, "events")] == [
+        ("engine lost", None),
+        ("out of memory", "sync"),
+    ]
+
+
 @pytest.mark.extended
 def test_evaluation_asks_the_engine_too(tmp_path):
     vllm = scripted()
