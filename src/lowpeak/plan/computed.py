@@ -114,7 +114,7 @@ def engine_bytes(inputs: RunInputs, num_parameters: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class RolloutEngine:
+class EngineMemory:
     """An engine of a run: the devices that it is spread over, the ranks that it generates for, and its KV cache on each device.
 
     `ranks` is fractional for servers, which share the ranks; their `cache_bytes` is None, since they have devices of their own.
@@ -125,16 +125,16 @@ class RolloutEngine:
     cache_bytes: int | None
 
 
-def rollout_engine(inputs: RunInputs) -> RolloutEngine:
+def engine_memory(inputs: RunInputs) -> EngineMemory:
     """Return the engine that generates for rank 0."""
     vllm = inputs.settings.vllm if inputs.is_online else None
     if vllm is None:
-        return RolloutEngine(inputs.request.tensor_parallel, 1, inputs.sizes.kv_cache_bytes if inputs.is_online else 0)
+        return EngineMemory(inputs.request.tensor_parallel, 1, inputs.sizes.kv_cache_bytes if inputs.is_online else 0)
     if not isinstance(vllm.where, ColocateSettings):
-        return RolloutEngine(1, inputs.request.world_size / len(vllm.where.base_urls), None)
+        return EngineMemory(1, inputs.request.world_size / len(vllm.where.base_urls), None)
     parallel = vllm.where.tensor_parallel_size
     awake, _ = engine_bytes(inputs, inputs.counts.total)
-    return RolloutEngine(parallel, parallel, max(0, awake - vllm_bytes(inputs.counts.total, parallel)))
+    return EngineMemory(parallel, parallel, max(0, awake - vllm_bytes(inputs.counts.total, parallel)))
 
 
 def vllm_bytes(num_parameters: int, parallel: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowpeak.memory import Kind
-from lowpeak.plan.computed import BF16_BYTES, copied_for_rollout, rollout_engine
+from lowpeak.plan.computed import BF16_BYTES, copied_for_rollout, engine_memory
 from lowpeak.plan.hardware import Card, Machine
 
 # Shares of the data sheets' numbers that kernels of a step reach.
@@ -230,7 +230,7 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
     if inputs.is_online:
         needs = inputs.algorithm.needs
         passes = int(bool(needs & {"old", "entropy", "values"})) + int("reference" in needs)
-    engine = rollout_engine(inputs)
+    engine = engine_memory(inputs)
     sequences = math.ceil(inputs.sequences_of_rank * engine.ranks)
     slots = sequences
     if engine.cache_bytes is not None:

@@ -258,7 +258,7 @@ def _is_same_range(one: Tensor, other: Tensor) -> bool:
 
 
 @dataclass
-class Placement:
+class WriteMap:
     """Regions in which vLLM stored each tensor of one model.
 
     `expected` and `received` are checksums by region and by tensor, once verified.

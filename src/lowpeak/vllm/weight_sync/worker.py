@@ -26,7 +26,7 @@ from lowpeak.vllm.weight_sync.lora import AdapterReceiver
 from lowpeak.vllm.weight_sync.nccl import NcclReceiver, device_id
 from lowpeak.vllm.weight_sync.reload import ReloadedModules, modules_to_reload
 from lowpeak.vllm.weight_sync.tcp import TcpReceiver
-from lowpeak.vllm.weight_sync.verification import Placement, read_checksums
+from lowpeak.vllm.weight_sync.verification import WriteMap, read_checksums
 from lowpeak.watchdog import network_id
 
 # Without vLLM, the worker is a test's.
@@ -224,7 +224,7 @@ class WeightReceiver:
     _reload_sums: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._placement = Placement(self.model)
+        self._write_map = WriteMap(self.model)
 
     @property
     def is_broken(self) -> bool:
@@ -243,7 +243,7 @@ class WeightReceiver:
         self._loaded.clear()
         self.reloads.begin()
         self._reloaded = {}
-        self._placement.begin(summing, skipped=self.reloads.parameters())
+        self._write_map.begin(summing, skipped=self.reloads.parameters())
         return known
 
     @torch.no_grad()
@@ -271,16 +271,16 @@ class WeightReceiver:
         self.reloads.finish()
         if self._summing:
             self._reload_sums = read_checksums(self.reloads.sums())
-            if different := self._placement.verify(sent):
+            if different := self._write_map.verify(sent):
                 raise EngineError(f"vLLM's weights differ from the policy's: {shorten_names(different)}.")
-        missing += self._placement.missing(sent)
+        missing += self._write_map.missing(sent)
         if missing:
             raise EngineError(
                 f"The update lacks values for these parameters of vLLM's model: {shorten_names(missing)}."
             )
         # A reloaded tensor is in no parameter in its original form, so only sending it again can verify it.
-        self.known = tuple(n for n, regions in self._placement.regions.items() if regions) if self._summing else ()
-        placed = self._placement.num_placed(sent) | self._reloaded
+        self.known = tuple(n for n, regions in self._write_map.regions.items() if regions) if self._summing else ()
+        placed = self._write_map.num_placed(sent) | self._reloaded
         return {name: placed[name] for name, count in num_elements.items() if placed[name] < count}
 
     def commit(self, policy_version: int) -> None:
@@ -299,7 +299,7 @@ class WeightReceiver:
         if self.policy_version is None:
             raise EngineError("vLLM has weights without a version.")
         sums = read_checksums(self.reloads.sums())
-        changed = [name for name in sums if sums[name] != self._reload_sums.get(name)] + self._placement.changed()
+        changed = [name for name in sums if sums[name] != self._reload_sums.get(name)] + self._write_map.changed()
         if changed:
             self.abort()
             raise EngineError(f"vLLM's weights changed since they were verified: {shorten_names(changed)}.")
@@ -314,12 +314,12 @@ class WeightReceiver:
         failed: Exception | None = None
         for weights in self.names.candidates(name, source):
             try:
-                taken = self._placement.load(name, source, partial(self.model.load_weights, weights))
+                taken = self._write_map.load(name, source, partial(self.model.load_weights, weights))
             except Exception as error:
                 failed = failed or error
                 continue
-            if self._placement.regions[name] or self._is_reloaded(taken):
-                if not self._placement.regions[name]:
+            if self._write_map.regions[name] or self._is_reloaded(taken):
+                if not self._write_map.regions[name]:
                     self._reloaded[name] = source.numel()
                 self._loaded.add(name)
                 return
