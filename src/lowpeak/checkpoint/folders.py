@@ -127,24 +127,29 @@ def resolve_checkpoint(run_dir: Path, resume_from_checkpoint: bool | str | os.Pa
                 f"resume_from_checkpoint=True, but {run_dir} has no complete checkpoint-N. Start without it, or set it to the "
                 "checkpoint's folder."
             )
-        checkpoint, last = last, None
-    elif isinstance(resume_from_checkpoint, str | os.PathLike):
-        checkpoint = Path(resume_from_checkpoint)
-    else:
+        _check_is_checkpoint(last, None)
+        return last
+    if not isinstance(resume_from_checkpoint, str | os.PathLike):
         raise CheckpointError(
             f"resume_from_checkpoint must be True, False, None or a checkpoint's folder, got {resume_from_checkpoint!r}."
         )
+    _check_is_checkpoint(Path(resume_from_checkpoint), last)
+    return Path(resume_from_checkpoint)
+
+
+def _check_is_checkpoint(folder: Path, last: Path | None) -> None:
+    """Raise CheckpointError if `folder` is no complete checkpoint of lowpeak; name `last`, the run's last one, as a remedy."""
     hint = f"The last one of this run is {last}." if last else "Set it to a checkpoint-N folder of a lowpeak run."
-    if not checkpoint.is_dir():
+    if not folder.is_dir():
         reason = "is not an existing folder"
-    elif checkpoint.suffix in (".staged", ".removing"):
+    elif folder.suffix in (".staged", ".removing"):
         reason = "is incomplete: its run was killed"
-    elif not (checkpoint / STATE_FILE).is_file():
-        reason, inside = f"has no {STATE_FILE} of a lowpeak run", last_checkpoint(checkpoint)
+    elif not (folder / STATE_FILE).is_file():
+        reason, inside = f"has no {STATE_FILE} of a lowpeak run", last_checkpoint(folder)
         hint = f"Did you mean {inside}?" if inside else hint
     else:
-        return checkpoint
-    raise CheckpointError(f"resume_from_checkpoint: {checkpoint} {reason}. {hint}")
+        return
+    raise CheckpointError(f"resume_from_checkpoint: {folder} {reason}. {hint}")
 
 
 def in_state(folder: Path, state: str) -> Path:

@@ -139,10 +139,13 @@ def _hosts(path: Path, config: Any, given: Mapping[str, Any]) -> int:
     host = given.get("machine_rank", config.machine_rank) or 0
     if not 0 <= host < hosts:
         raise ArgumentError(f"--machine_rank {host} must be from 0 to {hosts - 1}.")
-    port = given.get("main_process_port", config.main_process_port)
+    _check_port(given.get("main_process_port", config.main_process_port))
+    return hosts
+
+
+def _check_port(port: int | None) -> None:
     if port is not None and not 0 <= port < 1 << 16:
         raise ArgumentError(f"--main_process_port {port} is not a port: use 1 to 65535, or 0 for any free port.")
-    return hosts
 
 
 def _mesh_sizes(path: Path, config: Any, given: Mapping[str, Any], hosts: int, per_host: int) -> dict[str, int]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from lowpeak.arguments import ColocateSettings
+from lowpeak.arguments import ColocateSettings, MemorySettings
 from lowpeak.memory import Kind, PhaseMemory, bytes_outside_allocator
 from lowpeak.plan.hardware import GB, Machine
 from lowpeak.plan.inputs import RunInputs
@@ -188,20 +187,26 @@ def host_of_process(
 
     `frozen` are the bytes of its frozen models.
     """
-    memory: Any = inputs.settings.memory
-    on_device = inputs.request.machine.device == "cuda"
+    optimizer_bytes = phases["optimizer"].device.get(Kind.OPTIMIZER, 0) if "optimizer" in phases else 0
+    process_bytes = PROCESS_BYTES if inputs.request.machine.device == "cuda" else 0
     found: dict[str, dict[Kind, int]] = {}
     for name, phase in phases.items():
-        host = {**phase.host, Kind.MARGIN: PROCESS_BYTES if on_device else 0}
-        if name == "load" and on_device and inputs.request.base_strategy in ("fsdp2", "hsdp"):
+        host = {**phase.host, Kind.MARGIN: process_bytes}
+        if name == "load" and process_bytes and inputs.request.base_strategy in ("fsdp2", "hsdp"):
             host[Kind.CHECKPOINT] = model_bytes
-        if name in ENGINE_AWAKE and memory.offload_during_rollout:
-            host[Kind.OPTIMIZER] = host.get(Kind.OPTIMIZER, 0) + phases["optimizer"].device.get(Kind.OPTIMIZER, 0)
-            if name != "reward":
-                host[Kind.FROZEN] = frozen
-        if memory.offload_frozen_models:
-            host[Kind.FROZEN] = frozen
         if name == "save":
             host[Kind.BUCKETS] = 2 * SLICE_BYTES
-        found[name] = host
+        found[name] = _with_offloaded(host, name, inputs.settings.memory, frozen, optimizer_bytes)
     return found
+
+
+def _with_offloaded(
+    host: dict[Kind, int], phase: str, memory: MemorySettings, frozen: int, optimizer_bytes: int
+) -> dict[Kind, int]:
+    """Return host memory with what the settings move there for this phase: frozen models, states of the optimizer."""
+    offloads_rollout = phase in ENGINE_AWAKE and memory.offload_during_rollout
+    if offloads_rollout:
+        host = {**host, Kind.OPTIMIZER: host.get(Kind.OPTIMIZER, 0) + optimizer_bytes}
+    if memory.offload_frozen_models or (offloads_rollout and phase != "reward"):
+        host = {**host, Kind.FROZEN: frozen}
+    return host

@@ -157,18 +157,13 @@ def sample_tokens(
     scores = Scores(logits_MV, sources_N, sampling.temperature or 1.0)
     num_slice = max(1, (max_elements or _max_elements(logits_MV.device)) // logits_MV.shape[-1])
     slices = [slice(start, start + num_slice) for start in range(0, len(scores), num_slice)]
-    parts = [
-        _sample_slice(
-            scores.raw(rows), sampling, _select_rows(uniforms_N, rows), _select_rows(history_NL, rows), num_candidates
-        )
-        for rows in slices
-    ]
-    sums = BlockSums(torch.cat([x.sums.largest_N1 for x in parts]), torch.cat([x.sums.sums_NM for x in parts]))
-    tokens = [x.tokens_N for x in parts if x.tokens_N is not None]
-    tokens_N = torch.cat(tokens) if tokens else sums.draw(scores, uniforms_N)
+    parts = [_sample_slice(scores.raw(rows), sampling, uniforms_N, history_NL, rows, num_candidates) for rows in slices]
+    sums = BlockSums(*map(torch.cat, zip(*(x.sums for x in parts), strict=True)))
+    tokens_N, exact_N = _join([x.tokens_N for x in parts]), _join([x.exact_N for x in parts])
+    if tokens_N is None:
+        tokens_N = sums.draw(scores, uniforms_N)
     logprobs_N = sums.logprobs(scores.at(tokens_N[:, None]))[:, 0]
-    exact = [x.exact_N for x in parts if x.exact_N is not None]
-    return tokens_N, logprobs_N.where(torch.cat(exact), math.nan) if exact else logprobs_N
+    return tokens_N, logprobs_N if exact_N is None else logprobs_N.where(exact_N, math.nan)
 
 
 def _max_elements(device: torch.device) -> int:
@@ -177,6 +172,11 @@ def _max_elements(device: torch.device) -> int:
 
 def _select_rows(values_N: Tensor | None, rows: slice | Tensor) -> Tensor | None:
     return None if values_N is None else values_N[rows]
+
+
+def _join(parts: list[Tensor | None]) -> Tensor | None:
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors) if tensors else None
 
 
 class _SliceDraw(NamedTuple):
@@ -192,8 +192,10 @@ def _sample_slice(
     sampling: Sampling,
     uniforms_N: Tensor | None,
     history_NL: Tensor | None,
+    rows: slice,
     num_candidates: int | None,
 ) -> _SliceDraw:
+    uniforms_N, history_NL = _select_rows(uniforms_N, rows), _select_rows(history_NL, rows)
     has_filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     weights_NV, sums = BlockSums.weights_and_sums(_scale(logits_NV, sampling.temperature or 1.0))
     filtered_sums = sums
