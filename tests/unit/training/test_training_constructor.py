@@ -134,7 +134,15 @@ def test_a_quantization_config_loads_a_4_bit_base(tmp_path, kind, given):
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type=task_of(kind))
     run = make(kind, tmp_path / "run", str(tmp_path / "base"), **given, peft_config=lora)
     assert run.model.get_base_model().is_quantized
-    assert run.user_args.model_init_kwargs == given.get("model_init_kwargs")
+
+
+def test_the_users_arguments_do_not_get_the_quantization_config(tmp_path):
+    tiny_model(hidden=64).save_pretrained(tmp_path / "base")
+    args = lowpeak.SFTConfig(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none")
+    parts = {"train_dataset": TEXTS, "processing_class": TOKENIZER, "quantization_config": QUANTIZED}
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    lowpeak.SFTTrainer(str(tmp_path / "base"), args, **parts, peft_config=lora)
+    assert args.model_init_kwargs is None
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "SFT", "Reward"])
