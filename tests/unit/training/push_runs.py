@@ -12,7 +12,7 @@ from small_runs import make, trained
 
 def main(folder: Path) -> None:
     """Push one run of each kind, and one that is pushed at each save."""
-    for kind in ("GRPO", "RLOO", "PPO", "OnlineDPO"):
+    for kind in ("GRPO", "PPO"):
         trained(kind, folder / kind).push_to_hub(dataset_name="someone/sums")
     trained("SFT", folder / "SFT").push_to_hub()
     saving = {"save_strategy": "steps"}

@@ -10,9 +10,8 @@ import pytest
 
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, SFTConfig
 from lowpeak.arguments.base import check_and_reset_arguments
-from lowpeak.arguments.grpo import resolve_grpo
+from lowpeak.arguments.grpo import EntropyBonus, resolve_grpo
 from lowpeak.arguments.online import resolve_online
-from lowpeak.arguments.rloo import resolve_rloo
 from lowpeak.arguments.validation import check_values, reset_idle_arguments
 from lowpeak.errors import ArgumentError
 
@@ -27,7 +26,16 @@ def online(tmp_path, world_size=1, **changes):
     return resolve_online(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **changes), world_size, 1)
 
 
-INF = math.inf
+INF, NAN = math.inf, math.nan
+STEERED = {
+    **{"use_adaptive_entropy": True, "entropy_coef": 0.2, "entropy_target": 1.5, "entropy_coef_delta": 0.01},
+    **{"entropy_coef_min": 0.1, "entropy_coef_max": 0.3},
+}
+SEQUENCE = {"importance_sampling_level": "sequence", "loss_type": "grpo"}
+SEQUENCE_ACTS = [
+    *({"num_iterations": 2}, {"steps_per_generation": 2}, {"top_entropy_quantile": 0.5}, {"beta": 0.1}),
+    {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+]
 CISPO = {"loss_type": "cispo", "epsilon_high": 5.0}
 
 
@@ -67,6 +75,10 @@ def test_a_rollout_that_would_fill_a_part_of_a_step_fills_the_step(tmp_path):
         ({"loss_type": "cispo"}, "epsilon_high"),
         ({**CISPO, "importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ({"delta": 1.1, "num_iterations": 2}, r"delta=1\.1 .*1\.2"),
+        ({"epsilon": -0.1, "num_iterations": 2}, r"epsilon=-0.1 .* 0 "),
+        ({"epsilon_high": -1.0, "num_iterations": 2}, "epsilon_high=-1.0"),
+        *(({"temperature": value}, f"temperature={value} .*1e-6") for value in (0.0, 1e-300, -1.0)),
+        ({"generation_kwargs": {"temperature": INF}}, r"generation_kwargs\['temperature'\]=inf"),
         ({"generation_kwargs": {"num_beams": 4}}, "num_beams"),
         ({"generation_kwargs": {"stop_strings": [""]}}, r"generation_kwargs.*\[''\]"),
         ({"generation_kwargs": {"stop_strings": 5}}, "generation_kwargs.* 5"),
@@ -163,31 +175,6 @@ def test_ratios_of_completions_in_a_sum_over_tokens_are_warned_of(tmp_path, capl
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_iterations": 2},
-        {"steps_per_generation": 2},
-        {"top_entropy_quantile": 0.5},
-        {"beta": 0.1},
-        {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
-    ],
-    ids=str,
-)
-def test_the_unit_of_ratios_is_taken_where_it_acts(tmp_path, changes):
-    level = grpo(tmp_path, importance_sampling_level="sequence", loss_type="grpo", **changes).importance_level
-    assert level == "sequence"
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("cache_implementation", "cache_implementation"), ("lerning_rate", "learning_rate")],
-)
-def test_unknown_names_are_refused_with_what_to_do_instead(tmp_path, name, words):
-    with pytest.raises(ArgumentError, match=words):
-        GRPOConfig(output_dir=str(tmp_path), **{name: 1})
-
-
-@pytest.mark.parametrize(
     ("changes", "name", "value"),
     [
         ({"num_iterations": 2, "epsilon_high": 0.28}, "clip_high", 0.28),  # an offset for every loss type
@@ -196,6 +183,8 @@ def test_unknown_names_are_refused_with_what_to_do_instead(tmp_path, name, words
         ({}, "score_old", False),  # only where a rollout serves more than its first step
         ({"num_iterations": 2}, "score_old", True),
         ({"steps_per_generation": 2}, "score_old", True),
+        *(({**SEQUENCE, **acts}, "importance_level", "sequence") for acts in SEQUENCE_ACTS),
+        (STEERED, "entropy_bonus", EntropyBonus(0.2, 1.5, 0.01, 0.1, 0.3)),
         ({"scale_rewards": False}, "scale_rewards", "none"),  # TRL's booleans
         ({"scale_rewards": True}, "scale_rewards", "group"),
     ],
@@ -203,6 +192,24 @@ def test_unknown_names_are_refused_with_what_to_do_instead(tmp_path, name, words
 )
 def test_arguments_become_settings_of_grpo(tmp_path, changes, name, value):
     assert getattr(grpo(tmp_path, **changes), name) == value
+
+
+OUT_OF_RANGE = [
+    *(("max_new_tokens", "9"), ("num_generations", "4"), ("num_generations", 4.0), ("micro_batch_tokens", 512.5)),
+    *(
+        ("max_completion_length", None),
+        ("max_completion_length", 0),
+        ("log_completions", "no"),
+        ("reward_weights", "12"),
+    ),
+    *(("temperature", INF), ("epsilon", NAN), ("epsilon_high", INF), ("beta", INF), ("success_threshold", NAN)),
+    *(("delta", NAN), ("learning_rate", "1e-3"), ("learning_rate", NAN), ("learning_rate", -1e-6), ("seed", -1)),
+    *(("gradient_accumulation_steps", 0), ("save_steps", INF), ("save_steps", 0), ("save_total_limit", -1)),
+    *(("logging_steps", -1), ("logging_steps", NAN), ("eval_delay", -1), ("max_grad_norm", -1), ("max_grad_norm", INF)),
+    *(("weight_decay", -0.1), ("adam_beta1", 1.0), ("adam_beta2", -0.5), ("adam_epsilon", NAN), ("warmup_steps", INF)),
+    *(("num_train_epochs", 0), ("num_train_epochs", INF), ("max_steps", -5), ("data_seed", -1), ("ddp_timeout", 0)),
+    ("eval_steps", -2),
+]
 
 
 @pytest.mark.parametrize(
@@ -213,20 +220,13 @@ def test_arguments_become_settings_of_grpo(tmp_path, changes, name, value):
         *((config, "missing_eos_penalty", -1.0) for config in (PPOConfig, OnlineDPOConfig)),
         *((config, "num_generations", 1) for config in (RLOOConfig, OnlineDPOConfig)),
         (PPOConfig, "kl_coef", "a"),  # by the name that the user wrote
-        (GRPOConfig, "max_new_tokens", "9"),
+        *((GRPOConfig, name, value) for name, value in OUT_OF_RANGE),
     ],
 )
 def test_a_value_out_of_its_declared_range_raises_whatever_the_others_say(tmp_path, config, name, value):
+    acts = {"save_steps": {"save_strategy": "steps"}, "eval_steps": {"eval_strategy": "steps"}}.get(name, {})
     with pytest.raises(ArgumentError, match=f"^{re.escape(f'{name}={value!r} ')}"):
-        check_values(config(output_dir=str(tmp_path), use_cpu=True, **{name: value}))
-
-
-def test_rloo_has_its_own_settings(tmp_path):
-    args = RLOOConfig(output_dir=str(tmp_path), use_cpu=True, reward_clip_range=(-1.0, 1.0), normalize_advantages=True)
-    settings = resolve_rloo(args, resolve_online(args, 1, 1))
-    assert settings.reward_clip == (-1.0, 1.0)
-    assert settings.beta == 0.05
-    assert settings.normalize_advantages
+        check_values(config(output_dir=str(tmp_path), use_cpu=True, **{**acts, name: value}))
 
 
 def test_activation_checkpointing_is_on_and_bf16_off_on_a_cpu_and_nothing_warns(tmp_path, recwarn):
@@ -234,6 +234,12 @@ def test_activation_checkpointing_is_on_and_bf16_off_on_a_cpu_and_nothing_warns(
     assert [SFTConfig(**told).gradient_checkpointing, SFTConfig(**told).bf16] == [True, False]
     assert SFTConfig(**told, gradient_checkpointing=False).gradient_checkpointing is False
     assert not [w for w in recwarn if "checkpointing" in str(w.message)]
+
+
+def test_what_reports_arguments_has_an_evaluations_batch_size(tmp_path):
+    for config in (GRPOConfig, SFTConfig):
+        assert config(output_dir=str(tmp_path), use_cpu=True).to_sanitized_dict()["eval_batch_size"] == 8
+        assert config(output_dir=str(tmp_path), use_cpu=True, per_device_eval_batch_size=3).eval_batch_size == 3
 
 
 def test_json_on_the_command_line_becomes_a_mapping(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,7 +13,7 @@ from torch import Tensor
 from lowpeak.errors import CheckpointError
 from lowpeak.optim.compact_adamw import MOMENTS, find_compact
 from lowpeak.parallel.checkpoint_state import trained_parameters
-from small_runs import SAVED, make, saved, trained
+from small_runs import SAVED, saved, trained
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.extended
@@ -19,7 +22,7 @@ RUN = {**SAVED, "max_steps": 2}
 BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
 FORMATS = {
     "fp32": ({}, "weights in fp32, optimizer states as optim stores them"),
-    "fp32, 8-bit states": ({"state_bits": 8}, "weights in fp32, gradients in fp32, optimizer states in 8 bits"),
+    "8-bit states": ({"state_bits": 8}, "weights in fp32, gradients in fp32, optimizer states in 8 bits"),
     "32": ({"weight_bits": 32}, "weights in bf16 with 16 more bits"),
     "16": ({"weight_bits": 16}, "weights in bf16 (stochastic rounding"),
 }
@@ -39,20 +42,32 @@ def real_values(run, key: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [
-        *(("GRPO", "fp32", "16"), ("SFT", "16", "fp32, 8-bit states")),
-        *(("GRPO", "fp32, 8-bit states", "32"), ("SFT", "32", "fp32")),
-    ],
-)
-def test_the_log_names_both_formats_once(tmp_path, caplog, kind, before, after):
-    trained(kind, tmp_path, tiny_model(hidden=64), **RUN, **FORMATS[before][0])
-    assert changes(caplog) == []
-    trained(kind, tmp_path, tiny_model(hidden=64), **RUN, **FORMATS[after][0], resume=True)
+def run_in(place: Path, storage: str, kind: str = "GRPO", **changes: Any) -> Any:
+    return trained(kind, place, tiny_model(hidden=64), **{**RUN, **FORMATS[storage][0], **changes})
+
+
+@pytest.fixture(scope="module")
+def first_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Finished runs of two steps by their storage format; a test resumes from the checkpoint in `output_dir`."""
+    return {name: run_in(tmp_path_factory.mktemp(name), name) for name in ("fp32", "32")}
+
+
+def checkpoint_of(run: Any) -> Path:
+    return Path(run.args.output_dir) / "checkpoint-2"
+
+
+def assert_log_names(caplog: pytest.LogCaptureFixture, before: str, after: str) -> None:
     (message,) = changes(caplog)
     assert f"storage was '{FORMATS[before][1]}" in message
     assert f"is '{FORMATS[after][1]}" in message
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), [("GRPO", "8-bit states", "32"), ("SFT", "16", "8-bit states")])
+def test_the_log_names_both_formats_once(tmp_path, caplog, kind, before, after):
+    run_in(tmp_path, before, kind)
+    assert changes(caplog) == []
+    run_in(tmp_path, after, kind, resume=True)
+    assert_log_names(caplog, before, after)
 
 
 def test_bf16_weights_of_another_optimizer_are_a_format_too_and_the_same_format_is_no_change(tmp_path, caplog):
@@ -67,11 +82,11 @@ def test_bf16_weights_of_another_optimizer_are_a_format_too_and_the_same_format_
 
 
 @pytest.mark.parametrize("state_bits", [8, 32])
-def test_a_checkpoint_of_adamw_in_fp32_gives_its_moments_and_rounded_weights(tmp_path, state_bits):
-    before = trained("GRPO", tmp_path, tiny_model(hidden=64), **RUN)
-    assert (tmp_path / "checkpoint-2" / "optimizer.pt").exists()
-    compact = {"weight_bits": 32, "state_bits": state_bits}
-    after = trained("GRPO", tmp_path, tiny_model(hidden=64), **RUN, **compact, resume=True)
+def test_a_checkpoint_of_adamw_in_fp32_gives_its_moments_and_rounded_weights(tmp_path, caplog, first_runs, state_bits):
+    before = first_runs["fp32"]
+    assert (checkpoint_of(before) / "optimizer.pt").exists()
+    after = run_in(tmp_path, "32", state_bits=state_bits, resume=checkpoint_of(before))
+    assert_log_names(caplog, "fp32", "32")
     assert after.state.global_step == 2
     for name, weight in real_values(after, "weight").items():
         exact = real_values(before, "weight")[name]
@@ -84,42 +99,38 @@ def test_a_checkpoint_of_adamw_in_fp32_gives_its_moments_and_rounded_weights(tmp
     assert {int(state["step"]) for state in find_compact(after.optimizer).state.values()} == {2}
 
 
-@pytest.mark.parametrize("after", [{}, {"weight_bits": 32, "state_bits": 32}, {"state_bits": 8}])
-def test_a_checkpoint_of_32_bits_gives_the_weights_that_bf16_and_low_bits_are_together(tmp_path, after):
-    before = trained("GRPO", tmp_path, tiny_model(hidden=64), **RUN, weight_bits=32)
-    run = make("GRPO", tmp_path, tiny_model(hidden=64), **RUN, **after)
-    run.train(resume_from_checkpoint=True)
+@pytest.mark.parametrize(
+    ("storage", "states"), [("fp32", {}), ("32", {"state_bits": 32}), ("8-bit states", {})], ids=["fp32", "32", "8-bit"]
+)
+def test_a_checkpoint_of_32_bits_gives_the_weights_that_bf16_and_low_bits_are_together(
+    tmp_path, first_runs, storage, states
+):
+    before = first_runs["32"]
+    run = run_in(tmp_path, storage, **states, resume=checkpoint_of(before))
     expected = real_values(before, "weight")
     assert any(not torch.equal(values, values.bfloat16().float()) for values in expected.values())
     for name, weight in real_values(run, "weight").items():
         assert torch.equal(weight, expected[name])
-    if not after:  # a finished run takes no step, and exports the fp32 weights
+    if storage == "fp32":  # a finished run takes no step, and exports the fp32 weights
         run.save_model(str(tmp_path / "fp32"))
         exported = load_file(tmp_path / "fp32" / "model.safetensors")
         assert all(torch.equal(values.flatten(), expected[name]) for name, values in exported.items())
-    if after.get("state_bits") != 8:
+    if storage != "8-bit states":
         for key in MOMENTS:
-            assert all(
-                torch.equal(values, real_values(before, key)[name]) for name, values in real_values(run, key).items()
-            )
+            moments = real_values(before, key)
+            assert all(torch.equal(values, moments[name]) for name, values in real_values(run, key).items())
 
 
 @pytest.mark.parametrize(("before", "after"), [("fp32", "32"), ("32", "fp32")])
-def test_a_change_of_format_overrides_no_argument(tmp_path, caplog, before, after):
+def test_a_change_of_format_overrides_no_argument(tmp_path, first_runs, before, after):
     """The optimizers of two formats differ in `fused`, which the user has not set."""
-    trained("GRPO", tmp_path, tiny_model(hidden=64), **RUN, **FORMATS[before][0])
-    strict = {**RUN, "max_steps": 3, "strict_arguments": True}
-    assert (
-        trained("GRPO", tmp_path, tiny_model(hidden=64), **strict, **FORMATS[after][0], resume=True).state.global_step
-        == 3
-    )
-    again = {**strict, "max_steps": 4}
-    trained("GRPO", tmp_path, tiny_model(hidden=64), **again, **FORMATS[after][0], resume=True)
+    for max_steps, resume in ((3, checkpoint_of(first_runs[before])), (4, True)):
+        run = run_in(tmp_path, after, max_steps=max_steps, strict_arguments=True, resume=resume)
+        assert run.state.global_step == max_steps
 
 
 @pytest.mark.parametrize(("optim", "names"), [("adafactor", "exp_avg_sq"), ("adamw_bnb_8bit", "bnb")])
 def test_states_of_another_optimizer_are_named(tmp_path, optim, names):
-    trained("GRPO", tmp_path, tiny_model(hidden=64), **RUN, optim=optim)
-    run = make("GRPO", tmp_path, tiny_model(hidden=64), **RUN, weight_bits=32)
+    run_in(tmp_path, "fp32", optim=optim, max_steps=1)
     with pytest.raises(CheckpointError, match=f"optimizer's: .*{names}"):
-        run.train(resume_from_checkpoint=True)
+        run_in(tmp_path, "32", resume=True)

@@ -19,7 +19,7 @@ from lowpeak.plan.rehearsal.fake_ranks import fake_process_group, make_mesh, pre
 from lowpeak.ranks import Ranks
 from lowpeak.sizes.run_sizes import choose_layout, device_at_start, prepare_layout
 from rounding import assert_each_close_to_largest
-from small_runs import LAYOUTS, SAVED, SGD, make, same, sliding_model, steps, trained, weights
+from small_runs import LAYOUTS, SAVED, SGD, column, make, sliding_model, trained, weights
 from tiny_models import tiny_model
 
 
@@ -42,48 +42,27 @@ def kinds(run):
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        pytest.param("GRPO", {"beta": 0.1, "num_iterations": 2}, id="reused"),
-        pytest.param("RLOO", {"beta": 0.0}, id="on-policy", marks=pytest.mark.extended),
-    ],
-)
-def test_every_layout_trains_the_same_weights(tmp_path, kind, changes):
-    found = {}
-    for layout, asked in LAYOUTS.items():
-        run = trained(kind, tmp_path, **{**ONLINE, **SGD, **asked, **changes, "max_steps": 3})
-        assert kinds(run) == {layout}
+def test_every_layout_trains_the_same_weights_and_forests_compute_fewer_tokens(tmp_path):
+    found, computed = {}, {}
+    for layout, arguments in LAYOUTS.items():
+        run = trained_grpo(tmp_path, beta=0.1, num_iterations=2, **SGD, **arguments)
         found[layout] = weights(run)
+        assert kinds(run) == {layout}
+        computed[layout] = run.next_step().num_computed
+        useful = [share for phase in ("score", "train") for share in column(run, f"useful_tokens/{phase}")]
+        assert layout != "shared" or min(useful) >= 0.8
+    assert computed["shared"] < computed["rows"] < computed["padded"]
     for layout in ("shared", "rows"):
         assert_each_close_to_largest(found[layout], found["padded"], 4e-6)
 
 
 def test_supervised_training_is_the_same_without_padding(tmp_path):
-    padded, free = (sft(tmp_path / str(on), padding_free=on, **SGD) for on in (False, True))
+    padded, free = (sft(tmp_path / str(on), padding_free=on, max_steps=1, **SGD) for on in (False, True))
     for run in (padded, free):
         run.train()
     assert (kinds(padded), kinds(free)) == ({"padded"}, {"rows"})
     assert free.evaluate()["eval_loss"] == pytest.approx(padded.evaluate()["eval_loss"], rel=1e-5)
     assert_each_close_to_largest(weights(free), weights(padded), 4e-6)
-
-
-def test_forests_compute_fewer_tokens_and_nearly_all_of_them_useful(tmp_path):
-    runs = {layout: grpo(tmp_path / layout, beta=0.1, **asked) for layout, asked in LAYOUTS.items()}
-    computed = {layout: run.next_step().num_computed for layout, run in runs.items()}
-    assert computed["shared"] < computed["rows"] < computed["padded"]
-    runs["shared"].train()
-    for phase in ("score", "train"):
-        assert all(row[f"useful_tokens/{phase}"] >= 0.8 for row in steps(runs["shared"]))
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("layout", ["rows", "padded"])
-def test_a_run_resumed_in_the_middle_of_a_rollout_goes_on_to_the_same_weights(tmp_path, layout):
-    settings = {"num_iterations": 2, "beta": 0.1, **SAVED, **LAYOUTS[layout]}
-    whole = trained_grpo(tmp_path, **settings)
-    resumed = trained_grpo(tmp_path, **settings, resume=tmp_path / "checkpoint-1")
-    assert same(weights(whole), weights(resumed))
 
 
 @pytest.fixture(scope="module")
@@ -107,15 +86,14 @@ def test_a_resumed_run_keeps_the_layout_that_auto_became(tmp_path, first_step, s
         state["resolved"]["layout"] = saved
     state_file.write_text(json.dumps(state))
     sign_again(checkpoint)
-    resumed = trained_grpo(tmp_path / "again", resume=checkpoint)
+    resumed = trained_grpo(tmp_path / "again", max_steps=1, resume=checkpoint)
     assert resumed.run.budget.layout == resumed.run.sizes.layout_choice.layout == (saved or "padded")
     if saved == "padded":
-        assert kinds(trained_grpo(tmp_path / "again", share_prompt=True, resume=checkpoint)) == {"shared"}
+        assert kinds(trained_grpo(tmp_path / "again", max_steps=1, share_prompt=True, resume=checkpoint)) == {"shared"}
 
 
 def test_a_model_with_sliding_windows_trains_on_padded_rows_and_log_and_dry_run_say_why(tmp_path, caplog):
     run = grpo(tmp_path, sliding_model(), beta=0.1)
-    run.train()
     assert kinds(run) == {"padded"}
     resolved = run.dry_run()
     for name, path, reason in (("layout", "padded", "sliding"), ("generation", "generate()", "SlidingWindow")):
@@ -123,19 +101,16 @@ def test_a_model_with_sliding_windows_trains_on_padded_rows_and_log_and_dry_run_
         assert all(path in text and reason in text for text in (line, resolved[name]))
 
 
-def test_the_log_says_in_one_line_that_prompts_are_shared(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "lowpeak"):
-        grpo(tmp_path, beta=0.1)
-    (line,) = [record.message for record in caplog.records if record.message.startswith("Layout")]
-    assert "prompt" in line
-
-
-def test_a_reference_that_takes_no_forest_pads_the_policys_rows_too():
+def test_a_reference_that_takes_no_forest_pads_the_policys_rows_too_and_the_log_names_each_layout(caplog):
     policy = tiny_model()
+    caplog.set_level(logging.INFO, "lowpeak")
     alone = prepare_layout(MemorySettings(), [policy], torch.device("cpu"), Ranks())
     together = prepare_layout(MemorySettings(), [policy, sliding_model()], torch.device("cpu"), Ranks())
     assert (alone.layout, together.layout) == ("shared", "padded")
     assert "sliding" in together.why
+    shared, padded = [record.message for record in caplog.records if record.message.startswith("Layout")]
+    assert "prompt" in shared
+    assert "sliding" in padded
 
 
 def test_an_attention_that_was_chosen_by_name_is_kept(tmp_path):

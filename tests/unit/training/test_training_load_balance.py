@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 
 from case_selection import mark_extended
-from lowpeak.errors import ArgumentError
-from rounding import assert_each_close_to_largest
-from small_runs import make, spread, steps, weights
-from tiny_models import tiny_experts, tiny_model
+from small_runs import make, spread, steps
+from tiny_models import tiny_experts
 
 ARGUMENTS = {
     "GRPO": {"num_iterations": 2},
-    "RLOO": {"beta": 0.0},
     "PPO": {"beta": 0.0, "num_generations": 4},
     "OnlineDPO": {},
     "SFT": {},
@@ -21,7 +18,9 @@ ARGUMENTS = {
 
 def trainer(tmp_path, name, model, **changes):
     kind = {} if name == "SFT" else {"reward_funcs": spread}
-    return make(name, tmp_path, model, **{**kind, "micro_batch_tokens": 40, **ARGUMENTS[name], **changes})
+    return make(
+        name, tmp_path, model, **{**kind, "micro_batch_tokens": 40, "max_steps": 1, **ARGUMENTS[name], **changes}
+    )
 
 
 def steps_of(run):
@@ -29,7 +28,7 @@ def steps_of(run):
     return steps(run)
 
 
-@pytest.mark.parametrize("name", mark_extended(list(ARGUMENTS), ["GRPO", "OnlineDPO", "SFT"]))
+@pytest.mark.parametrize("name", mark_extended(list(ARGUMENTS), ["GRPO", "SFT"]))
 def test_every_trainer_trains_with_it_and_logs_it(tmp_path, name):
     with_it, without = (
         steps_of(
@@ -42,17 +41,6 @@ def test_every_trainer_trains_with_it_and_logs_it(tmp_path, name):
     assert with_it[0]["loss"] == pytest.approx(without[0]["loss"] + 0.5 * with_it[0]["aux_loss"], abs=1e-5)
 
 
-def test_micro_batches_change_neither_it_nor_the_weights(tmp_path):
-    ends = []
-    for number in (20, 512):
-        changes = {"micro_batch_tokens": number, "router_aux_loss_coef": 0.5, "optim": "sgd"}
-        run = trainer(tmp_path / str(number), "SFT", tiny_experts(), **changes)
-        ends.append((steps_of(run)[-1]["aux_loss"], weights(run)))
-    (one_loss, one), (other_loss, other) = ends
-    assert one_loss == pytest.approx(other_loss, rel=1e-5)
-    assert_each_close_to_largest(one, other, 1e-5)
-
-
 def test_a_model_that_reports_router_logits_generates_and_evaluates_with_it(tmp_path):
     model = tiny_experts(output_router_logits=True, router_aux_loss_coef=0.5)
     run = trainer(tmp_path, "GRPO", model, beta=0.1)
@@ -61,8 +49,3 @@ def test_a_model_that_reports_router_logits_generates_and_evaluates_with_it(tmp_
     plain = trainer(tmp_path, "SFT", tiny_experts(), router_aux_loss_coef=0.0)
     found, without = (each.evaluate(each.train_dataset) for each in (sft, plain))
     assert found["eval_loss"] == pytest.approx(without["eval_loss"] + 0.5 * found["eval_aux_loss"], abs=1e-5)
-
-
-def test_a_model_without_experts_takes_no_weight_of_it(tmp_path):
-    with pytest.raises(ArgumentError, match="router_aux_loss_coef"):
-        trainer(tmp_path, "GRPO", tiny_model(), router_aux_loss_coef=0.1)

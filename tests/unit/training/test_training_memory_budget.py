@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +14,14 @@ import psutil
 import pytest
 import torch
 
-from case_selection import mark_extended
-from lowpeak import GRPOConfig, GRPOTrainer
+from lowpeak import GRPOConfig
 from lowpeak.arguments.base import MemorySettings, parse_budget
 from lowpeak.arguments.online import resolve_online
 from lowpeak.errors import ArgumentError
 from lowpeak.memory.device_memory import free_bytes
 from lowpeak.ranks import Ranks
 from lowpeak.sizes.memory_budget import PassPeak, budget_bytes, corrected_tokens
-from small_runs import COMMON, ONLINE, SAVED, TOKENIZER, journal, make, ones, rows
+from small_runs import journal, make
 from tiny_models import tiny_model
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -73,93 +75,82 @@ def test_a_budget_beyond_the_device_is_an_error():
 # sizes
 
 
-def budgeted(kind: str, folder: Path, mebibytes: int, **changes: Any) -> Any:
-    """A trainer whose budget is what the process has now and some MiB."""
-    budget = psutil.Process().memory_info().rss + mebibytes * MIB
-    data = {"data": rows(64)} if kind == "GRPO" else {"max_length": 256}
-    given = {"max_completion_length": 200, **AUTO, **changes} if kind == "GRPO" else {**AUTO, **changes}
-    model = tiny_model(hidden=128, context=512)
-    return make(kind, folder, model, memory_budget=budget, per_device_train_batch_size=64, **data, **given)
+def budget_beyond_now(mebibytes: int) -> int:
+    """What the process has now and some MiB."""
+    return psutil.Process().memory_info().rss + mebibytes * MIB
 
 
-@pytest.mark.processes
-@pytest.mark.extended
-@pytest.mark.parametrize("kind", mark_extended(["GRPO", "SFT"], ["SFT"], "release"))
-def test_sizes_follow_from_the_plan_and_grow_with_the_budget(kind, tmp_path, caplog):
+@pytest.fixture
+def answer_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """A function that replaces the planning process by one with this output and status."""
+
+    def replace_process(text: str, status: int) -> None:
+        def start(description: Mapping[str, Any], folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
+            (folder / "output").write_text(text)
+            return subprocess.Popen(["sh", "-c", f"exit {status}"]), folder / "output"
+
+        for module in ("online", "offline"):
+            monkeypatch.setattr(f"lowpeak.trainers.{module}.start_plan", start)
+
+    return replace_process
+
+
+def test_sizes_are_those_of_the_plan_and_log_and_journal_name_them(tmp_path, caplog, answer_plans):
+    sizes, phases = {"micro_batch_tokens": 320, "logprob_chunk_size": 32}, {"train": 5 * MIB, "save": MIB}
+    plan = {"problem": "", "sizes": sizes, "phases": phases, "peak": 5 * MIB, "peak_phase": "train"}
+    answer_plans(json.dumps(plan), 0)
+    budget = budget_beyond_now(100)
     with caplog.at_level(logging.INFO, "lowpeak"):
-        small, large = (budgeted(kind, tmp_path / str(more), more) for more in (100, 600))
-    told = [record.getMessage() for record in caplog.records if "Memory budget" in record.getMessage()]
-    assert len(told) == 2
-    assert f"micro_batch_tokens={small.run.sizes.micro_batch_tokens}" in told[0]
-    assert small.run.sizes.micro_batch_tokens < large.run.sizes.micro_batch_tokens
-    large.train()
-    (first, *_) = journal(tmp_path / "600")
-    assert first["memory_budget"] == large.run.memory_limit.budget
-    planned = {name: value for name, value in first.items() if name.startswith("planned_memory/")}
-    assert {"planned_memory/train", "planned_memory/optimizer", "planned_memory/save"} <= planned.keys()
-    assert max(planned.values()) <= first["memory_budget"] + 8 * MIB  # the process grows a little after the plan
+        run = make("SFT", tmp_path, memory_budget=budget, **AUTO)
+    assert {name: getattr(run.run.sizes, name) for name in sizes} == sizes
+    (message,) = [record.getMessage() for record in caplog.records if "Memory budget" in record.getMessage()]
+    assert "micro_batch_tokens=320, logprob_chunk_size=32" in message
+    run.train()
+    (first, *_) = journal(tmp_path)
+    assert first["memory_budget"] == run.run.memory_limit.budget == budget
+    assert first["planned_memory/train"] - first["planned_memory/save"] == 4 * MIB
 
 
-@pytest.mark.processes
 def test_a_run_that_cannot_fit_stops_before_it_trains(tmp_path):
-    with pytest.raises(
-        ArgumentError, match=r"backward .*micro_batch_tokens=256, logprob_chunk_size=16\).*memory_budget"
-    ):
-        budgeted("SFT", tmp_path, -40)
+    changes = {"memory_budget": budget_beyond_now(-40), "max_length": 256, "per_device_train_batch_size": 64, **AUTO}
+    sizes = r"backward .*micro_batch_tokens=256, logprob_chunk_size=16\).*memory_budget"
+    with pytest.raises(ArgumentError, match=sizes):
+        make("SFT", tmp_path, tiny_model(hidden=128, context=512), **changes)
     assert not (tmp_path / "journal").exists()
 
 
-@pytest.mark.release
-@pytest.mark.processes
-def test_an_explicit_size_is_what_to_lower(tmp_path):
-    with pytest.raises(ArgumentError, match=r"micro_batch_tokens \(now 16384\)"):
-        budgeted("SFT", tmp_path, 100, micro_batch_tokens=16384)
-
-
-class Unknown(GRPOConfig):
-    """A config that the planning process cannot read, since it does not find this file."""
-
-
-@pytest.mark.extended
-@pytest.mark.processes
-def test_without_a_plan_one_warning_says_so_and_sizes_are_shares_of_what_the_budget_leaves(tmp_path, caplog):
-    def shares(budget: int) -> int:
-        given = {**COMMON, **ONLINE, **AUTO, "num_generations": 4, "output_dir": str(tmp_path)}
-        args = Unknown(**given, memory_budget=budget)
-        trainer = GRPOTrainer(tiny_model(), ones, args, train_dataset=rows(), processing_class=TOKENIZER)
-        return trainer.run.sizes.kv_cache_bytes
-
-    resident = psutil.Process().memory_info().rss
+def test_without_a_plan_one_warning_says_why_and_sizes_are_shares_of_what_the_budget_leaves(
+    tmp_path, caplog, answer_plans
+):
+    answer_plans("a line\nNoSuchModule: why", 1)
     with caplog.at_level(logging.WARNING, "lowpeak"):
-        assert shares(resident + GIB) <= GIB // 4
-    (told,) = [r.getMessage() for r in caplog.records if "memory_budget" in r.getMessage()]
-    assert "shares of free memory" in told
-    assert "test_training_memory_budget" in told
+        run = make("GRPO", tmp_path, memory_budget=budget_beyond_now(1024), **AUTO)
+    assert run.run.sizes.kv_cache_bytes <= GIB // 4
+    (message,) = [r.getMessage() for r in caplog.records if "memory_budget" in r.getMessage()]
+    assert "shares of free memory" in message
+    assert "NoSuchModule: why" in message
 
 
 # the correction
 
 
-def test_a_peak_near_the_limit_halves_micro_batches():
-    assert corrected_tokens(1024, [PassPeak(96, 50)], 100, are_full=True) == 512
-    assert corrected_tokens(1024, [PassPeak(40, 30), PassPeak(96, 50)], 100, are_full=False) == 512
-
-
-def test_a_peak_within_the_limit_stays():
-    assert corrected_tokens(1024, [PassPeak(90, 50)], 100, are_full=True) == 1024
-
-
-def test_micro_batches_grow_while_the_predicted_peak_leaves_room():
-    # 40 + 2 * 20 = 80, and 40 + 4 * 20 = 120.
-    assert corrected_tokens(1024, [PassPeak(60, 40)], 100, are_full=True) == 2048
-    # 10 + 4 * 10 = 50; more than fourfold is too far from what was measured.
-    assert corrected_tokens(1024, [PassPeak(20, 10)], 100, are_full=True) == 4096
-    # Of two passes both must stay: 0 + 2 * 50 = 100.
-    assert corrected_tokens(1024, [PassPeak(20, 10), PassPeak(50, 0)], 100, are_full=True) == 1024
-
-
-def test_micro_batches_that_the_tokens_did_not_limit_do_not_grow():
-    assert corrected_tokens(1024, [PassPeak(20, 10)], 100, are_full=False) == 1024
+@pytest.mark.parametrize(
+    ("peaks", "are_full", "tokens"),
+    [
+        ([PassPeak(96, 50)], True, 512),
+        ([PassPeak(40, 30), PassPeak(96, 50)], False, 512),
+        ([PassPeak(90, 50)], True, 1024),
+        # 40 + 2 * 20 = 80, and 40 + 4 * 20 = 120.
+        ([PassPeak(60, 40)], True, 2048),
+        # 10 + 4 * 10 = 50; more than fourfold is too far from what was measured.
+        ([PassPeak(20, 10)], True, 4096),
+        # Of two passes both must stay: 0 + 2 * 50 = 100.
+        ([PassPeak(20, 10), PassPeak(50, 0)], True, 1024),
+        ([PassPeak(20, 10)], False, 1024),
+    ],
+)
+def test_micro_batches_shrink_at_the_limit_and_grow_with_room_if_tokens_limited_them(peaks, are_full, tokens):
+    assert corrected_tokens(1024, peaks, 100, are_full=are_full) == tokens
 
 
 def limited(trainer: Any, budget: int, tokens: int) -> Any:
@@ -178,7 +169,8 @@ def corrections(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("kind", "budget", "tokens"), [("GRPO", MIB, 8), ("SFT", 1 << 50, 64)])
 def test_a_run_is_corrected_once_after_ten_steps(kind, budget, tokens, tmp_path, caplog):
-    trainer = limited(make(kind, tmp_path, micro_batch_tokens=None, max_steps=12, **SAVED), budget, 16)
+    saved = {"micro_batch_tokens": None, "save_strategy": "steps", "save_steps": 11}
+    trainer = limited(make(kind, tmp_path, **saved, max_steps=11), budget, 16)
     with caplog.at_level(logging.INFO, "lowpeak"):
         trainer.train()
     assert trainer.run.sizes.micro_batch_tokens == trainer.run.budget.max_tokens == tokens
@@ -188,7 +180,7 @@ def test_a_run_is_corrected_once_after_ten_steps(kind, budget, tokens, tmp_path,
     (told,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("After 10 steps")]
     assert f"16 -> {tokens}" in told
 
-    again = limited(make(kind, tmp_path, micro_batch_tokens=None, max_steps=14, **SAVED), MIB, 16)
+    again = limited(make(kind, tmp_path, **saved, max_steps=12), MIB, 16)
     again.train(resume_from_checkpoint=True)
     assert again.run.sizes.micro_batch_tokens == tokens
     assert len(corrections(tmp_path)) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import partial
 
 import pytest
@@ -21,7 +22,6 @@ from rounding import assert_each_close_to_largest
 from small_runs import (
     COMMON,
     LAYOUTS,
-    SAVED,
     TOKENIZER,
     column,
     journal,
@@ -69,8 +69,7 @@ def plain_dpo(policy, reference, records, beta, loss_type, temperature):
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+@pytest.mark.parametrize(("layout", "loss_type"), [("shared", "ipo"), ("rows", "sigmoid"), ("padded", "sigmoid")])
 def test_a_step_trains_what_dpo_by_plain_forwards_would(tmp_path, layout, loss_type):
     run = online_dpo(tmp_path, loss_type=loss_type, beta=0.3, temperature=0.8, micro_batch_tokens=24, **LAYOUTS[layout])
     reference = copy.deepcopy(run.model)
@@ -108,26 +107,31 @@ def test_a_rollout_trains_on_the_best_and_the_worst_of_each_group_and_logs_all_c
     assert len(judged) > 2 * len(groups)
 
 
-def test_the_prompt_of_a_pair_is_forwarded_once_and_never_projected(tmp_path):
-    run = online_dpo(tmp_path, share_prompt=True, micro_batch_tokens=512)
-    (batch,) = run.next_step().micro_batches
-    records = [run.rollout.records[i] for i in batch.record_indices]
-    trees = batch.forest.trees
-    assert [len(tree.completions) for tree in trees] == [2] * len(trees)
-    assert [tree.prompt for tree in trees] == [len(records[2 * i].prompt_ids) for i in range(len(trees))]
-    needed = sum(tree.num_tokens for tree in trees)
-    assert needed == sum(tree.prompt + sum(tree.completions) for tree in trees) <= batch.input_ids_BL.numel()
-    assert len(batch.positions_T) == sum(int(record.completion.loss_mask.sum()) for record in records)
+def chosen_pairs(run):
+    """The completions of a rollout that are trained on, each with its side of the pair."""
+    run.next_step()
+    assert run.rollout.records
+    return [(record.completion.ids.tolist(), record.advantages.tolist()) for record in run.rollout.records]
 
 
 def test_a_judge_chooses_the_pairs_that_its_values_would(tmp_path):
     two = {"num_generations": 2, "per_device_train_batch_size": 32}
-    by_reward = trained_dpo(tmp_path, **two)
-    by_judge = trained_dpo(tmp_path, reward_funcs=None, judge=judge(), **two)
-    assert same(weights(by_reward), weights(by_judge))
+    by_judge = online_dpo(tmp_path, reward_funcs=None, judge=judge(), **two)
+    assert chosen_pairs(by_judge) == chosen_pairs(online_dpo(tmp_path, **two))
     found = by_judge.evaluate(rows(4))
     assert "eval_greedy_accuracy" not in found
     assert found["eval_reward"] == pytest.approx(0.5)
+
+
+def test_a_reward_model_chooses_the_pairs_that_a_function_of_its_scores_would(tmp_path):
+    model = tiny_classifier(seed=3)
+    scorer = ModelReward(model, TOKENIZER, name="same")
+
+    def scores(prompts, completions, completion_ids, **columns):
+        return scorer(prompts, completions, completion_ids)
+
+    by_model = online_dpo(tmp_path, reward_funcs=model, reward_processing_classes=TOKENIZER)
+    assert chosen_pairs(by_model) == chosen_pairs(online_dpo(tmp_path, reward_funcs=scores))
 
 
 def test_metrics_have_trls_names(tmp_path):
@@ -192,31 +196,13 @@ def test_names_of_trl_that_have_another_place_say_so(name, remedy):
 def test_the_constructor_is_trls(tmp_path):
     args = OnlineDPOConfig(output_dir=str(tmp_path), **COMMON)
     shared = {"train_dataset": rows(), "processing_class": TOKENIZER}
-    run = OnlineDPOTrainer(tiny_model(), None, spread, args, **shared)
-    assert run.collector.panel.names == ("spread",)
-    assert run.model.training is False or run.user_args.disable_dropout
+    assert OnlineDPOTrainer(tiny_model(), None, spread, args, **shared).collector.panel.names == ("spread",)
     other, policy = tiny_model(seed=1), tiny_model()
     assert OnlineDPOTrainer(policy, other, spread, args, **shared).run.reference.model is other
     with pytest.raises(ArgumentError, match="ref_model"):
         OnlineDPOTrainer(policy, policy, spread, args, **shared)
     with pytest.raises(ArgumentError, match="judge"):
         online_dpo(tmp_path, judge=judge())
-
-
-@pytest.mark.extended
-def test_groups_without_a_difference_are_asked_again_under_dynamic_sampling(tmp_path):
-    calls = []
-
-    def reward(prompts, completions, **columns):
-        calls.append(len(completions))
-        return [float(i % 2) if int(prompt[0]) % 2 else 1.0 for i, prompt in enumerate(prompts)]
-
-    asking = {"dynamic_sampling_rounds": 6, "max_steps": 1, "shuffle_dataset": False}
-    run = trained_dpo(tmp_path, reward_funcs=reward, **asking)
-    assert calls == [16, 8, 4, 4]
-    assert len(run.rollout.records) == 8
-    (log,) = steps(run)
-    assert (log["num_pairs"], log["num_ties"], log["dropped_groups"]) == (4.0, 4.0, 4.0)
 
 
 @pytest.mark.extended
@@ -231,55 +217,36 @@ def test_a_rollout_that_the_judge_left_without_scores_is_told_once(tmp_path, cap
     def absent(prompt, text):
         raise ConnectionError("no judge")
 
-    changes = {"reward_funcs": None, "reward_failures": "none", "max_steps": 1}
-    online_dpo(tmp_path, judge=ScriptedJudge(absent), **changes).train()
+    changes = {"reward_funcs": None, "reward_failures": "none"}
+    online_dpo(tmp_path, judge=ScriptedJudge(absent), **changes).next_step()
     (message,) = [record.message for record in caplog.records if record.funcName == "warn_of_unrewarded"]
     assert {"16", "ScriptedJudge,"} <= set(message.split())
 
 
-# reference, resuming, what is said
+# resuming, what is said
 
 
 @pytest.mark.extended
-def test_beta_follows_its_list_by_epochs_also_in_a_run_resumed_in_the_middle_of_a_rollout(tmp_path):
-    by_epochs = {"num_train_epochs": 3, "max_steps": -1, "beta": [0.1, 0.4], "data": rows(8)}
+def test_beta_follows_its_list_by_epochs_and_a_resumed_run_goes_on_with_it_or_another_but_with_no_other_judge(tmp_path):
+    by_epochs = {"num_train_epochs": 2, "max_steps": -1, "beta": [0.1, 0.4], "data": rows(4)}
     settings = {**by_epochs, "num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
     whole = trained_dpo(tmp_path, **settings)
-    betas = column(whole, "beta")
-    steps = len(betas) // 3
-    assert betas == pytest.approx([0.1] * steps + [0.4] * 2 * steps)
-    resumed = trained_dpo(tmp_path, **settings, resume=tmp_path / "checkpoint-3")
+    assert column(whole, "beta") == pytest.approx([0.1, 0.1, 0.4, 0.4])
+    in_a_rollout = tmp_path / "checkpoint-3"
+    resumed = trained_dpo(tmp_path / "same", **settings, resume=in_a_rollout)
     assert same(weights(whole), weights(resumed))
-
-
-@pytest.mark.extended
-def test_a_run_resumed_with_another_beta_trains_with_it_at_once(tmp_path):
-    trained_dpo(tmp_path, **SAVED, max_steps=1)
-    run = trained_dpo(tmp_path / "again", beta=0.7, resume=tmp_path / "checkpoint-1")
-    assert column(run, "beta") == pytest.approx([0.1, 0.7])
-
-
-@pytest.mark.extended
-def test_in_the_middle_of_a_rollout_the_judge_cannot_change(tmp_path):
-    settings = {**SAVED, "num_iterations": 2, "max_steps": 1}
-    trained_dpo(tmp_path, **settings)
+    other = trained_dpo(tmp_path / "other", **{**settings, "beta": 0.7}, resume=in_a_rollout)
+    assert column(other, "beta") == pytest.approx([0.1, 0.1, 0.4, 0.7])
     with pytest.raises(CheckpointError, match=r"'spread'.*'ScriptedJudge'"):
-        trained_dpo(tmp_path, reward_funcs=None, judge=judge(), **settings, resume=True)
+        trained_dpo(tmp_path / "judged", reward_funcs=None, judge=judge(), **settings, resume=in_a_rollout)
 
 
-def test_a_dry_run_says_that_pairs_are_trained(tmp_path):
-    said = online_dpo(tmp_path).dry_run()
-    assert said["algorithm"] == {"name": "online_dpo", "unit": "pair", "scored_before_training": ["reference"]}
-    assert said["model"]["reference"] == "Qwen2ForCausalLM"
-
-
-@pytest.mark.extended
-def test_pairs_are_chosen_by_a_reward_model_as_by_a_function_of_its_scores(tmp_path):
-    model = tiny_classifier(seed=3)
-    judge = ModelReward(model, TOKENIZER, name="same")
-
-    def scores(prompts, completions, completion_ids, **columns):
-        return judge(prompts, completions, completion_ids)
-
-    by_model = trained_dpo(tmp_path, reward_funcs=model, reward_processing_classes=TOKENIZER)
-    assert same(weights(by_model), weights(trained_dpo(tmp_path, reward_funcs=scores)))
+def test_a_dry_run_says_that_pairs_are_trained_and_trains_nothing(tmp_path):
+    run = online_dpo(tmp_path)
+    plan = run.dry_run()
+    assert plan["algorithm"] == {"name": "online_dpo", "unit": "pair", "scored_before_training": ["reference"]}
+    assert plan["model"]["reference"] == "Qwen2ForCausalLM"
+    assert plan["rollout"]["completions"] == 16
+    assert plan["micro_batches"]["longest_row"] == 3 + 5
+    assert run.state.global_step == 0
+    json.dumps(plan)
