@@ -7,12 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from benchmarks.harness.task import noisy_sort
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForSequenceClassification, Qwen2ForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
-from lowpeak import GRPOConfig, RewardTrainer
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, HeadMismatchError, ModelError
 from lowpeak.rewards.model import ModelReward
 from preference_data import FirstToken, plain_loss, tiny_classifier
@@ -217,25 +215,3 @@ def test_an_adapter_that_leaves_a_new_head_untrained_or_is_for_another_task_is_r
     assert not kept.model.get_base_model().score.weight.requires_grad
     causal = LoraConfig(task_type="CAUSAL_LM", **LORA)
     refuse_model(tmp_path, ArgumentError, "task_type='SEQ_CLS'.*'CAUSAL_LM'", tiny_classifier(), peft_config=causal)
-
-
-@pytest.mark.release
-def test_a_trained_reward_model_ranks_held_out_pairs_of_sorted_and_nearly_sorted_digits(tmp_path):
-    config = noisy_sort.make_model(0).config
-    config.num_labels = 1
-    torch.manual_seed(0)
-    run = make(
-        "Reward", tmp_path, Qwen2ForSequenceClassification(config), noisy_sort.make_preferences(120 * 64, seed=1),
-        noisy_sort.make_tokenizer(), eval_dataset=noisy_sort.make_preferences(256, seed=2, held_out=True),
-        max_steps=120, per_device_train_batch_size=64, learning_rate=2e-3, warmup_steps=10, weight_decay=0.0,
-        gradient_checkpointing=False, micro_batch_tokens=4096,
-    )  # fmt: skip
-    assert 0.3 < run.evaluate()["eval_accuracy"] < 0.7
-    run.train()
-    assert run.evaluate()["eval_accuracy"] > 0.9
-
-
-def test_arguments_of_another_trainer_are_refused(tmp_path):
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(ArgumentError, match=r"lowpeak\.RewardConfig"):
-        RewardTrainer(tiny_classifier(), args, train_dataset=TABLE, processing_class=TOKENIZER)

@@ -18,7 +18,7 @@ from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Prompt
 from lowpeak.rollout.function import FunctionEngine, _FunctionCall
 from rounding import assert_each_close_to_largest
-from small_runs import SAVED, TOKENIZER, journal, make
+from small_runs import SAVED, TOKENIZER, column, journal, make
 from tiny_models import char_tokenizer, tiny_model
 
 PROMPT = TOKENIZER("12=")["input_ids"]
@@ -285,10 +285,12 @@ def test_the_function_is_told_whether_it_is_an_evaluation_and_how_many_completio
             )
         )
         flags.append(trainer.model.training)
+        trainer.log({"turns": float(len(trainer.train_dataset))})
         return answer([ROWS[i % 2] for i in range(len(prompts))])
 
     run, _ = train(tmp_path, counted, num_generations_eval=3)
     metrics = run.evaluate(Dataset.from_list([{"prompt": "12="}] * 2))
+    assert column(run, "turns") == [4.0] * 3
     assert asked == [(2, 2, 3, 1.0), (2, 1, 1, 0.0), (6, 3, 3, 1.0)]
     assert flags == [True, False, False]
     assert metrics["eval_reward"] == 0.5

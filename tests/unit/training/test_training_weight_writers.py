@@ -130,10 +130,14 @@ def test_the_moving_average_is_bf16_leaves_the_policy_and_a_resumed_run_has_its_
 
 @pytest.mark.parametrize(("kind", "weight_bits"), [("GRPO", 32), ("PPO", 24), ("SFT", 16)])
 def test_exports_and_pushes_are_the_bf16_weights_that_the_model_runs_on(tmp_path, kind, weight_bits):
-    run = trained(kind, tmp_path / "run", wide(), weight_bits=weight_bits, max_steps=1)
+    critic = {"critic": "model"} if kind == "PPO" else {}
+    run = trained(kind, tmp_path / "run", wide(), weight_bits=weight_bits, max_steps=1, **critic)
     run.save_model(str(tmp_path / "out"))
     policy = {name: values for name, values in weights(run).items() if "critic" not in name}
     assert same(exported(tmp_path / "out"), policy)
+    if critic:
+        own = {name.split("classifier.")[-1]: values for name, values in weights(run).items() if "critic" in name}
+        assert same(exported(tmp_path / "out" / "critic"), own)
     loaded = type(run.model).from_pretrained(tmp_path / "out", dtype="auto")
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
     for dtype in (None, torch.bfloat16):
@@ -143,15 +147,6 @@ def test_exports_and_pushes_are_the_bf16_weights_that_the_model_runs_on(tmp_path
         assert same(
             {name: torch.cat(parts) for name, parts in pushed.items()}, {k: v.flatten() for k, v in policy.items()}
         )
-
-
-def test_a_separate_critic_is_exported_as_its_bf16_weights(tmp_path):
-    run = trained("PPO", tmp_path / "run", wide(), weight_bits=32, critic="model", max_steps=1)
-    run.save_model(str(tmp_path / "out"))
-    critic = {name.split("classifier.")[-1]: values for name, values in weights(run).items() if "critic" in name}
-    found = exported(tmp_path / "out" / "critic")
-    assert found.keys() == critic.keys()
-    assert same(found, critic)
 
 
 def test_whole_modules_leave_with_an_adapter_and_merged_as_their_bf16_weights(tmp_path):
