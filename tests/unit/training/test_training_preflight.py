@@ -119,18 +119,13 @@ def test_a_metric_that_no_evaluation_has_is_named_with_those_that_it_has(tmp_pat
         *((kind, {"target_modules": ["nope"]}, "'nope'") for kind in KINDS),
         ("GRPO", {"layers_to_transform": [9]}, "Target modules"),
         *(("SFT", {"r": value}, f"r={value}") for value in (0, -1)),
+        *((kind, {"task_type": "SEQ_CLS"}, "task_type='SEQ_CLS'.*CAUSAL_LM") for kind in ("GRPO", "SFT")),
         *(("PPO", {"lora_alpha": 0}, "lora_alpha=0"), ("Reward", {"lora_dropout": 1.5}, "lora_dropout=1.5")),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_told_first(folder, trainer, changes, words):
     with pytest.raises(ArgumentError, match=rf"peft_config .*{words}"):
         build(trainer, folder, peft_config=LoraConfig(**changes))
-
-
-@pytest.mark.parametrize("trainer", ["GRPO", "SFT"])
-def test_an_adapter_for_another_task_is_told_first(folder, trainer):
-    with pytest.raises(ArgumentError, match=r"peft_config .*task_type='SEQ_CLS'.*CAUSAL_LM"):
-        build(trainer, folder, peft_config=LoraConfig(task_type="SEQ_CLS"))
 
 
 def test_an_adapter_that_does_not_fit_an_instance_is_one_sentence(tmp_path):

@@ -161,6 +161,6 @@ def test_passes_that_fail_leave_no_tensors_and_their_reason_in_the_journal_and_a
     finally:
         logger.removeHandler(handler)
     assert handler.found == [[], []], "no error keeps the tensors of a failed pass when sizes are lowered"
-    events = read_rows(tmp_path / "journal", "events")
+    events = list(read_rows(tmp_path / "journal", "events"))
     assert [event["phase"] for event in events] == ["score", "train"]
     assert {event["reason"] for event in events} == {"CUDA out of memory. See https://pytorch.org (docs)"}

@@ -176,12 +176,6 @@ def test_fp32_sums_train_as_gradients_beside_the_weights_do(tmp_path):
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 0.05 * moved
 
 
-def test_an_optimizer_that_is_passed_in_keeps_its_own_format(tmp_path):
-    model = wide_model()
-    with pytest.raises(ArgumentError, match="weight_bits=32"):
-        make("GRPO", tmp_path, model, optimizers=(torch.optim.SGD(model.parameters()), None), weight_bits=32)
-
-
 @pytest.mark.extended
 def test_frozen_models_follow_the_dtype_and_a_run_with_a_reference_learns(tmp_path):
     model = saved(tmp_path / "model", wide_model())
@@ -242,7 +236,10 @@ def test_a_subclass_with_another_optimizer_is_an_error_that_names_both(tmp_path,
         kind(wide_model(), args, train_dataset=supervised_rows(), processing_class=TOKENIZER).train()
 
 
-def test_an_optimizer_set_on_the_trainer_is_an_error_too(tmp_path):
+def test_an_optimizer_that_is_passed_in_or_set_on_the_trainer_is_an_error_too(tmp_path):
+    model = wide_model()
+    with pytest.raises(ArgumentError, match="weight_bits=32"):
+        make("GRPO", tmp_path, model, optimizers=(torch.optim.SGD(model.parameters()), None), weight_bits=32)
     run = make("GRPO", tmp_path, wide_model(), weight_bits=32)
     run.optimizer = torch.optim.AdamW(run.model.parameters())
     with pytest.raises(ArgumentError, match=r"AdamW .* bf16"):
