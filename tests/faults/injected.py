@@ -342,7 +342,7 @@ FAULTS = [
         "an interrupted write loses the earlier checkpoint",
         "if replaced.exists() and not final.exists():",
         "if replaced.exists() and final.exists():",
-        "tests/unit/checkpoint/test_checkpoint_atomic.py",
+        "tests/unit/checkpoint/test_checkpoint_folders.py",
     ),
     (
         "a resumed rollout serves all of its steps again",

@@ -1,24 +1,16 @@
-"""A checkpoint has its name only while it is complete, also after errors and kills."""
+"""A checkpoint has its name only while it is complete, also after errors."""
 
 from __future__ import annotations
 
 import errno
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 
-import pandas
-import polars
 import pytest
 import torch
 
 from lowpeak.checkpoint.atomic import stage_checkpoint
-from lowpeak.checkpoint.folders import clean_up_checkpoints, last_checkpoint
+from lowpeak.checkpoint.folders import last_checkpoint
 from lowpeak.errors import CheckpointError
-from lowpeak.journal import Journal, read_steps
 
 
 def write_checkpoint(run_dir, step, text="whole"):
@@ -93,112 +85,3 @@ def test_a_full_disk_is_one_error_however_the_file_is_written(tmp_path, write):
         write(on_a_full_disk(stage / "weights"))
     assert caught.value.__cause__ is not None
     assert names(tmp_path) == ["checkpoint-4"]
-
-
-NUM_KILLS = 20
-NUM_FILES = 3
-
-# Saving needs no torch, so a process is up in a tenth of a second. Each step is saved twice: the second replaces the first.
-SAVE_IN_A_LOOP = f"""
-import sys
-from pathlib import Path
-from lowpeak.checkpoint import clean_up_checkpoints, last_checkpoint, prune_checkpoints, stage_checkpoint
-from lowpeak.journal import Journal
-
-run_dir = Path(sys.argv[1])
-clean_up_checkpoints(run_dir)
-last = last_checkpoint(run_dir)
-step = int(last.name.removeprefix("checkpoint-")) if last else 0
-journal = Journal(run_dir)
-if last:
-    journal.resume_at(step)
-while True:
-    step += 1
-    journal.write_step(step, {{"reward": step / 7, "loss": float("nan")}})
-    journal.write_rollout(step, [{{"prompt": "p" * 50, "completion": "c" * 900, "reward": 1.0}}] * 4)
-    journal.sync()
-    for _ in range(2):
-        with stage_checkpoint(run_dir / f"checkpoint-{{step}}") as stage:
-            for number in range({NUM_FILES}):
-                (stage / f"part-{{number}}").write_text(f"{{step}}" * 2000 + "end")
-    prune_checkpoints(run_dir, keep=2)
-    print("saved", flush=True)
-"""
-
-
-def whole(checkpoint):
-    step = checkpoint.stem.removeprefix("checkpoint-")
-    parts = [checkpoint / f"part-{number}" for number in range(NUM_FILES)]
-    return all(part.is_file() and part.read_text() == step * 2000 + "end" for part in parts)
-
-
-def test_a_process_killed_at_random_moments_leaves_complete_checkpoints(tmp_path):
-    moments = random.Random(0)
-    reached = 0
-    leftovers = set()
-    command = [sys.executable, "-c", SAVE_IN_A_LOOP, str(tmp_path)]
-    for _ in range(NUM_KILLS):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout.readline() == "saved\n"
-            time.sleep(moments.uniform(0.0, 0.1))
-            process.kill()
-        assert process.returncode == -signal.SIGKILL
-        found = [path for path in tmp_path.iterdir() if path.is_dir()]
-        leftovers |= {path.suffix for path in found}
-        assert all(whole(path) for path in found if path.suffix in ("", ".replaced"))
-        clean_up_checkpoints(tmp_path)
-        last = last_checkpoint(tmp_path)
-        step = int(last.name.removeprefix("checkpoint-"))
-        assert step > reached  # it went on where it was, and saved
-        reached = step
-        check_journal(tmp_path, step)
-    assert len(leftovers) > 1  # some kills did hit a save or a removal
-
-
-def check_journal(run_dir, step):
-    pandas.read_json(run_dir / "steps.jsonl", lines=True)  # as the kill left it, before anybody repairs it
-    pandas.read_json(run_dir / "rollouts.jsonl", lines=True)
-    Journal(run_dir).resume_at(step)
-    assert [row["step"] for row in read_steps(run_dir)] == list(range(1, step + 1))
-    for name, lines_per_step in (("steps", 1), ("rollouts", 4)):
-        assert len(pandas.read_json(run_dir / f"{name}.jsonl", lines=True)) == step * lines_per_step
-        frame = polars.read_ndjson(run_dir / f"{name}.jsonl", infer_schema_length=None)
-        assert frame["step"].n_unique() == step
-
-
-SAVE_UNDER_A_LIMIT = """
-import resource, sys
-from pathlib import Path
-import torch
-from safetensors.torch import save_file
-from lowpeak.checkpoint import stage_checkpoint
-from lowpeak.errors import CheckpointError
-
-writers = {
-    "python": lambda path: path.write_bytes(bytes(400_000)),
-    "torch": lambda path: torch.save({"weights": torch.zeros(100_000)}, path),
-    "safetensors": lambda path: save_file({"weights": torch.zeros(100_000)}, path),
-}
-_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-for how, write in writers.items():
-    for step, limit in ((1, hard), (2, 100_000)):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        try:
-            with stage_checkpoint(Path(sys.argv[1], how, f"checkpoint-{step}")) as stage:
-                write(stage / "weights")
-        except CheckpointError as error:
-            print(how, error, sep=": ")
-"""
-
-
-def test_a_file_size_limit_while_saving_is_an_error_and_the_last_checkpoint_stays_complete(tmp_path):
-    command = [sys.executable, "-c", SAVE_UNDER_A_LIMIT, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    said = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
-    assert list(said) == ["python", "torch", "safetensors"]
-    for how, message in said.items():
-        run_dir = tmp_path / how
-        assert f" {run_dir / 'checkpoint-2'}: File too large;" in message
-        assert f" {run_dir / 'checkpoint-1'} " in message
-        assert names(run_dir) == ["checkpoint-1"]
-        assert (run_dir / "checkpoint-1" / "weights").stat().st_size >= 400_000

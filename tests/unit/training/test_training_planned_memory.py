@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from case_selection import mark_extended
 from lowpeak.sizes.planned_memory import run_description
 from small_runs import journal, make, saved, trained
 from tiny_models import tiny_model
@@ -29,23 +28,13 @@ def planned(trainer: Any, values: dict[str, float] | None = None) -> dict[str, f
     return row
 
 
-@pytest.mark.parametrize("kind", mark_extended(["GRPO", "SFT"], ["GRPO"]))
-def test_the_plan_is_of_the_runs_phases_and_near_what_they_take(kind, tmp_path):
-    trainer = make(kind, tmp_path, plan_memory=True)
-    try:
-        row = planned(trainer)
-        phases = {name.removeprefix("planned_memory/") for name in row} - {"memory_limit"}
-        assert phases >= ({"sync", "rollout"} if kind == "GRPO" else set()) | {"train", "optimizer", "save"}
-        assert 0 < max(row[f"planned_memory/{phase}"] for phase in phases) < row["memory_limit"]
-    finally:
-        trainer.run.planned.close()
-
-
-@pytest.mark.extended
-def test_a_phase_far_beyond_its_plan_is_named_once(tmp_path, caplog):
+def test_the_plan_is_of_the_runs_phases_and_a_phase_far_beyond_it_is_named_once(tmp_path, caplog):
     trainer = make("GRPO", tmp_path, plan_memory=True)
     try:
         row = planned(trainer)
+        phases = {name.removeprefix("planned_memory/") for name in row} - {"memory_limit"}
+        assert phases >= {"sync", "rollout", "train", "optimizer", "save"}
+        assert 0 < max(row[f"planned_memory/{phase}"] for phase in phases) < row["memory_limit"]
         with caplog.at_level(logging.WARNING):
             for factor in (1.05, 1.2, 1.3):
                 planned(trainer, {"peak_memory/train": factor * row["planned_memory/train"]})
@@ -56,21 +45,17 @@ def test_a_phase_far_beyond_its_plan_is_named_once(tmp_path, caplog):
 
 
 @pytest.mark.extended
-def test_a_quantised_base_is_planned_in_its_bits(tmp_path):
+def test_a_quantised_base_is_described_in_its_bits(tmp_path):
     pytest.importorskip("bitsandbytes")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(
         saved(tmp_path / "base", tiny_model(hidden=64)), quantization_config=config
     )
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
-    trainer = make("GRPO", tmp_path / "run", model, plan_memory=True, peft_config=lora)
+    trainer = make("GRPO", tmp_path / "run", model, peft_config=lora)
     described = run_description(trainer, trainer.model, trainer.run.strategy, 1 << 30, trainer.run.sizes.as_dict())
     assert described["quantized_bits"] == 4
     assert getattr(described["config"], "quantization_config", None) is None
-    try:
-        assert planned(trainer)
-    finally:
-        trainer.run.planned.close()
 
 
 def test_the_planning_process_ends_with_the_run(tmp_path):

@@ -58,7 +58,6 @@ def test_an_evaluation_without_data_is_told_first(folder, trainer, changes):
         build(trainer, folder, **changes)
 
 
-@pytest.mark.parametrize("trainer", ["GRPO", "SFT"])
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -77,9 +76,10 @@ def test_an_evaluation_without_data_is_told_first(folder, trainer, changes):
     ],
     ids=str,
 )
-def test_an_optimizer_a_schedule_or_a_tracker_that_cannot_be_made_is_told_first(folder, trainer, changes, words):
-    with pytest.raises(ArgumentError, match=words):
-        build(trainer, folder, **changes)
+def test_an_optimizer_a_schedule_or_a_tracker_that_cannot_be_made_is_told_first(folder, changes, words):
+    for trainer in ("GRPO", "SFT"):
+        with pytest.raises(ArgumentError, match=words):
+            build(trainer, folder, **changes)
 
 
 @pytest.mark.parametrize(
@@ -98,36 +98,34 @@ def test_an_optimizer_and_a_schedule_that_can_be_made_are_not_refused(folder, ch
         build("SFT", folder, **changes)
 
 
-@pytest.mark.parametrize("trainer", ["GRPO", "SFT"])
-@pytest.mark.parametrize("changes", [{"eval_on_start": True}, {"eval_strategy": "steps", "eval_steps": 1}])
-def test_a_metric_that_no_evaluation_has_is_named_with_those_that_it_has(tmp_path, trainer, changes):
-    for data in (TABLE, {"easy": TABLE}):
-        changes = {"eval_strategy": "steps", "eval_steps": 2, **changes, "metric_for_best_model": "foo"}
-        run = make(trainer, tmp_path, data=TABLE, eval_dataset=data, **changes)
-        with pytest.raises(ArgumentError, match=r"metric_for_best_model='foo'.*\b(easy_)?loss\b"):
-            run.train()
-        assert run.evaluate()
-
-
-@EACH
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("trainer", "data", "changes", "names"),
     [
-        ({"target_modules": ["nope"]}, "'nope'"),
-        ({"layers_to_transform": [9]}, "Target modules"),
-        *(({"r": value}, f"r={value}") for value in (0, -1)),
-        *(({"lora_alpha": 0}, "lora_alpha=0"), ({"lora_dropout": 1.5}, "lora_dropout=1.5")),
+        ("GRPO", TABLE, {"eval_on_start": True}, "loss"),
+        ("SFT", {"easy": TABLE}, {"eval_steps": 1}, "easy_loss"),
+    ],
+)
+def test_a_metric_that_no_evaluation_has_is_named_with_those_that_it_has(tmp_path, trainer, data, changes, names):
+    changes = {"eval_strategy": "steps", "eval_steps": 2, **changes, "metric_for_best_model": "foo"}
+    run = make(trainer, tmp_path, data=TABLE, eval_dataset=data, **changes)
+    with pytest.raises(ArgumentError, match=rf"metric_for_best_model='foo'.*\b{names}\b"):
+        run.train()
+    assert run.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes", "words"),
+    [
+        *((kind, {"target_modules": ["nope"]}, "'nope'") for kind in KINDS),
+        ("GRPO", {"layers_to_transform": [9]}, "Target modules"),
+        *(("SFT", {"r": value}, f"r={value}") for value in (0, -1)),
+        *((kind, {"task_type": "SEQ_CLS"}, "task_type='SEQ_CLS'.*CAUSAL_LM") for kind in ("GRPO", "SFT")),
+        *(("PPO", {"lora_alpha": 0}, "lora_alpha=0"), ("Reward", {"lora_dropout": 1.5}, "lora_dropout=1.5")),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_told_first(folder, trainer, changes, words):
     with pytest.raises(ArgumentError, match=rf"peft_config .*{words}"):
         build(trainer, folder, peft_config=LoraConfig(**changes))
-
-
-@pytest.mark.parametrize("trainer", ["GRPO", "SFT"])
-def test_an_adapter_for_another_task_is_told_first(folder, trainer):
-    with pytest.raises(ArgumentError, match=r"peft_config .*task_type='SEQ_CLS'.*CAUSAL_LM"):
-        build(trainer, folder, peft_config=LoraConfig(task_type="SEQ_CLS"))
 
 
 def test_an_adapter_that_does_not_fit_an_instance_is_one_sentence(tmp_path):

@@ -142,28 +142,25 @@ class FailedPasses(logging.Handler):
         self.found.append([code.co_qualname for code in codes if code.co_filename.endswith("/guarded_passes.py")])
 
 
-@pytest.mark.parametrize("phase", ["train", "score"])
-def test_no_error_keeps_the_tensors_of_a_failed_pass_when_sizes_are_lowered(tmp_path, phase):
+def test_passes_that_fail_leave_no_tensors_and_their_reason_in_the_journal_and_a_failed_optimizer_is_named(
+    tmp_path, monkeypatch
+):
     trainer, handler = make("GRPO", tmp_path, max_steps=1, num_iterations=2), FailedPasses()
-    fail_once(trainer, lambda: trainer.run.tracker.current_phase == f"phase {phase}")
-    logger = logging.getLogger("lowpeak.training.recovery")
-    logger.addHandler(handler)
-    try:
-        trainer.train()
-    finally:
-        logger.removeHandler(handler)
-    assert handler.found == [[]]
-
-
-def test_the_reason_is_in_the_journal_whole_and_the_optimizers_step_is_named_where_it_fails(tmp_path, monkeypatch):
-    trainer = make("GRPO", tmp_path)
-    fail_once(trainer, lambda: trainer.model.training)
+    for phase in ("score", "train"):
+        fail_once(trainer, lambda phase=phase: trainer.run.tracker.current_phase == f"phase {phase}")
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("states do not fit")
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    with pytest.raises(MemoryExhaustedError, match="optimizer"):
-        trainer.train()
-    (event,) = read_rows(tmp_path / "journal", "events")
-    assert (event["phase"], event["reason"]) == ("train", "CUDA out of memory. See https://pytorch.org (docs)")
+    logger = logging.getLogger("lowpeak.training.recovery")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(MemoryExhaustedError, match="optimizer"):
+            trainer.train()
+    finally:
+        logger.removeHandler(handler)
+    assert handler.found == [[], []], "no error keeps the tensors of a failed pass when sizes are lowered"
+    events = list(read_rows(tmp_path / "journal", "events"))
+    assert [event["phase"] for event in events] == ["score", "train"]
+    assert {event["reason"] for event in events} == {"CUDA out of memory. See https://pytorch.org (docs)"}

@@ -18,7 +18,7 @@ from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Prompt
 from lowpeak.rollout.function import FunctionEngine, _FunctionCall
 from rounding import assert_each_close_to_largest
-from small_runs import SAVED, TOKENIZER, journal, trained
+from small_runs import SAVED, TOKENIZER, column, journal, make
 from tiny_models import char_tokenizer, tiny_model
 
 PROMPT = TOKENIZER("12=")["input_ids"]
@@ -56,12 +56,30 @@ class KeepGradients(TrainerCallback):
         self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
 
 
-def train(tmp_path, rollout_func, reward=scored, model=None, data=None, tokenizer=None, **changes):
-    kept = KeepGradients()
+def trainer(tmp_path, rollout_func, reward=scored, model=None, data=None, tokenizer=None, **changes):
     settings = {"per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 8, "max_steps": 1}
     data = Dataset.from_list(data or [{"prompt": "12="}] * 4)
-    parts = {"reward_funcs": reward, "callbacks": [kept], "rollout_func": rollout_func, "max_grad_norm": 0.0}
-    return trained("GRPO", tmp_path, model, data, tokenizer, **{**settings, **parts, **changes}), kept.steps
+    parts = {"reward_funcs": reward, "rollout_func": rollout_func, "max_grad_norm": 0.0}
+    return make("GRPO", tmp_path, model, data, tokenizer, **{**settings, **parts, **changes})
+
+
+def train(tmp_path, rollout_func, **changes):
+    kept = KeepGradients()
+    run = trainer(tmp_path, rollout_func, callbacks=[kept], **changes)
+    run.train()
+    return run, kept.steps
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory):
+    """Give the completions of a rollout in which the function returns this."""
+    run = trainer(tmp_path_factory.mktemp("collected"), lambda prompts, trainer: answer())
+
+    def collect(output):
+        run.collector.engine.function = lambda prompts, trainer: output
+        return [record.completion for record in run.collector.collect(0, 0, None).records]
+
+    return collect
 
 
 def gradients_by_hand(model, rows, advantages):
@@ -103,14 +121,25 @@ def test_what_a_sampler_says_of_masked_tokens_changes_nothing(tmp_path):
         assert one == other
 
 
-def test_without_a_mask_all_tokens_count_and_nested_logprobs_are_taken(tmp_path):
+def test_without_a_mask_all_tokens_count_and_nested_logprobs_are_taken(collected):
     whole = [{**row, "mask": [1] * len(row["ids"])} for row in ROWS]
     plain = answer(whole)
     del plain["env_mask"]
     nested = {**plain, "logprobs": [[[x, -9.0] for x in row] for row in plain["logprobs"]]}
-    _, first = train(tmp_path / "a", lambda prompts, trainer: answer(whole))
-    _, second = train(tmp_path / "b", lambda prompts, trainer: nested)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert contents(collected(nested)) == contents(collected(answer(whole)))
+
+
+def contents(completions):
+    """Prompt, ids, mask and log-probs of each; None for a log-prob that is not known."""
+    return [
+        (
+            each.prompt_ids,
+            each.ids.tolist(),
+            each.loss_mask.tolist(),
+            [None if x != x else x for x in each.logprobs.tolist()],
+        )
+        for each in completions
+    ]
 
 
 def test_the_function_gets_each_prompt_once_per_completion_and_a_model_ready_to_generate(tmp_path):
@@ -126,22 +155,22 @@ def test_the_function_gets_each_prompt_once_per_completion_and_a_model_ready_to_
     assert all(module.training for module in run.model.modules())
 
 
-def test_entries_of_one_prompt_are_copies_of_their_own(tmp_path):
+def test_entries_of_one_prompt_are_copies_of_their_own_and_a_field_that_is_no_list_is_every_rows(tmp_path):
     seen = []
 
     def generate(prompts, trainer):
         for i, messages in enumerate(prompts):
             messages.append({"role": "tool", "content": str(i)})
-        return answer()
+        return answer(task="sort", seed=3, env_mask=None)
 
-    def reward(prompts, completions, score, **columns):
-        seen.extend(prompts)
+    def reward(prompts, completions, score, task, seed, **columns):
+        seen.append((prompts, task, seed))
         return score
 
     asked = [{"role": "user", "content": "12="}]
     chat = {"data": [{"prompt": asked}] * 4, "tokenizer": char_tokenizer(chat=True), "model": tiny_model(16)}
-    train(tmp_path, generate, reward, **chat)
-    assert seen == [asked, asked]
+    trainer(tmp_path, generate, reward, **chat).collector.collect(0, 0, None)
+    assert seen == [([asked, asked], ["sort", "sort"], [3, 3])]
 
 
 def test_other_fields_reach_the_rewards_also_where_a_checkpoint_cannot_hold_them(tmp_path):
@@ -152,13 +181,12 @@ def test_other_fields_reach_the_rewards_also_where_a_checkpoint_cannot_hold_them
         return score
 
     fields = answer(image=[np.zeros(2), torch.ones(2)])
-    run, _ = train(tmp_path, lambda prompts, trainer: fields, reward, num_iterations=2, **SAVED)
+    run, _ = train(tmp_path, lambda prompts, trainer: fields, reward=reward, num_iterations=2, **SAVED)
     assert [type(x).__name__ for x in seen[0]] == ["ndarray", "Tensor"]
     assert (tmp_path / "checkpoint-1").is_dir()
     assert run.state.global_step == 1
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("output", "names"),
     [
@@ -193,42 +221,26 @@ def test_other_fields_reach_the_rewards_also_where_a_checkpoint_cannot_hold_them
         (answer(completion_ids=[[4.5, 7, 8, 1], ROWS[1]["ids"]]), "entry 0: completion_ids has 4.5"),
     ],
 )
-def test_an_answer_that_cannot_be_used_is_refused(tmp_path, output, names):
+def test_an_answer_that_cannot_be_used_is_refused(collected, output, names):
     with pytest.raises(EngineError, match=names):
-        train(tmp_path, lambda prompts, trainer: output)
+        collected(output)
 
 
-@pytest.fixture(scope="module")
-def usual_gradients(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("usual"), lambda prompts, trainer: answer())[1]
+# TRL's own generation says None, and its vLLM says None for a token that it could not score.
+UNKNOWN = [{"logprobs": logprobs} for logprobs in (None, [None, None], [[None] * 4, [None] * 5])]
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "fields",
-    [
-        # TRL's own generation says None, and its vLLM says None for a token that it could not score.
-        *({"logprobs": logprobs} for logprobs in (None, [None, None], [[None] * 4, [None] * 5])),
-        {
-            "completion_ids": [torch.tensor(ROWS[0]["ids"]), np.array(ROWS[1]["ids"])],
-            "prompt_ids": [np.array(PROMPT), [np.int64(x) for x in OTHER_PROMPT]],
-        },
-    ],
-)
-def test_log_probs_may_be_unknown_and_ids_arrays_and_tensors(tmp_path, usual_gradients, fields):
-    _, gradients = train(tmp_path, lambda prompts, trainer: answer(**fields))
-    torch.testing.assert_close(gradients, usual_gradients, rtol=0, atol=0)
-
-
-def test_a_field_that_is_no_list_is_every_rows(tmp_path):
-    seen = []
-
-    def reward(completions, score, task, seed, **columns):
-        seen.append((task, seed))
-        return score
-
-    train(tmp_path, lambda prompts, trainer: answer(task="sort", seed=3, env_mask=None), reward)
-    assert seen == [(["sort", "sort"], [3, 3])]
+def test_log_probs_may_be_unknown_and_ids_arrays_and_tensors(tmp_path, collected):
+    arrays = {
+        "completion_ids": [torch.tensor(ROWS[0]["ids"]), np.array(ROWS[1]["ids"])],
+        "prompt_ids": [np.array(PROMPT), [np.int64(x) for x in OTHER_PROMPT]],
+    }
+    assert contents(collected(answer(**arrays))) == contents(collected(answer()))
+    first, *others = [contents(collected(answer(**fields))) for fields in UNKNOWN]
+    assert others == [first, first]
+    (known, unknown) = (train(tmp_path, lambda *call, x=x: answer(**x))[1] for x in ({}, UNKNOWN[0]))
+    torch.testing.assert_close(unknown, known, rtol=0, atol=0)
 
 
 CUT = [ROWS[0], {**ROWS[1], "ids": [5, 9, 2, 6, 7]}]
@@ -273,10 +285,12 @@ def test_the_function_is_told_whether_it_is_an_evaluation_and_how_many_completio
             )
         )
         flags.append(trainer.model.training)
+        trainer.log({"turns": float(len(trainer.train_dataset))})
         return answer([ROWS[i % 2] for i in range(len(prompts))])
 
     run, _ = train(tmp_path, counted, num_generations_eval=3)
     metrics = run.evaluate(Dataset.from_list([{"prompt": "12="}] * 2))
+    assert column(run, "turns") == [4.0] * 3
     assert asked == [(2, 2, 3, 1.0), (2, 1, 1, 0.0), (6, 3, 3, 1.0)]
     assert flags == [True, False, False]
     assert metrics["eval_reward"] == 0.5

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from peft import LoraConfig
@@ -27,14 +25,17 @@ def lost(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "optim"), [("GRPO", "adafactor"), ("SFT", "adamw_bnb_8bit"), ("GRPO", "sgd")])
-def test_two_steps_train_bf16_weights_and_warn_once(tmp_path, caplog, model, kind, optim):
-    run = make(kind, tmp_path / "run", model, **BF16, optim=optim, learning_rate=1e-3)
+def test_bf16_weights_train_with_one_warning_and_a_resumed_run_has_their_bits(tmp_path, caplog, model, kind, optim):
+    settings = {**SAVED, **BF16, "optim": optim, "learning_rate": 1e-3}
+    run = make(kind, tmp_path / "run", model, **settings)
     before = weights(run)
     run.train()
     assert {p.dtype for p in run.model.parameters()} == {torch.bfloat16}
     assert run.state.global_step == 2
     assert not same(weights(run), before)
-    (message,) = lost(caplog)
+    again = trained(kind, tmp_path / "run", model, **settings, resume=tmp_path / "run" / "checkpoint-1")
+    assert same(weights(again), weights(run))
+    (message, _) = lost(caplog)  # one of each run
     assert all(text in message for text in ("are lost at learning rate 0.001", "weight_bits=32"))
     assert "converted to fp32" not in caplog.text
 
@@ -46,13 +47,6 @@ def test_an_optimizer_class_keeps_them_too_and_its_rate_is_the_one_warned_of(tmp
     assert run.run.storage is None
     (message,) = lost(caplog)
     assert "0.000123" in message
-
-
-def test_without_bf16_in_the_arguments_weights_become_fp32_as_before(tmp_path, caplog):
-    run = trained("GRPO", tmp_path, tiny_model(dtype=torch.bfloat16), optim="adafactor")
-    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
-    assert lost(caplog) == []
-    assert "converted to fp32" in caplog.text
 
 
 def test_an_adapter_is_fp32_and_not_warned_of(tmp_path, caplog, model):
@@ -67,13 +61,3 @@ def test_deepspeed_keeps_its_master_weights(tmp_path):
     assert SFTTrainer.resolve(args).model.trains_bf16
     args.deepspeed = {"zero_optimization": {"stage": 2}}
     assert not SFTTrainer.resolve(args).model.trains_bf16
-
-
-@pytest.mark.parametrize("optim", ["adafactor", "adamw_bnb_8bit"])
-def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(tmp_path, caplog, model, optim):
-    run = {**SAVED, **BF16, "max_steps": 3, "optim": optim, "learning_rate": 1e-3}
-    with caplog.at_level(logging.WARNING):
-        whole = trained("GRPO", tmp_path / "run", model, **run)
-        again = trained("GRPO", tmp_path / "run", model, **run, resume=tmp_path / "run" / "checkpoint-2")
-    assert same(weights(again), weights(whole))
-    assert len(lost(caplog)) == 2  # one of each run

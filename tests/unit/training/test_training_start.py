@@ -249,14 +249,14 @@ def test_a_runs_device_has_the_index_that_accelerate_omits_in_a_single_process(t
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
-def test_cudnns_attention_is_off_from_the_start_of_a_run_unless_the_user_turns_it_on_later(tmp_path, kind):
+def test_cudnns_attention_is_off_from_the_start_of_a_run_unless_the_user_turns_it_on_later(tmp_path):
     backend = torch.backends.cuda
     before = backend.cudnn_sdp_enabled()
     try:
-        backend.enable_cudnn_sdp(True)
-        trainer = make(kind, tmp_path, max_steps=1)
-        assert not backend.cudnn_sdp_enabled()
+        for kind in ("GRPO", "SFT"):
+            backend.enable_cudnn_sdp(True)
+            trainer = make(kind, tmp_path, max_steps=1)
+            assert not backend.cudnn_sdp_enabled()
         backend.enable_cudnn_sdp(True)
         trainer.train()
         assert backend.cudnn_sdp_enabled()

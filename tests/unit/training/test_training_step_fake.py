@@ -70,10 +70,14 @@ def fake_model():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
 @pytest.mark.parametrize(
-    "algorithm",
-    [make_grpo(GRPO), make_grpo(MASKED), make_rloo(RLOO), make_online_dpo(DPO)],
+    ("algorithm", "layout"),
+    [
+        (make_grpo(GRPO), "shared"),
+        (make_grpo(MASKED), "rows"),
+        (make_rloo(RLOO), "padded"),
+        (make_online_dpo(DPO), "shared"),
+    ],
     ids=["grpo", "masked", "rloo", "online_dpo"],
 )
 def test_a_step_of_7b_shapes_is_scored_and_trained_on_fake_tensors(algorithm, layout):

@@ -14,7 +14,8 @@ from lowpeak.arguments.storage import StorageFormat, resolve_storage
 from lowpeak.errors import ArgumentError
 from lowpeak.optim.compact_adamw import find_compact
 from lowpeak.parallel.checkpoint_state import trained_parameters
-from small_runs import COMMON, KINDS, SAVED, TOKENIZER, make, ones, same, saved, supervised_rows, trained, weights
+from preference_data import tiny_classifier
+from small_runs import COMMON, SAVED, TOKENIZER, make, ones, same, saved, supervised_rows, trained, weights
 from tiny_models import tiny_experts, tiny_model
 
 BF16 = {"model_init_kwargs": {"dtype": "bfloat16"}}
@@ -36,15 +37,39 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "OnlineDPO", "Reward"])
 def test_every_trainer_trains_bf16_weights_with_low_bits(tmp_path, kind):
-    trainer = make(kind, tmp_path, **({} if kind == "Reward" else {"model": wide_model()}), weight_bits=32)
-    trainer.train()
+    trainer = trained(kind, tmp_path, None if kind == "Reward" else wide_model(), weight_bits=32, max_steps=1)
+    assert_low_bits(trainer)
+
+
+def assert_low_bits(trainer) -> None:
+    """Assert that all weights are bf16, and that the optimizer has low bits and each parameter's name."""
     assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
     optimizer = find_compact(trainer.optimizer)
     assert {state["low_bits"].dtype for state in optimizer.state.values()} == {torch.int16}
     named = trained_parameters(trainer.model)
     assert {name: optimizer.shard(p).name for name, p in named.items()} == {name: name for name in named}
+
+
+def resumed_to_the_same_bits(tmp_path, kind, **arguments):
+    """A run whose resumed twin has the same bits."""
+    run = {**SAVED, **arguments}
+    whole = trained(kind, tmp_path, wide_model(), **run)
+    again = trained(kind, tmp_path, wide_model(), **run, resume=tmp_path / "checkpoint-1")
+    assert_same(real_weights(again), real_weights(whole))
+    return whole
+
+
+def test_ppo_resumes_low_bits_of_policy_and_critic(tmp_path):
+    assert_low_bits(resumed_to_the_same_bits(tmp_path, "PPO", weight_bits=32))
+
+
+def test_8_bit_states_go_with_fp32_weights_and_are_resumed(tmp_path):
+    trainer = resumed_to_the_same_bits(tmp_path, "SFT", state_bits=8)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    kinds = {state["exp_avg"].dtype for state in find_compact(trainer.optimizer).state.values()}
+    assert kinds == {torch.int8, torch.float32}
 
 
 def test_dtype_bfloat16_asks_for_them_and_the_log_names_the_format(tmp_path, caplog):
@@ -56,78 +81,25 @@ def test_dtype_bfloat16_asks_for_them_and_the_log_names_the_format(tmp_path, cap
     assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
 
 
-def test_without_arguments_everything_stays_fp32(tmp_path):
-    trainer = make("GRPO", tmp_path, tiny_model(dtype=torch.bfloat16))
-    trainer.train()
+@pytest.mark.parametrize(("kind", "optim"), [("GRPO", "adafactor"), ("Reward", "adamw_torch")])
+def test_without_arguments_everything_stays_fp32(tmp_path, kind, optim, caplog):
+    model = tiny_classifier(dtype=torch.bfloat16) if kind == "Reward" else tiny_model(dtype=torch.bfloat16)
+    trainer = trained(kind, tmp_path, model, optim=optim, max_steps=1)
     assert trainer.run.storage is None
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert find_compact(trainer.optimizer) is None
-
-
-def test_8_bit_states_go_with_fp32_weights(tmp_path):
-    trainer = make("GRPO", tmp_path, wide_model(), state_bits=8)
-    trainer.train()
-    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-    kinds = {state["exp_avg"].dtype for state in find_compact(trainer.optimizer).state.values()}
-    assert kinds == {torch.int8, torch.float32}
+    assert "converted to fp32" in caplog.text
+    assert "rounds bf16 weights" not in caplog.text
 
 
 @pytest.mark.extended
-def test_whole_modules_beside_an_adapter_are_bf16_and_the_adapter_is_fp32(tmp_path):
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"])
-    model = tiny_model(hidden=64, tied=False, dtype=torch.bfloat16)
-    trainer = make("GRPO", tmp_path, model, peft_config=lora, weight_bits=32)
-    trainer.train()
-    dtypes = {"lora_" in name: p.dtype for name, p in trained_parameters(trainer.model).items()}
-    assert dtypes == {True: torch.float32, False: torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments"), [("PPO", {"weight_bits": 32}), ("GRPO", {"weight_bits": 16}), ("SFT", {"state_bits": 8})]
-)
-def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(tmp_path, kind, arguments):
-    run = {**SAVED, "max_steps": 3, **arguments}
-    whole = make(kind, tmp_path, wide_model(), **run)
-    whole.train()
-    again = make(kind, tmp_path, wide_model(), **run)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_same(real_weights(again), real_weights(whole))
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(("before", "after"), [({}, {"weight_bits": 32}), ({"weight_bits": 32}, {"weight_bits": 24})])
-def test_a_run_goes_on_in_another_format(tmp_path, before, after):
-    first = make("GRPO", tmp_path, wide_model(), **{**SAVED, "max_steps": 3}, **before)
-    first.train()
+def test_a_run_goes_on_with_fewer_bits(tmp_path):
+    first = trained("GRPO", tmp_path, wide_model(), **SAVED, weight_bits=32)
     start = {name: p.detach().float().clone() for name, p in first.model.named_parameters()}
-    again = make("GRPO", tmp_path, wide_model(), **{**SAVED, "max_steps": 4}, **after)
-    again.train(resume_from_checkpoint=True)
-    assert all(state["step"] == 4 for state in find_compact(again.optimizer).state.values())
+    again = trained("GRPO", tmp_path, wide_model(), **SAVED, weight_bits=24, max_steps=3, resume=True)
+    assert all(state["step"] == 3 for state in find_compact(again.optimizer).state.values())
     moved = max(float((p.detach().float() - start[name]).abs().max()) for name, p in again.model.named_parameters())
     assert moved < 0.05  # five learning rates: no weight was lost
-
-
-@pytest.mark.extended
-def test_the_best_model_brings_its_low_bits(tmp_path):
-    run = {**SAVED, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    best = {"metric_for_best_model": "loss", "greater_is_better": True, "weight_bits": 32}
-    trainer = make("SFT", tmp_path, wide_model(), eval_dataset=make("SFT", tmp_path / "x").train_dataset, **run, **best)
-    trainer.train()
-    short = {**run, "eval_strategy": "no", "load_best_model_at_end": False, "max_steps": 1, "weight_bits": 32}
-    at_best = make("SFT", tmp_path / "y", wide_model(), **short)
-    at_best.train()
-    assert trainer.state.best_global_step == 1
-    assert_same(real_weights(trainer), real_weights(at_best))
-
-
-@pytest.mark.extended
-def test_a_best_model_without_states_clears_low_bits(tmp_path):
-    run = {**SAVED, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    best = {"metric_for_best_model": "loss", "greater_is_better": True, "weight_bits": 32, "save_only_model": True}
-    trainer = make("SFT", tmp_path, wide_model(), eval_dataset=make("SFT", tmp_path / "x").train_dataset, **run, **best)
-    trainer.train()
-    weights = {name: p.detach().float().view(-1) for name, p in trained_parameters(trainer.model).items()}
-    assert_same(real_weights(trainer), weights)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +176,6 @@ def test_fp32_sums_train_as_gradients_beside_the_weights_do(tmp_path):
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 0.05 * moved
 
 
-def test_an_optimizer_that_is_passed_in_keeps_its_own_format(tmp_path):
-    model = wide_model()
-    with pytest.raises(ArgumentError, match="weight_bits=32"):
-        make("GRPO", tmp_path, model, optimizers=(torch.optim.SGD(model.parameters()), None), weight_bits=32)
-
-
 @pytest.mark.extended
 def test_frozen_models_follow_the_dtype_and_a_run_with_a_reference_learns(tmp_path):
     model = saved(tmp_path / "model", wide_model())
@@ -220,22 +186,17 @@ def test_frozen_models_follow_the_dtype_and_a_run_with_a_reference_learns(tmp_pa
 
 
 @pytest.mark.extended
-def test_a_mixture_of_experts_resumes_to_the_same_bits(tmp_path):
-    """transformers stores its experts one by one, and so no loading by names fits the model."""
-    run = {**SAVED, "max_steps": 3}
-    whole = trained("SFT", tmp_path, tiny_experts(), **run)
-    again = trained("SFT", tmp_path, tiny_experts(), **run, resume=tmp_path / "checkpoint-2")
-    assert same(weights(again), weights(whole))
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("only_model", [False, True], ids=["with states", "without states"])
-def test_a_mixture_of_experts_gets_its_best_weights_back(tmp_path, only_model):
-    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
-    run = {**SAVED, **evaluated, "max_steps": 3, "metric_for_best_model": "loss", "save_only_model": only_model}
-    best = trained("SFT", tmp_path, tiny_experts(), eval_dataset=supervised_rows(), **run)
+def test_a_mixture_of_experts_gets_its_best_weights_back_and_resumes_to_the_same_bits(tmp_path, only_model):
+    """transformers stores its experts one by one, and so no loading by names fits the model."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": supervised_rows()}
+    choice = {"load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "loss"}
+    best = trained("SFT", tmp_path, tiny_experts(), **SAVED, **evaluated, **choice, save_only_model=only_model)
     assert best.state.best_global_step == 1
     assert same(weights(best), weights(trained("SFT", tmp_path / "one", tiny_experts(), max_steps=1)))
+    if not only_model:
+        again = trained("SFT", tmp_path, tiny_experts(), **SAVED, resume=tmp_path / "checkpoint-1")
+        assert same(weights(again), weights(trained("SFT", tmp_path / "two", tiny_experts())))
 
 
 def test_training_that_fails_leaves_no_hooks_on_the_users_model(tmp_path):
@@ -275,7 +236,10 @@ def test_a_subclass_with_another_optimizer_is_an_error_that_names_both(tmp_path,
         kind(wide_model(), args, train_dataset=supervised_rows(), processing_class=TOKENIZER).train()
 
 
-def test_an_optimizer_set_on_the_trainer_is_an_error_too(tmp_path):
+def test_an_optimizer_that_is_passed_in_or_set_on_the_trainer_is_an_error_too(tmp_path):
+    model = wide_model()
+    with pytest.raises(ArgumentError, match="weight_bits=32"):
+        make("GRPO", tmp_path, model, optimizers=(torch.optim.SGD(model.parameters()), None), weight_bits=32)
     run = make("GRPO", tmp_path, wide_model(), weight_bits=32)
     run.optimizer = torch.optim.AdamW(run.model.parameters())
     with pytest.raises(ArgumentError, match=r"AdamW .* bf16"):

@@ -1,7 +1,6 @@
 """Rollout functions in the forms of TRL's examples run as they are: only what they import has another name.
 
-An environment's reward beside one call of the engine; a game of several turns; the model's own `generate`; and a service
-that is asked by the number of a row.
+An environment's reward beside one call of the engine, and the model's own `generate`.
 """
 
 from __future__ import annotations
@@ -57,9 +56,8 @@ def reward_from_env(completions, **kwargs):
     return [float(reward) for reward in rewards] if rewards else [0.0] * len(completions)
 
 
-@pytest.mark.parametrize("data", [TEXTS, CHATS], ids=["text", "messages"])
-def test_an_environment_rewards_what_the_engine_wrote(tmp_path, data):
-    run, again = (trainer_of(tmp_path / name, echo, reward_from_env, data) for name in "ab")
+def test_an_environment_rewards_what_the_engine_wrote(tmp_path):
+    run, again = (trainer_of(tmp_path / name, echo, reward_from_env, CHATS, max_steps=1) for name in "ab")
     run.train()
     again.train()
     rows = run.rollout.rows
@@ -106,68 +104,6 @@ def test_what_the_engine_cannot_be_asked_is_told(tmp_path):
             generate_rollout_completions(trainer, ["1="])
 
 
-class Game:
-    """Guess a digit in two turns; the environment answers each guess with a digit of its own."""
-
-    def reset(self):
-        self.turns, self.hits = 0, 0
-        return "0"
-
-    def step(self, guess: str):
-        self.turns += 1
-        self.hits += guess[:1] in tuple("2468")
-        return str(self.turns), self.hits / 2, self.turns == 2
-
-
-def play(trainer: GRPOTrainer, env: Game, tokenizer, prompt: str) -> dict[str, list]:
-    """One episode: the turns are one completion, in which the environment's tokens are masked."""
-    prompt_ids, completion_ids, logprobs, env_mask = [], [], [], []
-    observation, done, reward = env.reset(), False, 0.0
-    messages = [{"role": "user", "content": prompt}]
-    while not done:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        out = generate_rollout_completions(trainer, [text], generation_overrides={"max_tokens": 2})[0]
-        prompt_ids = prompt_ids or list(out["prompt_ids"])
-        completion_ids += out["completion_ids"]
-        logprobs += out["logprobs"]
-        env_mask += [1] * len(out["completion_ids"])
-        guess = out.get("text") or tokenizer.decode(out["completion_ids"], skip_special_tokens=True)
-        observation, reward, done = env.step(guess)
-        seen = tokenizer(observation)["input_ids"]
-        completion_ids += seen
-        logprobs += [0.0] * len(seen)
-        env_mask += [0] * len(seen)
-        messages += [{"role": "assistant", "content": guess}, {"role": "tool", "content": observation}]
-    return {
-        "prompt_ids": prompt_ids,
-        "completion_ids": completion_ids,
-        "logprobs": logprobs,
-        "env_mask": env_mask,
-        "correct_reward": reward,
-    }
-
-
-def game(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
-    episodes = [play(trainer, Game(), trainer.processing_class, prompt) for prompt in prompts]
-    return {name: [episode[name] for episode in episodes] for name in episodes[0]}
-
-
-def reward_correct(completions: list[str], **kwargs) -> list[float]:
-    rewards = kwargs.get("correct_reward") if kwargs else None
-    return [0.0 for _ in completions] if rewards is None else [float(r) for r in rewards]
-
-
-def test_a_game_of_several_turns_is_one_completion_with_masked_answers(tmp_path):
-    run = trainer_of(tmp_path, game, reward_correct)
-    run.train()
-    assert run.state.global_step == 2
-    for record in run.rollout.records:
-        ids, mask = record.completion.ids.tolist(), record.completion.loss_mask.tolist()
-        assert [token for token, own in zip(ids, mask, strict=True) if not own] == TOKENIZER("12")["input_ids"]
-    assert {row["reward"] for row in run.rollout.rows} <= {0.0, 0.5, 1.0}
-    assert run.evaluate(Dataset.from_list(TEXTS[:2]))["eval_reward"] <= 1.0
-
-
 def by_transformers(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
     """The model's own generation, with what a script finds in TRL's trainer."""
     tokenizer, model, device = trainer.processing_class, trainer.model, trainer.accelerator.device
@@ -203,38 +139,6 @@ def test_the_models_own_generate_writes_the_completions(tmp_path):
     run.train()
     assert run.state.global_step == 2
     assert max(column(run, "sampling/sampling_logp_difference/max")) < 1e-4
-
-
-@pytest.mark.extended
-def test_a_service_is_asked_by_the_number_of_a_row_of_the_data_set_that_is_used(tmp_path):
-    train = [{"prompt": str(i), "task": f"train {i}"} for i in range(4)]
-    held_out = [{"prompt": str(i), "task": f"held out {i}"} for i in range(2)]
-    seen = []
-
-    def rollout_func(prompts, trainer):
-        is_eval = not trainer.model.training
-        size = trainer.num_generations_eval if is_eval else trainer.num_generations
-        data = trainer.eval_dataset if is_eval and trainer.eval_dataset is not None else trainer.train_dataset
-        tasks = [data[int(prompt)]["task"] for prompt in prompts]
-        assert tasks == [task for task in tasks[::size] for _ in range(size)]
-        seen.append(sorted(set(tasks)))
-        trainer.log({"turns": 1.0})
-        return {
-            "prompt_ids": [[5, 6] for _ in prompts],
-            "completion_ids": [[5 + i % 4, 1] for i, _ in enumerate(prompts)],
-            "logprobs": None,
-            "env_reward": [float(i % 4) for i, _ in enumerate(prompts)],
-            "mode": "eval" if is_eval else "train",
-        }
-
-    run = trainer_of(
-        tmp_path, rollout_func, reward_from_env, train, eval_dataset=Dataset.from_list(held_out), num_generations_eval=2,
-        eval_strategy="steps", eval_steps=1, max_steps=1,
-    )  # fmt: skip
-    run.train()
-    assert all(task.startswith("train") for task in seen[0])
-    assert seen[1:] == [["held out 0", "held out 1"]] * 2
-    assert column(run, "turns") == [1.0] * 3
 
 
 def test_a_function_may_ask_vllm_which_has_the_policys_weights(tmp_path):

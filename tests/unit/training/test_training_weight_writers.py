@@ -21,7 +21,7 @@ pytestmark = pytest.mark.extended
 SYNC = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.01}
 BEST = {
     "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "metric_for_best_model": "loss",
-    "greater_is_better": True, "max_steps": 3,
+    "greater_is_better": True,
 }  # fmt: skip
 
 
@@ -51,21 +51,14 @@ def exported(folder: Path, name: str = "model.safetensors") -> dict[str, Tensor]
 
 
 def test_a_checkpoint_brings_the_low_bits_of_modules_beside_an_adapter(tmp_path):
-    def run(steps: int, resume: Any = None) -> Any:
-        return trained(
-            "GRPO",
-            tmp_path,
-            wide(tied=False),
-            **SAVED,
-            max_steps=steps,
-            weight_bits=32,
-            peft_config=lora(),
-            resume=resume,
-        )
-
-    whole = real_weights(run(3))
+    settings = {**SAVED, "weight_bits": 32, "peft_config": lora()}
+    run = trained("GRPO", tmp_path, wide(tied=False), **settings)
+    dtypes = {"lora_" in name: p.dtype for name, p in trained_parameters(run.model).items()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    whole = real_weights(run)
     assert have_low_bits({name: values for name, values in whole.items() if "lora_" not in name})
-    assert same(real_weights(run(3, tmp_path / "checkpoint-2")), whole)
+    again = trained("GRPO", tmp_path, wide(tied=False), **settings, resume=tmp_path / "checkpoint-1")
+    assert same(real_weights(again), whole)
 
 
 # the best model
@@ -118,8 +111,8 @@ def bf16_of(values: Tensor) -> Tensor:
 # the reference
 
 
-def test_the_moving_average_is_bf16_and_a_resumed_run_has_its_bits(tmp_path):
-    run = {**SAVED, **SYNC, "max_steps": 4, "weight_bits": 32}
+def test_the_moving_average_is_bf16_leaves_the_policy_and_a_resumed_run_has_its_bits(tmp_path):
+    run = {**SAVED, **SYNC, "max_steps": 3, "weight_bits": 32}
     whole = trained("GRPO", tmp_path, wide(), **run)
     again = trained("GRPO", tmp_path, wide(), **run, resume=tmp_path / "checkpoint-2")
     ours, theirs = (dict(each.run.reference.model.named_parameters()) for each in (again, whole))
@@ -127,13 +120,9 @@ def test_the_moving_average_is_bf16_and_a_resumed_run_has_its_bits(tmp_path):
     assert same(ours, theirs)
     assert same(real_weights(again), real_weights(whole))
     assert not same(theirs, dict(wide().named_parameters())), "shares of 1 % arrive"
-
-
-def test_the_moving_average_leaves_the_policy_and_its_low_bits(tmp_path):
-    run = trained("GRPO", tmp_path, wide(), **SYNC, weight_bits=32)
-    before = real_weights(run)
-    run.run.strategy.average(run.run.reference.model, run.model, 0.5, "0/reference/9")
-    assert same(real_weights(run), before)
+    before = real_weights(whole)
+    whole.run.strategy.average(whole.run.reference.model, whole.model, 0.5, "0/reference/9")
+    assert same(real_weights(whole), before)
 
 
 # exports and pushes
@@ -141,10 +130,14 @@ def test_the_moving_average_leaves_the_policy_and_its_low_bits(tmp_path):
 
 @pytest.mark.parametrize(("kind", "weight_bits"), [("GRPO", 32), ("PPO", 24), ("SFT", 16)])
 def test_exports_and_pushes_are_the_bf16_weights_that_the_model_runs_on(tmp_path, kind, weight_bits):
-    run = trained(kind, tmp_path / "run", wide(), weight_bits=weight_bits)
+    critic = {"critic": "model"} if kind == "PPO" else {}
+    run = trained(kind, tmp_path / "run", wide(), weight_bits=weight_bits, max_steps=1, **critic)
     run.save_model(str(tmp_path / "out"))
     policy = {name: values for name, values in weights(run).items() if "critic" not in name}
     assert same(exported(tmp_path / "out"), policy)
+    if critic:
+        own = {name.split("classifier.")[-1]: values for name, values in weights(run).items() if "critic" in name}
+        assert same(exported(tmp_path / "out" / "critic"), own)
     loaded = type(run.model).from_pretrained(tmp_path / "out", dtype="auto")
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
     for dtype in (None, torch.bfloat16):
@@ -156,17 +149,8 @@ def test_exports_and_pushes_are_the_bf16_weights_that_the_model_runs_on(tmp_path
         )
 
 
-def test_a_separate_critic_is_exported_as_its_bf16_weights(tmp_path):
-    run = trained("PPO", tmp_path / "run", wide(), weight_bits=32, critic="model")
-    run.save_model(str(tmp_path / "out"))
-    critic = {name.split("classifier.")[-1]: values for name, values in weights(run).items() if "critic" in name}
-    found = exported(tmp_path / "out" / "critic")
-    assert found.keys() == critic.keys()
-    assert same(found, critic)
-
-
 def test_whole_modules_leave_with_an_adapter_and_merged_as_their_bf16_weights(tmp_path):
-    run = trained("GRPO", tmp_path / "run", wide(tied=False), weight_bits=32, peft_config=lora())
+    run = trained("GRPO", tmp_path / "run", wide(tied=False), weight_bits=32, peft_config=lora(), max_steps=1)
     run.save_model(str(tmp_path / "adapter"))
     run.save_merged_model(str(tmp_path / "merged"))
     (head,) = (values for name, values in weights(run).items() if "modules_to_save" in name)
