@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 
 import lowpeak
+from changed_arguments import CHANGED, SERVED, VLLM
 from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.arguments.base import check_and_reset_arguments, run_facts
 from lowpeak.arguments.declare import RunFacts
@@ -35,17 +36,13 @@ RESOLVE = {
 }
 OFFLINE = {SFTConfig: resolve_supervised, RewardConfig: resolve_reward_model}
 EVERY = (*RESOLVE, *OFFLINE)
-VLLM = {"use_vllm": True}
-SERVED = {**VLLM, "vllm_mode": "server"}
 OTHERWISE = {
-    "vllm_mode": "server", "vllm_batch_size": 4, "vllm_bucket_size": "1MiB", "vllm_transport": "tcp", "vllm_verify_weights": False,
-    "vllm_adapters": False, "vllm_model_impl": "transformers", "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.5,
-    "vllm_max_model_length": 1024, "vllm_tensor_parallel_size": 2, "vllm_engine_kwargs": {"enforce_eager": True},
-    "vllm_server_base_url": "http://a:1", "vllm_server_host": "a", "vllm_server_port": 1, "vllm_server_timeout": 1.0,
-    "vllm_group_port": 1, "vllm_wave_timeout": 1.0, "vllm_importance_sampling_correction": False,
-    "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 2.0,
-    "vllm_importance_sampling_cap": 2.0, "vllm_importance_sampling_clip_min": 0.5,
-}  # fmt: skip
+    name: value
+    for config, others, values in CHANGED
+    if config is GRPOConfig and others in (VLLM, SERVED)
+    for name, value in values.items()
+}
+RAISES = "vllm_structured_outputs_regex"  # without vLLM
 
 
 def resolved(folder, config=GRPOConfig, **said):
@@ -67,7 +64,7 @@ def resolved(folder, config=GRPOConfig, **said):
 @pytest.mark.parametrize(
     ("config", "others", "idle", "reason"),
     [
-        *((GRPOConfig, {}, {name: value}, "use_vllm") for name, value in OTHERWISE.items()),
+        *((GRPOConfig, {}, {name: value}, "use_vllm") for name, value in OTHERWISE.items() if name != RAISES),
         *((GRPOConfig, SERVED, {name: OTHERWISE[name]}, "lowpeak serve") for name in (
             "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
             "vllm_engine_kwargs")),
@@ -129,6 +126,7 @@ def test_an_argument_that_does_not_act_changes_no_setting_and_is_named_with_the_
     assert settings == expected
     (shown,) = found.keys() - before.keys()
     assert next(iter(idle)) in shown
+    assert ("vllm_server_token" in shown) == ("<hidden>" in shown)
     assert reason in found[shown]
 
 
@@ -280,13 +278,6 @@ def test_an_argument_without_which_a_run_would_mislead_raises(tmp_path, config, 
     name = next(iter(said))
     with pytest.raises(ArgumentError, match=name):
         resolved(tmp_path, config, **said)
-
-
-def test_each_argument_of_vllm_is_in_the_table_of_those_that_need_it_or_hidden(tmp_path):
-    _, found = resolved(tmp_path, vllm_server_token="S3CRET")
-    assert list(found) == ["vllm_server_token=<hidden>"]
-    declared = {f.name for f in dataclasses.fields(GRPOConfig) if f.name.startswith("vllm_")}
-    assert declared == OTHERWISE.keys() | {"vllm_structured_outputs_regex", "vllm_server_token"}
 
 
 THREE = {"epsilon": 0.1, "kl_estimator": "k1", "dataloader_num_workers": 4}
