@@ -133,20 +133,13 @@ def test_an_argument_that_does_not_act_changes_no_setting_and_is_named_with_the_
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
 SAVED = {"save_strategy": "no"}
 UPLOADED = {
-    "hub_model_id": "a/b",
-    "hub_strategy": "end",
-    "hub_always_push": True,
-    "hub_revision": "a",
-    "hub_private_repo": True,
-}
+    "hub_model_id": "a/b", "hub_strategy": "end", "hub_always_push": True, "hub_revision": "a", "hub_private_repo": True,
+}  # fmt: skip
 TRACKED = {"project": "a", "trackio_space_id": "a", "trackio_bucket_id": "a", "trackio_static_space_id": "a"}
 BETAS = {"adam_beta1": 0.5, "adam_beta2": 0.5}
 DDP = {
-    "ddp_find_unused_parameters": True,
-    "ddp_bucket_cap_mb": 4,
-    "ddp_broadcast_buffers": True,
-    "ddp_static_graph": True,
-}
+    "ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 4, "ddp_broadcast_buffers": True, "ddp_static_graph": True,
+}  # fmt: skip
 OF_RANKS = {"ddp_timeout": 60, "log_level_replica": "error", "log_on_each_node": False}
 LAYERS = {"every_n_layers": 2}
 
@@ -312,18 +305,16 @@ def test_idle_arguments_are_named_in_one_warning_with_their_reasons(tmp_path, ca
 
 
 def test_strict_arguments_raises_for_all_of_them_at_once_those_too_that_models_and_devices_leave_idle(tmp_path):
-    late = {"gather_budget": "8GiB", "offload_frozen_models": True}
+    late = {"cast_lm_head_to_fp32": True, "gather_budget": "8GiB", "offload_frozen_models": True}
     with pytest.raises(ArgumentError, match=r"epsilon=0\.1") as refused:
         train(tmp_path, **THREE, **late, strict_arguments=True)
     assert all(f"{name}={value!r} (" in str(refused.value) for name, value in {**THREE, **late}.items())
 
 
-@pytest.mark.parametrize("said", [{"cast_lm_head_to_fp32": True}, {"gather_budget": "1GiB"}], ids=str)
-def test_what_models_and_devices_leave_idle_is_named_too(tmp_path, caplog, said):
-    train(tmp_path, **said)
-    assert next(iter(said)) in caplog.text
-    with pytest.raises(ArgumentError, match=next(iter(said))):
-        train(tmp_path, **said, strict_arguments=True)
+def test_what_models_and_devices_leave_idle_is_named_too(tmp_path, caplog):
+    idle = {"cast_lm_head_to_fp32": True, "gather_budget": "1GiB"}
+    train(tmp_path, **idle)
+    assert [name for name in idle if name not in caplog.text] == []
 
 
 def test_arguments_of_an_optimizer_and_a_schedule_do_not_act_if_those_are_passed(tmp_path, caplog):
