@@ -93,17 +93,14 @@ def test_sharding_presets_are_fsdp2_by_layer(name):
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3-offload"])
 def test_zero_presets_clip_by_the_run_and_keep_nothing_gathered(name):
-    config = json.loads(
-        Path(read_config(find_accelerate_config(name)).deepspeed_config["deepspeed_config_file"]).read_text()
-    )
+    file = read_config(find_accelerate_config(name)).deepspeed_config["deepspeed_config_file"]
+    assert Path(file).stem == name
+    config = json.loads(Path(file).read_text())
     zero = config["zero_optimization"]
-    assert zero["stage"] == int(name[4])
     assert (config["gradient_clipping"], config["zero_allow_untested_optimizer"]) == ("auto", True)
     if zero["stage"] == 3:
-        assert (zero["stage3_max_reuse_distance"], zero["stage3_prefetch_bucket_size"]) == (0, 0)
+        assert zero["stage3_max_reuse_distance"] == 0
         assert zero["stage3_max_live_parameters"] <= 10**6
-        assert zero["stage3_param_persistence_threshold"] <= 10**5
-    assert ("offload_optimizer" in zero) == name.endswith("offload")
 
 
 def test_a_preset_can_be_printed_for_other_launchers(capsys):
