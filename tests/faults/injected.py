@@ -253,8 +253,8 @@ FAULTS = [
     ("a rollout may split a group", "rows % args.num_generations == 0", "True", ARGUMENTS),
     (
         "a budget forgets what the plan does not count",
-        "budget, beside, budget - beside",
-        "budget, beside, budget",
+        "budget, unplanned_bytes, budget - unplanned_bytes",
+        "budget, unplanned_bytes, budget",
         "tests/unit/plan/test_budget.py::test_bytes_beside_tensors_count",
     ),
     (

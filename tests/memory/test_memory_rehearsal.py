@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from lowpeak.arguments.storage import StorageFormat
 from lowpeak.errors import ArgumentError
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.rehearsal.fake_ranks import fake_process_group, make_mesh, wrap_shape_propagation
-from lowpeak.plan.rehearsal.rehearsal import MeshShape, Rehearsal, RehearsalInputs, rehearse
+from lowpeak.plan.rehearsal.rehearsal import MeshShape, RehearsalInputs, rehearse
 from lowpeak.plan.rehearsal.storage_meter import StorageMeter
 from rehearsal_cases import ALGORITHM, CORE, make_model, micro_batches
 
@@ -98,28 +98,24 @@ def test_replicas_have_one_gradient_of_each_parameter_however_many_micro_batches
     assert one.peak("backward") <= two.peak("backward") <= one.peak("backward") + piece
 
 
-def bytes_per_parameter(found: Rehearsal, config: Qwen2Config, world_size: int = 1) -> dict[str, float]:
+@cache
+def bytes_per_parameter(storage: StorageFormat, world_size: int) -> dict[str, float]:
+    """What each phase of a step of WIDE takes on all ranks together, for each of its parameters."""
+    wide, mesh = partial(make_model, WIDE), MeshShape(world_size)
+    found = rehearse(RehearsalInputs(wide, BATCHES, SCORING, CORE, mesh=mesh, storage=storage))
     with torch.device("meta"):
-        num_parameters = sum(p.numel() for p in make_model(config).parameters())
+        num_parameters = sum(p.numel() for p in wide().parameters())
     numbers = {name: phase.peak for name, phase in found.phases.items()}
     numbers |= {"host": found.phases["optimizer"].host_peak, "to_host": found.to_host, "to_device": found.to_device}
     numbers |= {"batches_to_host": found.batches_to_host}
     return {name: value * world_size / num_parameters for name, value in numbers.items()}
 
 
-@pytest.mark.parametrize(("bits", "low_bytes"), mark_extended([(32, 2), (24, 1), (16, 0)], [(24, 1)]))
-@pytest.mark.parametrize("world_size", mark_extended([1, 4], [4]))
+@pytest.mark.parametrize(
+    ("bits", "low_bytes", "world_size"), mark_extended([(32, 2, 4), (24, 1, 4), (16, 0, 1)], [(24, 1, 4)])
+)
 def test_a_storage_format_takes_its_bytes(bits, low_bytes, world_size):
-    storage = StorageFormat(bits, 8)
-    found = bytes_per_parameter(
-        rehearse(
-            RehearsalInputs(
-                lambda: make_model(WIDE), BATCHES, SCORING, CORE, mesh=MeshShape(world_size), storage=storage
-            )
-        ),
-        WIDE,
-        world_size,
-    )
+    found = bytes_per_parameter(StorageFormat(bits, 8), world_size)
     assert found["load"] == pytest.approx(2, rel=0.01)
     floor = 2 + 2 + low_bytes + 2.0625
     # Above it small tensors' fp32 states, and a piece of 2**18 values that torch's operations decode.
@@ -130,18 +126,8 @@ def test_a_storage_format_takes_its_bytes(bits, low_bytes, world_size):
 @pytest.mark.extended
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_an_offloaded_optimizer_leaves_the_weights_on_the_device(world_size):
-    found, beside = (
-        bytes_per_parameter(
-            rehearse(
-                RehearsalInputs(
-                    lambda: make_model(WIDE), BATCHES, SCORING, CORE, mesh=MeshShape(world_size), storage=storage
-                )
-            ),
-            WIDE,
-            world_size,
-        )
-        for storage in (StorageFormat(32, 8, 32, offload=True), StorageFormat(32, 8))
-    )
+    found = bytes_per_parameter(StorageFormat(32, 8, 32, offload=True), world_size)
+    beside = bytes_per_parameter(StorageFormat(32, 8), world_size)
     assert found["load"] == pytest.approx(2, rel=0.01)
     assert beside["score"] - found["score"] == pytest.approx(2 + 2.0625, rel=0.02)
     assert beside["backward"] - found["backward"] > 4

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from lowpeak.arguments.names import check_names
@@ -70,15 +67,6 @@ def test_each_unknown_name_is_named_with_its_remedy_or_the_closest_known_one():
     with pytest.raises(ArgumentError, match=told) as refused:
         check_names(names, known, rejected)
     assert "label_names" not in str(refused.value)  # far from `model_name`
-
-
-def test_loading_a_config_file_loads_no_torch(tmp_path):
-    path = write(tmp_path, "a: 1\n")
-    code = (
-        f"import sys; from lowpeak.arguments import load_yaml; load_yaml({str(path)!r}); print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,33 +10,19 @@ import pytest
 import torch
 from benchmarks import critic_layouts, learning_curve, logprob_core, online_dpo, plot_curve, same_steps, step_table
 from benchmarks import weight_stream as stream
-from benchmarks.harness import critics, pairing, shapes, stepping
+from benchmarks.harness import critics, pairing, shapes
 from benchmarks.harness.canned import can_peer, our_rollouts
 from benchmarks.harness.counting import Counting, length_scores
 from benchmarks.harness.flops import forward_flops, gflops_per_second
 from benchmarks.harness.head import WAYS, HeadRequest, make_case, measure
 from benchmarks.harness.process import SideError, last_object, peaks_by_phase, run_apart
 from benchmarks.harness.report import require, versions
-from benchmarks.harness.task import noisy_sort, trainer_settings, warm_start
+from benchmarks.harness.task import noisy_sort, trainer_settings
 from safetensors.torch import save_file
 
 import lowpeak
 
 pytestmark = pytest.mark.extended
-
-
-def test_a_step_of_the_learning_task_is_timed_and_counted_by_phase(tmp_path):
-    warm_start(tmp_path / "start", 0, steps=1)
-    plan = step_table.parse(["--beta", "0.04", "--steps", "2", "--prompts", "4"])
-    options = {lowpeak.__name__: {"per_device_train_batch_size": 32}}
-    plan = step_table.Plan(**{**asdict(plan), "options": options})
-    request = step_table.request_of(plan, "lowpeak", [[]] * 2, tmp_path / "start", tmp_path / "run")
-    found = stepping.planned_steps(stepping.StepRequest(**request))
-    assert {"rollout", "reward", "score", "train", "optimizer"} <= {name for _, name in found["events"]}
-    assert 4 * 7 + sum(found["lengths"][0]) - 32 <= found["tokens"]["train"]
-    run = {**found, "peak_rss_mb": 9e3, "peak_rss_mb_by_phase": peaks_by_phase(found["events"], [(1e12, 1 << 20)])}
-    assert step_table.summary(plan, [run], peak=100.0)["seconds"]["train"] > 0
-    assert step_table.parts_of_peak(run)["mb"]["adam"] > 0
 
 
 @pytest.mark.parametrize("name", ["GRPO, LoRA", "PPO, head", "PPO, adapter, LoRA", "PPO, model"])  # of seven

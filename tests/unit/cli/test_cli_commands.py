@@ -16,11 +16,6 @@ def test_without_arguments_the_commands_are_listed(capsys):
     assert all(f"  {command} " in shown for command in COMMANDS)
 
 
-def test_the_version_is_the_library_s(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == lowpeak.__version__
-
-
 def test_an_error_of_the_user_s_is_one_line_and_status_2_or_a_traceback_on_request(capsys, monkeypatch):
     assert main(["grop"]) == 2
     error = capsys.readouterr().err

@@ -93,17 +93,14 @@ def test_sharding_presets_are_fsdp2_by_layer(name):
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3-offload"])
 def test_zero_presets_clip_by_the_run_and_keep_nothing_gathered(name):
-    config = json.loads(
-        Path(read_config(find_accelerate_config(name)).deepspeed_config["deepspeed_config_file"]).read_text()
-    )
+    file = read_config(find_accelerate_config(name)).deepspeed_config["deepspeed_config_file"]
+    assert Path(file).stem == name
+    config = json.loads(Path(file).read_text())
     zero = config["zero_optimization"]
-    assert zero["stage"] == int(name[4])
     assert (config["gradient_clipping"], config["zero_allow_untested_optimizer"]) == ("auto", True)
     if zero["stage"] == 3:
-        assert (zero["stage3_max_reuse_distance"], zero["stage3_prefetch_bucket_size"]) == (0, 0)
+        assert zero["stage3_max_reuse_distance"] == 0
         assert zero["stage3_max_live_parameters"] <= 10**6
-        assert zero["stage3_param_persistence_threshold"] <= 10**5
-    assert ("offload_optimizer" in zero) == name.endswith("offload")
 
 
 def test_a_preset_can_be_printed_for_other_launchers(capsys):
@@ -126,7 +123,10 @@ def test_several_processes_without_a_config_have_a_preset(on_cpu, preset, monkey
     started = []
     monkeypatch.setattr("lowpeak.cli.launch.run_launcher", lambda words, folder: started.append(words) or 0)
     monkeypatch.setattr("lowpeak.cli.launch.num_devices", lambda: 2)
+    monkeypatch.setattr("lowpeak.cli.launch.allowed_cores", lambda: 12)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert launch(None, on_cpu=on_cpu, num_processes=2) == 0
+    assert os.environ["OMP_NUM_THREADS"] == "3"  # what is set stays
     assert str(PRESET_FOLDER / f"{preset}.yaml") in started[0]
     as_rank()
     with pytest.raises(ArgumentError, match=r"--num_processes 2 .*--accelerate_config"):
@@ -339,14 +339,8 @@ def test_an_error_is_told_by_the_rank_that_raised_it(kind, failed_on, told, monk
 def start(folder, program, processes=2):
     script = folder / "rank.py"
     script.write_text(f"import os, sys, time, signal\nrank = int(os.environ['RANK'])\n{program}")
-    words = [
-        "--config_file",
-        str(PRESET_FOLDER / "ddp.yaml"),
-        "--num_processes",
-        str(processes),
-        "--main_process_port",
-        "0",
-    ]
+    words = ["--config_file", str(PRESET_FOLDER / "ddp.yaml"), "--num_processes", str(processes)]
+    words += ["--main_process_port", "0"]
     call = (
         "import sys; from pathlib import Path; from lowpeak.cli.launch import run_launcher\n"
         f"sys.exit(run_launcher({[*words, str(script)]!r}, Path({str(folder)!r})))"
@@ -368,8 +362,7 @@ def test_the_same_command_runs_on_every_rank():
 
 
 @pytest.mark.release
-@pytest.mark.parametrize(("chosen", "expected"), [(None, "6"), ("3", "3")])
-def test_ranks_share_the_cores_unless_the_number_of_threads_is_set(chosen, expected):
+def test_ranks_share_the_cores():
     call = (
         "from pathlib import Path\n"
         "from lowpeak.cli import launch; from lowpeak.cli.arguments import LaunchArguments\n"
@@ -378,9 +371,8 @@ def test_ranks_share_the_cores_unless_the_number_of_threads_is_set(chosen, expec
         "raise SystemExit(launch.launch_or_join(told, ['env'], Path('out'), on_cpu=True))"
     )
     os.environ.pop("OMP_NUM_THREADS", None)
-    os.environ |= {} if chosen is None else {"OMP_NUM_THREADS": chosen}
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.count(f"OMP_NUM_THREADS: {expected}\n") == 2, done.stderr
+    assert done.stdout.count("OMP_NUM_THREADS: 6\n") == 2, done.stderr
 
 
 def test_a_message_of_all_ranks_is_written_once(tmp_path):
@@ -410,19 +402,25 @@ SIGNAL = "os.kill(os.getppid(), signal.{name})\ntime.sleep(20)"
 
 
 @pytest.mark.parametrize(
-    ("program", "launches", "status"),
+    ("program", "launches", "status", "has_earlier_record"),
     [
-        ("sys.exit(3)", 1, 3),
-        ("os.environ['LOWPEAK_RELAUNCHES'] == '0' and record()\nsys.exit(3)", 2, 3),
-        ("os.environ['LOWPEAK_RELAUNCHES'] == '2' or sys.exit(record() or 3)", 3, 0),
-        (f"record()\n{SIGNAL.format(name='SIGTERM')}", 1, 143),
-        (f"signal.signal(signal.SIGINT, lambda *of: sys.exit(3))\nrecord()\n{SIGNAL.format(name='SIGINT')}", 1, 130),
+        ("sys.exit(3)", 1, 3, True),
+        ("os.environ['LOWPEAK_RELAUNCHES'] == '0' and record()\nsys.exit(3)", 2, 3, False),
+        ("os.environ['LOWPEAK_RELAUNCHES'] == '2' or sys.exit(record() or 3)", 3, 0, True),
+        (f"record()\n{SIGNAL.format(name='SIGTERM')}", 1, 143, False),
+        (
+            f"signal.signal(signal.SIGINT, lambda *of: sys.exit(3))\nrecord()\n{SIGNAL.format(name='SIGINT')}",
+            1,
+            130,
+            True,
+        ),
     ],
     ids=["another failure", "it fails before it reads the record", "out of memory twice", "a signal", "ctrl-c"],
 )
-@pytest.mark.parametrize("is_stale", [False, True], ids=["no earlier record", "an earlier record"])
-def test_ranks_start_again_only_with_sizes_that_this_launch_has_recorded(tmp_path, program, launches, status, is_stale):
-    if is_stale:
+def test_ranks_start_again_only_with_sizes_that_this_launch_has_recorded(
+    tmp_path, program, launches, status, has_earlier_record
+):
+    if has_earlier_record:
         record_sizes(tmp_path, "train", "full", {"micro_batch_tokens": 8}, 0)
     process = start(tmp_path, RECORD + program, processes=1)
     try:

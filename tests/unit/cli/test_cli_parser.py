@@ -64,12 +64,6 @@ def test_a_token_is_not_repeated(argv, tmp_path, monkeypatch):
     assert "S3CRET" not in str(refused.value)
 
 
-def test_a_value_means_the_same_in_the_file_and_on_the_command_line(tmp_path):
-    path = write(tmp_path, "learning_rate: 1e-6\neval_strategy: no\nreward_weights: [1, 0.5]\nbeta: 0\n")
-    line = given("--learning_rate", "1e-6", "--eval_strategy", "no", "--reward_weights", "1", "0.5", "--beta", "0")
-    assert given("--config", path) == line
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

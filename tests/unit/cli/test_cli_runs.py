@@ -44,21 +44,15 @@ def planned(command, argv, folder, capsys):
     return yaml.safe_load(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("command", ["grpo", "rloo", "online-dpo"])
-def test_a_model_is_trained_and_saved(command, folder):
-    assert main([command, *rewarded(folder, "--num_generations", "4")]) == 0
-    AutoModelForCausalLM.from_pretrained(folder / "out")
-    steps = [json.loads(line)["step"] for line in (folder / "out/journal/steps.jsonl").read_text().splitlines()]
-    assert steps == [1, 2]
-
-
-def test_a_run_leaves_its_results_with_what_its_journal_measured(folder):
+def test_a_run_leaves_its_model_and_its_results_with_what_its_journal_measured(folder):
     more = ["--num_generations", "4", "--hub_token", "S3CRET", "--eval_dataset", f"{folder}/rows.jsonl"]
     more += ["--eval_strategy", "steps", "--eval_steps", "2", "--save_strategy", "steps", "--save_steps", "1"]
     assert main(["grpo", *rewarded(folder, *more)]) == 0
+    AutoModelForCausalLM.from_pretrained(folder / "out")
     text = (folder / "out/results.json").read_text()
     found = json.loads(text)
     steps = [json.loads(line) for line in (folder / "out/journal/steps.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
     assert "S3CRET" not in text
     assert (found["run"], found["command"], found["steps"], found["devices"]) == ("out", "grpo", 2, 1)
     assert found["arguments"]["num_generations"] == 4
@@ -70,11 +64,6 @@ def test_a_run_leaves_its_results_with_what_its_journal_measured(folder):
     assert found["evaluation"]["step"] == 2
     assert main(["grpo", *rewarded(folder, *more, "--resume_from_checkpoint", "true")]) == 0  # no step is left
     assert (folder / "out/results.json").read_text() == text
-
-
-def test_supervised_training_saves_a_model(folder):
-    assert main(["sft", *words(folder)]) == 0
-    AutoModelForCausalLM.from_pretrained(folder / "out")
 
 
 def test_preferences_make_a_causal_model_a_reward_model(folder, capsys):
@@ -118,11 +107,8 @@ def test_a_dry_run_of_pairs_plans_pairs(folder, capsys):
 def test_a_dry_run_of_supervised_training_resolves_everything_too(folder, capsys):
     shown = planned("sft", words(folder, "--max_length", "16", "--micro_batch_tokens", "32"), folder, capsys)
     plan = shown["micro_batches"]
-    assert (shown["data"]["usable_rows"], plan["longest_row"], plan["micro_batches_at_most"]) == (
-        16,
-        16,
-        8 // (32 // 16),
-    )
+    assert (shown["data"]["usable_rows"], plan["longest_row"]) == (16, 16)
+    assert plan["micro_batches_at_most"] == 8 // (32 // 16)
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,8 @@ def test_at_most_two_storages_are_on_the_device_and_host_memory_is_free_after_th
 
 
 def trained(tmp_path, tied, offloads):
-    """The weights after three steps of RLOO, whose losses visit the head again in backward; and the bytes moved."""
-    args = RLOOConfig(output_dir=str(tmp_path), use_cpu=True, max_completion_length=4, max_steps=3, report_to="none")
+    """The weights after two steps of RLOO, whose losses visit the head again in backward; and the bytes moved."""
+    args = RLOOConfig(output_dir=str(tmp_path), use_cpu=True, max_completion_length=4, max_steps=2, report_to="none")
     model = tiny_model(tied=tied)
     offload, _ = offload_of(model)
     data = [{"prompt": f"{i}="} for i in range(8)]

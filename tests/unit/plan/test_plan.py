@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,11 +14,11 @@ from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOCo
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.advice import advise
 from lowpeak.plan.hardware import GIB, Machine
-from lowpeak.plan.inputs import PlanRequest
-from lowpeak.plan.plan import Plan, make_plan
+from lowpeak.plan.inputs import PlanRequest, RunInputs
+from lowpeak.plan.plan import ModelCounts, Plan, make_plan
 
 SMALL = Qwen2Config(
-    vocab_size=8_192, hidden_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
+    vocab_size=8_192, hidden_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
     intermediate_size=1_024, tie_word_embeddings=False, dtype="bfloat16",
 )  # fmt: skip
 CONFIGS = {
@@ -27,6 +27,7 @@ CONFIGS = {
 }  # fmt: skip
 ONLINE = ("grpo", "rloo", "ppo", "online-dpo")
 EIGHT = Machine(8, 80 * GIB)
+ON_CPU = Machine(1, 80 * GIB, device="cpu")
 
 
 def arguments(kind: str, **changes: Any) -> Any:
@@ -48,6 +49,7 @@ def request(
     return PlanRequest(kind, arguments(kind, **changes), SMALL, machine, strategy, prompt_tokens=32)
 
 
+@cache
 def plan(*args: Any, **changes: Any) -> Plan:
     return make_plan(request(*args, **changes))
 
@@ -66,6 +68,10 @@ def test_every_algorithm_has_a_plan_whose_kinds_add_up(kind):
     for phase in found.phases.values():
         assert phase.peak == sum(phase.device.values())
         assert all(value >= 0 for value in phase.device.values())
+    if kind in ONLINE:
+        others = (found.phases[name].peak for name in ("save", "rollout", "reward"))
+        assert found.phases["sync"].peak <= min(others)
+        assert found.phases["rollout"].device[Kind.KV_CACHE] > 0
     frozen = found.phases["load"].device.get(Kind.FROZEN, 0)
     # The reference is in the checkpoint's bf16; supervised trainers have none.
     assert frozen == (pytest.approx(2 * found.counts.total, rel=0.01) if kind in ONLINE else 0)
@@ -78,7 +84,7 @@ def test_every_algorithm_has_a_plan_whose_kinds_add_up(kind):
 
 @pytest.mark.parametrize(
     ("strategy", "share"),
-    mark_extended([("ddp", 1), ("fsdp2", 8), ("zero1", 1), ("zero2", 1), ("zero3", 8)], [("fsdp2", 8), ("zero3", 8)]),
+    mark_extended([("ddp", 1), ("fsdp2", 8), ("zero1", 1), ("zero2", 1), ("zero3", 8)], [("fsdp2", 8), ("zero2", 1)]),
 )
 def test_a_strategy_spreads_weights_gradients_and_states_over_its_devices(strategy, share):
     found = plan("grpo", strategy)
@@ -119,19 +125,15 @@ def test_hsdp_shards_within_a_host_alone():
 
 @pytest.mark.extended
 def test_tensor_parallel_devices_have_parts_of_every_layer():
-    whole, parts = (
-        plan("grpo", "single"),
-        make_plan(replace(request("grpo", "tp", Machine(4, 80 * GIB)), tensor_parallel=4)),
-    )
-    assert parts.counts.total == pytest.approx(whole.counts.total / 4, rel=0.1)
+    parts = make_plan(replace(request("grpo", "tp", Machine(4, 80 * GIB)), tensor_parallel=4))
+    assert parts.counts.total == pytest.approx(plan("grpo").counts.total / 4, rel=0.1)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_offloaded_activations_are_in_host_memory_between_forward_and_backward(checkpointing):
-    beside, away = (
-        plan("grpo", gradient_checkpointing=checkpointing, activation_offloading=offloads) for offloads in (False, True)
-    )
+    changes = {} if checkpointing else {"gradient_checkpointing": False}
+    beside, away = plan("grpo", **changes), plan("grpo", **changes, activation_offloading=True)
     moved = away.phases["backward"].host[Kind.ACTIVATIONS]
     assert (
         away.phases["forward"].device[Kind.ACTIVATIONS]
@@ -145,7 +147,7 @@ def test_offloaded_activations_are_in_host_memory_between_forward_and_backward(c
 
 @pytest.mark.extended
 def test_frozen_models_in_host_memory_pass_through_the_device_layer_by_layer():
-    beside, away = (plan("grpo", beta=0.1, offload_frozen_models=offloads) for offloads in (False, True))
+    beside, away = plan("grpo", beta=0.1), plan("grpo", beta=0.1, offload_frozen_models=True)
     whole = beside.phases["score"].device[Kind.FROZEN]
     assert away.phases["score"].host[Kind.FROZEN] == whole
     assert 0 < away.phases["score"].device[Kind.FROZEN] <= whole
@@ -168,19 +170,11 @@ def test_a_format_and_an_offload_move_bytes_to_where_they_belong():
 @pytest.mark.extended
 def test_an_adapter_trains_few_bytes_on_a_frozen_base():
     peft = pytest.importorskip("peft")
-    full = request(beta=0.1)
-    lora = make_plan(
-        replace(full, peft_config=peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
-    )
-    assert (
-        lora.phases["optimizer"].device[Kind.WEIGHTS] < 0.6 * make_plan(full).phases["optimizer"].device[Kind.WEIGHTS]
-    )
+    adapter = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = replace(request(beta=0.1), peft_config=adapter)
+    full, lora, four = plan("grpo", beta=0.1), make_plan(adapted), make_plan(replace(adapted, quantized_bits=4))
+    assert lora.phases["optimizer"].device[Kind.WEIGHTS] < 0.6 * full.phases["optimizer"].device[Kind.WEIGHTS]
     assert lora.phases["load"].device.get(Kind.FROZEN, 0) == 0  # the reference is the base
-    four = make_plan(
-        replace(
-            full, quantized_bits=4, peft_config=peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
-    )
     assert four.phases["load"].device[Kind.WEIGHTS] < 0.8 * lora.phases["load"].device[Kind.WEIGHTS]
     assert four.counts.total == lora.counts.total
 
@@ -196,11 +190,10 @@ def test_a_mixture_of_experts_counts_the_parameters_of_a_token():
         vocab_size=4_096, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
         intermediate_size=256, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, dtype="bfloat16",
     )  # fmt: skip
-    found = make_plan(replace(request(), config=config))
-    assert found.counts.active < 0.95 * found.counts.total
+    counts = ModelCounts.of(RunInputs(replace(request(machine=ON_CPU), config=config)).make_policy)
+    assert counts.active < 0.95 * counts.total
 
 
-@pytest.mark.extended
 def test_a_colocated_vllm_takes_its_share_while_it_generates():
     engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5, "kv_cache_bytes": None}
     found = plan("grpo", **engine)
@@ -235,24 +228,11 @@ def test_advice_is_for_the_phase_that_peaks():
     assert "gradient_checkpointing=True" not in settings
 
 
-def test_a_plan_in_json_has_the_numbers_of_the_plan():
-    found = plan("grpo")
-    data = found.as_dict()
-    assert data["peak"] == found.peak == data["phases"][found.peak_phase]["peak"]
-    assert sum(data["phases"]["backward"]["device"].values()) == data["phases"]["backward"]["peak"]
-
-
-@pytest.mark.extended
-def test_more_memory_is_planned_for_larger_micro_batches():
-    small, large = plan("sft", micro_batch_tokens=512), plan("sft", micro_batch_tokens=4_096, max_length=1_024)
-    assert large.phases["backward"].peak > small.phases["backward"].peak
-
-
 @pytest.mark.parametrize(
     ("kind", "length", "longest"), [("sft", 24, 24), ("sft", 200, 96), ("reward", 200, 95), ("sft", 64, 64)]
 )
 def test_rows_of_offline_runs_are_planned_at_the_length_that_the_run_keeps(kind, length, longest):
-    config = copy.deepcopy(SMALL)
-    config.max_position_embeddings = 96
-    found = make_plan(replace(request(kind, max_length=length), config=config))
-    assert found.inputs.longest_sequence == longest
+    config = Qwen2Config.from_dict({**SMALL.to_dict(), "max_position_embeddings": 96})
+    assert (
+        RunInputs(replace(request(kind, machine=ON_CPU, max_length=length), config=config)).longest_sequence == longest
+    )

@@ -45,7 +45,7 @@ ROWS = [
     (resume, r"the same bits; \S+ s and .+ MiB per step, .+\(without: .+\)"),
     (grpo_learns, r"reward 0\.\d+ at first and \S+ after 30 steps, \S+ s per step, .+"),
 ]
-CORE = [case for case in ROWS if case[0] in (storage_formats, decoding, oom_training, lora, resume)]
+CORE = [case for case in ROWS if case[0] in (storage_formats, oom_training, lora)]
 
 
 @pytest.mark.parametrize(("row", "numbers"), mark_extended(ROWS, CORE))
