@@ -147,9 +147,9 @@ ALGORITHMS: dict[str, Case] = {
     "ppo, a model": Case("ppo", args={"critic": "model", **KL}),
     "ppo, an adapter": Case("ppo", args={"critic": "adapter", **KL}, parts=adapter),
     "online dpo, ipo": Case("online_dpo", args={"loss_type": "ipo"}),
-    "sft": Case("sft", args=EACH_STEP),
+    "sft": Case("sft", args=EACH_STEP, exports=True),
     "sft, an adapter": Case("sft", parts=adapter, exports=True),
-    "reward": Case("reward", args=EACH_STEP, model=tiny_classifier),
+    "reward": Case("reward", args=EACH_STEP, model=tiny_classifier, exports=True),
     "reward, an adapter": Case(
         "reward",
         model=tiny_classifier,
@@ -200,15 +200,9 @@ RESUMED: dict[str, Case] = {
     "the optimizer in host memory": Case(
         args={**FP32_SUMS, **KL}, device_args=OPTIMIZER_AWAY, model=wide, resumes=True, exports=True
     ),
-    "grpo": Case(args=KL, resumes=True, exports=True),
-    "grpo, an adapter": Case(args=KL, resumes=True, parts=adapter),
-    "rloo, a moving average": Case(
-        "rloo", args={"sync_ref_model": True, "ref_model_sync_steps": 1, **TWICE}, resumes=True
-    ),
+    "an adapter": Case(args=KL, resumes=True, parts=adapter),
+    "a moving average": Case("rloo", args={"sync_ref_model": True, "ref_model_sync_steps": 1, **TWICE}, resumes=True),
     "ppo": Case("ppo", args={"critic": "model", **KL}, resumes=True, exports=True),
-    "online dpo": Case("online_dpo", resumes=True),
-    "sft": Case("sft", resumes=True, exports=True),
-    "reward": Case("reward", model=tiny_classifier, resumes=True, exports=True),
 }
 CASES = {
     f"{kind}: {name}": case

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -283,34 +282,19 @@ def lose_communicator(place: Path) -> None:
     note(place, error=error_of(trainer.train), lowered=sorted(trainer.run.sizes.lowered))
 
 
-def forget_to_fail(place: Path) -> None:
-    """Rank 1 runs out of memory in the middle of a step with every size, and stays alive, as a notebook does."""
-    trainer = run_with(place, spread)
-
-    def hook(module: Any, args: Any) -> None:
-        if rank() == 1 and torch.is_grad_enabled() and trainer.state.global_step == 1:
-            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
-
-    trainer.model.model.register_forward_pre_hook(hook)
-    note(place, error=error_of(trainer.train))
-    if rank() == 1:
-        time.sleep(9)
-
-
 def wait_too_long(place: Path) -> None:
     """Rank 1 is alive and takes longer than a collective may."""
-    PartialState(cpu=True, timeout=timedelta(seconds=4))  # as ddp_timeout is on devices
-    trainer = run_with(place, reward_that(lambda: time.sleep(30), 1))
+    trainer = run_with(place, reward_that(lambda: time.sleep(30), 1), ddp_timeout=4)
     note(place, error=error_of(trainer.train))
 
 
-def be_stopped(place: Path, strategy: str) -> None:
+def be_stopped(place: Path) -> None:
     """Rank 1's process is stopped as by SIGSTOP; rank 0 writes its error and ends it for good."""
     (place / f"pid{rank()}").write_text(str(os.getpid()))
     reward = reward_that(lambda: os.kill(os.getpid(), signal.SIGSTOP), 1)
     start = time.monotonic()
     try:
-        error = error_of(run_with(place, reward, strategy, ddp_timeout=5).train)
+        error = error_of(run_with(place, reward, "zero3", ddp_timeout=5).train)
     finally:
         os.kill(int((place / "pid1").read_text()), signal.SIGKILL)
     note(place, error=error, seconds=time.monotonic() - start)

@@ -21,10 +21,9 @@ from lowpeak.heads.value_heads import critic_of
 from preference_data import tiny_classifier
 from tiny_models import char_tokenizer, tiny_model
 
-STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 TOLERANCE = 5e-6  # of weights
-# A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
-SAVED: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+# A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4; the last one is that of step 5.
+SAVED: dict[str, Any] = {"max_steps": 5, "save_strategy": "steps", "save_steps": 3}
 SAVED |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
 
 
@@ -171,6 +170,11 @@ class Failing:
         self._calls += 1
         if rank() == 1 and self._calls == 3:
             raise self._error
+
+
+def later_steps(run: dict[str, Any]) -> dict[int, Any]:
+    """The losses and gradient norms of a run after the checkpoint that `SAVED` has in its middle."""
+    return {step: run["steps"][step] for step in (4, 5)}
 
 
 def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -1,54 +1,102 @@
-"""Under real torchrun with real kill -9: the run is started again, goes on by itself, and comes to the same end."""
+"""Under torchrun's agent with real kill -9: the run is started again, goes on by itself, and comes to the same end.
+
+Ranks are forked from the agent's process, which has imported everything; commands of torchrun are in test_distributed_launch.py.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fault_ranks
 import pytest
-from setups import seen
-from spawn import PATH, TESTS
+import torch
+from setups import build, prepare, seen, spread, weights
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from child_processes import QUIET, free_port, run_ranks
+from child_processes import free_port, run_ranks, succeed
 from lowpeak.journal import read_rows, read_steps
 
 
-def run_under_torchrun(strategy: str, out: Path) -> tuple[dict[str, Any], str]:
-    """Two ranks that may be started again once; torchrun looks after them so rarely that a rank has said why it ends."""
-    words = ["--nproc_per_node", "2", "--max-restarts", "1", "--monitor-interval", "3"]
-    words += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    command = [str(TESTS / "distributed/run_elastic.py"), strategy, str(out)]
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, *command],
-        env={**os.environ, **QUIET, "PYTHONPATH": PATH},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return json.loads((out / "result.json").read_text()), ended.stderr
+def run_under_agent(train: Callable[[Path], None], place: Path, port: int) -> None:
+    """Two ranks that may be started again once; the agent looks so rarely that a rank has said why it ends."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_configs={"rank": 0}, max_restarts=1, monitor_interval=3, start_method="fork",
+    )  # fmt: skip
+    elastic_launch(config, train)(place)
+
+
+def is_fatal(state: Any) -> bool:
+    """Whether this is rank 1 in the fourth step of the run's first life."""
+    return (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], state.global_step) == ("0", "1", 3)
+
+
+def be_killed(place: Path) -> None:
+    """Rank 1 dies while it judges the fourth rollout."""
+
+    def killed_once(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        if is_fatal(trainer_state):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return spread(completions)
+
+    train(build_saving("fsdp2", place, killed_once), place)
+
+
+def exhaust_memory(place: Path) -> None:
+    """Rank 1 runs out of memory in a layer of the fourth step."""
+    trainer = build_saving("zero3", place, spread)
+
+    def raise_error(module: Any, args: Any) -> None:
+        if module.training and is_fatal(trainer.state):
+            raise torch.OutOfMemoryError("injected")
+
+    trainer.model.model.layers[0].register_forward_pre_hook(raise_error)
+    train(trainer, place)
+
+
+def build_saving(strategy: str, place: Path, reward: Any) -> Any:
+    arguments = {**prepare(strategy), "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    return build("GRPO", place / "run", arguments, rewards=reward)
+
+
+def train(trainer: Any, place: Path) -> None:
+    """Train as the arguments of a first start say: nothing in them asks to resume."""
+    try:
+        trainer.train()
+    except BaseException:
+        traceback.print_exc()
+        raise
+    found = {"weights": weights(trainer), "lowered": sorted(trainer.run.sizes.lowered)}
+    found |= {"restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]), "steps": trainer.state.global_step}
+    if trainer.is_world_process_zero():
+        (place / "result.json").write_text(json.dumps(found))
+
+
+def restarted(train: Callable[[Path], None], place: Path) -> dict[str, Any]:
+    """What a run came to whose ranks were started twice, and went on from its last checkpoint."""
+    succeed(run_under_agent, train, place, free_port())
+    found = json.loads((place / "result.json").read_text())
+    assert (found["restarts"], found["steps"]) == (1, 6)
+    assert f"Restart 1: resuming from {place / 'run/checkpoint-2'}." in (place / "log").read_text()
+    return found
 
 
 @pytest.mark.release
 def test_a_zero3_run_that_runs_out_of_memory_goes_on_by_itself_with_smaller_sizes(tmp_path):
-    found, told = run_under_torchrun("zero3", tmp_path)
-    assert (found["restarts"], found["steps"], found["lowered"]) == (1, 6, ["micro_batch_tokens"])
-    assert f"Restart 1: resuming from {tmp_path / 'run/checkpoint-2'}." in told
+    assert restarted(exhaust_memory, tmp_path)["lowered"] == ["micro_batch_tokens"]
     events = [row["event"] for row in read_rows(tmp_path / "run/journal", "events")]
     assert events == ["resumed", "out of memory"]
 
 
 def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_path):
-    found, told = run_under_torchrun("fsdp2", tmp_path)
-    assert (found["restarts"], found["steps"]) == (1, 6)
-    assert f"Restart 1: resuming from {tmp_path / 'run/checkpoint-2'}." in told
-    assert "rank 1 is gone" in told
+    found = restarted(be_killed, tmp_path)
+    assert "rank 1 is gone" in (tmp_path / "log").read_text()
     assert [row["step"] for row in read_steps(tmp_path / "run/journal")] == [1, 2, 3, 4, 5, 6]
     (event,) = read_rows(tmp_path / "run/journal", "events")
     assert (event["step"], event["event"], event["restarts"]) == (2, "resumed", 1)

@@ -15,7 +15,6 @@ import torch
 from accelerate import PartialState
 from setups import build, error_of, named_models, note, prepare, rank, seen, weights
 
-from case_selection import mark_extended
 from child_processes import succeed_on_ranks
 from fake_vllm import SAMPLING, engine_over, prompts, said, scripted
 from lowpeak.ranks import Ranks
@@ -46,12 +45,12 @@ def run_with(
     return trainer, vllm
 
 
-def lose_one(place: Path, strategy: str) -> None:
+def lose_one(place: Path) -> None:
     """Rank 1's vLLM dies in the second of three rollouts."""
     found: dict[str, Any] = {}
     for name, dies_after in (("calm", None), ("shaken", 6 if rank() == 1 else None)):
         judged: list[Any] = []
-        trainer, vllm = run_with(place, name, judged, dies_after, strategy)
+        trainer, vllm = run_with(place, name, judged, dies_after, "fsdp2")
         trainer.train()
         asked, loads = [len(wave) for wave in vllm.waves], vllm.events.count("pause")
         found[name] = {"judged": judged, "weights": weights(trainer), "loads": loads, "asked": asked}
@@ -110,11 +109,10 @@ def share_prompts(place: Path) -> None:
     torch.distributed.barrier()
 
 
-@pytest.mark.parametrize("strategy", mark_extended(["ddp", "fsdp2"], ["fsdp2"]))
-def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_judged_twice(tmp_path, strategy):
+def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_judged_twice(tmp_path):
     """Also where the others would ask a sharded reward model meanwhile, which takes all ranks."""
     named_models(tmp_path / "named")
-    succeed_on_ranks(lose_one, tmp_path, strategy)
+    succeed_on_ranks(lose_one, tmp_path)
     ranks = seen(tmp_path)
     for found in ranks:
         assert found["shaken"]["judged"] == found["calm"]["judged"]

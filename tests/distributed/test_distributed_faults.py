@@ -85,7 +85,7 @@ def test_a_supervised_run_that_evaluates_and_saves_trains_on_as_one_that_does_no
         assert all(error.startswith("ArgumentError: ") and "evaluate()" in error for error in found["early"])
 
 
-@pytest.mark.parametrize("strategy", mark_extended(["ddp", "fsdp2", "zero3"], ["zero3"]))
+@pytest.mark.parametrize("strategy", mark_extended(["fsdp2", "zero3"], ["zero3"]))
 def test_a_rank_without_prompts_waits_for_nobody_in_vain(tmp_path, strategy):
     named_models(tmp_path / "named")
     succeed_on_ranks(fault_ranks.have_nothing, tmp_path, strategy)

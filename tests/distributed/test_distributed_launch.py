@@ -142,23 +142,17 @@ def test_ranks_save_and_end_when_their_launcher_was_killed(folder):
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("num_hosts", [1, 2])
-def test_a_command_that_runs_out_of_memory_goes_on_by_itself_with_smaller_sizes(folder, num_hosts):
-    """Under ZeRO-3, before the first checkpoint and after it."""
-    out, judge = folder / f"exhausted{num_hosts}", f"{folder / 'judge.py'}:exhaust"
-    logs = [folder / f"exhausted{num_hosts}.{host}.log" for host in range(num_hosts)]
-    settings = {"reward": judge, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    command = ["-m", "lowpeak", *words(folder, out.name, 2, accelerate_config="zero3", num_processes=2, **settings)]
+def test_a_command_that_runs_out_of_memory_goes_on_by_itself_with_smaller_sizes(folder):
+    """Under ZeRO-3 on two hosts, before the first checkpoint and after it."""
+    out, logs = folder / "exhausted", [folder / f"exhausted{i}.log" for i in range(2)]
+    settings = {"reward": f"{folder / 'judge.py'}:exhaust", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    settings |= {"accelerate_config": "zero3", "num_processes": 2, "num_machines": 2}
     with two_hosts() as hosts:
-        if num_hosts > 1:
-            meet = {"num_machines": 2, "main_process_ip": hosts[0].address, "main_process_port": free_port()}
-            command += [str(word) for name, value in meet.items() for word in (f"--{name}", value)]
-        processes = [
-            host.start([*command, *(["--machine_rank", str(i)] if num_hosts > 1 else [])], log)
-            for i, (host, log) in enumerate(zip(hosts, logs, strict=False))
-        ]
+        settings |= {"main_process_ip": hosts[0].address, "main_process_port": free_port()}
+        command = ["-m", "lowpeak", *words(folder, out.name, 2, **settings)]
+        processes = [host.start([*command, "--machine_rank", str(i)], logs[i]) for i, host in enumerate(hosts)]
         ended = finish(processes, logs, 2 * START_S)
-    assert [status for status, _ in ended] == [0] * num_hosts, "\n".join(told for _, told in ended)
+    assert [status for status, _ in ended] == [0, 0], "\n".join(told for _, told in ended)
     assert [row["step"] for row in read_steps(out / "journal")] == [1, 2, 3, 4]
     events = list(read_rows(out / "journal", "events"))
     assert [(row["step"], row["event"], row.get("restarts")) for row in events] == [
@@ -169,27 +163,19 @@ def test_a_command_that_runs_out_of_memory_goes_on_by_itself_with_smaller_sizes(
     for _, told in ended:
         restarts = re.findall(r"^lowpeak: .* train .*injected.* micro_batch_tokens (\d+)\.$", told, re.MULTILINE)
         assert [int(size) for size in restarts] == sizes
-    assert main(words(folder, f"undisturbed{num_hosts}", 1, max_steps=4)) == 0
-    undisturbed = load_file(folder / f"undisturbed{num_hosts}/model.safetensors")
+    assert main(words(folder, "undisturbed", 1, max_steps=4)) == 0
+    undisturbed = load_file(folder / "undisturbed/model.safetensors")
     for name, values in load_file(out / "model.safetensors").items():
         torch.testing.assert_close(values, undisturbed[name], atol=5e-6, rtol=0)
 
 
-@pytest.mark.extended
+@pytest.mark.release
 def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder, alone):
     """torchrun's own options on each host; its ranks take the preset over."""
     with two_hosts() as hosts:
         logs = [folder / f"zero{i}.log" for i in range(2)]
-        meet = [
-            "--nnodes",
-            "2",
-            "--nproc_per_node",
-            "1",
-            "--master_addr",
-            hosts[0].address,
-            "--master_port",
-            str(free_port()),
-        ]
+        meet = ["--nnodes", "2", "--nproc_per_node", "1"]
+        meet += ["--master_addr", hosts[0].address, "--master_port", str(free_port())]
         command = [SCRIPT, str(folder / "zero3"), *words(folder, "out3", 2), "--accelerate_config", "zero3"]
         processes = [
             host.start(["-m", "torch.distributed.run", *meet, "--node_rank", str(i), *command], logs[i])
@@ -209,14 +195,8 @@ def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder, alone)
 def test_a_preset_whose_tensors_are_cut_trains_as_one_process_does_and_leaves_its_group(folder, alone):
     """accelerate's launcher has FSDP in force; the ranks hand it to transformers, which cuts tensors and rows."""
     here, log = Host("127.0.0.1", "lo", None), folder / "tensor.log"
-    run = [
-        "--config_file",
-        str(PRESET_FOLDER / "fsdp2-tp.yaml"),
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        str(free_port()),
-    ]
+    run = ["--config_file", str(PRESET_FOLDER / "fsdp2-tp.yaml"), "--num_processes", "2"]
+    run += ["--main_process_port", str(free_port())]
     run += ["--parallelism_config_dp_shard_size", "1", "--parallelism_config_tp_size", "2"]
     command = [SCRIPT, str(folder / "tensor"), *words(folder, "out6", 1)]
     ended = finish([here.start(["-m", "accelerate.commands.launch", *run, *command], log)], [log], START_S)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from setups import SAVED, assert_same_bits, build, forget, keep, prepare, result_of, tensor_parallel
+from setups import SAVED, assert_same_bits, build, forget, keep, later_steps, prepare, result_of, tensor_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from case_selection import is_selected, mark_extended, selected_cases
@@ -97,7 +97,7 @@ def go_on_alone(strategy: str, bits: str, out: Path) -> None:
         ranks, loaded = trainer.run.strategy.ranks, trained_parameters(trainer.model)
         keep(trainer, result_of(trainer), out / f"{name}.pt")
         if name == "fp32":
-            load_extra_weights(out / "run" / "checkpoint-6", "shards", loaded, ranks)
+            load_extra_weights(out / "run" / "checkpoint-5", "shards", loaded, ranks)
             keep(trainer, {key: values.detach() for key, values in loaded.items()}, out / "loaded.pt")
         forget()
 
@@ -175,7 +175,7 @@ def test_a_resumed_run_has_the_bits_of_the_run_that_was_not_cut(runs, strategy, 
     whole, again = runs(strategy, bits, "whole"), runs(strategy, bits, "again")
     for ours, theirs in zip(again["real"], whole["real"], strict=True):
         assert_same_bits(ours, theirs)
-    assert [again["steps"][step] for step in (4, 5, 6)] == [whole["steps"][step] for step in (4, 5, 6)]
+    assert later_steps(again) == later_steps(whole)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def kill() -> None:
 
 
 def kill_in_forward(trainer: Any, kind: str, step: int, nth: int = 1) -> None:
-    """Kill inside the nth forward of the policy that generates ("rollout"), scores or trains, after `step` steps."""
+    """Kill inside the nth forward of the policy that generates ("rollout") or scores, after `step` steps."""
     calls = count(1)
 
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -116,13 +116,11 @@ KILLS: dict[str, Callable[[Any], None]] = {
     "rollout": lambda t: kill_in_forward(t, "rollout", 4, nth=3),
     "reward": lambda t: kill_in_reward(t, 4),
     "score": lambda t: kill_in_forward(t, "score", 4),
-    "train": lambda t: kill_in_forward(t, "train", 5),
     "backward": lambda t: in_backward(t, 5, kill),
     "optimizer": lambda t: t.add_callback(At("on_optimizer_step", 5, lambda model: kill())),
     "evaluation": lambda t: kill_in_forward(t, "rollout", 5, nth=3),
     "journal of a step": lambda t: kill_at_event(appending("steps.jsonl"), 5),
     "journal of a rollout": lambda t: kill_at_event(appending("rollouts.jsonl"), 3),
-    "save, at its start": lambda t: kill_at_event(opening("checkpoint-6.staged")),
     "save, in the middle": lambda t: kill_at_event(opening("checkpoint-6.staged/lowpeak_state.json")),
     "save, before the checkpoint has its name": lambda t: kill_at_event(renaming("checkpoint-6.staged", "-6")),
     "save, after it has its name": lambda t: kill_at_event(after(renaming("checkpoint-6.staged", "-6"), "open")),

@@ -86,10 +86,10 @@ def test_the_second_stops_now_and_the_last_checkpoint_is_whole(tmp_path, left_al
     assert resumed(tmp_path) == left_alone(STANDARD)
 
 
-def stop_and_go_on(case: Case, place: Path, interrupt: Any) -> None:
+def stop_and_go_on(case: Case, place: Path) -> None:
     trainer = build(case, place / "run")
     before = signal.getsignal(signal.SIGINT)
-    interrupt(trainer)
+    interrupt_once(trainer)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert signal.getsignal(signal.SIGINT) is before
@@ -97,9 +97,8 @@ def stop_and_go_on(case: Case, place: Path, interrupt: Any) -> None:
     finish(trainer, place / "result.json")
 
 
-@pytest.mark.parametrize("interrupt", mark_extended([interrupt_once, interrupt_twice_in_a_step], [interrupt_once]))
-def test_a_notebook_may_go_on_with_the_trainer_it_has(tmp_path, left_alone, interrupt):
-    succeed(stop_and_go_on, STANDARD, tmp_path, interrupt)
+def test_a_notebook_may_go_on_with_the_trainer_it_has(tmp_path, left_alone):
+    succeed(stop_and_go_on, STANDARD, tmp_path)
     assert ending(tmp_path) == left_alone(STANDARD)
 
 
