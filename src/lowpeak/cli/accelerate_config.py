@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,41 @@ def preset_text(name: str) -> str:
     """Return a preset as YAML for `accelerate launch --config_file`, with its JSON file's full path."""
     text = find_accelerate_config(name).read_text(encoding="utf-8")
     return text.replace(f"{name}.json", str(PRESET_FOLDER / f"{name}.json"))
+
+
+def strategy_of(name: str) -> tuple[str, int]:
+    """Return the planned strategy of a preset or of a config's file, and the size of its tensor parallel groups."""
+    from lowpeak.parallel import SHARDINGS
+
+    of_presets = {row.preset: row for row in SHARDINGS.values()}
+    preset = of_presets.get(_TRL_PRESETS.get(name, name))
+    if preset is not None:
+        return preset.name, 2 if preset.splits_tensors else 1
+    config = read_config(find_accelerate_config(name))
+    kind = config.distributed_type.value
+    if kind == "DEEPSPEED":
+        return _zero_stage(config.deepspeed_config), 1
+    axes = {axis.removeprefix("parallelism_config_"): size for axis, size in config.parallelism_config.items()}
+    if (tensor := int(axes.get("tp_size") or 1)) > 1:
+        return "tp", tensor
+    return (_fsdp_placement(config, axes) if kind == "FSDP" else "single" if kind == "NO" else "ddp"), 1
+
+
+def _fsdp_placement(config: Any, axes: Mapping[str, Any]) -> str:
+    if int(axes.get("dp_replicate_size") or 1) > 1:
+        return "hsdp"
+    return "fsdp2-offload" if config.fsdp_config.get("fsdp_offload_params") else "fsdp2"
+
+
+def _zero_stage(section: Mapping[str, Any]) -> str:
+    """Return the strategy of accelerate's DeepSpeed section, or of the DeepSpeed file that it names."""
+    stage, parts = section.get("zero_stage", 3), ("offload_optimizer", "offload_param")
+    devices = [section.get(f"{part}_device") for part in parts]
+    if section.get("deepspeed_config_file"):
+        config = json.loads(Path(section["deepspeed_config_file"]).read_text(encoding="utf-8"))
+        zero = config.get("zero_optimization") or {}
+        stage, devices = zero.get("stage", 0), [(zero.get(part) or {}).get("device") for part in parts]
+    if stage not in (1, 2, 3):
+        raise ArgumentError(f"the DeepSpeed config has ZeRO stage {stage}: lowpeak supports 1, 2 and 3.")
+    offloads = stage == 3 and all(device not in (None, "none") for device in devices)
+    return f"zero{stage}-offload" if offloads else f"zero{stage}"

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from lowpeak.cli.train import Job
     from lowpeak.plan import Fit, Plan
 
-_PRESETS = {"tp": "fsdp2-tp"}
-
 _SHELL = """\
 #!/usr/bin/env bash
 # Start this script on each of {hosts} host(s), with RANK_OF_HOST from 0 and HOST_0 as the address of host 0.
@@ -59,7 +57,7 @@ def write_run_files(folder: Path, job: Job, fit: Fit, emit: str | None) -> list[
     folder.mkdir(parents=True, exist_ok=True)
     files = {"run.yaml": to_yaml(run_settings(job, fit.arguments, plan, folder))}
     if plan.request.machine.num_devices > 1 and job.launch.accelerate_config is None:
-        files["accelerate.yaml"] = preset_text(_preset(plan.request.strategy))
+        files["accelerate.yaml"] = preset_text(plan.request.sharding.preset)
     if emit is not None:
         files |= _job_files(folder, job, plan, emit)
     paths = []
@@ -84,14 +82,10 @@ def run_settings(job: Job, chosen: Mapping[str, Any], plan: Plan, folder: Path) 
         if plan.request.tensor_parallel > 1:
             settings["parallelism_config_tp_size"] = plan.request.tensor_parallel
             settings["parallelism_config_dp_shard_size"] = machine.num_devices // plan.request.tensor_parallel
-        if plan.request.strategy == "hsdp":
+        if plan.request.sharding.copies == "per host":
             settings["parallelism_config_dp_replicate_size"] = machine.num_hosts
             settings["parallelism_config_dp_shard_size"] = machine.devices_on_host
     return settings
-
-
-def _preset(strategy: str) -> str:
-    return _PRESETS.get(strategy, strategy)
 
 
 def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:

@@ -32,7 +32,6 @@ from lowpeak.errors import ArgumentError
 if TYPE_CHECKING:
     from lowpeak.plan import Machine, Plan, PlanRequest
 
-_STRATEGIES = {"fsdp2-tp": "tp", "single_gpu": "single", "multi_gpu": "ddp", "fsdp1": "fsdp2"}
 _LEAST_MEMORY = 1 << 20  # bytes of a device or a host; less is a number without its unit
 _GPUS_PER_HOST = 8
 
@@ -338,11 +337,13 @@ def _default_strategy(machine: Machine) -> str:
 
 def _placement(job: Job, machine: Machine) -> tuple[str, int]:
     """Return the strategy by the name of the accelerate config, and the size of tensor parallel groups."""
+    from lowpeak.cli.accelerate_config import strategy_of
+
     name = job.launch.accelerate_config
     if name is None:
         return _default_strategy(machine), 1
-    strategy = _strategy_of(name)
-    tensor = job.launch.parallelism_config_tp_size or (2 if strategy == "tp" else 1)
+    strategy, tensor = strategy_of(name)
+    tensor = job.launch.parallelism_config_tp_size or tensor
     if machine.num_devices % tensor:
         raise ArgumentError(f"--gpus {machine.num_devices} cannot be split into tensor parallel groups of {tensor}.")
     if strategy == "single" and machine.num_devices > 1:
@@ -350,18 +351,6 @@ def _placement(job: Job, machine: Machine) -> tuple[str, int]:
     if strategy != "single" and machine.num_devices == 1:
         raise ArgumentError(f"--accelerate_config {name} places the model on several devices: set --gpus.")
     return strategy, tensor
-
-
-def _strategy_of(name: str) -> str:
-    """Return the strategy of a preset or of an accelerate config's file."""
-    from lowpeak.cli.accelerate_config import PRESETS, find_accelerate_config, read_config
-
-    if name in PRESETS or name in _STRATEGIES:
-        return _STRATEGIES.get(name, name)
-    config = read_config(find_accelerate_config(name))
-    kind = config.distributed_type.value
-    stage = config.deepspeed_config.get("zero_stage", 3) if kind == "DEEPSPEED" else 0
-    return {"NO": "single", "FSDP": "fsdp2", "DEEPSPEED": f"zero{stage}"}.get(kind, "ddp")
 
 
 def _reward_models(job: Job) -> list[str]:

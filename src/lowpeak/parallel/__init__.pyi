@@ -13,6 +13,7 @@ from lowpeak.parallel.detect import check_is_sharded as check_is_sharded
 from lowpeak.parallel.detect import detect_strategy as detect_strategy
 from lowpeak.parallel.detect import device_fractions as device_fractions
 from lowpeak.parallel.detect import is_sharded as is_sharded
+from lowpeak.parallel.detect import sharding_of as sharding_of
 from lowpeak.parallel.detect import states_on_host as states_on_host
 from lowpeak.parallel.fsdp2 import reshard as reshard
 from lowpeak.parallel.gradients import AVERAGE_BYTES as AVERAGE_BYTES
@@ -30,6 +31,9 @@ from lowpeak.parallel.parameters import unchanged_names as unchanged_names
 from lowpeak.parallel.parameters import unties_head as unties_head
 from lowpeak.parallel.partial_gather import Gatherer as Gatherer
 from lowpeak.parallel.partial_gather import decoder_layers as decoder_layers
+from lowpeak.parallel.shardings import SHARDINGS as SHARDINGS
+from lowpeak.parallel.shardings import Reduces as Reduces
+from lowpeak.parallel.shardings import Sharding as Sharding
 from lowpeak.parallel.strategy import FrozenModel as FrozenModel
 from lowpeak.parallel.strategy import Strategy as Strategy
 from lowpeak.parallel.strategy import TrainingStrategy as TrainingStrategy

@@ -6,7 +6,7 @@ Also the fraction of a model that the strategy stores on each device, known befo
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from lowpeak.arguments import is_switched_on
 from lowpeak.errors import ArgumentError
+from lowpeak.memory import Kind
 from lowpeak.parallel.base import Replicated, fsdp_mesh, tensor_parallel_size
+from lowpeak.parallel.shardings import SHARDINGS, TRAINED_KINDS, Over, Sharding
 from lowpeak.parallel.strategy import InferenceStrategy, Strategy
 
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
@@ -134,23 +136,40 @@ class DeviceFractions:
     states: float = 1.0
 
 
+def sharding_of(accelerator: Accelerator) -> Sharding:
+    """Return how an accelerator places the model, with what its config keeps in host memory."""
+    kind, state = accelerator.distributed_type, accelerator.state
+    if kind == DistributedType.DEEPSPEED:
+        return _zero_sharding(state.deepspeed_plugin)
+    if tensor_parallel_size(accelerator) > 1:
+        return SHARDINGS["tp"]
+    if kind == DistributedType.FSDP:
+        if _num_copies(accelerator) > 1:
+            return replace(SHARDINGS["hsdp"], on_host=TRAINED_KINDS if states_on_host(state) else frozenset())
+        return SHARDINGS["fsdp2-offload" if states_on_host(state) else "fsdp2"]
+    return SHARDINGS["ddp" if accelerator.num_processes > 1 else "single"]
+
+
+def _num_copies(accelerator: Accelerator) -> int:
+    """Return the copies of the model under FSDP2: each is sharded over the last axis of the mesh."""
+    mesh = fsdp_mesh(accelerator)
+    return 1 if mesh is None else accelerator.num_processes // int(mesh.size(mesh.ndim - 1))
+
+
+def _zero_sharding(plugin: Any) -> Sharding:
+    row, offloaded = SHARDINGS[f"zero{int(plugin.zero_stage)}"], set()
+    if zero_offloads(plugin, "offload_optimizer"):
+        offloaded.add(Kind.OPTIMIZER)
+        if row.gradients is not Over.NONE:  # they are reduced on the optimizer's device
+            offloaded.add(Kind.GRADIENTS)
+    if row.weights is not Over.NONE and zero_offloads(plugin, "offload_param"):
+        offloaded.add(Kind.WEIGHTS)
+    return SHARDINGS["zero3-offload"] if offloaded == TRAINED_KINDS else replace(row, on_host=frozenset(offloaded))
+
+
 def device_fractions(accelerator: Accelerator) -> DeviceFractions:
-    """Return the fractions under FSDP2 (one shard of a replica) or ZeRO (by its stage); state in host memory counts as 0."""
-    state: Any = accelerator.state
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return _zero_fractions(state.deepspeed_plugin, 1 / accelerator.num_processes)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        mesh = fsdp_mesh(accelerator)
-        # Under HSDP each replica is sharded over its ranks only: the last axis of the mesh.
-        num_ranks = accelerator.num_processes if mesh is None else mesh.size(mesh.ndim - 1)
-        part = 0.0 if states_on_host(state) else 1 / num_ranks
-        return DeviceFractions(part, part, part)
-    return DeviceFractions()
-
-
-def _zero_fractions(plugin: Any, part: float) -> DeviceFractions:
-    # From stage 2 on gradients are reduced on the optimizer's device.
-    stage = int(plugin.zero_stage)
-    states = 0.0 if zero_offloads(plugin, "offload_optimizer") else part
-    weights = 0.0 if zero_offloads(plugin, "offload_param") else part
-    return DeviceFractions(weights if stage == 3 else 1.0, states if stage >= 2 else 1.0, states)
+    """Return the fractions under the accelerator's strategy; state in host memory counts as 0."""
+    row, ranks = sharding_of(accelerator), accelerator.num_processes // tensor_parallel_size(accelerator)
+    copies = _num_copies(accelerator) if accelerator.distributed_type == DistributedType.FSDP else 1
+    parts = (row.fraction(kind, ranks, copies) for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER))
+    return DeviceFractions(*parts)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lowpeak.arguments import StorageFormat
 from lowpeak.memory import Kind
+from lowpeak.parallel import SHARDINGS
 from lowpeak.plan.computed import rollout_copies, streamed_bytes
 from lowpeak.plan.cost import Work, step_seconds
 from lowpeak.plan.hardware import Machine
@@ -104,7 +105,7 @@ def _rollout_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> I
 
 def _format_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> Iterator[Change]:
     """Yield other bytes per parameter; DeepSpeed and adapters have their own."""
-    if plan.request.base_strategy.startswith("zero") or plan.request.peft_config is not None:
+    if not plan.request.sharding.has_formats or plan.request.peft_config is not None:
         return
     inputs: Any = plan.inputs
     now = inputs.storage or _FP32
@@ -130,17 +131,17 @@ def _ratios(now: StorageFormat, then: StorageFormat) -> Scales:
 
 def _placement_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> Iterator[Change]:
     request, machine = plan.request, plan.request.machine
-    if request.base_strategy in ("fsdp2", "zero3", "tp"):
+    if request.sharding.grows:
         larger = replace(machine, num_devices=2 * machine.num_devices)
         # Each device has as many sequences as before.
         updating = replace(work, update_bytes=work.update_bytes // 2)
         yield change(f"--gpus {larger.num_devices}", dict.fromkeys(_SHARDED, 0.5), updating, larger)
-    elif request.base_strategy in ("ddp", "zero1", "zero2") and machine.num_devices > 1:
+    elif not request.sharding.gathers and machine.num_devices > 1:
         scales = dict.fromkeys(_SHARDED, 1 / machine.num_devices)
-        yield change("--accelerate_config fsdp2", scales, replace(work, strategy="fsdp2"))
-    elif request.base_strategy == "single":
+        yield change("--accelerate_config fsdp2", scales, replace(work, sharding=SHARDINGS["fsdp2"]))
+    elif machine.num_devices == 1:
         larger = replace(machine, num_devices=2)
-        sharded = replace(work, strategy="fsdp2", update_bytes=work.update_bytes // 2)
+        sharded = replace(work, sharding=SHARDINGS["fsdp2"], update_bytes=work.update_bytes // 2)
         yield change("--gpus 2 --accelerate_config fsdp2", dict.fromkeys(_SHARDED, 0.5), sharded, larger)
 
 

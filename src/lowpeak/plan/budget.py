@@ -19,7 +19,6 @@ from lowpeak.memory import Kind, PhaseMemory
 from lowpeak.plan.advice import advise
 from lowpeak.plan.candidate import CACHE, GATHER
 from lowpeak.plan.computed import margin
-from lowpeak.plan.cost import shards_weights
 from lowpeak.plan.derived_configs import with_arguments
 from lowpeak.plan.inputs import PlanRequest, RunInputs
 from lowpeak.plan.plan import Plan, make_plan
@@ -116,8 +115,7 @@ class _SizeSearch:
             return
         least = inputs.least_cache_bytes
         yield CACHE, _powers(least, inputs.sequences_of_rank * least)
-        request = self._request
-        if shards_weights(request.strategy, request.machine, request.tensor_parallel):
+        if self._request.sharding.sends_weights(self._request.world_size):
             yield GATHER, [0]
 
     def _largest_batch(self, tokens: int) -> int:

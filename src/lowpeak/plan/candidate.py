@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.arguments import StorageFormat, show_bytes
+from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.hardware import Machine
 
 # Arguments that a candidate may set.
@@ -33,6 +34,10 @@ class Candidate:
     offloads: tuple[str, ...] = ()
     sleeps: bool = False
     engine_parallel: int = 1
+
+    @property
+    def sharding(self) -> Sharding:
+        return SHARDINGS[self.strategy]
 
     def __str__(self) -> str:
         parts = [self.strategy if self.tensor_parallel == 1 else f"{self.strategy} (tp {self.tensor_parallel})"]

@@ -6,11 +6,13 @@ rehearsal, and stays "rehearsed" if they only add a margin.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from lowpeak.arguments import ColocateSettings, MemorySettings
+from lowpeak.arguments import ColocateSettings, MemorySettings, StorageFormat
 from lowpeak.memory import Kind, PhaseMemory, bytes_outside_allocator
+from lowpeak.parallel import Sharding
 from lowpeak.plan.hardware import GB, Machine
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.records import SLICE_BYTES
@@ -24,7 +26,6 @@ VLLM_BYTES = int(2.5 * GB)
 VLLM_ASLEEP_BYTES = int(1.2 * GB)
 ENGINE_AWAKE = ("sync", "rollout", "reward")  # phases in which an engine is awake
 _FORWARDS = ("rollout", "score", "forward", "backward")
-_STATE = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
 BF16_BYTES = 2
 
 
@@ -35,29 +36,28 @@ def margin(machine: Machine, tensors: int) -> int:
     return bytes_outside_allocator(machine.num_devices) + int(FRAGMENTATION * tensors)
 
 
-def zero_shares(stage: int, parameters: int, frozen_bytes: int, ranks: int, *, bf16: bool) -> dict[Kind, int]:
-    """Return a rank's weights, gradients and states under DeepSpeed ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+def state_bytes(row: Sharding, storage: StorageFormat | None, counts: Any, *, bf16: bool) -> dict[Kind, int]:
+    """Return the bytes of the whole model's weights, gradients and optimizer states, before they are divided.
 
-    Mixed precision stores 2 bytes of weight and 2 of gradient per trained parameter, and 12 of fp32 weight and moments; a run in
-    fp32 stores 4, 4 and 8. Stage 1 shards the last number, stage 2 the gradients too, stage 3 the weights too, also frozen ones.
+    A trained parameter takes 4 + 4 + 8 bytes, or those of a storage format; under DeepSpeed in mixed precision 2 + 2 and 12 of
+    fp32 weight and moments (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
     """
-    width, states = (BF16_BYTES, 12) if bf16 else (4, 8)
-    sharded, weights = parameters // ranks, width * parameters + frozen_bytes
-    return {
-        Kind.WEIGHTS: weights // ranks if stage == 3 else weights,
-        Kind.GRADIENTS: width * (sharded if stage >= 2 else parameters),
-        Kind.OPTIMIZER: states * sharded,
-    }
+    per_parameter: tuple[float, float, float] = (4, 4, 8)
+    if storage is not None:
+        per_parameter = (storage.weight_bytes, storage.gradient_bits / 8, storage.state_bytes)
+    elif bf16 and not row.has_formats:
+        per_parameter = (BF16_BYTES, BF16_BYTES, 12)
+    weights, gradients, states = (int(num_bytes * counts.trained) for num_bytes in per_parameter)
+    return {Kind.WEIGHTS: weights + counts.frozen_bytes, Kind.GRADIENTS: gradients, Kind.OPTIMIZER: states}
 
 
 def place_by_strategy(
     inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int
 ) -> dict[str, PhaseMemory]:
     """Return the phases with what a rehearsal on FSDP2 or one device lacks: ZeRO's shares, and shards in host memory."""
-    placed = dict(phases)
-    if inputs.request.base_strategy.startswith("zero"):
-        placed = _place_by_zero(inputs, phases, gather_budget)
-    return _offloaded(placed) if inputs.request.strategy.endswith("-offload") else placed
+    row = inputs.request.sharding
+    placed = dict(phases) if row.has_formats else _place_by_zero(inputs, phases, gather_budget)
+    return {name: _without(phase, row.on_host) for name, phase in placed.items()} if row.on_host else placed
 
 
 def _place_by_zero(inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int) -> dict[str, PhaseMemory]:
@@ -66,17 +66,16 @@ def _place_by_zero(inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_
     ZeRO-3 gathers a layer, the next one, embeddings and head, and in a rollout of the native engine up to `gather_budget`. ZeRO
     reduces gradients in two buckets of hidden x hidden values.
     """
-    request, counts = inputs.request, inputs.counts
-    stage = int(request.base_strategy[-1])
-    shares = zero_shares(stage, counts.trained, counts.frozen_bytes, request.world_size, bf16=bool(inputs.args.bf16))
-    gathered = BF16_BYTES * counts.in_pass if stage == 3 else 0
-    kept = min(gather_budget, BF16_BYTES * counts.total) if stage == 3 and inputs.rollout(0) is not None else 0
+    request, counts, row = inputs.request, inputs.counts, inputs.request.sharding
+    whole = state_bytes(row, None, counts, bf16=bool(inputs.args.bf16))
+    shares = {kind: request.share_of(kind, value) for kind, value in whole.items()}
+    gathered = BF16_BYTES * counts.in_pass if row.gathers else 0
+    kept = min(gather_budget, BF16_BYTES * counts.total) if row.gathers and inputs.rollout(0) is not None else 0
     bucket = 2 * BF16_BYTES * inputs.config.get_text_config().hidden_size ** 2
     placed = {}
     for name, phase in phases.items():
         kinds = {**shares, Kind.GATHERED: gathered if name in _FORWARDS else 0, Kind.BUCKETS: 0}
-        if stage == 3:
-            kinds[Kind.FROZEN] = phase.device.get(Kind.FROZEN, 0) // request.world_size
+        kinds[Kind.FROZEN] = request.share_of(Kind.FROZEN, phase.device.get(Kind.FROZEN, 0))
         if name == "rollout":
             kinds[Kind.GATHERED] += kept
         if name in ("forward", "backward"):
@@ -87,14 +86,10 @@ def _place_by_zero(inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_
     return placed
 
 
-def _offloaded(phases: Mapping[str, PhaseMemory]) -> dict[str, PhaseMemory]:
-    """Return the phases with weights, gradients and states in host memory, as the presets with offload keep them."""
-    moved = {}
-    for name, phase in phases.items():
-        away = {kind: phase.device.get(kind, 0) for kind in _STATE}
-        host = {**phase.host, **{kind: phase.host.get(kind, 0) + value for kind, value in away.items()}}
-        moved[name] = replace(phase.computed(dict.fromkeys(_STATE, 0)), host=host)
-    return moved
+def _without(phase: PhaseMemory, on_host: Collection[Kind]) -> PhaseMemory:
+    """Return a phase with these kinds in host memory."""
+    moved = {kind: phase.host.get(kind, 0) + phase.device.get(kind, 0) for kind in on_host}
+    return replace(phase.computed(dict.fromkeys(on_host, 0)), host={**phase.host, **moved})
 
 
 def engine_bytes(inputs: RunInputs, num_parameters: int) -> tuple[int, int]:
@@ -192,7 +187,7 @@ def host_of_process(
     found: dict[str, dict[Kind, int]] = {}
     for name, phase in phases.items():
         host = {**phase.host, Kind.MARGIN: process_bytes}
-        if name == "load" and process_bytes and inputs.request.base_strategy in ("fsdp2", "hsdp"):
+        if name == "load" and process_bytes and inputs.request.sharding.loads_once:
             host[Kind.CHECKPOINT] = model_bytes
         if name == "save":
             host[Kind.BUCKETS] = 2 * SLICE_BYTES

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lowpeak.memory import Kind
+from lowpeak.parallel import SHARDINGS, Reduces, Sharding
 from lowpeak.plan.computed import BF16_BYTES, copied_for_rollout, engine_memory
 from lowpeak.plan.hardware import Card, Machine
 
@@ -47,7 +48,7 @@ class Work:
     num_batches                micro-batches of a step
     steps                      steps that a rollout serves
     checkpointing              whether activations are recomputed
-    strategy, tensor_parallel  of the trainer
+    sharding, tensor_parallel  of the trainer
     gathered_share             of the weights, which stays gathered in a rollout
     update_bytes               that an optimizer step reads and writes
     host_bytes                 that it copies between device and host
@@ -72,7 +73,7 @@ class Work:
     num_batches: int
     steps: int
     checkpointing: bool
-    strategy: str = "single"
+    sharding: Sharding = SHARDINGS["single"]
     tensor_parallel: int = 1
     gathered_share: float = 1.0
     update_bytes: int = 0
@@ -110,7 +111,7 @@ def _rollout(work: Work, machine: Machine) -> float:
     waves = -(-work.sequences // slots)
     weights = (BF16_BYTES if work.in_bf16 else _FP32_BYTES) * work.parameters / parts
     cache = slots * work.kv_bytes / parts * (work.prompt + work.completion / 2)
-    gather = _gathered_bytes(work, machine) / _link(machine, work.strategy)
+    gather = _gathered_bytes(work, machine) / _link(machine, work.sharding)
     gathers = (1 - work.gathered_share) * gather
     token = max((weights + cache) / bandwidth, 2 * work.active_parameters / parts * slots / flops)
     sums = 2 * work.layers * _COLLECTIVE_LATENCY if parts > 1 else 0.0
@@ -138,7 +139,7 @@ def _score(work: Work, machine: Machine) -> float:
     flops = 2 * work.active_parameters / work.tensor_parallel * work.score_tokens * work.score_passes
     computing = flops / _flops(work, machine)
     gathers = work.score_passes * work.score_batches
-    return _overlapped(computing, gathers * _gathered_bytes(work, machine) / _link(machine, work.strategy))
+    return _overlapped(computing, gathers * _gathered_bytes(work, machine) / _link(machine, work.sharding))
 
 
 def _train(work: Work, machine: Machine) -> float:
@@ -149,9 +150,8 @@ def _train(work: Work, machine: Machine) -> float:
     products = flops / _flops(work, machine)
     # A GPU starts kernels while others run; a CPU does one after the other.
     computing = latency + products if machine.device == "cpu" else max(latency, products)
-    sending = _sent_bytes(work, machine) / _link(machine, work.strategy)
-    # Replicas average their gradients after the last backward.
-    both = computing + sending if work.strategy == "ddp" else _overlapped(computing, sending)
+    sending = _sent_bytes(work, machine) / _link(machine, work.sharding)
+    both = computing + sending if work.sharding.reduces is Reduces.AT_END else _overlapped(computing, sending)
     copies = 2 * work.activation_bytes / (LINK_SHARE * machine.card.host_link)
     return _overlapped(both, copies) + _tensor_sums(work, machine) + _replica_sums(work, machine)
 
@@ -161,10 +161,9 @@ def _sent_bytes(work: Work, machine: Machine) -> float:
     world = machine.num_devices // work.tensor_parallel
     part = (world - 1) / world
     gradients = BF16_BYTES * work.trained / work.tensor_parallel * part
-    kind = work.strategy.removesuffix("-offload")
-    if shards_weights(kind, machine, work.tensor_parallel):
+    if work.sharding.sends_weights(world):
         return work.num_batches * (2 * _gathered_bytes(work, machine) * part + gradients)
-    if kind == "zero2":
+    if work.sharding.resends_weights:
         return work.num_batches * gradients + BF16_BYTES * work.trained * part
     return 0.0 if world == 1 else 2 * work.gradient_bytes * work.trained * part
 
@@ -181,8 +180,8 @@ def _tensor_sums(work: Work, machine: Machine) -> float:
 
 
 def _replica_sums(work: Work, machine: Machine) -> float:
-    """Return the seconds in which HSDP's hosts sum the gradients of their shards, in each micro-batch."""
-    if work.strategy != "hsdp":
+    """Return the seconds in which hosts with a copy each sum the gradients of their shards, in each micro-batch."""
+    if work.sharding.copies != "per host":
         return 0.0
     shard = BF16_BYTES * work.trained / machine.devices_on_host
     part = 2 * (machine.num_hosts - 1) / machine.num_hosts
@@ -195,22 +194,16 @@ def _optimizer(work: Work, machine: Machine) -> float:
     return updating + work.host_bytes / (LINK_SHARE * machine.card.host_link)
 
 
-def shards_weights(strategy: str, machine: Machine, tensor_parallel: int) -> bool:
-    """Return whether passes gather weights from other devices: not if tensor parallelism alone splits them."""
-    is_sharded = strategy.removesuffix("-offload") in ("fsdp2", "hsdp", "zero3", "tp")
-    return is_sharded and machine.num_devices > tensor_parallel
-
-
 def _gathered_bytes(work: Work, machine: Machine) -> float:
     """Return the bytes of all bf16 weights, or of a tensor parallel device's part, if a pass gathers them."""
-    gathers = shards_weights(work.strategy, machine, work.tensor_parallel)
+    gathers = work.sharding.sends_weights(machine.num_devices // work.tensor_parallel)
     return BF16_BYTES * work.parameters / work.tensor_parallel if gathers else 0.0
 
 
-def _link(machine: Machine, strategy: str) -> float:
-    """Return bytes per second between devices: the slowest link of a ring over all of them."""
-    inside = machine.num_hosts == 1 or strategy == "hsdp"
-    return LINK_SHARE * (machine.card.link if inside else min(machine.card.link, machine.network))
+def _link(machine: Machine, sharding: Sharding) -> float:
+    """Return bytes per second between devices: the slowest link of a ring over those with one copy."""
+    crosses = sharding.crosses_hosts(machine.num_hosts)
+    return LINK_SHARE * (min(machine.card.link, machine.network) if crosses else machine.card.link)
 
 
 def _overlapped(computing: float, sending: float) -> float:
@@ -253,7 +246,7 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
         num_batches=len(batches),
         steps=settings.rollout.num_steps if inputs.is_online else 1,
         checkpointing=inputs.args.checkpoints_activations,
-        strategy=request.strategy,
+        sharding=request.sharding,
         tensor_parallel=parts,
         in_bf16=computes_in_bf16(inputs, inputs.storage),
         gradient_bytes=gradient_bytes(inputs.storage),
@@ -277,10 +270,9 @@ def add_planned_bytes(work: Work, plan: Any, gather_budget: int) -> Work:
     update = sum(held.get(kind, 0) for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER))
     rollout = plan.phases.get("rollout")
     share = 1.0
-    machine = plan.request.machine
-    gathers = shards_weights(work.strategy, machine, work.tensor_parallel)
-    if rollout is not None and gathers and plan.inputs.settings.vllm is None:
-        share = min(1.0, gather_budget / _gathered_bytes(work, machine))
+    gathered = _gathered_bytes(work, plan.request.machine)
+    if rollout is not None and gathered and plan.inputs.settings.vllm is None:
+        share = min(1.0, gather_budget / gathered)
     activations = host.get(Kind.ACTIVATIONS, 0) * work.num_batches
     return replace(
         work,

@@ -25,12 +25,12 @@ from lowpeak.plan.computed import (
     VLLM_ASLEEP_BYTES,
     margin,
     rollout_copies,
+    state_bytes,
     streamed_bytes,
     sync_bytes,
     vllm_bytes,
-    zero_shares,
 )
-from lowpeak.plan.cost import Work, computes_in_bf16, gradient_bytes, make_work, shards_weights, step_seconds
+from lowpeak.plan.cost import Work, computes_in_bf16, gradient_bytes, make_work, step_seconds
 from lowpeak.plan.derived_configs import with_arguments, with_layers
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import PlanRequest, RunInputs
@@ -153,7 +153,7 @@ class Estimator:
         host += resident.states if STATES in offloads else 0
         host += work.activation_bytes // max(1, work.num_batches)
         host *= machine.devices_on_host
-        if machine.device == "cuda" and candidate.strategy in ("fsdp2", "hsdp"):  # one process reads the checkpoint
+        if machine.device == "cuda" and candidate.sharding.loads_once:  # one process reads the checkpoint
             host = max(host, PROCESS_BYTES * machine.devices_on_host + self.inputs.counts.loaded_bytes)
         return host
 
@@ -164,27 +164,26 @@ class Estimator:
         return int((USABLE_SHARE * machine.memory - margin(machine, 0)) / (1 + fragmentation))
 
     def _resident(self, candidate: Candidate) -> _Resident:
-        counts, machine = self.inputs.counts, self._request.machine
-        shards, world = _shards(candidate, machine), machine.num_devices // candidate.tensor_parallel
-        frozen = self.frozen_bytes // shards
-        if candidate.strategy.startswith("zero"):
-            stage, bf16 = int(candidate.strategy[-1]), bool(self.inputs.args.bf16)
-            shares = zero_shares(stage, counts.trained, counts.frozen_bytes, world, bf16=bf16)
-            return _Resident(shares[Kind.WEIGHTS], shares[Kind.GRADIENTS], shares[Kind.OPTIMIZER], frozen)
-        storage, trained = candidate.storage, counts.trained
-        weights = int((4 if storage is None else storage.weight_bytes) * trained + counts.frozen_bytes) // shards
-        gradients = int((4 if storage is None else storage.gradient_bits / 8) * trained) // shards
-        states = int((8 if storage is None else storage.state_bytes) * trained) // shards
-        if storage is not None and storage.offload:
-            return _Resident(weights, 0, 0, frozen, gradients + states)
-        return _Resident(weights, gradients, states, frozen)
+        whole = state_bytes(candidate.sharding, candidate.storage, self.inputs.counts, bf16=bool(self.inputs.args.bf16))
+        whole[Kind.FROZEN] = self.frozen_bytes
+        held = {kind: self._share_of(candidate, kind, value) for kind, value in whole.items()}
+        host = 0
+        if candidate.storage is not None and candidate.storage.offload:
+            host = held[Kind.GRADIENTS] + held[Kind.OPTIMIZER]
+            held |= {Kind.GRADIENTS: 0, Kind.OPTIMIZER: 0}
+        return _Resident(held[Kind.WEIGHTS], held[Kind.GRADIENTS], held[Kind.OPTIMIZER], held[Kind.FROZEN], host)
+
+    def _share_of(self, candidate: Candidate, kind: Kind, num_bytes: float) -> int:
+        """Return a device's share of a kind's bytes."""
+        machine, row = self._request.machine, candidate.sharding
+        world = machine.num_devices // candidate.tensor_parallel
+        copies = row.num_copies(world, machine.num_hosts)
+        return int(num_bytes * row.share(kind, world, copies) / candidate.tensor_parallel)
 
     def _gathered(self, candidate: Candidate) -> int:
         """Return the bytes of the layers that a pass of a sharded model gathers."""
-        counts = self.inputs.counts
-        if not shards_weights(candidate.strategy, self._request.machine, candidate.tensor_parallel):
-            return 0
-        return int(BF16_BYTES * counts.in_pass // candidate.tensor_parallel)
+        gathers = candidate.sharding.sends_weights(self._request.machine.num_devices // candidate.tensor_parallel)
+        return int(BF16_BYTES * self.inputs.counts.in_pass // candidate.tensor_parallel) if gathers else 0
 
     def _work(self, candidate: Candidate, resident: _Resident) -> Work:
         inputs = self.inputs
@@ -210,7 +209,7 @@ class Estimator:
             prompts=-(-engine_sequences // self._group_size),
             score_tokens=sequences * (work.prompt + work.completion) if work.score_passes else 0,
             checkpointing=candidate.checkpointing,
-            strategy=candidate.strategy,
+            sharding=candidate.sharding,
             tensor_parallel=candidate.tensor_parallel,
             update_bytes=resident.update,
             host_bytes=self._copied_for_update(candidate, batches),
@@ -226,7 +225,7 @@ class Estimator:
         if candidate.storage is None or not candidate.storage.offload:
             return 0
         copied = self.inputs.counts.trained * candidate.storage.copied_bytes(batches)
-        return int(copied // _shards(candidate, self._request.machine))
+        return self._share_of(candidate, Kind.OPTIMIZER, copied)
 
     def _copied_for_rollout(self, candidate: Candidate, resident: _Resident, work: Work) -> int:
         moves, streams = STATES in candidate.offloads, FROZEN in candidate.offloads
@@ -334,8 +333,7 @@ class Estimator:
 
     def _passes_bf16(self, candidate: Candidate) -> bool:
         """Return whether layers pass on bf16: with bf16 weights, and under FSDP2, which casts fp32 ones."""
-        gathers = shards_weights(candidate.strategy, self._request.machine, candidate.tensor_parallel)
-        casts = gathers and not candidate.strategy.startswith("zero") and bool(self.inputs.args.bf16)
+        casts = self._gathered(candidate) > 0 and candidate.sharding.has_formats and bool(self.inputs.args.bf16)
         return candidate.storage is not None or (casts and self._can_store_bf16)
 
     @cached_property
@@ -379,12 +377,6 @@ class Estimator:
             for name, phase in phases.items()
             if name not in ("load", "rollout")
         }
-
-
-def _shards(candidate: Candidate, machine: Machine) -> int:
-    """Return over how many devices weights, gradients and states are spread."""
-    world = machine.num_devices
-    return {"fsdp2": world, "tp": world, "zero3": world, "hsdp": machine.devices_on_host}.get(candidate.strategy, 1)
 
 
 def _doubled(one: int, count: int) -> list[int]:

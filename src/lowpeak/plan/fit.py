@@ -11,6 +11,7 @@ from typing import Any
 
 from lowpeak.arguments import ColocateSettings, ModelParallel, StorageFormat, show_bytes
 from lowpeak.errors import ArgumentError
+from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.candidate import (
     ACTIVATIONS,
     CACHE,
@@ -75,7 +76,7 @@ class Search:
         *,
         keeps_strategy: bool = False,
     ) -> None:
-        if keeps_strategy and request.strategy.endswith("-offload"):
+        if keeps_strategy and request.sharding.on_host:
             raise ArgumentError(
                 f"--fit does not choose settings for {request.strategy}: leave out --accelerate_config, or plan without --fit."
             )
@@ -161,18 +162,18 @@ class Search:
                     )
 
     def _strategies(self) -> list[tuple[str, int]]:
-        machine = self._request.machine
         if self._keeps_strategy:
             return [(self._request.strategy, self._request.tensor_parallel)]
-        if machine.num_devices == 1:
-            return [("single", 1)]
-        found = [("ddp", 1)]
-        found += [("fsdp2", 1)] if machine.device == "cuda" else []
-        if not self._given & _OF_FORMATS:  # DeepSpeed has formats of its own
-            found += [("zero2", 1), ("zero3", 1)]
-        if machine.num_hosts > 1 and machine.device == "cuda":
-            found.append(("hsdp", 1))
-        return found + [("tp", size) for size in self._parallel_sizes() if self._can_split_tensors(size)]
+        sizes = [size for size in self._parallel_sizes() if self._can_split_tensors(size)]
+        rows = [row for row in SHARDINGS.values() if self._offers(row)]
+        return [(row.name, size) for row in rows for size in (sizes if row.splits_tensors else [1])]
+
+    def _offers(self, row: Sharding) -> bool:
+        """Return whether the search tries a strategy on this machine, with the formats that are given."""
+        machine = self._request.machine
+        if not row.is_offered or not row.runs_on(machine.num_devices, machine.num_hosts):
+            return False
+        return (machine.device == "cuda" or not row.needs_gpu) and (row.has_formats or not self._given & _OF_FORMATS)
 
     def _can_split_tensors(self, size: int) -> bool:
         """Return whether the run can be trained by tensor parallelism over `size` devices."""
@@ -196,8 +197,9 @@ class Search:
 
     def _formats(self, strategy: str) -> list[tuple[dict[str, Any], StorageFormat | None]]:
         storage = self._estimator.inputs.storage
-        if strategy.startswith("zero") or self._request.peft_config is not None or self._given & _OF_FORMATS or storage:
-            return [({}, None if strategy.startswith("zero") else storage)]
+        has_formats = SHARDINGS[strategy].has_formats
+        if not has_formats or self._request.peft_config is not None or self._given & _OF_FORMATS or storage:
+            return [({}, storage if has_formats else None)]
         offloads = self._request.machine.device == "cuda"
         formats = [each for each in _FORMATS if offloads or each[1] is None or not each[1].offload]
         return [each for each in formats if self._estimator.accepts(each[0])]
@@ -219,7 +221,11 @@ class Search:
         inputs, colocated = self._estimator.inputs, self._estimator.colocated
         if self._request.machine.device == "cpu" or not inputs.is_online:
             return
-        if self._estimator.frozen_bytes and strategy != "tp" and self._estimator.accepts({FROZEN: True}):
+        if (
+            self._estimator.frozen_bytes
+            and SHARDINGS[strategy].streams_frozen
+            and self._estimator.accepts({FROZEN: True})
+        ):
             yield FROZEN
         generates_here = inputs.settings.vllm is None or colocated is not None
         if generates_here and not (storage is not None and storage.offload):
@@ -295,7 +301,7 @@ def _preference(estimate: Estimate) -> tuple[float, int]:
 
 def _least_gain(candidate: Candidate) -> float:
     gain = {None: 1.0, 32: 1.03, 16: 1.1}[candidate.arguments.get("weight_bits")]
-    return 1.03 * gain if candidate.strategy.startswith("zero") else gain
+    return candidate.sharding.least_gain * gain
 
 
 def _slower(estimate: Estimate, chosen: Estimate) -> str:

@@ -30,7 +30,9 @@ from lowpeak.attention import install_attention, packing_unsupported_reason
 from lowpeak.batching import Budget, assign_to_ranks, pack
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import install_head, load_balance_of, transformers_model
+from lowpeak.memory import Kind
 from lowpeak.models import SCORE_HEAD, add_training_adapter, check_tensor_parallel, context_length, convert_trainable
+from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.derived_configs import shard_config
 from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
 from lowpeak.plan.hardware import Machine
@@ -54,7 +56,7 @@ class PlanRequest:
     config            the policy's transformers config
     peft_config       of the policy's adapter; None: all weights are trained
     reward_configs    transformers configs of reward models
-    strategy          "single", "ddp", "fsdp2", "hsdp", "tp", "zero1", "zero2" or "zero3"; "-offload" after the sharded ones
+    strategy          a name in SHARDINGS
     tensor_parallel   devices of a tensor parallel group
     prompt_tokens     length of a prompt; every completion is planned at its maximal length
     quantized_bits    4 or 8 for a frozen base that bitsandbytes quantises
@@ -78,19 +80,18 @@ class PlanRequest:
         return self.machine.num_devices // self.tensor_parallel
 
     @property
-    def base_strategy(self) -> str:
-        return self.strategy.removesuffix("-offload")
+    def sharding(self) -> Sharding:
+        return SHARDINGS[self.strategy]
 
     @property
     def mesh(self) -> MeshShape:
-        """Return how FSDP2 or DDP place the policy; ZeRO's stages and tensor parallelism are computed from one device."""
-        hosts = self.machine.num_hosts
-        return {
-            "fsdp2": MeshShape(self.world_size),
-            "hsdp": MeshShape(self.world_size // hosts, hosts),
-            "tp": MeshShape(self.world_size),
-            "ddp": MeshShape(1, self.world_size),
-        }.get(self.base_strategy, MeshShape())
+        """Return the mesh on which the policy is rehearsed; the shares of ZeRO's stages are computed from one device."""
+        return MeshShape(*self.sharding.mesh(self.world_size, self.machine.num_hosts))
+
+    def share_of(self, kind: Kind, num_bytes: int) -> int:
+        """Return a rank's share of a kind's bytes."""
+        copies = self.sharding.num_copies(self.world_size, self.machine.num_hosts)
+        return int(num_bytes * self.sharding.share(kind, self.world_size, copies))
 
 
 class RunInputs:
@@ -117,7 +118,7 @@ class RunInputs:
     @property
     def storage(self) -> StorageFormat | None:
         model: Any = self.settings.model
-        if self.request.base_strategy.startswith("zero"):
+        if not self.request.sharding.has_formats:
             return None
         return model.storage if self.request.peft_config is None else model.adapter_storage
 
@@ -360,13 +361,13 @@ class RunInputs:
 
 def _acting_arguments(request: PlanRequest) -> Any:
     """Return a copy of the arguments that sees the planned devices in place of this process's."""
-    on_device, replicated = request.machine.device == "cuda", request.base_strategy == "ddp"
+    on_device, has_replicas = request.machine.device == "cuda", request.sharding.copies == "per rank"
     kind: Any = type(request.args)
     device = torch.device("cuda" if on_device else "cpu")
     members: Mapping[str, Any] = {
         "device": property(lambda self: device),
         "world_size": property(lambda self: request.world_size),
-        "has_replicas": property(lambda self: replicated and request.world_size > 1),
+        "has_replicas": property(lambda self: has_replicas and request.world_size > 1),
     }
     args = copy.copy(request.args)
     args.__class__ = type(kind.__name__, (kind,), dict(members))

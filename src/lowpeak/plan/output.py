@@ -119,7 +119,7 @@ def _host_cause(plan: Plan, kind: Kind) -> str:
         return "the slices of weights that are saved"
     if kind == Kind.FROZEN:
         return "frozen models, by offload_frozen_models"
-    if plan.request.strategy.endswith("-offload"):
+    if plan.request.sharding.on_host:
         return f"{kind}, by the offload of --accelerate_config"
     offload = plan.inputs.storage is not None and plan.inputs.storage.offload
     return f"{kind}, by {'offload_optimizer' if offload else 'offload_during_rollout'}"

@@ -20,9 +20,9 @@ from lowpeak.plan.computed import (
     host_of_process,
     margin,
     place_by_strategy,
+    state_bytes,
     streamed_bytes,
     sync_bytes,
-    zero_shares,
 )
 from lowpeak.plan.cost import add_planned_bytes, make_work, step_seconds
 from lowpeak.plan.inputs import PlanRequest, RunInputs
@@ -337,20 +337,12 @@ def _gather_budget(inputs: RunInputs) -> int:
 
 def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
     """Return what training leaves free of a device, as a run finds out when it starts; or a rollout, without gradients."""
-    request, counts = inputs.request, inputs.counts
-    shards = request.mesh.shards
-    if request.strategy.endswith("-offload"):
-        held = 0
-    elif request.base_strategy.startswith("zero"):
-        stage, bf16 = int(request.base_strategy[-1]), bool(inputs.args.bf16)
-        shares = zero_shares(stage, counts.trained, counts.frozen_bytes, request.world_size, bf16=bf16)
-        held = sum(value for kind, value in shares.items() if gradients or kind != Kind.GRADIENTS)
-        shards = request.world_size if stage == 3 else 1
-    else:
-        weights = inputs.trained_dtype.itemsize * counts.trained + counts.frozen_bytes
-        share = float(gradients)
-        per_parameter = 8 + 4 * share if inputs.storage is None else inputs.storage.device_bytes(share)
-        held = int(weights + per_parameter * counts.trained) // shards
+    request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
+    held = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
     if inputs.has_separate_reference and not inputs.settings.memory.offload_frozen_models:
-        held += inputs.checkpoint_dtype.itemsize * counts.total // shards
-    return request.machine.memory - margin(request.machine, held) - held
+        held[Kind.FROZEN] = inputs.checkpoint_dtype.itemsize * inputs.counts.total
+    elsewhere = set(row.on_host) | (set() if gradients else {Kind.GRADIENTS})
+    if storage is not None and storage.offload:
+        elsewhere |= {Kind.GRADIENTS, Kind.OPTIMIZER}
+    tensors = sum(request.share_of(kind, value) for kind, value in held.items() if kind not in elsewhere)
+    return request.machine.memory - margin(request.machine, tensors) - tensors

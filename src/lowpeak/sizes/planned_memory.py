@@ -23,6 +23,7 @@ from lowpeak.arguments import CLASS_PREFIXES
 from lowpeak.attention import ATTENTION_NAME
 from lowpeak.heads import causal_lm, is_peft, transformers_model
 from lowpeak.memory import has_device_memory, total_bytes
+from lowpeak.parallel import sharding_of
 from lowpeak.rewards import ModelReward
 
 logger = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ def run_description(
         "quantized_bits": _quantized_bits(policy),
         "reward_configs": [_plain_config(reward.model.config) for reward in _reward_models(context)],
         "num_rewards": max(1, len(context.parts.rewards)),
-        "strategy": strategy_name(context.accelerator, strategy),
+        "strategy": sharding_of(context.accelerator).name,
         "tensor_parallel": processes // ranks.world_size,
         "prompt_tokens": prompt_tokens or _longest_prompt(context),
         "machine": {
@@ -179,16 +180,6 @@ def _plain_config(config: Any) -> Any:
 def kind_of(args: Any) -> str | None:
     """Return the command of a trainer's config, by its class or a base class; None for another one."""
     return next((_KINDS[base.__name__] for base in type(args).__mro__ if base.__name__ in _KINDS), None)
-
-
-def strategy_name(accelerator: Any, strategy: Any) -> str:
-    """Return a strategy's name in a plan."""
-    name = {"Fsdp2": "fsdp2", "TensorParallel": "tp"}.get(type(strategy).__name__)
-    if name == "fsdp2" and int(getattr(accelerator.parallelism_config, "dp_replicate_size", None) or 1) > 1:
-        return "hsdp"
-    if type(strategy).__name__ == "Zero":
-        return f"zero{int(accelerator.state.deepspeed_plugin.zero_stage)}"
-    return name or ("ddp" if strategy.ranks.world_size > 1 else "single")
 
 
 def _peft_config(policy: Any) -> Any:

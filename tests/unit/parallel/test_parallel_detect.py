@@ -21,7 +21,8 @@ RANKS = 8
 def accelerator(kind, **more):
     """The attributes that are read of an Accelerator, which would connect to real ranks."""
     plugins = {name: more.pop(name, None) for name in ("deepspeed_plugin", "fsdp_plugin")}
-    return SimpleNamespace(state=SimpleNamespace(**plugins), distributed_type=kind, num_processes=RANKS, **more)
+    attributes = {"parallelism_config": None, **more}
+    return SimpleNamespace(state=SimpleNamespace(**plugins), distributed_type=kind, num_processes=RANKS, **attributes)
 
 
 def stage(number, section):
