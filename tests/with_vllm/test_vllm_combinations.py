@@ -6,6 +6,7 @@ gets into the engine.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -17,11 +18,7 @@ from test_distributed_combinations import ALGORITHMS, SETTINGS, is_refused
 from all_pairs import Case, all_pairs, each_value
 from vllm_runs import DATA, TOKENIZER, arguments_in, small_model, spread, steps_of
 
-WITH_VLLM = {
-    "algorithm": SETTINGS["algorithm"],
-    "weights": ["full", "merged", "alone"],
-    "reference": SETTINGS["reference"],
-}
+WITH_VLLM = {**{name: SETTINGS[name] for name in ("algorithm", "reference")}, "weights": ["full", "merged", "alone"]}
 DRIFT = "sampling/sampling_logp_difference/max"
 SERVED_ALONE = {"enable_lora": True, "max_lora_rank": 8}
 
@@ -33,27 +30,16 @@ def is_possible(case: Case) -> bool:
 def trainer_of(case: Case, folder: Any) -> Any:
     name, arguments = ALGORITHMS[case["algorithm"]]
     config, trainer = classes_of(name)
-    given = {
-        "max_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "beta": 0.1 if case["reference"] == "with" else 0.0,
-    }
+    beta = 0.1 if case["reference"] == "with" else 0.0
+    given: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "beta": beta}
     more: dict[str, Any] = {}
     if case["weights"] != "full":
         targets = ["q_proj", "v_proj", "o_proj"]
         more["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
     if case["weights"] == "alone":
         given["vllm_engine_kwargs"] = SERVED_ALONE
-    return trainer(
-        model=small_model(),
-        reward_funcs=spread,
-        args=config(**arguments_in(folder, **arguments, **given)),
-        train_dataset=DATA,
-        eval_dataset=DATA.select(range(2)),
-        processing_class=TOKENIZER,
-        **more,
-    )
+    args = config(**arguments_in(folder, **arguments, **given))
+    return trainer(small_model(), spread, args, DATA, DATA.select(range(2)), processing_class=TOKENIZER, **more)
 
 
 CASES = all_pairs(WITH_VLLM, is_possible)
@@ -76,3 +62,11 @@ def test_a_real_vllm_writes_with_the_policys_own_weights(tmp_path: Any, case: Ca
     policy = [name for name in before if "critic" not in name.split(".")]
     trained = dict(run.model.named_parameters())
     assert any(float((trained[name] - before[name]).abs().max()) > 1e-4 for name in policy)
+    rows = [json.loads(line) for line in (tmp_path / "journal" / "steps.jsonl").read_text().splitlines()]
+    first, second = (row["push/bytes"] for row in rows)
+    num_trained = 4 * sum(before[name].numel() for name in policy)
+    if case["weights"] == "alone":
+        assert second == num_trained  # the adapter
+        assert first > 5 * second  # the base, once
+    else:
+        assert num_trained == second == first if case["weights"] == "full" else num_trained < second < first
