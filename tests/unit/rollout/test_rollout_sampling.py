@@ -28,7 +28,6 @@ from lowpeak.rollout.sampling import (
     draw_tokens,
     philox,
     sample_tokens,
-    shifted_cumulative_sum,
     uniforms,
 )
 
@@ -300,9 +299,3 @@ def test_the_logprob_of_a_token_that_nobody_would_draw_is_finite_and_right():
     tokens, logprobs = sample_tokens(scores, penalized, None, torch.tensor([[3]]))
     assert tokens.tolist() != [3]
     assert logprobs.tolist() == [-499.0]
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 64, 1000])
-def test_shifted_sums_are_the_running_sum(width):
-    values = torch.rand(3, width, dtype=torch.float64, generator=torch.Generator().manual_seed(width))
-    torch.testing.assert_close(shifted_cumulative_sum(values), values.cumsum(-1), rtol=1e-13, atol=0)

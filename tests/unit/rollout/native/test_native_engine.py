@@ -76,17 +76,6 @@ def decoding(seen: list[Forward]) -> list[Forward]:
     return [each for each in seen if each.columns]
 
 
-def test_each_prompt_is_forwarded_once_and_then_one_token_per_row():
-    model = tiny_model()
-    with watched(model) as seen:
-        groups = engine(model).generate(prompts(), replace(SAMPLING, max_new_tokens=3, stop_token_ids=()))
-    lengths = [len(completion) for group in groups for completion in group.completions]
-    # The first token comes of the prefill, and the last one is not fed.
-    fed = [sum(length > i for length in lengths) for i in (1, 2)]
-    assert [(each.rows, each.tokens) for each in seen] == [(6, 10), (fed[0], 1), (fed[1], 1)]
-    assert 24 > fed[0] >= fed[1] > 12
-
-
 def test_parameters_that_are_not_plain_tensors_are_never_read_in_inference_mode():
     class Sharded(nn.Parameter):
         pass
