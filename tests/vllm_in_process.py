@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,12 @@ def perturb(model: torch.nn.Module, seed: int, scale: float = 0.02) -> None:
 
 
 @torch.no_grad()
+def logprobs_of(model: Any, prompt_ids: Sequence[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Return each token's log-prob by the model's full softmax at the temperature."""
+    logits = model(torch.tensor([[*prompt_ids, *ids]])).logits[0, len(prompt_ids) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
 def gap(vllm: InsideVllm, model: Any, request: Any = None, **params: Any) -> float:
     """The largest difference between the log-probs of what the engine samples and the model's full softmax at the temperature.
 
@@ -102,10 +108,9 @@ def gap(vllm: InsideVllm, model: Any, request: Any = None, **params: Any) -> flo
     worst = 0.0
     for prompt, output, temperature in zip(PROMPTS, outputs, temperatures, strict=True):
         ids = list(output.outputs[0].token_ids)
-        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
-        expected = (logits / (temperature or 1.0)).log_softmax(-1)
-        for t, (token, found) in enumerate(zip(ids, output.outputs[0].logprobs, strict=True)):
-            worst = max(worst, abs(found[token].logprob - float(expected[t, token])))
+        found = [each[token].logprob for token, each in zip(ids, output.outputs[0].logprobs, strict=True)]
+        expected = logprobs_of(model, prompt, ids, temperature or 1.0)
+        worst = max(worst, float((torch.tensor(found) - expected).abs().max()))
     return worst
 
 

@@ -86,14 +86,14 @@ def members(group):
     return found
 
 
-def num_running(url):
-    """How many requests a server writes just now; 0 where it does not answer."""
+def metric(url, name):
+    """One of a server's metrics; 0 where it does not answer."""
     request = UrlRequest(f"{url}/metrics", headers={"Authorization": f"Bearer {SECRET}"})
     try:
         text = urlopen(request, timeout=5).read().decode()
     except (URLError, OSError):
         return 0
-    lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+    lines = [line for line in text.splitlines() if line.startswith(f"vllm:{name}")]
     return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
 
 

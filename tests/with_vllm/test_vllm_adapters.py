@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,8 @@ def _slices(model):
     for name, parameter in adapter_parameters(model).items():
         flat = parameter.detach().reshape(-1)
         for start in range(0, len(flat), 300):
-            yield WeightSlice(
-                adapter_file_key(model, name), tuple(parameter.shape), flat.dtype, start, flat[start : start + 300]
-            )
+            values = flat[start : start + 300]
+            yield WeightSlice(adapter_file_key(model, name), tuple(parameter.shape), flat.dtype, start, values)
 
 
 def _request(report):
@@ -51,11 +51,10 @@ def _request(report):
     return LoRARequest(adapter.name, adapter.number, adapter.folder)
 
 
-@pytest.mark.parametrize("transport", ["process", "tcp"])
-def test_each_pushed_adapter_answers_as_pefts_model(vllm, transport):
-    settings = VllmSettings(ServerSettings(()), bucket_bytes=1 << 14, transport=transport)
+def test_each_pushed_adapter_answers_as_pefts_model(vllm):
     folders = []
-    for version in (1, 2, 3):
+    for version, transport in enumerate(("process", "tcp", "process"), 1):
+        settings = replace(SETTINGS, transport=transport)
         model = _adapted(version)
         report = push_weights(_slices(model), [vllm], settings, version, adapter=adapter_config(model))
         assert report.num_bytes == sum(4 * p.numel() for p in adapter_parameters(model).values())

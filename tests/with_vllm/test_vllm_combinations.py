@@ -6,6 +6,7 @@ gets into the engine.
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -33,27 +34,17 @@ def is_possible(case: Case) -> bool:
 def trainer_of(case: Case, folder: Any) -> Any:
     name, arguments = ALGORITHMS[case["algorithm"]]
     config, trainer = classes_of(name)
-    given = {
-        "max_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "beta": 0.1 if case["reference"] == "with" else 0.0,
-    }
+    beta = 0.1 if case["reference"] == "with" else 0.0
+    given: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "beta": beta}
     more: dict[str, Any] = {}
     if case["weights"] != "full":
         targets = ["q_proj", "v_proj", "o_proj"]
         more["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
     if case["weights"] == "alone":
         given["vllm_engine_kwargs"] = SERVED_ALONE
-    return trainer(
-        model=small_model(),
-        reward_funcs=spread,
-        args=config(**arguments_in(folder, **arguments, **given)),
-        train_dataset=DATA,
-        eval_dataset=DATA.select(range(2)),
-        processing_class=TOKENIZER,
-        **more,
-    )
+    args = config(**arguments_in(folder, **arguments, **given))
+    more |= {"train_dataset": DATA, "eval_dataset": DATA.select(range(2)), "processing_class": TOKENIZER}
+    return trainer(model=small_model(), reward_funcs=spread, args=args, **more)
 
 
 CASES = all_pairs(WITH_VLLM, is_possible)
@@ -76,3 +67,12 @@ def test_a_real_vllm_writes_with_the_policys_own_weights(tmp_path: Any, case: Ca
     policy = [name for name in before if "critic" not in name.split(".")]
     trained = dict(run.model.named_parameters())
     assert any(float((trained[name] - before[name]).abs().max()) > 1e-4 for name in policy)
+    rows = [json.loads(line) for line in (tmp_path / "journal" / "steps.jsonl").read_text().splitlines()]
+    first, *later = (row["push/bytes"] for row in rows if "push/bytes" in row)
+    num_trained = 4 * sum(before[name].numel() for name in policy)
+    for second in later:
+        if case["weights"] == "alone":
+            assert second == num_trained  # the adapter
+            assert first > 5 * second  # the base, once
+        else:  # what training does not change comes once
+            assert num_trained == second == first if case["weights"] == "full" else num_trained < second < first

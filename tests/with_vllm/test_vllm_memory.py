@@ -33,7 +33,8 @@ def small(tmp_path_factory):
     return run(tmp_path_factory.mktemp("small"), {}, micro_batch_tokens=16, logprob_chunk_size=16)
 
 
-@pytest.mark.parametrize("phase", [pytest.param(Phase.SCORE, marks=pytest.mark.release), Phase.TRAIN])
+@pytest.mark.release
+@pytest.mark.parametrize("phase", [Phase.SCORE, Phase.TRAIN])
 def test_passes_beside_a_vllm_run_again_to_the_bits_of_smaller_sizes(tmp_path, large, small, phase):
     cap = (large[2][phase.value] + small[2][phase.value]) // 2
     assert large[2][phase.value] > small[2][phase.value]

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 WORKED = [
     r"\| vLLM colocated \| ok \| .+ verified: process .+ ms .+, tcp .+ ms .+; log-probs within .+ \(temperature 0.7, top_p 0.9\)",
     r"\| vLLM server \| ok \| pushed and verified: tcp .+ ms .+; log-probs within .+ \(temperature 0.7, top_p 0.9\)",
@@ -14,6 +16,7 @@ WORKED = [
 ]
 
 
+@pytest.mark.release  # its two vLLMs take 80 s; tests/unit/selftest runs it with fakes
 def test_the_self_test_of_a_machine_that_works_says_so() -> None:
     command = [sys.executable, "-m", "lowpeak", "env", "--selftest"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)

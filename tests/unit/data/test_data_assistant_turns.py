@@ -13,19 +13,8 @@ from lowpeak.data.assistant_turns import AssistantTurns
 from lowpeak.errors import DataError
 from tiny_models import char_tokenizer
 
-TOKENS = [
-    "<|a|>",
-    "<|e|>",
-    "<|end|>",
-    "<|return|>",
-    "<|user|>",
-    "<|start|>",
-    "<s>",
-    "[INST]",
-    "[/INST]",
-    "<think>",
-    "</think>",
-]
+TOKENS = [f"<|{name}|>" for name in ("a", "e", "end", "return", "user", "start")]
+TOKENS += ["<s>", "[INST]", "[/INST]", "<think>", "</think>"]
 # Of each message m: how it opens, its text, how it ends. The last line is the generation prompt.
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

@@ -143,28 +143,22 @@ def test_what_cannot_be_opened_is_named(tmp_path, source, settings, words):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(("suffix", "line"), [(".jsonl", 3), (".json", 1), (".csv", 4)])
-def test_a_text_file_that_is_not_utf_8_is_named_with_its_line(tmp_path, suffix, line, streaming):
-    path = write(tmp_path / f"rows{suffix}", [*ROWS, {"prompt": "caf?", "answer": "4"}])
-    path.write_bytes(path.read_bytes().replace(b"?", b"\xe9"))
-    with pytest.raises(DataError, match=rf"{path} .*UTF-8: line {line} .*0xe9"):
-        open_dataset(path, streaming=streaming)
-
-
 @pytest.mark.parametrize(
-    ("name", "content", "byte"),
+    ("name", "content", "line", "byte"),
     [
-        ("rows.jsonl", '{"prompt": "1+1="}\n{"prompt": "é'.encode()[:-1], "0xc3"),
-        ("folder/train.txt", "1+1=\ncafé\n".encode("latin-1"), "0xe9"),
+        ("rows.jsonl", b'{"prompt": "1"}\n{"prompt": "caf\xe9"}\n', 2, "0xe9"),
+        ("rows.jsonl", '{"prompt": "1"}\n{"prompt": "é'.encode()[:-1], 2, "0xc3"),
+        ("rows.json", b'[{"prompt": "caf\xe9"}]', 1, "0xe9"),
+        ("rows.csv", b"prompt\n1\n2\ncaf\xe9\n", 4, "0xe9"),
+        ("folder/train.txt", b"1+1=\ncaf\xe9\n", 2, "0xe9"),
     ],
-    ids=["an end within a character", "a file of a folder"],
 )
-def test_the_line_of_other_text_is_named_too(tmp_path, name, content, byte):
+def test_a_text_file_that_is_not_utf_8_is_named_with_its_line(tmp_path, name, content, line, byte, streaming):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
-    with pytest.raises(DataError, match=rf"{path} .*UTF-8: line 2 .*{byte}"):
-        open_dataset(path.parent if "/" in name else path)
+    with pytest.raises(DataError, match=rf"{path} .*UTF-8: line {line} .*{byte}"):
+        open_dataset(path.parent if "/" in name else path, streaming=streaming)
 
 
 def test_a_text_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import torch
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from lowpeak.batching.packing import Budget, pack
 from lowpeak.data.preference import PreferenceReader, read_pairs
 from lowpeak.errors import DataError
 from lowpeak.rewards.model import ModelReward
@@ -73,19 +72,6 @@ def test_messages_go_through_the_chat_template_with_the_rows_own_settings():
     assert texts(PreferenceReader(TOKENIZER, chat_template_kwargs=options).read(row, 0)) == [("9", "2"), ("9", "34")]
     own = {**row, "chat_template_kwargs": {"opening": "8"}}
     assert texts(PreferenceReader(TOKENIZER, chat_template_kwargs=options).read(own, 0)) == [("8", "2"), ("8", "34")]
-
-
-@pytest.mark.parametrize("layout", ["padded", "rows", "shared"])
-def test_a_record_is_scored_at_the_last_token_of_its_row(layout):
-    rows = [("12=", "345", "36"), ("7", "", "8"), ("", "1", "234")]
-    reader = PreferenceReader(TOKENIZER)
-    pairs = [reader.read({"prompt": p, "chosen": c, "rejected": r}, i) for i, (p, c, r) in enumerate(rows)]
-    records = [record for pair in pairs for record in pair]
-    answers = [p + answer for p, c, r in rows for answer in (c, r)]
-    for batch in pack(records, range(len(records)), Budget(64, layout=layout), lambda n: 1.0, unit="pair"):
-        last = batch.input_ids_BL.flatten()[batch.positions_T].tolist()
-        expected = [TOKENIZER.convert_tokens_to_ids(answers[i][-1]) for i in batch.record_indices]
-        assert last == expected
 
 
 @pytest.mark.parametrize("form", ["text", "messages"])

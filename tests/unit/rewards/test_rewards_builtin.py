@@ -46,7 +46,8 @@ ANSWERS = [
 if folder := os.environ.get("LOWPEAK_GSM8K"):
     lines = [line for name in ("train", "test") for line in (Path(folder) / f"{name}.jsonl").read_text().splitlines()]
     ANSWERS = [json.loads(line)["answer"] for line in lines]
-NUMBERS = [answer.rpartition("####")[2].strip() for answer in ANSWERS]
+NUMBERS = sorted({answer.rpartition("####")[2].strip() for answer in ANSWERS})
+FINAL = [f"#### {number}" for number in NUMBERS]
 
 
 def plain(number: str) -> str:
@@ -87,13 +88,13 @@ def test_every_answer_matches_itself_as_number_and_as_text():
 def test_no_answer_matches_a_changed_number(change):
     changed = [f"1 + 2\n#### {change(int(plain(number)))}" for number in NUMBERS]
     for match in (numeric_match, exact_match):
-        assert match(changed, answer=ANSWERS) == [0.0] * len(ANSWERS)
+        assert match(changed, answer=FINAL) == [0.0] * len(FINAL)
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 def test_the_same_number_written_otherwise_matches(variant):
     completions = [variant(number) for number in NUMBERS]
-    rewards = numeric_match(completions, answer=ANSWERS)
+    rewards = numeric_match(completions, answer=FINAL)
     assert [c for c, reward in zip(completions, rewards, strict=True) if reward != 1] == []
 
 
@@ -179,45 +180,35 @@ def test_without_a_column_the_error_names_it():
         numeric_match(["1"])
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("<think>\na < b\n</think>\n<answer>5</answer>", 1),
-        ("  <think></think><answer></answer>\n", 1),
-        ("<think>a</think>b<answer>5</answer>", 0),
-        ("<think>a</think><answer>5", 0),
-        ("<think>a<think>b</think><answer>5</answer>", 0),
-        ("<think>a</think><answer>5</answer> and more", 0),
-        ("<answer>5</answer>", 0),
-        ("<think>" * 5000, 0),
-    ],
-)
-def test_think_and_answer_stand_once_each_and_nothing_else(text, reward):
-    assert think_answer_format([text, [{"role": "assistant", "content": text}]]) == [reward, reward]
+# Of each format: what it accepts, and what it does not.
+FORMATS = {
+    think_answer_format: (
+        ["<think>\na < b\n</think>\n<answer>5</answer>", "  <think></think><answer></answer>\n"],
+        [
+            *("<think>a</think>b<answer>5</answer>", "<think>a</think><answer>5", "<answer>5</answer>"),
+            *("<think>a<think>b</think><answer>5</answer>", "<think>a</think><answer>5</answer> and more"),
+            "<think>" * 5000,
+        ],
+    ),
+    hash_answer_format: (
+        ["steps\n#### 72", "#### -1,080.50", "####5", "#### $5"],
+        ["steps #### 72", "#### 1\n#### 2", "#### seventy", "#### 72\nHuman:", "72"],
+    ),
+    think_format_reward: (
+        ["<think>a</think> b", "<think>\n</think>"],
+        ["<think>a", " <think>a</think>", "a", "<think>a</think><think>b</think>", "</think><think>"],
+    ),
+    format_reward(r"\d+.*!", name="shout"): (["1 a\nb!", "1! "], ["a 1!", "1"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("steps\n#### 72", 1),
-        ("#### -1,080.50", 1),
-        ("####5", 1),
-        ("#### $5", 1),
-        ("steps #### 72", 0),
-        ("#### 1\n#### 2", 0),
-        ("#### seventy", 0),
-        ("#### 72\nHuman:", 0),
-        ("72", 0),
-    ],
-)
-def test_the_answer_line_stands_once_at_the_end_with_a_number(text, reward):
-    assert hash_answer_format([text]) == [reward]
-
-
-def test_a_format_matches_the_whole_completion_over_lines():
-    reward = format_reward(r"\d+.*!", name="shout")
-    assert reward(["1 a\nb!", "a 1!", "1! ", "1"], completion_ids=[]) == [1.0, 0.0, 1.0, 0.0]
-    assert reward.__name__ == "shout"
+@pytest.mark.parametrize("reward", FORMATS, ids=lambda reward: reward.__name__)
+def test_a_format_matches_the_whole_completion_or_is_worth_nothing(reward):
+    accepted, refused = FORMATS[reward]
+    expected = [1] * len(accepted) + [0] * len(refused)
+    chats = [[{"role": "assistant", "content": text}] for text in accepted + refused]
+    for completions in (accepted + refused, chats):
+        assert reward(completions, prompts=["p"] * len(completions)) == expected
 
 
 def test_soft_overlong_is_equation_13_of_dapo():
@@ -271,15 +262,6 @@ def test_formulas_are_compared_as_in_trl(text, solution, whole, after_reasoning,
 def test_the_end_of_reasoning_may_be_another_mark():
     texts = [r"hm \boxed{2} [END] \boxed{3}", r"</think> \boxed{3}"]
     assert reasoning_accuracy_reward(texts, ["3", "3"], reasoning_delimiters=["[END]"]) == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [("<think>a</think> b", 1), ("<think>\n</think>", 1), ("<think>a", 0), (" <think>a</think>", 0), ("a", 0),
-     ("<think>a</think><think>b</think>", 0), ("</think><think>", 0)],
-)  # fmt: skip
-def test_reasoning_stands_once_at_the_start(text, reward):
-    assert think_format_reward([text], prompts=["p"]) == [reward]
 
 
 def test_a_repetition_costs_its_share_of_the_n_grams():

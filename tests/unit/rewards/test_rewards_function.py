@@ -49,22 +49,12 @@ class AsyncLength:
         (functools.partial(AsyncLength()), "AsyncLength", True),
     ],
 )
-def test_the_name_and_the_kind_of_a_callable(function, name, is_async):
+def test_callables_of_each_kind_have_a_name_and_are_called_alike(function, name, is_async):
     reward = FunctionReward(function)
     assert (reward.name, reward.is_async) == (name, is_async)
+    assert reward(**ROWS, answer=["a", "b"]) == [1.0, 0.0 if name == "ExactAnswer" else 2.0]
     assert FunctionReward(function, name="mine").name == "mine"
     assert isinstance(reward, Reward)
-
-
-@pytest.mark.parametrize("function", [length, later, functools.partial(later), AsyncLength()])
-def test_sync_and_async_functions_are_called_alike_also_where_a_loop_is_running(function):
-    def ask():
-        return FunctionReward(function)(**ROWS, answer=["a", "b"], trainer_state=None)
-
-    async def notebook():
-        return ask()
-
-    assert ask() == asyncio.run(notebook()) == [1.0, 2.0]
 
 
 def test_a_function_with_kwargs_gets_every_keyword_and_one_without_only_those_it_names():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from panel_groups import compute_rewards, group
@@ -89,17 +88,6 @@ def test_an_async_judge_of_trls_shape_is_waited_for_and_asked_in_our_order():
             return super().judge(prompts, completions)
 
     assert rewards(Waiting(length), group("p", "a", "bb")) == [0.0, 1.0]
-
-
-def test_a_judge_that_is_late_fails_or_counts_as_none():
-    class Slow(ScriptedJudge):
-        def judge(self, prompts, completions):
-            time.sleep(1.0)
-
-    with pytest.raises(RewardError, match=r"'Slow' .*0\.05"):
-        rewards(Slow(length), *ONE_PAIR, timeout=0.05)
-    unknown = rewards(Slow(length), *ONE_PAIR, timeout=0.05, on_failure="none")
-    assert unknown == pytest.approx([NAN, NAN], nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -158,12 +158,6 @@ def test_functions_and_models_stand_side_by_side_in_one_panel(folder):
     assert record.reward == pytest.approx(0.5 + 2 * logit, abs=1e-5)
 
 
-def test_a_reward_that_is_passed_in_keeps_its_own_name():
-    mine = ModelReward(classifier(), tokenizer(), name="mine")
-    assert [reward.name for reward in make_rewards([mine, mine])] == ["mine", "mine_2"]
-    assert mine.name == "mine"
-
-
 def saved(folder, model, words=True):
     model.save_pretrained(folder)
     if words:

@@ -108,24 +108,18 @@ def test_a_row_whose_tokens_have_a_number_each_has_their_sum_and_their_weighted_
     assert tokens == [None, [1.0, 0.0], [2.0, 2.0, 2.0], None]
 
 
-def test_means_and_stds_are_over_the_rows_that_were_scored_as_in_trl():
-    metrics = compute_rewards(length, only_long, lambda prompts: [None] * 4).metrics
-    found = [
-        metrics[f"rewards/{name}/{kind}"].value()
-        for name in ("length", "only_long", "<lambda>")
-        for kind in ("mean", "std")
-    ]
+def no_number(prompts):
+    return [None] * len(prompts)
+
+
+def test_means_and_stds_are_over_the_rows_that_were_scored_as_in_trl_also_if_ranks_scored_them():
+    functions, groups = (length, only_long, no_number), [group("p", "a", "bb"), group("q", "ccc", "")]
+    metrics, names = compute_rewards(*functions, groups=groups).metrics, ("length", "only_long", "no_number")
+    found = [metrics[f"rewards/{name}/{kind}"].value() for name in names for kind in ("mean", "std")]
     std = torch.tensor([1.0, 2, 3, 0]).std().item()
     assert found == pytest.approx([1.5, std, 1.0, 0.0, NAN, NAN], nan_ok=True)
-
-
-def test_metrics_of_gathered_records_are_those_of_one_rank_with_all_groups():
-    groups = [group("p", "a", "bb"), group("q", "ccc", "")]
-    gathered = [record for own in groups for record in compute_rewards(length, only_long, groups=[own]).records]
-    assert (
-        metrics_by_function(("length", "only_long"), gathered)
-        == compute_rewards(length, only_long, groups=groups).metrics
-    )
+    gathered = [record for own in groups for record in compute_rewards(*functions, groups=[own]).records]
+    assert metrics_by_function(names, gathered) == metrics
 
 
 def test_rewards_log_metrics_and_columns():

@@ -111,10 +111,6 @@ def test_an_exception_or_exit_is_told_with_the_rewards_own_line_and_kept_as_the_
         assert isinstance(caught.value.__cause__, cause)
 
 
-def needs(completions, answer):
-    return [0.0] * len(completions)
-
-
 def logs_too_few(completions, log_extra, **kwargs):
     log_extra("seen", [1])
     return [0] * len(completions)
@@ -127,11 +123,10 @@ def huge(completions):
 @pytest.mark.parametrize(
     ("rewards", "words"),
     [
-        ([bad([0] * 4), needs], r"'needs' .*answer"),
         ([logs_too_few], r"'logs_too_few' .*1 .*'seen' .*4"),
         ([huge, huge], r"2e\+19 .*index 0 .*reward_weights"),
     ],
-    ids=["missing column", "log", "infinite square of the sum"],
+    ids=["log", "infinite square of the sum"],
 )
 def test_a_failure_around_the_values_is_told_with_its_name_and_number(rewards, words):
     with pytest.raises(RewardError, match=words):

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fake_server import FACTS
 from lowpeak.errors import EngineError
@@ -68,36 +67,6 @@ def test_the_version_that_is_installed_with_the_package_is_in_the_range():
 def test_every_rank_of_the_host_counts_for_the_memory_of_engines_that_sleep():
     assert num_host_ranks(Ranks(), {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}) == 8
     assert num_host_ranks(Ranks(), {}) == 1
-
-
-def compute_topk_scores(logits, num_logprobs, *, logprob_token_ids_state, expanded_idx_mapping):
-    return logits.float().log_softmax(-1)
-
-
-class V2Sampler:
-    """As much of the V2 runner's sampler as its log-probs need; `tests/with_vllm` runs both of vLLM's."""
-
-    logprobs_mode = "raw_logprobs"
-
-    def __init__(self, temperatures):
-        values = torch.tensor(temperatures)
-        self.sampling_states = SimpleNamespace(temperature=SimpleNamespace(gpu=values, np=values.numpy()))
-        self.logprob_token_ids_state = SimpleNamespace()
-
-    def __call__(self, logits, mapping):
-        state = self.logprob_token_ids_state
-        return compute_topk_scores(logits, 0, logprob_token_ids_state=state, expanded_idx_mapping=mapping)
-
-
-def test_each_row_of_a_v2_sampler_is_scored_at_the_temperature_of_its_own_sequence():
-    logits, mapping = torch.randn(4, 7), torch.tensor([2, 0, 2, 1])
-    samplers = [V2Sampler([0.0, 1.3, 0.7]), V2Sampler([0.0, 1.0, 0.0]), V2Sampler([0.5, 0.5, 0.5])]
-    for sampler in (*samplers[:2], *samplers[:2]):
-        score_at_temperature(sampler)
-    expected = logits / torch.tensor([0.7, 1.0, 0.7, 1.3])[:, None]
-    torch.testing.assert_close(samplers[0](logits, mapping), expected.log_softmax(-1))
-    for untouched in samplers[1:]:  # at temperature 1, and of an engine that was not asked
-        assert torch.equal(untouched(logits, mapping), logits.log_softmax(-1))
 
 
 def test_an_unknown_sampler_is_refused_with_the_version_of_vllm(monkeypatch):

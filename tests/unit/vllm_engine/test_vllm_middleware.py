@@ -30,7 +30,10 @@ def answered(middleware, path, *authorizations, kind="http"):
     async def send(message):
         sent.append(message)
 
-    headers = [*FROM_A_WEB_PAGE, *((b"authorization", each.encode()) for each in authorizations)]
+    headers = [
+        *FROM_A_WEB_PAGE,
+        *((b"authorization", each.encode(errors="surrogateescape")) for each in authorizations),
+    ]
     asyncio.run(middleware({"type": kind, "method": "POST", "path": path, "headers": headers}, None, send))
     return sent
 
@@ -42,7 +45,7 @@ PASSED = [{"type": "passed"}]
     "path", ["/collective_rpc", "/pause", "/v1/completions", "/metrics", "/docs", "//health", "/health/"]
 )
 @pytest.mark.parametrize(
-    "given", [(), ("Bearer other",), ("sécret",), ("Bearer sécret", "Bearer sécret"), ("Bearer ",)]
+    "given", [(), ("Bearer other",), ("sécret",), ("Bearer sécret", "Bearer sécret"), ("Bearer ",), ("Bearer \udcff",)]
 )
 def test_without_the_token_every_route_is_refused(guarded, path, given):
     start, body = answered(guarded, path, *given)

@@ -11,7 +11,7 @@ import torch
 from fused_model import slices, weights
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.weight_sync.buckets import ChecksumTable, Piece, fill_buckets
+from lowpeak.vllm.weight_sync.buckets import ChecksumTable, fill_buckets
 from lowpeak.vllm.weight_sync.verification import (
     MIX_1,
     MIX_2,
@@ -157,11 +157,6 @@ def test_buckets_hold_everything_and_are_never_longer_than_their_buffer(num_byte
     assert all(torch.equal(found[name], tensor) for name, tensor in MANY.items())
 
 
-def test_one_buffer_serves_all_buckets_and_small_tensors_share_one():
-    _, lengths = _filled(MANY, 1 << 20, 64)
-    assert len(lengths) == 1
-
-
 def test_a_tensor_whose_slices_are_all_in_one_bucket_is_whole_in_it():
     (bucket,) = fill_buckets(slices(MANY, 64), lambda device: torch.empty(1 << 20, dtype=torch.uint8), None)
     assert [piece.name for piece in bucket.pieces] == list(MANY)
@@ -183,11 +178,6 @@ def test_slices_that_end_before_their_tensor_are_an_error_with_its_name():
     list(fill_buckets(short, lambda device: torch.empty(64, dtype=torch.uint8), sums))
     with pytest.raises(EngineError, match=r"a\.weight"):
         sums.read()
-
-
-def test_a_piece_survives_json():
-    piece = Piece("a", (2, 3), torch.bfloat16, 1, 4, 64)
-    assert Piece.from_json(piece.to_json()) == piece
 
 
 def test_a_buffer_too_short_for_one_element_is_an_error():

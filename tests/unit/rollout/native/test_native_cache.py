@@ -61,21 +61,6 @@ def test_tokens_are_added_behind_the_prompts_through_several_growths():
         assert ours.get_seq_length() == column
 
 
-def test_rows_write_at_their_own_columns_and_leave_the_others():
-    ours, theirs = _filled()
-    ours.reserve(5, 11, 5)
-    columns = torch.tensor([6, 10, 3])
-    ours.begin(columns, 11)
-    new = _states(3, 1, 7)
-    keys, values = ours.update(*new, 1)
-    assert keys.shape == (3, 2, 11, 4)
-    for row, column in enumerate(columns.tolist()):
-        for mine, old, added in zip((keys, values), (theirs.layers[1].keys, theirs.layers[1].values), new, strict=True):
-            kept = [c for c in range(6) if c != column]
-            assert torch.equal(mine[row, :, kept], old[row, :, kept])
-            assert torch.equal(mine[row, :, column], added[row, :, 0])
-
-
 def test_slots_that_are_moved_are_read_before_any_is_written():
     ours, theirs = _filled()
     ours.move([0, 4, 1], [4, 0, 3], 6)
@@ -99,18 +84,6 @@ def test_buffers_never_hold_more_columns_than_prompt_and_completion(num_new):
     ours, _ = _filled(max_columns=6 + num_new)
     ours.reserve(5, 6 + num_new, 5)
     assert ours.layers[0].buffers[0].shape[1] == 6 + num_new
-
-
-def test_a_shorter_prompt_stands_at_the_left_of_its_slot():
-    ours = SlotCache(40, 10)
-    prefilled = _prefilled(2, 6)  # right-aligned: the second prompt's first two columns are padding
-    ours.reserve(4, 6, 0)
-    ours.place(prefilled, [0, 1], [6, 4], 1)
-    keys = ours.layers[0].buffers[0].transpose(1, 2)
-    assert torch.equal(keys[1, :, :6], prefilled.layers[0].keys[0])
-    assert torch.equal(keys[2, :, :4], prefilled.layers[0].keys[1, :, 2:])
-    assert not keys[0].any()
-    assert keys.isfinite().all()
 
 
 def test_rows_that_are_too_many_to_be_copied_at_once_go_in_parts():

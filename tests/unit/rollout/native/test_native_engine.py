@@ -76,67 +76,6 @@ def decoding(seen: list[Forward]) -> list[Forward]:
     return [each for each in seen if each.columns]
 
 
-def test_each_prompt_is_forwarded_once_and_then_one_token_per_row():
-    model = tiny_model()
-    with watched(model) as seen:
-        groups = engine(model).generate(prompts(), replace(SAMPLING, max_new_tokens=3, stop_token_ids=()))
-    lengths = [len(completion) for group in groups for completion in group.completions]
-    # The first token comes of the prefill, and the last one is not fed.
-    fed = [sum(length > i for length in lengths) for i in (1, 2)]
-    assert [(each.rows, each.tokens) for each in seen] == [(6, 10), (fed[0], 1), (fed[1], 1)]
-    assert 24 > fed[0] >= fed[1] > 12
-
-
-def test_rows_that_have_ended_leave_the_batch():
-    model = tiny_model()
-    sampling = replace(SAMPLING, max_new_tokens=40, num_generations=16, stop_token_ids=(3, 4, 5))
-    with watched(model) as seen:
-        groups = engine(model).generate(prompts(), sampling)
-    useful = sum(len(c) - 1 for group in groups for c in group.completions)
-    longest = max(len(c) for group in groups for c in group.completions)
-    assert useful < 0.5 * 96 * longest
-    assert sum(each.rows for each in decoding(seen)) == useful
-    assert len(seen) == longest
-
-
-def test_a_completion_ends_with_its_end_token_or_at_full_length():
-    sampling = replace(SAMPLING, num_generations=16, stop_token_ids=(7,))
-    completions = [c for group in engine(tiny_model()).generate(prompts(), sampling) for c in group.completions]
-    assert {c.finish_reason for c in completions} == {"stop", "length"}
-    for completion in completions:
-        ids = completion.ids.tolist()
-        assert not {1, 7} & set(ids[:-1])
-        assert (ids[-1] in (1, 7)) == (completion.finish_reason == "stop")
-        assert completion.finish_reason == "stop" or len(ids) == 12
-
-
-def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it():
-    tokenizer = char_tokenizer()
-    free = engine(tiny_model()).generate(prompts(), SAMPLING)
-    stopped = engine(tiny_model()).generate(prompts(), replace(SAMPLING, stop=("33", "0")))
-    ends = 0
-    for before, after in zip(free, stopped, strict=True):
-        for whole, cut in zip(before.completions, after.completions, strict=True):
-            assert whole.ids[: len(cut)].tolist() == cut.ids.tolist()
-            text = tokenizer.decode(cut.ids)
-            assert "33" not in text[:-1]
-            assert "0" not in text[:-1]
-            if text.endswith(("33", "0")):
-                assert cut.finish_reason == "stop"
-                ends += 1
-            else:
-                assert len(cut) == len(whole)
-    assert ends > 3
-
-
-def test_generated_tokens_are_reported_as_they_come():
-    counted: list[tuple[int, int]] = []
-    groups = engine(tiny_model(), on_tokens=lambda *counts: counted.append(counts)).generate(prompts(), SAMPLING)
-    assert sum(useful for useful, _ in counted) == sum(len(c) for group in groups for c in group.completions)
-    assert all(useful <= computed for useful, computed in counted)
-    assert len(counted) > 1
-
-
 def test_parameters_that_are_not_plain_tensors_are_never_read_in_inference_mode():
     class Sharded(nn.Parameter):
         pass
@@ -173,13 +112,6 @@ def test_an_error_in_the_middle_leaves_the_hold_and_goes_on():
     assert torch.is_grad_enabled()
 
 
-def test_broken_weights_are_an_error_and_not_tokens():
-    model = tiny_model()
-    nn.init.constant_(model.model.norm.weight, float("nan"))
-    with pytest.raises(EngineError, match="NaN"):
-        engine(model).generate(prompts(), SAMPLING)
-
-
 def test_waves_follow_the_budget_of_the_moment():
     model, heard = tiny_model(), []
     budgets = iter([1 << 24, (10 + 12) * bytes_per_token(model)])
@@ -197,26 +129,20 @@ ENDING = replace(SAMPLING, max_new_tokens=40, num_generations=6, stop_token_ids=
 
 
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"temperature": 0.0}, {"stop": ("77", "0")}])
-@pytest.mark.parametrize("slots", [1, 2, 5, 7, 13, 24])
-def test_rows_that_enter_later_have_the_same_tokens(slots, settings):
+@pytest.mark.parametrize("slots", [1, 3, 8, 13])
+def test_rows_that_enter_later_have_the_same_tokens_within_the_budget(slots, settings):
     model, sampling = tiny_model(), replace(ENDING, **settings)
     expected = engine(model).generate(prompts(), sampling)
-    made = engine(model, kv_cache_bytes=slots * (10 + 40) * bytes_per_token(model)).generate(prompts(), sampling)
+    with watched(model) as seen:
+        made = engine(model, kv_cache_bytes=slots * (10 + 40) * bytes_per_token(model)).generate(prompts(), sampling)
+    assert max(each.rows * each.columns for each in seen) <= slots * (10 + 40)
+    assert max(each.rows for each in decoding(seen)) >= slots
+    assert sum(each.rows for each in seen if each.tokens > 1) == len(TEXTS)  # each prompt is forwarded once
     assert tokens(made) == tokens(expected)
     for group, other in zip(made, expected, strict=True):
         for mine, its in zip(group.completions, other.completions, strict=True):
             assert mine.finish_reason == its.finish_reason
             torch.testing.assert_close(mine.logprobs, its.logprobs, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("slots", [1, 3, 8, 12])
-def test_rows_times_columns_never_exceed_the_budget(slots):
-    model = tiny_model()
-    many = [replace(prompt, serial=30 * i + prompt.serial) for i in range(3) for prompt in prompts()]
-    with watched(model) as seen:
-        engine(model, kv_cache_bytes=slots * (10 + 40) * bytes_per_token(model)).generate(many, ENDING)
-    assert max(each.rows * each.columns for each in seen) <= slots * (10 + 40)
-    assert max(each.rows for each in decoding(seen)) >= slots
 
 
 def test_the_batch_stays_full_while_rows_wait():
@@ -227,18 +153,10 @@ def test_the_batch_stays_full_while_rows_wait():
     useful = sum(len(c) - 1 for group in groups for c in group.completions)
     longest = max(len(c) for group in groups for c in group.completions)
     assert len(decoding(seen)) < useful / 16 + longest
-    assert sum(each.rows for each in decoding(seen)) == useful
+    assert sum(each.rows for each in decoding(seen)) == useful  # rows that have ended leave the batch
 
 
-@pytest.mark.parametrize("slots", [1, 2, 5, 12])
-def test_each_prompt_is_forwarded_once_however_few_of_its_rows_find_a_slot(slots):
-    model = tiny_model()
-    with watched(model) as seen:
-        engine(model, kv_cache_bytes=slots * (10 + 40) * bytes_per_token(model)).generate(prompts(), ENDING)
-    assert sum(each.rows for each in seen if each.tokens > 1) == len(TEXTS)
-
-
-@pytest.mark.parametrize("tokens_of_budget", [100, 150, 200, 330])
+@pytest.mark.parametrize("tokens_of_budget", [100, 200])
 def test_short_prompts_beside_a_long_one_stay_within_the_budget(tokens_of_budget):
     """The long row's columns are everybody's: as it grows, fewer short rows may stand beside it."""
     model = tiny_model()
@@ -369,7 +287,6 @@ def test_generating_moves_no_random_state_and_leaves_weights_that_can_be_trained
         (512, [Prompt(3, (), "a row")], 1 << 24, "3, 'a row'"),
         (512, prompts(), 100, "kv_cache_bytes"),
     ],
-    ids=["context", "empty prompt", "budget"],
 )
 def test_a_row_that_cannot_be_generated_is_an_error_with_the_numbers(context, asked, kv_cache_bytes, match):
     with pytest.raises(EngineError, match=match):
