@@ -49,7 +49,7 @@ def run(way, hidden, weight, targets, settings):
 
 def peak_bytes(call):
     """The most bytes of results that were alive at once during a call."""
-    with StorageMeter() as meter:
+    with StorageMeter(block=1) as meter:
         meter.begin("call")
         call()
         meter.begin(None)
