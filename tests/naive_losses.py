@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.arguments.grpo import GRPOSettings
+from lowpeak.arguments.online import Correction
 from lowpeak.arguments.rloo import RLOOSettings
 
 
@@ -88,6 +89,18 @@ def plain_gamma(s: GRPOSettings, log_ratios: Sequence[float], advantage: float) 
     if advantage >= 0:
         return math.exp(s.vespo.positive_decay * (1 - w)) * w**s.vespo.positive_power
     return math.exp(s.vespo.negative_decay * (1 - w)) * w**s.vespo.negative_power
+
+
+def plain_weights(correction: Correction, old: Tensor, sampling: Tensor) -> Tensor:
+    """A sequence's weights for a sampler that drifted, computed with Python numbers."""
+    drift = [0.0 if math.isnan(s) else o - s for o, s in zip(old.tolist(), sampling.tolist(), strict=True)]
+    if correction.per_sequence:
+        drift = [sum(drift)] * len(drift)
+    weights = []
+    for ratio in map(math.exp, drift):
+        inside = min(max(ratio, correction.minimum), correction.maximum)
+        weights.append((ratio if inside == ratio else 0.0) if correction.masks else inside)
+    return torch.tensor(weights, dtype=torch.float64)
 
 
 def plain_rloo(s: RLOOSettings, rows: Sequence[Row], *, weighed: bool = False) -> Tensor:

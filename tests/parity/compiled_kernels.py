@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import subprocess
@@ -14,10 +13,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from all_pairs import all_pairs
 from lowpeak.logprobs import triton_kernels
 from lowpeak.optim import triton_step
 
-CAPABILITIES = (80, 89, 90)
+CAPABILITIES = ("80", "89", "90")
+FLAGS, POINTERS = ("none", "all"), ("aligned", "any")
+LOW_BITS = ("16", "8", "0", "-1")
 FLOATS = ("inner", "outer")
 INTEGERS = ("stride", "narrow_stride", "num_ids")
 READER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -90,22 +92,21 @@ def read_report(cubin: bytes) -> str:
 
 
 def main() -> None:
-    """The plainest and the fullest variants of each, aligned or not; and one that has too few registers."""
-    kernels = (
-        (triton_kernels._chosen, CHOSEN),
-        (triton_kernels._statistics, STATISTICS),
-        (triton_kernels._gradient, GRADIENT),
-    )
-    for capability, (kernel, names), full, aligned in itertools.product(
-        CAPABILITIES, kernels, (False, True), (False, True)
-    ):
-        as_run = (triton_kernels._NUM_WARPS, triton_kernels._BLOCK)
-        found = usage(capability, kernel, dict.fromkeys(names, full), aligned, *as_run)
-        print(json.dumps({"capability": capability, "kernel": kernel.__name__, "threads": 32 * as_run[0], **found}))
-    for capability, low_bits, has_blocks in itertools.product(CAPABILITIES, (16, 8, 0, -1), (True, False)):
-        found = optimizer_usage(capability, low_bits, has_blocks)
-        threads = 32 * triton_step._NUM_WARPS
-        print(json.dumps({"capability": capability, "kernel": "optimizer", "threads": threads, **found}))
+    """Each pair of a GPU, a kernel, its flags and its alignment; and one variant that has too few registers."""
+    kernels = {
+        "_chosen": (triton_kernels._chosen, CHOSEN),
+        "_statistics": (triton_kernels._statistics, STATISTICS),
+        "_gradient": (triton_kernels._gradient, GRADIENT),
+    }
+    as_run = (triton_kernels._NUM_WARPS, triton_kernels._BLOCK)
+    for case in all_pairs({"capability": CAPABILITIES, "kernel": [*kernels], "flags": FLAGS, "pointers": POINTERS}):
+        kernel, names = kernels[case["kernel"]]
+        flags = dict.fromkeys(names, case["flags"] == "all")
+        found = usage(int(case["capability"]), kernel, flags, case["pointers"] == "aligned", *as_run)
+        print(json.dumps({**case, "threads": 32 * as_run[0], **found}))
+    for case in all_pairs({"capability": CAPABILITIES, "low_bits": LOW_BITS, "states": ("8 bits", "fp32")}):
+        found = optimizer_usage(int(case["capability"]), int(case["low_bits"]), case["states"] == "8 bits")
+        print(json.dumps({**case, "kernel": "optimizer", "threads": 32 * triton_step._NUM_WARPS, **found}))
     one_warp = usage(80, triton_kernels._statistics, dict.fromkeys(STATISTICS, True), True, 1, triton_kernels._BLOCK)
     print(json.dumps({"too few": one_warp}))
 

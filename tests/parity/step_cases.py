@@ -14,7 +14,7 @@ from lowpeak.heads.lm_head import install_head
 from lowpeak.records import Completion, Record
 from lowpeak.training.rollout import with_step_shares
 from lowpeak.training.step import LogprobSettings, run_step
-from naive_losses import Row, plain_grpo, plain_rloo
+from naive_losses import Row, plain_grpo, plain_rloo, plain_weights
 from rounding import assert_each_close_to_largest
 from step_settings import GRPO, LocalStrategy
 
@@ -95,17 +95,6 @@ def plain_logprobs(model, records):
     return [logprobs[b, -len(record.completion) :] for b, record in enumerate(records)]
 
 
-def drift_weights(settings, logprobs, sampling):
-    """What a step's tokens weigh for a sampler that drifted; 1 where nothing is corrected in the step."""
-    correction = settings.correction
-    if correction is None or settings.score_old:
-        return torch.ones_like(logprobs)
-    drift = (logprobs.detach() - sampling).double()
-    ratio = (drift.sum() if correction.per_sequence else drift).exp().expand(len(drift)).float()
-    bounded = ratio.clamp(correction.minimum, correction.maximum)
-    return torch.where(bounded == ratio, ratio, 0.0) if correction.masks else bounded
-
-
 def plain_rows(settings, model, records):
     """The counted tokens of each row by the plain way, with the policy's own log-probs where no old ones are scored."""
     rows = []
@@ -113,7 +102,8 @@ def plain_rows(settings, model, records):
         mask = record.completion.loss_mask
         p, sampling = logprobs[mask], record.completion.logprobs[mask]
         old = p.detach() if record.old is None else record.old[mask]
-        weights = drift_weights(settings, p, sampling)
+        correction = settings.correction
+        weights = torch.ones_like(p) if correction is None else plain_weights(correction, p.detach(), sampling).float()
         rows.append(Row(p, None, old, record.reference[mask], weights, record.advantages[0].item()))
     return rows
 

@@ -24,10 +24,10 @@ def token_loss(logprobs, entropy, start, stop):
     return (logprobs.exp() * torch.arange(start + 1, stop + 1)).sum() + (0 if entropy is None else entropy.sum())
 
 
-def rows(seed):
+def rows(seed, num_ids=NUM_IDS):
     """Two rows with padding at the end of the second, the positions that count, and their targets."""
     torch.manual_seed(seed)
-    ids = torch.randint(2, NUM_IDS, (2, 9))
+    ids = torch.randint(2, num_ids, (2, 9))
     ids[1, 1] = PADDING  # seen by what is predicted after it
     ids[1, 6:] = PADDING
     positions = torch.tensor([2, 3, 4, 5, 6, 9, 10, 11, 12])
@@ -181,14 +181,6 @@ def test_without_gradients_none_is_added():
         request = HeadRequest(positions, targets, 1.0, 4, loss=token_loss, inplace_grad_scale=1.0)
         model(input_ids=ids, head_request=request)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_generation_and_plain_calls_keep_autograds_way():
-    ours, theirs = tiny_model(NUM_IDS), tiny_model(NUM_IDS)
-    install_head(ours)
-    for model in (ours, theirs):
-        model(input_ids=rows(0)[0]).logits.square().sum().backward()
-    assert_same_gradients(ours, theirs, rtol=0, atol=0)
 
 
 def test_one_device_promises_the_scale_that_accelerates_backward_applies():

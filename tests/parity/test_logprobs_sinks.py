@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_logprobs_chunked import SETTINGS, inputs, per_token, recomputed, visited
-from test_logprobs_direct import PADDING, run
+from test_logprobs_chunked import SETTINGS, inputs, naive_loss, per_token, recomputed, visited
+from test_logprobs_direct import PADDING, rows, run
+from test_logprobs_memory import peak_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak.heads.lm_head import install_head
 from lowpeak.logprobs.chunked import fused_loss
 from lowpeak.logprobs.inplace_grad import allows_inplace_grad, gradient_sink
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_logprobs
-from lowpeak.plan.rehearsal.storage_meter import StorageMeter
 from rounding import assert_close_to_largest, assert_each_close_to_largest
 from summed_gradient import CountedRows, SummedGradient
 from tiny_models import tiny_model
@@ -24,18 +24,8 @@ from tiny_models import tiny_model
 NUM_IDS = 601  # three stripes, the last of them short
 SCALE = 0.25
 FULL = ChunkSettings(4, 0.7, HeadScale(0.8, 1.5), entropy=True, entropy_grad=True)
-CASES = {
-    **SETTINGS,
-    "entropy without gradient": ChunkSettings(4, entropy=True),
-    "softcap and entropy": FULL,
-}
-SHAPES = [(11, NUM_IDS), (0, NUM_IDS), (1, NUM_IDS), (9, 1), (7, 256), (3, 257), (1300, NUM_IDS)]
-
-
-def naive(leaves, targets, weights, settings):
-    logprobs, entropy = naive_logprobs(*leaves, targets, settings.temperature, settings.scale)
-    entropy = entropy if settings.entropy_grad else entropy.detach() if settings.entropy else None
-    return per_token(weights, logprobs, entropy, 0, len(targets)), logprobs, entropy
+SHAPES = [(0, NUM_IDS), (1, NUM_IDS), (9, 1), (7, 256), (3, 257)]
+MANY_TOKENS = (replace(FULL, chunk_size=96), (1300, NUM_IDS), True)
 
 
 def leaf_copies(leaves, dtypes=(torch.float64,) * 3):
@@ -46,7 +36,7 @@ def leaf_copies(leaves, dtypes=(torch.float64,) * 3):
 def assert_naive_gradients(way, leaves, exact, targets, weights, settings, bounds, values_bound):
     """Two micro-batches into a sink give the definition's values and twice its gradients, each within its bound."""
     sink = SummedGradient(leaves[1])
-    expected = naive(exact, targets, weights, settings)
+    expected = naive_loss(exact, targets, weights, settings)
     (2 * SCALE * expected[0]).backward()
     for _ in range(2):
         found = way(leaves, targets, weights, replace(settings, inplace_grad_scale=SCALE))
@@ -65,9 +55,10 @@ def assert_naive_gradients(way, leaves, exact, targets, weights, settings, bound
 @pytest.mark.parametrize("way", [recomputed, visited])
 @pytest.mark.parametrize(
     ("settings", "sizes", "bias"),
-    [(settings, (11, NUM_IDS), bias) for settings in CASES.values() for bias in (True, False)]
-    + [(FULL, sizes, True) for sizes in SHAPES],
-    ids=[f"{name}-{bias}" for name in CASES for bias in ("bias", "no bias")] + [str(sizes) for sizes in SHAPES],
+    [(settings, (11, NUM_IDS), bias) for settings in SETTINGS.values() for bias in (True, False)]
+    + [(FULL, sizes, True) for sizes in SHAPES]
+    + [MANY_TOKENS],
+    ids=[f"{name}-{bias}" for name in SETTINGS for bias in ("bias", "no bias")] + [*map(str, SHAPES), "many tokens"],
 )
 def test_a_sink_gets_the_definitions_gradient_of_each_row(way, settings, sizes, bias):
     leaves, targets, weights = inputs(*sizes, bias=bias)
@@ -103,7 +94,7 @@ def test_in_each_dtype_rows_are_summed_in_fp32_over_all_tokens(way, dtypes, sett
 def test_under_autocast_the_rows_are_those_of_the_rounded_head(way):
     leaves, targets, weights = inputs(11, NUM_IDS, dtype=torch.float32, bias=False)
     exact = leaf_copies([x if x is None else x.bfloat16() for x in leaves])
-    naive(exact, targets, weights, FULL)[0].backward()
+    naive_loss(exact, targets, weights, FULL)[0].backward()
     sink = SummedGradient(leaves[1])
     with torch.autocast("cpu", torch.bfloat16):
         loss = way(leaves, targets, weights, replace(FULL, inplace_grad_scale=1.0))[0]
@@ -128,32 +119,30 @@ def test_top_1_flags_come_with_a_sink_as_without(way):
     assert found[0][::2].all()
 
 
-def test_a_chunk_whose_loss_is_constant_adds_nothing():
+@pytest.mark.parametrize("has_sink", [True, False])
+def test_a_chunk_whose_loss_is_constant_adds_its_value_and_no_gradient(has_sink):
     """Chunks of other derivatives stand beside it: by log-probs alone, and by both."""
 
     def loss(weights, logprobs, entropy, start, stop):
-        if start == 4:
-            return torch.zeros((), dtype=logprobs.dtype)
+        if start == FULL.chunk_size:
+            return logprobs.new_tensor(7.0)
         return per_token(weights, logprobs, entropy if start == 0 else None, start, stop)
 
     leaves, targets, weights = inputs(11, NUM_IDS)
-    exact, sink = leaf_copies(leaves), SummedGradient(leaves[1])
+    exact, sink = leaf_copies(leaves), SummedGradient(leaves[1]) if has_sink else None
     logprobs, entropy = naive_logprobs(*exact, targets, FULL.temperature, FULL.scale)
-    sum(loss(weights, logprobs[a:b], entropy[a:b], a, b) for a, b in FULL.spans(11)).backward()
-    settings = replace(FULL, inplace_grad_scale=1.0)
-    fused_loss(*leaves, targets, functools.partial(loss, weights), settings)[0].backward()
-    for ours, leaf in zip((leaves[0].grad, sink.total, leaves[2].grad), exact, strict=True):
+    expected = sum(loss(weights, logprobs[a:b], entropy[a:b], a, b) for a, b in FULL.spans(11))
+    expected.backward()
+    settings = replace(FULL, inplace_grad_scale=1.0 if has_sink else None)
+    found = fused_loss(*leaves, targets, functools.partial(loss, weights), settings)[0]
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    by_head = sink.total if has_sink else leaves[1].grad
+    for ours, leaf in zip((leaves[0].grad, by_head, leaves[2].grad), exact, strict=True):
         torch.testing.assert_close(ours, leaf.grad)
 
 
-def batch(seed):
-    """Two padded rows, the positions that count, and their targets."""
-    torch.manual_seed(seed)
-    ids = torch.randint(2, NUM_IDS, (2, 9))
-    ids[1, 1] = PADDING
-    ids[1, 6:] = PADDING
-    positions = torch.tensor([2, 3, 4, 5, 6, 9, 10, 11, 12])
-    return ids, positions, ids.flatten().roll(-1)[positions]
+batch = functools.partial(rows, num_ids=NUM_IDS)
 
 
 def twins(dtype=torch.float64, **shape):
@@ -222,17 +211,16 @@ def test_a_second_hook_after_accumulation_sees_each_gradient():
     assert sinks["lm_head.weight"].rows == []
 
 
-def peak_bytes(run_backward):
-    with StorageMeter() as meter:
-        meter.begin("backward")
-        run_backward()
-        meter.begin(None)
-    return meter.peaks["backward"].total()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", [recomputed, visited])
-@pytest.mark.parametrize("num_tokens", [4608, 40])
+@pytest.mark.parametrize(
+    ("way", "dtype", "num_tokens"),
+    [
+        (recomputed, torch.float32, 4608),
+        (visited, torch.bfloat16, 4608),
+        (recomputed, torch.bfloat16, 40),
+        (visited, torch.float32, 40),
+    ],
+    ids=str,
+)
 def test_no_matrix_of_the_heads_size_exists_in_a_7b_models_head(way, dtype, num_tokens):
     num_ids, width = 152_064, 3_584
     with FakeTensorMode():
@@ -251,7 +239,7 @@ def test_no_matrix_of_the_heads_size_exists_in_a_7b_models_head(way, dtype, num_
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("visits", [True, False], ids=["visited", "recomputed"])
 def test_no_matrix_of_the_tables_size_exists_in_a_models_backward(tied, visits):
-    num_ids, width = 50_021, 256
+    num_ids, width = 20_021, 256
     model = install_head(tiny_model(num_ids, tied=tied, hidden=width)).train()
     tables = {model.lm_head.weight, model.model.embed_tokens.weight}
     sinks = [CountedRows(table) for table in tables]

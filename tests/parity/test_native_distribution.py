@@ -33,12 +33,9 @@ PROMPTS = [Prompt(4, (3, 5, 2), ""), Prompt(9, (4,), "")]
 END = 1  # the model's and the tokenizer's end of sequence: some sequences are shorter
 
 FILTERS = {
-    "none": ({}, []),
-    "temperature": ({"temperature": 2.0}, [TemperatureLogitsWarper(2.0)]),
     "top-k": ({"top_k": 3}, [TopKLogitsWarper(3)]),
     "top-p": ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
     "min-p": ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
-    "repetition penalty": ({"repetition_penalty": 1.8}, [RepetitionPenaltyLogitsProcessor(1.8)]),
     "all": (
         {"repetition_penalty": 0.7, "temperature": 1.5, "top_k": 5, "top_p": 0.95, "min_p": 0.05},
         [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-import torch
+from test_native_greedy import generated_alone
 
 from lowpeak.arguments.rollout import Sampling
 from lowpeak.records import Prompt
@@ -17,18 +17,13 @@ PROMPTS = [Prompt(i, ids, "") for i, ids in enumerate([(2, 3, 4, 5, 6, 7, 8), (9
 GREEDY = Sampling(num_generations=2, max_new_tokens=12, temperature=0.0)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", DECODE_LOOP)
 def test_a_familys_decode_loop_gives_the_tokens_of_generate(family):
     if not is_known(family):
         pytest.skip(f"this transformers has no {DECODE_LOOP[family][0]}")
     model = make_family(family)
     assert unsupported_reason(model) is None
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt.ids])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        expected.append(output[0, ids.shape[1] :].tolist())
+    expected = generated_alone(model, PROMPTS, 12)
     engine = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer(), lambda: 1 << 24)
     engine.load([], 0)
     groups = engine.generate(PROMPTS, GREEDY)

@@ -8,12 +8,9 @@ import threading
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch._subclasses import FakeTensorMode
 
 from forest_cases import MODELS, NUM_IDS, forest_of, length_of, model_of, rows_of
 from lowpeak.attention.install import forward_arguments, install_attention
-from lowpeak.attention.self_check import forest_mask
-from lowpeak.heads.lm_head import HeadRequest, install_head
 from rounding import assert_close_to_largest
 from tiny_models import tiny_model
 
@@ -84,19 +81,6 @@ def test_a_forest_gives_the_values_and_gradients_of_plain_rows(name, dtype):
     check(model, other, *(exact if dtype == torch.float64 else (3e-5, 1e-5)))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", MODELS)
-def test_the_definitions_mask_gives_the_same_on_an_untouched_model(name):
-    model = model_of(name, torch.float64)
-    mask = forest_mask(FOREST, length_of(FOREST))
-    mask = mask | ~mask.any(1)[:, None]
-    additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, float("-inf"))[None, None]
-    meant = model(ids_1L(), attention_mask=additive, position_ids=FOREST.position_ids_1L).logits
-    install_attention(model)
-    real = [i for row in rows_of(FOREST) for i in row]
-    torch.testing.assert_close(forest_logits(model)[:, real], meant[:, real], rtol=1e-10, atol=1e-10)
-
-
 def adapted(model):
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
@@ -140,53 +124,3 @@ def test_under_autocast_a_forest_is_as_close_to_plain_rows_as_bf16_is():
     assert logits.isfinite().all()
     for name, grad in exact.items():
         assert (found[name] - grad).norm() <= 2 * (plain[name] - grad).norm() + 1e-3 * grad.norm(), name
-
-
-@pytest.mark.parametrize("one_visit", [False, True])
-def test_the_log_prob_core_takes_a_forest(one_visit):
-    """Several targets of one position: the first tokens of completions that share a prompt."""
-    prompts = [next((t.prompt for t in FOREST.trees if t.prompt and t.start == row[0]), 1) for row in rows_of(FOREST)]
-    rows = list(zip(rows_of(FOREST), prompts, strict=True))
-    positions = [place for row, prompt in rows for place in row[prompt - 1 : -1]]
-    targets = [place for row, prompt in rows for place in row[prompt:]]
-    assert len(set(positions)) < len(positions)
-
-    def token_loss(logprobs, entropy, start, stop):
-        return (logprobs.exp() * torch.arange(start, stop)).sum()
-
-    def answer(model):
-        request = HeadRequest(
-            torch.tensor(positions), ids_1L()[0, targets], temperature=0.9, chunk_size=4,
-            loss=token_loss if one_visit else None,
-        )  # fmt: skip
-        given = model(ids_1L(), head_request=request, **forward_arguments(FOREST, "cpu"))
-        loss = given["loss"] if one_visit else token_loss(given["logprobs"], None, 0, len(positions))
-        return loss, given["logprobs"].detach()
-
-    def naive(model):
-        found = []
-        for row, prompt in rows:
-            ids = ids_1L()[:, row]
-            logprobs = (model(ids).logits[0, prompt - 1 : -1] / 0.9).log_softmax(-1)
-            found.append(logprobs.gather(-1, ids[0, prompt:, None])[:, 0])
-        logprobs = torch.cat(found)
-        return token_loss(logprobs, None, 0, len(positions)), logprobs.detach()
-
-    model = tiny_model(NUM_IDS, dtype=torch.float64)
-    other = copy.deepcopy(model)
-    install_head(model)
-    install_attention(model)
-    (loss, logprobs, grads), (meant_loss, meant, meant_grads) = backward(model, answer), backward(other, naive)
-    torch.testing.assert_close(loss, meant_loss, rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(logprobs, meant, rtol=1e-9, atol=1e-10)
-    assert_same(grads, meant_grads)
-
-
-def test_a_step_runs_on_tensors_without_numbers():
-    with FakeTensorMode(allow_non_fake_inputs=True):  # the forest's positions are real
-        model = MODELS["Llama"]().train()
-        install_attention(model)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        loss, _ = together(model)
-        loss.backward()
-        assert all(p.grad.shape == p.shape for p in model.parameters())

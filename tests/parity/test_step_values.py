@@ -96,31 +96,20 @@ def plain_values(model, layout, records):
         elif layout == "model":
             hidden = causal.critic.classifier.model(ids).last_hidden_state
         else:
-            with keeping_both(model):
-                hidden = causal.model(ids).last_hidden_state
+            use_adapter(model, "critic")
+            hidden = causal.model(ids).last_hidden_state
+            use_adapter(model, "default")
         weight = (causal.critic.classifier if layout == "model" else causal.critic).score.weight
         found.append((hidden[0, len(record.prompt_ids) - 1 : -1] @ weight.T)[:, 0])
     return found
 
 
-class keeping_both:
-    """The critic's adapter in force, peft's own way, with every adapter still trained."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def __enter__(self):
-        self.model.set_adapter("critic")
-        self.train()
-
-    def __exit__(self, *error):
-        self.model.set_adapter("default")
-        self.train()
-
-    def train(self):
-        for name, parameter in self.model.named_parameters():
-            if "lora_" in name:
-                parameter.requires_grad_(True)
+def use_adapter(model, adapter):
+    """Put an adapter in force, peft's own way, with every adapter still trained."""
+    model.set_adapter(adapter)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.requires_grad_(True)
 
 
 def plain_ppo_loss(model, layout, records):
@@ -147,9 +136,15 @@ def valued_records(model):
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=name_of)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_ppo_step_equals_the_plain_way(layout, budget):
+def test_a_ppo_step_and_scored_values_equal_the_plain_way(layout, budget):
     model = with_critic(layout)
     records, algorithm = valued_records(model), make_ppo(PPO)
+    batches = micro_batches(algorithm, records, budget)
+    scored = score(model, batches, LogprobSettings(TEMPERATURE, 5, torch.device("cpu")), values=True)
+    expected = plain_values(model, layout, records)
+    for batch, found in zip(batches, scored, strict=True):
+        wanted = torch.cat([expected[i][records[i].completion.loss_mask] for i in batch.record_indices])
+        assert_close_to_largest(found["values"], wanted.detach(), 6e-6)
     for parameter in model.parameters():
         parameter.requires_grad_(layout != "adapter" or parameter.requires_grad)
     trained = torch.nn.Module()
@@ -161,19 +156,6 @@ def test_a_ppo_step_equals_the_plain_way(layout, budget):
         lambda _: plain_ppo_loss(model, layout, records),
         lambda _: streamed_loss(algorithm, model, records, budget)[0],
     )
-
-
-@pytest.mark.parametrize("budget", BUDGETS, ids=name_of)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_scored_values_are_the_critics_own_at_each_counted_token(layout, budget):
-    model = with_critic(layout)
-    records = valued_records(model)
-    batches = micro_batches(make_ppo(PPO), records, budget)
-    scored = score(model, batches, LogprobSettings(TEMPERATURE, 5, torch.device("cpu")), values=True)
-    expected = plain_values(model, layout, records)
-    for batch, found in zip(batches, scored, strict=True):
-        wanted = torch.cat([expected[i][records[i].completion.loss_mask] for i in batch.record_indices])
-        assert_close_to_largest(found["values"], wanted.detach(), 6e-6)
 
 
 def test_recomputed_activations_are_of_the_adapter_that_the_layer_ran_under():

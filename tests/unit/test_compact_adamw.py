@@ -20,7 +20,6 @@ from lowpeak.optim.formats import (
     rounding_noise,
     split_weights,
 )
-from lowpeak.parallel.gradients import clip_grad_norm
 
 CPU = torch.device("cpu")
 EXTREMES = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.1754944e-38, 1e-8, 1.0, -1e38, 3e38])
@@ -96,12 +95,11 @@ def test_a_state_that_is_decoded_and_encoded_again_has_the_same_bits(encode, dec
         assert scales == scale
 
 
-@pytest.mark.parametrize(("encode", "decode"), [(encode_first_moment, decode_first_moment)])
-def test_the_error_of_8_bits_is_small_beside_each_block(encode, decode):
+def test_the_error_of_a_first_moment_of_8_bits_is_small_beside_each_block():
     values = torch.randn(1000, 128).view(-1)
-    found = decode(*encode(values, 128), 128)
+    found = decode_first_moment(*encode_first_moment(values, 128), 128)
     assert float((found - values).abs().max() / values.abs().max()) < 0.01
-    zeros = decode(*encode(torch.zeros(128), 128), 128)
+    zeros = decode_first_moment(*encode_first_moment(torch.zeros(128), 128), 128)
     assert torch.equal(zeros, torch.zeros(128))
 
 
@@ -188,27 +186,6 @@ def test_states_of_adamw_in_fp32_are_loaded_and_those_of_another_format_are_an_e
         CompactAdamW(compact.parameters(), weight_bits=24).load_state_dict(optimizer.state_dict())
 
 
-def test_frozen_parameters_keep_their_bits_and_cost_nothing():
-    compact = layers(torch.bfloat16)
-    optimizer = CompactAdamW(compact.parameters(), lr=1.0)
-    before = [p.detach().clone() for p in compact.parameters()]
-    optimizer.step()
-    assert not optimizer.state
-    assert all(torch.equal(p, was) for p, was in zip(compact.parameters(), before, strict=True))
-
-
-def test_a_row_without_gradients_keeps_its_bits():
-    weight = nn.Parameter(torch.randn(64, 128).bfloat16())
-    before = weight.detach().clone()
-    optimizer = CompactAdamW([weight], lr=1e-2, weight_decay=0.0)
-    for _ in range(3):
-        weight.grad = torch.randn_like(weight)
-        weight.grad[7] = 0
-        optimizer.step()
-    assert torch.equal(weight[7], before[7])
-    assert not torch.equal(weight[8], before[8])
-
-
 def test_low_bits_are_cleared_after_weights_were_written():
     compact = layers(torch.bfloat16)
     optimizer = CompactAdamW(compact.parameters(), lr=1e-3)
@@ -216,18 +193,6 @@ def test_low_bits_are_cleared_after_weights_were_written():
     clear_low_bits(optimizer)
     for ours, weights in zip(values_of(optimizer, compact), compact.parameters(), strict=True):
         assert torch.equal(ours, weights.float())
-
-
-def test_clipping_sums_the_norm_in_fp32():
-    parameters = [nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)) for _ in range(5)]
-    for parameter in parameters:
-        parameter.grad = torch.randn(1000).bfloat16()
-    exact = float(torch.cat([p.grad.double() for p in parameters]).norm())
-    before = [p.grad.clone() for p in parameters]
-    norm = clip_grad_norm([*parameters, nn.Parameter(torch.zeros(2))], 1.0, CPU)
-    assert float(norm) == pytest.approx(exact, rel=1e-6)
-    for parameter, was in zip(parameters, before, strict=True):
-        torch.testing.assert_close(parameter.grad.float(), was.float() / exact, rtol=5e-3, atol=0)
 
 
 def test_a_shard_of_rows_has_the_bits_of_the_whole_tensor():

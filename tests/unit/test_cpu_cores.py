@@ -8,8 +8,9 @@ import sys
 
 import psutil
 import pytest
+import torch
 
-from lowpeak.cpu_cores import allowed_cores
+from lowpeak import GRPOConfig, cpu_cores
 
 CORE = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 CPUS = {0, 1, 2, 3, 8, 9, 10, 11}
@@ -43,24 +44,29 @@ def test_cores_are_those_of_affinity_and_of_every_cgroups_quota(tmp_path, monkey
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert allowed_cores(tmp_path) == cores
+    assert cpu_cores.allowed_cores(tmp_path) == cores
 
 
-@pytest.mark.extended
-def test_a_config_of_one_process_lowers_torchs_threads_to_the_cores_unless_the_variable_is_set(tmp_path):
-    script = (
-        "import lowpeak.cpu_cores, os, torch\n"
-        "from lowpeak import GRPOConfig\n"
-        "for chosen, cores, ranks, variable in ((8, 3, 1, ''), (2, 3, 1, ''), (8, 3, 2, ''), (8, 3, 1, '8')):\n"
-        "    torch.set_num_threads(chosen)\n"
-        "    os.environ.pop('OMP_NUM_THREADS', None)\n"
-        "    os.environ.update({'OMP_NUM_THREADS': variable} if variable else {})\n"
-        "    lowpeak.cpu_cores.allowed_cores = lambda cores=cores: cores\n"
-        f"    type('Config', (GRPOConfig,), {{'world_size': ranks}})(output_dir={str(tmp_path)!r}, use_cpu=True)\n"
-        "    print(torch.get_num_threads())"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["3", "2", "8", "8"], done.stderr
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ranks", "variable", "expected"), [(8, 1, "", 3), (2, 1, "", 2), (8, 2, "", 8), (8, 1, "8", 8)]
+)
+def test_a_config_of_one_process_lowers_torchs_threads_to_the_cores_unless_the_variable_is_set(
+    tmp_path, monkeypatch, threads, chosen, ranks, variable, expected
+):
+    monkeypatch.setattr(cpu_cores, "allowed_cores", lambda: 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    if not variable:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(chosen)
+    type("Config", (GRPOConfig,), {"world_size": ranks})(output_dir=str(tmp_path), use_cpu=True)
+    assert torch.get_num_threads() == expected
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])

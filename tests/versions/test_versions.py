@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from case_selection import mark_extended
 from lowpeak.cli.commands import main
 from small_runs import DATA, KINDS, SAVED, make, rows, same, saved, trained, weights
 from tiny_models import tiny_model
@@ -34,7 +35,7 @@ def test_the_lock_of_the_oldest_versions_has_the_lower_bounds_of_pyproject():
         assert re.search(rf"^{package}=={re.escape(bound)}(\.0)* ", lock, re.MULTILINE), package
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mark_extended(list(RUNS), ["GRPO", "Reward"]))
 def test_a_trainer_steps_saves_loads_and_resumes_to_the_same_bits(name, tmp_path):
     kind, parts = name.split()[0], RUNS[name]
     whole = trained(kind, tmp_path / "whole", **SAVED, **parts)
@@ -54,6 +55,7 @@ def test_a_dry_run_names_the_fast_paths(kind, tmp_path):
     assert kind in DATA or resolved["generation"] == "decode loop"
 
 
+@pytest.mark.extended
 def test_a_plan_and_a_command_name_the_fast_paths(tmp_path, capfd):
     model, data = saved(tmp_path / "model", tiny_model()), tmp_path / "rows.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows()))

@@ -1,10 +1,9 @@
-"""Each kind of run with real weights: steps, storage formats, 4 bits, memory, kills, the hub."""
+"""Each kind of run with real weights: steps, storage formats, 4 bits, memory, the hub."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,10 +20,9 @@ from real_runs import assert_greedy_tokens, logprob_errors, make_real
 from transformers import AutoConfig, BitsAndBytesConfig
 
 from allocation_cap import CappedPhases
-from child_processes import KILLED, call
 from fake_hub import serve_hub
 from lowpeak.memory.phases import Phase
-from small_runs import SAVED, column, same, weights
+from small_runs import column, weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LORA = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
@@ -84,26 +82,6 @@ def test_a_plan_has_the_measured_bytes_of_each_phase(smollm2):
     result = compare(Case("smollm2", "real", shape=RealShape(folder=smollm2), args={"max_steps": 2, "save_steps": 2}))
     ratios = {phase: result["planned"][phase] / peak for phase, peak in result["measured"].items()}
     assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), abs=0.015)
-
-
-def kill_in_the_second_step(smollm2: str, place: Path) -> None:
-    run = make_real("GRPO", place / "run", smollm2, **SAVED)
-
-    def kill(*_: Any) -> None:
-        if run.state.global_step == 1 and torch.is_grad_enabled():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    run.model.register_forward_pre_hook(kill)
-    run.train()
-
-
-def test_a_killed_run_resumes_to_the_same_bits(smollm2, tmp_path):
-    assert call(kill_in_the_second_step, smollm2, tmp_path) == KILLED
-    resumed = make_real("GRPO", tmp_path / "run", smollm2, **SAVED)
-    resumed.train(resume_from_checkpoint=True)
-    whole = make_real("GRPO", tmp_path / "whole", smollm2)
-    whole.train()
-    assert same(weights(resumed), weights(whole))
 
 
 def test_a_pass_that_runs_out_of_memory_is_repeated_in_smaller_pieces(smollm2, tmp_path):

@@ -11,7 +11,7 @@ from algorithm_cases import GRPO, RLOO, record
 
 from lowpeak.algorithms.groups import with_loss_masks
 from lowpeak.algorithms.grpo import grpo_advantages
-from lowpeak.algorithms.rloo import leave_one_out, rloo_advantages
+from lowpeak.algorithms.rloo import rloo_advantages
 
 NAN = math.nan
 
@@ -72,7 +72,7 @@ def test_grpo_scales_the_distance_to_the_mean_of_scattered_groups(scale, rows, e
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([(0, 1.0), (0, 2.0), (0, 6.0)], [1 - 4, 2 - 3.5, 6 - 1.5]),
+        ([(0, 1.0), (0, NAN), (0, 2.0), (0, 6.0)], [1 - 4, 0.0, 2 - 3.5, 6 - 1.5]),
         ([(0, 1.0), (0, NAN), (1, 0.0), (1, 2.0)], [0.0, 0.0, -2.0, 2.0]),
     ],
 )
@@ -127,13 +127,6 @@ def test_gdpo_of_equal_rewards_is_exactly_zero():
     *zeros, below, above = grpo(records, **GDPO)
     assert zeros == [0.0] * 3
     assert above > 0 > below
-
-
-def test_leave_one_out_skips_unscored_sequences():
-    values = leave_one_out(torch.tensor([1.0, NAN, 2.0, 6.0], dtype=torch.float64))
-    torch.testing.assert_close(values[[0, 2, 3]], torch.tensor([-3.0, -1.5, 4.5], dtype=torch.float64))
-    assert values[1].isnan()
-    assert leave_one_out(torch.tensor([3.0])).isnan().all()
 
 
 def test_rloo_normalises_by_the_std_of_advantages_over_the_batch():

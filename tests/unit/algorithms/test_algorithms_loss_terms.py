@@ -17,7 +17,7 @@ from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.arguments.grpo import EntropyBonus, GRPOLossType
 from lowpeak.arguments.online import Correction
 from lowpeak.records import Completion, Metric, Record, merge_metrics
-from naive_losses import plain_grpo, plain_rloo
+from naive_losses import plain_grpo, plain_rloo, plain_weights
 
 LEAST, MOST = 0.6, 1.5
 MODES = {
@@ -36,18 +36,6 @@ def draw_sampling_logprobs(rows, seed=7):
     sampling = [row.logprobs.detach() + 0.4 * torch.randn(len(row.old), generator=generator).double() for row in rows]
     sampling[0][1] = math.nan
     return sampling
-
-
-def plain_weights(correction, old, sampling):
-    """Return a sequence's weights, computed with Python numbers."""
-    drift = [0.0 if math.isnan(s) else o - s for o, s in zip(old.tolist(), sampling.tolist(), strict=True)]
-    if correction.per_sequence:
-        drift = [sum(drift)] * len(drift)
-    weights = []
-    for ratio in map(math.exp, drift):
-        inside = min(max(ratio, correction.minimum), correction.maximum)
-        weights.append((ratio if inside == ratio else 0.0) if correction.masks else inside)
-    return torch.tensor(weights, dtype=torch.float64)
 
 
 def on_policy(rows, sampling):
@@ -143,19 +131,25 @@ def test_only_a_weight_per_sequence_needs_the_full_sequence(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_metrics_of_weights_do_not_depend_on_micro_batches(mode):
-    algorithm = make_grpo(replace(GRPO, score_old=False, correction=MODES[mode]))
+def test_metrics_do_not_depend_on_micro_batches_and_those_of_weights_are_by_hand(mode):
+    algorithm = make_grpo(replace(GRPO, score_old=False, beta=0.1, correction=MODES[mode]))
     rows = ragged_rows()
     sampling = draw_sampling_logprobs(rows)
     weights, _ = on_policy(rows, sampling)
     counts = StepCounts(len(rows), sum(len(row.logprobs) for row in rows))
-    merged: dict[str, Metric] = {}
-    for part in (slice(0, 2), slice(2, 6)):
+
+    def measure(part: slice, share: float) -> dict[str, Metric]:
         fields = {"old_T": None, "sampling_T": torch.cat(sampling[part])}
-        tokens = token_batch(rows[part], lambda n, _: algorithm.reduction(n, counts), "token", **fields)
-        merged = merge_metrics(
-            merged, algorithm.measure(torch.cat([r.logprobs for r in rows[part]]).detach(), None, tokens)
+        shares = {"token_share": 1 / counts.num_tokens, "batch_share": share}
+        tokens = token_batch(rows[part], lambda n, _: algorithm.reduction(n, counts), "token", **fields, **shares)
+        logprobs_T, entropy_T = (
+            torch.cat([getattr(r, x) for r in rows[part]]).detach() for x in ("logprobs", "entropy")
         )
+        return algorithm.measure(logprobs_T, entropy_T, tokens)
+
+    merged = merge_metrics(measure(slice(0, 2), 0.5), measure(slice(2, 6), 0.5))
+    whole = {name: metric.value() for name, metric in measure(slice(0, 6), 1.0).items()}
+    assert {name: metric.value() for name, metric in merged.items()} == pytest.approx(whole)
     counted = torch.cat([w[:1] if MODES[mode].per_sequence else w for w in weights[mode]])
     assert merged[f"{RATIO}/mean"].value() == pytest.approx(counted.mean().item())
     assert merged[f"{RATIO}/min"].value() == pytest.approx(counted.min().item())

@@ -11,7 +11,6 @@ import torch
 from algorithm_cases import CISPO, GRPO, RLOO, SETTINGS, assert_same, ragged_rows, token_batch, trained_loss
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.loss_terms import clipped_surrogate, importance_ratio, off_policy_mask, product_ratio
 from lowpeak.algorithms.rloo import make_rloo
@@ -79,13 +78,6 @@ def test_the_off_policy_mask_reads_the_samplers_logprobs_and_old_ones_if_those_a
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_delta_bounds_ratios_that_the_clip_does_not(level):
-    rows, settings = ragged_rows(seed=3), replace(GRPO, importance_level=level)
-    bounded, free = (trained_loss(make_grpo(replace(settings, delta=delta)), rows) for delta in (1.35, None))
-    assert bounded != free
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_on_policy_every_ratio_is_exactly_one(level):
     rows = ragged_rows()
     tokens = token_batch(rows, make_grpo(GRPO).reduction, "token", old_T=None)
@@ -113,28 +105,6 @@ def test_the_two_sided_surrogate_by_hand(ratio, advantage, expected, slope):
     assert x.grad.item() == pytest.approx(slope)
 
 
-@pytest.mark.parametrize("make", [make_grpo, make_rloo])
-def test_micro_batches_add_up_to_the_whole_step(make):
-    algorithm = make(GRPO) if make is make_grpo else make(RLOO)
-    rows = ragged_rows()
-    counts = StepCounts(len(rows), sum(len(row.logprobs) for row in rows))
-    parts = []
-    for part in (rows[:2], rows[2:3], rows[3:]):
-        tokens = token_batch(part, lambda n, _: algorithm.reduction(n, counts), algorithm.unit)
-        loss_U = algorithm.loss(torch.cat([row.logprobs for row in part]), tokens)
-        parts.append((tokens.weights_U * loss_U).sum())
-    torch.testing.assert_close(sum(parts), trained_loss(algorithm, rows))
-
-
-def test_a_token_level_loss_of_a_slice_is_the_slice_of_the_loss():
-    settings, rows = replace(GRPO, beta=0.1), ragged_rows()
-    algorithm = make_grpo(settings)
-    tokens = token_batch(rows, algorithm.reduction, "token")
-    logprobs_T = torch.cat([row.logprobs for row in rows]).detach()
-    whole = algorithm.loss(logprobs_T, tokens)
-    assert torch.equal(algorithm.loss(logprobs_T[2:7], tokens.slice(2, 7)), whole[2:7])
-
-
 def test_rloo_is_its_definition_on_ragged_off_policy_rows():
     # Short sequences stay inside the clip, long ones leave it on both sides; one without tokens has no weight.
     for seed in range(3):
@@ -151,12 +121,6 @@ def test_a_sequence_ratio_past_float32_has_a_zero_gradient_instead_of_nan():
     loss_B.sum().backward()
     assert loss_B.item() == pytest.approx(-1.2)
     assert (logprobs_T.grad == 0.0).all()
-
-
-def test_supervised_training_is_the_mean_negative_logprob_of_the_steps_tokens():
-    rows = ragged_rows()
-    loss = trained_loss(make_supervised(), rows, old_T=None, reference_T=None)
-    assert_same(loss, -torch.cat([row.logprobs for row in rows]).mean(), rows)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import CISPO, GRPO, RLOO, ragged_rows, token_batch
+from algorithm_cases import CISPO, GRPO, RLOO
 
-from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.algorithms.supervised import make_supervised
@@ -149,26 +148,6 @@ def test_a_zero_weight_batch_changes_no_metric(algorithm):
     masked = algorithm.measure(torch.tensor([9.0]), torch.tensor([99.0]), replace(MASKED, batch_share=0.5))
     assert masked.keys() == alone.keys()
     assert values(merge_metrics(half, masked)) == values(alone)
-
-
-def test_metrics_merged_over_micro_batches_are_those_of_the_whole_step():
-    algorithm = make_grpo(replace(GRPO, beta=0.1))
-    rows = ragged_rows()
-    counts = StepCounts(len(rows), sum(len(row.logprobs) for row in rows))
-    merged = {}
-    for part in (rows, rows[:2], rows[2:]):
-        shares = {"token_share": 1 / counts.num_tokens, "batch_share": 1.0 if part is rows else 0.5}
-        tokens = token_batch(part, lambda n, _: algorithm.reduction(n, counts), "token", **shares)
-        measured = algorithm.measure(
-            torch.cat([row.logprobs for row in part]).detach(),
-            torch.cat([row.entropy for row in part]).detach(),
-            tokens,
-        )
-        if part is rows:
-            whole = values(measured)
-        else:
-            merged = merge_metrics(merged, measured)
-    assert values(merged) == pytest.approx(whole)
 
 
 def test_supervised_training_measures_entropy_when_it_is_given():

@@ -125,14 +125,6 @@ def test_the_loss_is_the_papers_in_value_and_every_gradient(loss_type, beta):
     torch.testing.assert_close(gradients(ours, rows), gradients(plain, rows), rtol=1e-10, atol=1e-12)
 
 
-def test_at_the_start_the_sigmoid_loss_is_log_2_and_ipos_its_target_squared():
-    rows = ragged_rows(LENGTHS)
-    logprobs_T, tokens = torch.cat([row.logprobs for row in rows]).detach(), pair_batch(rows)
-    tokens = replace(tokens, reference_T=logprobs_T)
-    assert pair_loss(DPO, logprobs_T, tokens).tolist() == pytest.approx([math.log(2.0)] * 3)
-    assert pair_loss(replace(DPO, loss_type="ipo"), logprobs_T, tokens).tolist() == pytest.approx([(1 / 0.6) ** 2] * 3)
-
-
 def test_beta_follows_the_epochs_and_the_last_one_stays():
     algorithm = make_online_dpo(replace(DPO, betas=(0.1, 0.2, 0.4)))
     found = [algorithm.coefficients(epoch=epoch)["beta"] for epoch in (0.0, 0.5, 1.0, 1.9, 2.0, 7.5)]

@@ -105,9 +105,15 @@ def test_a_check_that_runs_out_of_memory_raises_and_a_kernel_too_large_for_the_c
         assert "152064" in packing_mismatch(model, CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_kernel_of_this_device_agrees_with_the_definition(dtype):
-    assert attention_mismatch(dtype, CPU) is None
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [
+        *((dtype, ()) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+        *((torch.float32, heads) for heads in ((128, 7), (96, 1), (32, 16))),
+    ],
+)
+def test_the_kernel_of_this_device_agrees_with_the_definition_also_at_a_models_own_heads(dtype, heads):
+    assert attention_mismatch(dtype, CPU, *heads) is None
 
 
 def test_hidden_states_that_are_no_numbers_are_found():
@@ -131,8 +137,3 @@ def test_a_model_that_calls_its_decoder_past_its_backbone_agrees():
     model = OPTForCausalLM(config)
     install_attention(model)
     assert packing_mismatch(model, CPU) is None
-
-
-@pytest.mark.parametrize(("width", "share"), [(128, 7), (96, 1), (32, 16)])
-def test_the_kernel_is_compared_at_a_models_own_heads(width, share):
-    assert attention_mismatch(torch.float32, CPU, width, share) is None

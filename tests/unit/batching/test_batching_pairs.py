@@ -9,7 +9,7 @@ import torch
 from batching_cases import make_record
 
 from lowpeak.algorithms.loss_terms import sum_per_pair
-from lowpeak.batching.packing import Budget, assign_to_ranks, pack
+from lowpeak.batching.packing import Budget, pack
 
 LAYOUTS = ["padded", "rows", "shared"]
 
@@ -51,17 +51,6 @@ def test_a_pair_is_left_out_if_one_sequence_has_no_loss_token(layout):
     ]
     (batch,) = pack(records, range(4), Budget(64, layout=layout), float, unit="pair")
     assert sorted(batch.record_indices) == [2, 3]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_get_whole_pairs_balanced_in_tokens(layout):
-    records = pairs()
-    shares = assign_to_ranks(records, range(12), Budget(64, layout=layout), 2, "pair")
-    assert sorted(i for mine in shares for i in mine) == list(range(12))
-    for mine in shares:
-        groups = [records[i].group for i in mine]
-        assert len(mine) == 6
-        assert all(groups.count(group) == 2 for group in groups)
 
 
 def test_a_shared_prompt_is_forwarded_once_per_pair():

@@ -16,7 +16,7 @@ from rounding import assert_close_to_largest
 from tiny_models import tiny_model
 
 HAS_ONEDNN = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-LARGE, WIDTH = 1 << 19, 32  # 64 MB of fp32
+LARGE, WIDTH = 1 << 17, 128  # 64 MB of fp32
 
 
 class Operators(TorchDispatchMode):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import (
@@ -51,26 +53,14 @@ def test_the_scale_acts_before_the_cap():
         (Cohere2Config(logit_scale=0.5), HeadScale(0.5)),
         (GraniteConfig(logits_scaling=8.0), HeadScale(0.125)),
         (FalconH1Config(lm_head_multiplier=0.5), HeadScale(0.5)),
+        # HyperCLOVA X multiplies by what Granite divides by; a cap of zero is no cap.
+        (SimpleNamespace(model_type="hyperclovax", logits_scaling=4.0), HeadScale(4.0)),
+        (SimpleNamespace(model_type="other", final_logit_softcapping=0.0), HeadScale()),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_scales_and_caps_are_read_off_the_config(config, expected):
     assert head_scale(config) == expected
-
-
-class NamedScale:
-    def __init__(self, model_type, **values):
-        self.model_type = model_type
-        self.__dict__.update(values)
-
-
-def test_hyperclovax_multiplies_by_what_granite_divides_by():
-    assert head_scale(NamedScale("hyperclovax", logits_scaling=4.0)) == HeadScale(4.0)
-    assert head_scale(NamedScale("granite", logits_scaling=4.0)) == HeadScale(0.25)
-
-
-def test_a_cap_of_zero_is_no_cap():
-    assert head_scale(NamedScale("other", final_logit_softcapping=0.0)) == HeadScale()
 
 
 def test_chunks_cover_all_tokens_once_and_no_tokens_are_one_empty_chunk():

@@ -145,19 +145,14 @@ def test_rounding_is_not_taken_for_a_mismatch(dtype):
         verify_head(install_head(tiny_model(211, seed, hidden=64, dtype=dtype)))
 
 
-def test_each_module_keeps_the_mode_it_was_in():
+def test_each_module_keeps_the_mode_it_was_in_and_dropout_does_not_act():
     model = install_head(tiny_model()).train()
-    model.model.layers[0].eval()
-    before = [module.training for module in model.modules()]
-    verify_head(model)
-    assert [module.training for module in model.modules()] == before
-
-
-def test_dropout_does_not_act_in_the_check():
-    model = tiny_model()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    assert verify_head(install_head(model.train())) < 1e-5
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    assert verify_head(model) < 1e-5
+    assert [module.training for module in model.modules()] == before
 
 
 def t5():

@@ -26,11 +26,10 @@ def strategy() -> Replicated:
     return Replicated(Accelerator(cpu=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_hundred_small_shares_bring_the_bf16_reference_as_far_as_the_fp32_one(strategy, dtype):
+def test_a_hundred_small_shares_bring_the_bf16_reference_as_far_as_the_fp32_one(strategy):
     start = layer(torch.bfloat16, 0, 0.02)
     exact = layer(torch.float32, 0, 0.0, start.weight.detach())
-    policy = layer(dtype, 1, 1e-3, start.weight.detach())
+    policy = layer(torch.bfloat16, 1, 1e-3, start.weight.detach())
     reference, nearest = (layer(torch.bfloat16, 0, 0.0, start.weight.detach()) for _ in range(2))
     for step in range(SYNCS):
         strategy.average(reference, policy, SHARE, f"0/reference/{step}")
@@ -49,9 +48,10 @@ def test_a_hundred_small_shares_bring_the_bf16_reference_as_far_as_the_fp32_one(
     assert float(errors.mean()) == pytest.approx(0, abs=5 * float(errors.std()) / errors.numel() ** 0.5)
 
 
-def test_one_average_is_that_of_the_definition(strategy):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_average_is_that_of_the_definition(strategy, dtype):
     """The fp32 average, rounded with the noise of the key, the name and the position."""
-    reference, policy = layer(torch.bfloat16, 0, 0.02), layer(torch.bfloat16, 1, 0.02)
+    reference, policy = layer(torch.bfloat16, 0, 0.02), layer(dtype, 1, 0.02)
     mixed = (1 - SHARE) * reference.weight.detach().double() + SHARE * policy.weight.detach().double()
     noise = rounding_noise("7/reference/3/weight", 0, mixed.numel(), 16, mixed.device)
     expected, _ = split_weights(mixed.float().flatten(), 16, noise)
