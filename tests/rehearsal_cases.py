@@ -7,7 +7,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.attention.install import install_attention
-from lowpeak.batching.packing import Budget, pack
+from lowpeak.batching.packing import TokenBudget, pack
 from lowpeak.heads.lm_head import install_head
 from lowpeak.records import Completion, MicroBatch, Record
 from lowpeak.training.step import LogprobSettings
@@ -36,4 +36,4 @@ def micro_batches(prompt: int, completion: int, rows: int, tokens: int, layout: 
     ids, mask = torch.ones(completion, dtype=torch.int32), torch.ones(completion, dtype=torch.bool)
     written = Completion(ids, values, mask, "stop")
     record = Record(0, tuple(range(prompt)), written, (1.0,), 1.0, old=values, reference=values, advantages=values)
-    return pack([record] * rows, range(rows), Budget(tokens, layout=layout), lambda num_tokens: 1.0 / num_tokens)
+    return pack([record] * rows, range(rows), TokenBudget(tokens, layout=layout), lambda num_tokens: 1.0 / num_tokens)

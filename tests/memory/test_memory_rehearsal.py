@@ -49,7 +49,9 @@ def checkpointed():
 @pytest.mark.extended
 def test_64_ranks_of_a_model_of_15_gb_answer_at_once():
     batches, core = micro_batches(512, 1536, 1, 2048), replace(CORE, chunk_size=256)
-    found = rehearse(RehearsalInputs(checkpointed, batches, SCORING, core, mesh=MeshShape(64), compute=torch.bfloat16))
+    found = rehearse(
+        RehearsalInputs(checkpointed, batches, SCORING, core, mesh_shape=MeshShape(64), compute=torch.bfloat16)
+    )
     with torch.device("meta"):
         num_bytes = sum(p.nbytes for p in make_model(LARGE).parameters())
     assert num_bytes > 15 * GB
@@ -64,7 +66,7 @@ def test_64_ranks_of_a_model_of_15_gb_answer_at_once():
 @pytest.mark.extended
 def test_a_rank_holds_its_share_of_weights_gradients_and_both_states():
     one, four = (
-        rehearse(RehearsalInputs(lambda: make_model(SMALL), BATCHES, SCORING, CORE, mesh=MeshShape(shards)))
+        rehearse(RehearsalInputs(lambda: make_model(SMALL), BATCHES, SCORING, CORE, mesh_shape=MeshShape(shards)))
         for shards in (1, 4)
     )
     assert one.peak("optimizer") == pytest.approx(4 * one.peak("load"), rel=0.05)
@@ -91,7 +93,7 @@ def test_replicas_have_one_gradient_of_each_parameter_however_many_micro_batches
     batches = micro_batches(8, 64, 4, 100)
     assert len(batches) > 1
     one, two = (
-        rehearse(RehearsalInputs(lambda: make_model(WIDE), batches, ALGORITHM, CORE, mesh=MeshShape(1, number)))
+        rehearse(RehearsalInputs(lambda: make_model(WIDE), batches, ALGORITHM, CORE, mesh_shape=MeshShape(1, number)))
         for number in (1, 2)
     )
     piece = 4 << 22  # bytes of the small gradients that are averaged together
@@ -159,7 +161,7 @@ def test_connected_ranks_cannot_rehearse():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with pytest.raises(ArgumentError):
-            rehearse(RehearsalInputs(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, mesh=MeshShape(2)))
+            rehearse(RehearsalInputs(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, mesh_shape=MeshShape(2)))
     finally:
         dist.destroy_process_group()
 

@@ -9,7 +9,7 @@ import torch
 from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.attention.install import install_attention, packing_unsupported_reason
 from lowpeak.batching.loss_tokens import num_loss_tokens
-from lowpeak.batching.packing import Budget, pack
+from lowpeak.batching.packing import TokenBudget, pack
 from lowpeak.heads.lm_head import install_head
 from lowpeak.records import Completion, Record
 from lowpeak.training.rollout import with_step_shares
@@ -129,7 +129,7 @@ def micro_batches(algorithm, records, budget):
 
 
 def streamed_loss(algorithm, model, records, budget):
-    budget = Budget(budget) if isinstance(budget, int) else budget
+    budget = TokenBudget(budget) if isinstance(budget, int) else budget
     batches = micro_batches(algorithm, records, budget)
     core = LogprobSettings(TEMPERATURE, 5, torch.device("cpu"))
     loss, _ = run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.coefficients())

@@ -23,7 +23,7 @@ from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.arguments.grpo import GRPOLossType
 from lowpeak.arguments.online import Correction
 from lowpeak.arguments.rloo import RLOOSettings
-from lowpeak.batching.packing import Budget
+from lowpeak.batching.packing import TokenBudget
 from lowpeak.heads.lm_head import install_head
 from lowpeak.training.step import LogprobSettings, run_step
 from step_settings import OF_LOSS_TYPE, LocalStrategy
@@ -50,7 +50,7 @@ def drifted(model, seed=0):
 
 def streamed(algorithm, model, records, max_tokens, chunk_size):
     core = LogprobSettings(TEMPERATURE, chunk_size, torch.device("cpu"))
-    batches = micro_batches(algorithm, records, Budget(max_tokens))
+    batches = micro_batches(algorithm, records, TokenBudget(max_tokens))
     return run_step(model, batches, algorithm, core, LocalStrategy(), {})[0]
 
 

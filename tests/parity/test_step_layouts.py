@@ -28,18 +28,18 @@ from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.algorithms.supervised import make_supervised
 from lowpeak.arguments.grpo import EntropyBonus, GRPOLossType
 from lowpeak.arguments.rloo import RLOOSettings
-from lowpeak.batching.packing import Budget, pack
+from lowpeak.batching.packing import TokenBudget, pack
 from lowpeak.batching.prefix_tree import LayerCosts
 from lowpeak.training.step import LogprobSettings, score
 from step_settings import OF_LOSS_TYPE
 from tiny_models import tiny_model
 
-SHARED, ROWS = Budget(1000, layout="shared"), Budget(1000, layout="rows")
-SOME = Budget(1000, layout="shared", costs=LayerCosts(token=1.0, pair=0.0, merge=0.0, tree=4.0))
+SHARED, ROWS = TokenBudget(1000, layout="shared"), TokenBudget(1000, layout="rows")
+SOME = TokenBudget(1000, layout="shared", costs=LayerCosts(token=1.0, pair=0.0, merge=0.0, tree=4.0))
 # The group of prompt 7 does not fit 28, nor a row of 15 tokens 12.
 FORESTS = [SHARED, replace(SHARED, max_tokens=28), replace(SHARED, max_tokens=12, multiple=4)]
 FORESTS += [ROWS, replace(ROWS, max_tokens=28, multiple=8), SOME]
-CUT = [*FORESTS, Budget(12), Budget(30), Budget(1000)]
+CUT = [*FORESTS, TokenBudget(12), TokenBudget(30), TokenBudget(1000)]
 # The step's weights and its sum are fp32 whatever the model is; gradients are as exact as their weights are the same.
 CORE = LogprobSettings(TEMPERATURE, 5, torch.device("cpu"))
 FLOAT64 = {"loss_close": 1e-6, "gradients_close": 1e-9}
@@ -163,5 +163,5 @@ def test_these_budgets_share_cut_and_decline_to_share():
     assert prompts[3] == prompts[4] == []
     assert prompts[5] == [3, 7]
     assert len(trees[2]) > len(trees[0])
-    cut, whole = (len(micro_batches(make_grpo(BASE), records, Budget(size))) for size in (12, 1000))
+    cut, whole = (len(micro_batches(make_grpo(BASE), records, TokenBudget(size))) for size in (12, 1000))
     assert cut > whole == 1

@@ -20,7 +20,7 @@ from transformers import (
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.supervised import make_supervised
 from lowpeak.attention.install import packing_unsupported_reason
-from lowpeak.batching.packing import Budget
+from lowpeak.batching.packing import TokenBudget
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.heads.experts import LoadBalance, balance_loss, load_balance_of
 from lowpeak.heads.self_check import verify_load_balance
@@ -41,8 +41,8 @@ FAMILIES = {
     "GraniteMoe": (GraniteMoeConfig, {"num_local_experts": 4}),
     "GptOss": (GptOssConfig, {"num_local_experts": 4, "head_dim": 8}),
 }
-BUDGETS = [Budget(1000), Budget(28)]
-BUDGETS += [Budget(1000, layout="shared"), Budget(28, layout="shared"), Budget(30, layout="rows")]
+BUDGETS = [TokenBudget(1000), TokenBudget(28)]
+BUDGETS += [TokenBudget(1000, layout="shared"), TokenBudget(28, layout="shared"), TokenBudget(30, layout="rows")]
 
 
 def mixture(family="Qwen3", **changes):
@@ -97,7 +97,7 @@ def test_an_evaluation_has_it_too_and_moves_no_weight():
     model = ready(mixture())
     records = grouped_records(model)
     algorithm = make_supervised()
-    batches = micro_batches(algorithm, records, Budget(28))
+    batches = micro_batches(algorithm, records, TokenBudget(28))
     trained, _ = run_step(model, batches, algorithm, core_of(model), LocalStrategy(), {})
     gradients = [p.grad.clone() for p in model.parameters()]
     measured, metrics = measure_step(model, batches, algorithm, core_of(model), LocalStrategy.ranks)
@@ -109,7 +109,7 @@ def test_an_evaluation_has_it_too_and_moves_no_weight():
 def test_activation_checkpointing_changes_no_gradient_of_it():
     model = ready(mixture())
     records = grouped_records(model)
-    batches = micro_batches(make_grpo(BASE), records, Budget(40, layout="shared"))
+    batches = micro_batches(make_grpo(BASE), records, TokenBudget(40, layout="shared"))
     run_step(model, batches, make_grpo(BASE), core_of(model), LocalStrategy(), {})
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)

@@ -8,7 +8,7 @@ from step_cases import micro_batches
 
 from lowpeak.algorithms.reward_model import make_reward_model
 from lowpeak.attention.install import install_attention
-from lowpeak.batching.packing import Budget
+from lowpeak.batching.packing import TokenBudget
 from lowpeak.heads.score_head import install_score_head
 from lowpeak.training.step import LogprobSettings, measure_step, run_step
 from preference_data import plain_loss, records_of, tiny_classifier
@@ -32,7 +32,7 @@ def test_a_step_of_pairs_equals_plain_forwards_row_by_row(center, max_tokens, la
     if checkpointing:
         model.gradient_checkpointing_enable()
     algorithm, records = make_reward_model(center), records_of()
-    batches = micro_batches(algorithm, records, Budget(max_tokens, layout=layout))
+    batches = micro_batches(algorithm, records, TokenBudget(max_tokens, layout=layout))
     assert len(batches) == {1: 5, 1000: 1}.get(max_tokens, len(batches))
     loss, _ = run_step(model, batches, algorithm, CORE, LocalStrategy(), {})
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -45,7 +45,7 @@ def test_an_evaluation_measures_what_a_step_does_and_learns_nothing(layout):
     model = install_score_head(tiny_classifier())
     install_attention(model)
     algorithm, records = make_reward_model(0.1), records_of()
-    batches = micro_batches(algorithm, records, Budget(24, layout=layout))
+    batches = micro_batches(algorithm, records, TokenBudget(24, layout=layout))
     loss, metrics = measure_step(model, batches, algorithm, CORE, LocalStrategy().ranks)
     assert all(parameter.grad is None for parameter in model.parameters())
     trained, same = run_step(model, batches, algorithm, CORE, LocalStrategy(), {})

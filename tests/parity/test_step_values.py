@@ -24,7 +24,7 @@ from lowpeak.algorithms.algorithm import VALUES_GRADIENT
 from lowpeak.algorithms.ppo import make_ppo
 from lowpeak.attention.install import install_attention
 from lowpeak.batching.loss_tokens import num_loss_tokens
-from lowpeak.batching.packing import Budget
+from lowpeak.batching.packing import TokenBudget
 from lowpeak.heads.lm_head import causal_lm
 from lowpeak.heads.value_heads import (
     AdapterCritic,
@@ -40,7 +40,12 @@ from rounding import assert_close_to_largest, assert_each_close_to_largest
 from step_settings import PPO, LocalStrategy
 from tiny_models import tiny_model
 
-BUDGETS = [Budget(40), Budget(1000, layout="rows"), Budget(1000, layout="shared"), Budget(28, layout="shared")]
+BUDGETS = [
+    TokenBudget(40),
+    TokenBudget(1000, layout="rows"),
+    TokenBudget(1000, layout="shared"),
+    TokenBudget(28, layout="shared"),
+]
 LAYOUTS = ["head", "model", "adapter"]
 
 
@@ -187,7 +192,7 @@ def test_a_share_of_the_values_gradient_reaches_the_policys_backbone(share):
         model.zero_grad(set_to_none=True)
         state = {**algorithm.coefficients(), VALUES_GRADIENT: of_values}
         core = LogprobSettings(TEMPERATURE, 5, torch.device("cpu"))
-        run_step(model, micro_batches(algorithm, records, Budget(1000)), algorithm, core, LocalStrategy(), state)
+        run_step(model, micro_batches(algorithm, records, TokenBudget(1000)), algorithm, core, LocalStrategy(), state)
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     whole, part = gradients(1.0), gradients(share)

@@ -1,7 +1,7 @@
 from lowpeak.batching.balance import assign_completions as assign_completions
 from lowpeak.batching.balance import balanced_partition as balanced_partition
 from lowpeak.batching.loss_tokens import num_loss_tokens as num_loss_tokens
-from lowpeak.batching.packing import Budget as Budget
+from lowpeak.batching.packing import TokenBudget as TokenBudget
 from lowpeak.batching.packing import assign_to_ranks as assign_to_ranks
 from lowpeak.batching.packing import masked_batch as masked_batch
 from lowpeak.batching.packing import pack as pack

@@ -31,7 +31,7 @@ _FAR_BELOW = -1e3  # in nats
 
 
 @dataclass(frozen=True)
-class Budget:
+class TokenBudget:
     """Size and layout of micro-batches: at most `max_tokens` with padding, lengths rounded up to `multiple`.
 
     Layout "shared" packs prefix trees, which forward a prompt once if `costs` says that it is cheaper (None: always);
@@ -57,7 +57,7 @@ class Budget:
 def pack(
     records: Sequence[Record],
     indices: Sequence[int],
-    budget: Budget,
+    budget: TokenBudget,
     unit_weight: Callable[[int], float] | None = None,
     *,
     unit: Unit = "token",
@@ -78,7 +78,7 @@ def pack(
 
 
 def assign_to_ranks(
-    records: Sequence[Record], indices: Sequence[int], budget: Budget, num_ranks: int, unit: Unit = "token"
+    records: Sequence[Record], indices: Sequence[int], budget: TokenBudget, num_ranks: int, unit: Unit = "token"
 ) -> list[tuple[int, ...]]:
     """Assign `indices` to ranks, balanced by the tokens of their forwards; all ranks get the same result."""
     if num_ranks == 1:
@@ -99,7 +99,7 @@ def assign_to_ranks(
     return [tuple(indices[j] for j in rank) for rank in per_rank]
 
 
-def masked_batch(budget: Budget) -> MicroBatch:
+def masked_batch(budget: TokenBudget) -> MicroBatch:
     """Return a micro-batch of weight 0 for a rank with nothing left: two tokens, one of them a loss token.
 
     It has the layout of the others, so that all ranks run the same kind of forward.
@@ -127,7 +127,7 @@ def scatter(record: Record, loss_token_values: Tensor) -> Tensor:
 def plan_micro_batches(
     prompts: Sequence[tuple[int, ...]],
     lengths: Sequence[int],
-    budget: Budget,
+    budget: TokenBudget,
     keys: Sequence[int] | None = None,
 ) -> list[list[tuple[int, ...]]]:
     """Plan micro-batches of sequences with these prompts and `lengths` tokens after them: the trees of each.
@@ -142,7 +142,9 @@ def plan_micro_batches(
     return [[tree.sequences for b in batch for tree in blocks[b]] for batch in pack_bins(sizes, budget.capacity)]
 
 
-def split_padded(lengths: Sequence[int], budget: Budget, keys: Sequence[int] | None = None) -> list[tuple[int, ...]]:
+def split_padded(
+    lengths: Sequence[int], budget: TokenBudget, keys: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
     """Split sequences into padded micro-batches, longest first: an out-of-memory error comes at once, padding is small.
 
     Sequences of the same key stay together. A sequence, or such a set, that exceeds the budget is a separate micro-batch.
@@ -165,7 +167,7 @@ def _num_tokens(block: Sequence[TreePlan]) -> int:
 
 
 def _blocks(
-    prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: Budget, keys: Sequence[int] | None
+    prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: TokenBudget, keys: Sequence[int] | None
 ) -> list[list[TreePlan]]:
     """Return trees that stay in one micro-batch: each by itself, or those of the sequences of one key."""
     if keys is None:
@@ -181,7 +183,9 @@ def _blocks(
     return blocks
 
 
-def _trees(prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: Budget, capacity: int) -> list[TreePlan]:
+def _trees(
+    prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: TokenBudget, capacity: int
+) -> list[TreePlan]:
     if budget.layout == "shared":
         return plan_trees(prompts, lengths, capacity, budget.costs)
     sequences = enumerate(zip(prompts, lengths, strict=True))
@@ -203,7 +207,7 @@ def _with_loss_tokens(records: Sequence[Record], indices: Sequence[int], unit: U
 
 
 def _prompts_and_lengths(
-    records: Sequence[Record], indices: Sequence[int], budget: Budget
+    records: Sequence[Record], indices: Sequence[int], budget: TokenBudget
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """Return each record's prompt, and how many tokens of its completion the layout forwards."""
     chosen = [records[i] for i in indices]
@@ -219,7 +223,7 @@ def _prompts_and_lengths(
 def _micro_batch(
     records: Sequence[Record],
     trees: Sequence[Sequence[int]],
-    budget: Budget,
+    budget: TokenBudget,
     seen_prompts: set[tuple[int, ...]],
     unit_weight: Callable[[int], float] | None,
     unit: Unit,
@@ -251,7 +255,7 @@ def _micro_batch(
     )
 
 
-def _pad_sequences(records: Sequence[Record], loss_tokens: LossTokens, budget: Budget) -> ModelInputs:
+def _pad_sequences(records: Sequence[Record], loss_tokens: LossTokens, budget: TokenBudget) -> ModelInputs:
     """Return one sequence a row, padded on the right to one length."""
     width = budget.round_up(max(record.num_tokens for record in records))
     ids_BL = torch.full((len(records), width), budget.pad_id, dtype=torch.int64)

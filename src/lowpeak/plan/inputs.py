@@ -27,7 +27,7 @@ from lowpeak.arguments import (
     resolve_supervised,
 )
 from lowpeak.attention import install_attention, packing_unsupported_reason
-from lowpeak.batching import Budget, assign_to_ranks, pack
+from lowpeak.batching import TokenBudget, assign_to_ranks, pack
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import install_head, load_balance_of, transformers_model
 from lowpeak.memory import Kind
@@ -240,7 +240,7 @@ class RunInputs:
         return torch.bfloat16 if self.settings.model.trains_bf16 else torch.float32
 
     @property
-    def budget(self) -> Budget:
+    def budget(self) -> TokenBudget:
         return self.sizes.budget(self.settings.memory, 0, self.config)
 
     @property

@@ -260,7 +260,7 @@ def rehearsal_inputs(inputs: RunInputs, batches: list[Any], updates: bool = True
         largest,
         inputs.algorithm,
         inputs.logprobs,
-        mesh=request.mesh,
+        mesh_shape=request.mesh,
         compute=inputs.compute,
         storage=inputs.storage,
         scored=inputs.scored_batches()[:1] if inputs.is_online and inputs.algorithm.needs else None,

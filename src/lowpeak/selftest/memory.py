@@ -13,7 +13,7 @@ import torch
 
 from lowpeak.algorithms import make_supervised
 from lowpeak.attention import install_attention
-from lowpeak.batching import Budget, pack
+from lowpeak.batching import TokenBudget, pack
 from lowpeak.heads import install_head
 from lowpeak.journal import read_steps
 from lowpeak.models import load_policy
@@ -65,7 +65,7 @@ def _micro_batches(prompt: int, tokens: int, count: int) -> list[MicroBatch]:
     ids, mask = torch.full((tokens,), 3, dtype=torch.int32), torch.ones(tokens, dtype=torch.bool)
     completion = Completion(ids, torch.zeros(tokens), mask, "length")
     record = Record(0, (2,) * prompt, completion, (1.0,), 1.0, advantages=torch.ones(tokens))
-    return pack([record] * count, range(count), Budget(4096, layout="shared"), lambda num_tokens: 1.0 / num_tokens)
+    return pack([record] * count, range(count), TokenBudget(4096, layout="shared"), lambda num_tokens: 1.0 / num_tokens)
 
 
 @row("loading")

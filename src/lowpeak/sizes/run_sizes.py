@@ -15,7 +15,7 @@ from torch import nn
 
 from lowpeak.arguments import MemorySettings, StorageFormat
 from lowpeak.attention import install_attention, packing_mismatch, packing_unsupported_reason, uninstall_attention
-from lowpeak.batching import Budget, LayerCosts, Layout
+from lowpeak.batching import LayerCosts, Layout, TokenBudget
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import room_in_budget
 from lowpeak.parallel import DeviceFractions, is_sharded
@@ -341,12 +341,12 @@ class Sizes:
         planned = {name: getattr(self, name) for name in (*_NUMBERS, _GATHER)}
         return {name: value for name, value in planned.items() if value is not None and value < numbers.get(name, 0)}
 
-    def budget(self, memory: MemorySettings, pad_id: int, config: Any) -> Budget:
+    def budget(self, memory: MemorySettings, pad_id: int, config: Any) -> TokenBudget:
         shape = ModelShape.of(config, 4)
         costs = None if memory.share_prompt else LayerCosts.of(shape.hidden, shape.intermediate)
-        return Budget(self.micro_batch_tokens, memory.pad_to_multiple_of, pad_id, self.layout_choice.layout, costs)
+        return TokenBudget(self.micro_batch_tokens, memory.pad_to_multiple_of, pad_id, self.layout_choice.layout, costs)
 
-    def apply_to(self, budget: Budget) -> Budget:
+    def apply_to(self, budget: TokenBudget) -> TokenBudget:
         return replace(budget, max_tokens=self.micro_batch_tokens, layout=self.layout_choice.layout)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowpeak.algorithms import Advantages, Algorithm, Need, StepCounts, call_advantages, indices_by_group
 from lowpeak.arguments import RolloutSettings
-from lowpeak.batching import Budget, assign_to_ranks, masked_batch, num_loss_tokens, pack, scatter
+from lowpeak.batching import TokenBudget, assign_to_ranks, masked_batch, num_loss_tokens, pack, scatter
 from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
@@ -86,7 +86,7 @@ def score_records(
     return scored, {"useful_tokens/score": reduce(Metric.merge, [useful for _, useful in gathered])}
 
 
-def _pack_share(records: Sequence[Record], budget: Budget, ranks: Ranks) -> list[MicroBatch]:
+def _pack_share(records: Sequence[Record], budget: TokenBudget, ranks: Ranks) -> list[MicroBatch]:
     """Return the micro-batches that this rank scores; every rank has the same number."""
     indices = assign_to_ranks(records, range(len(records)), budget, ranks.world_size)[ranks.rank]
     return pad_batches_across_ranks(pack(records, indices, budget), budget, ranks)
@@ -231,7 +231,7 @@ def _shuffled_groups(rollout: Rollout, seed: int) -> list[list[int]]:
 
 
 def make_step_batches(
-    records: Sequence[Record], rows: Sequence[int], algorithm: Algorithm, budget: Budget, ranks: Ranks
+    records: Sequence[Record], rows: Sequence[int], algorithm: Algorithm, budget: TokenBudget, ranks: Ranks
 ) -> tuple[MicroBatch, ...]:
     """Return this rank's micro-batches of `records[rows]`, at least one.
 
@@ -268,7 +268,7 @@ def with_step_shares(batches: Sequence[MicroBatch], counts: StepCounts, num_rank
 
 
 def pad_batches_across_ranks(
-    batches: list[MicroBatch], budget: Budget, ranks: Ranks, least: int = 0
+    batches: list[MicroBatch], budget: TokenBudget, ranks: Ranks, least: int = 0
 ) -> list[MicroBatch]:
     """Append masked micro-batches up to the number on the busiest rank (and `least`): forward passes are collective."""
     most = int(ranks.max([max(len(batches), least)])[0])

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import StorageFormat
-from lowpeak.batching import Budget
+from lowpeak.batching import TokenBudget
 from lowpeak.checkpoint import RunState
 from lowpeak.journal import Journal
 from lowpeak.memory import MemoryTracker
@@ -47,7 +47,7 @@ class Run:
     tracker: MemoryTracker
     journal: Journal
     sizes: Sizes
-    budget: Budget
+    budget: TokenBudget
     num_parameters: int
     memory_limit: MemoryLimit
     storage: StorageFormat | None = None

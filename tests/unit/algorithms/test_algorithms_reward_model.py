@@ -10,7 +10,7 @@ import torch
 from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.loss_terms import pair_mean
 from lowpeak.algorithms.reward_model import make_reward_model, measure_preferences, preference_loss
-from lowpeak.batching.packing import Budget, masked_batch, pack
+from lowpeak.batching.packing import TokenBudget, masked_batch, pack
 from preference_data import PAIRS, records_of
 
 MARGINS = [margin for _, _, margin in PAIRS]
@@ -19,7 +19,7 @@ MARGINS = [margin for _, _, margin in PAIRS]
 def tokens_of(records=None):
     """Return all pairs as one micro-batch, and the record index of each of its sequences."""
     records = records or records_of()
-    (batch,) = pack(records, range(len(records)), Budget(1000), lambda n: 1 / len(PAIRS), unit="pair")
+    (batch,) = pack(records, range(len(records)), TokenBudget(1000), lambda n: 1 / len(PAIRS), unit="pair")
     return batch.tokens, batch.record_indices
 
 
@@ -62,7 +62,7 @@ def test_preference_metrics_are_over_all_pairs_and_sequences():
 
 
 def test_a_zero_weight_batch_adds_nothing_and_is_in_no_metric():
-    tokens = masked_batch(Budget(8)).tokens
+    tokens = masked_batch(TokenBudget(8)).tokens
     score = torch.tensor([3.0], requires_grad=True)
     loss = (tokens.weights_U * preference_loss(0.5, score, tokens)).sum()
     assert loss.item() == 0.0

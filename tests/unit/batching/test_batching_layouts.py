@@ -8,10 +8,10 @@ import pytest
 from batching_cases import make_record
 
 from lowpeak.batching.loss_tokens import num_loss_tokens
-from lowpeak.batching.packing import Budget, assign_to_ranks, masked_batch, pack
+from lowpeak.batching.packing import TokenBudget, assign_to_ranks, masked_batch, pack
 from lowpeak.records import Tree
 
-SHARED, ROWS = Budget(64, layout="shared"), Budget(64, layout="rows")
+SHARED, ROWS = TokenBudget(64, layout="shared"), TokenBudget(64, layout="rows")
 
 
 def draw(seed):
@@ -78,7 +78,7 @@ def test_tokens_after_the_last_loss_token_are_left_out():
 
 
 def test_padding_is_at_the_end_and_not_useful():
-    (batch,) = pack([make_record([7, 8], [3, 4])], [0], Budget(64, 8, 5, "rows"))
+    (batch,) = pack([make_record([7, 8], [3, 4])], [0], TokenBudget(64, 8, 5, "rows"))
     assert batch.input_ids_BL.tolist() == [[7, 8, 3, 5, 5, 5, 5, 5]]
     assert batch.forest.position_ids_1L.tolist() == [[0, 1, 2, 0, 0, 0, 0, 0]]
     assert batch.num_useful == 3
@@ -92,7 +92,7 @@ def test_a_different_prompt_keeps_a_sequence_out_of_the_tree():
 
 def test_a_group_larger_than_the_budget_is_split_with_the_prompt_in_each_part():
     records = [make_record([7] * 6, [3] * 5) for _ in range(8)]
-    batches = pack(records, range(8), Budget(20, layout="shared"))
+    batches = pack(records, range(8), TokenBudget(20, layout="shared"))
     assert [tree.prompt for batch in batches for tree in batch.forest.trees] == [6, 6, 6]
     assert sum(batch.num_useful for batch in batches) == 6 + 8 * 4
     assert all(batch.input_ids_BL.numel() <= 20 for batch in batches)
@@ -108,7 +108,7 @@ def test_a_prompt_without_a_token_is_refused():
 @pytest.mark.parametrize("seed", range(12))
 def test_every_loss_token_is_predicted_from_its_sequence(seed, max_tokens, multiple, layout):
     records = draw(seed)
-    budget = Budget(max_tokens, multiple, 0, layout)
+    budget = TokenBudget(max_tokens, multiple, 0, layout)
     batches = pack(records, range(len(records)), budget)
     seen = sorted(i for batch in batches for i in batch.record_indices)
     assert seen == [i for i, record in enumerate(records) if num_loss_tokens(record)]
@@ -132,7 +132,7 @@ def test_every_loss_token_is_predicted_from_its_sequence(seed, max_tokens, multi
 @pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
 def test_packing_is_deterministic(layout):
     records = draw(3)
-    once, again = (pack(records, range(len(records)), Budget(40, layout=layout)) for _ in range(2))
+    once, again = (pack(records, range(len(records)), TokenBudget(40, layout=layout)) for _ in range(2))
     assert [batch.record_indices for batch in once] == [batch.record_indices for batch in again]
 
 
@@ -143,16 +143,16 @@ def test_on_skewed_lengths_nearly_every_token_of_a_forest_is_useful(layout):
     records = [
         make_record(prompts[i % len(prompts)], [3] * min(256, 1 + int(rng.expovariate(1 / 60)))) for i in range(64)
     ]
-    batches = pack(records, range(64), Budget(4096, 8, 0, layout))
+    batches = pack(records, range(64), TokenBudget(4096, 8, 0, layout))
     computed = sum(batch.input_ids_BL.numel() for batch in batches)
     assert sum(batch.num_useful for batch in batches) >= 0.95 * computed
-    padded = pack(records, range(64), Budget(4096, 8))
+    padded = pack(records, range(64), TokenBudget(4096, 8))
     assert sum(batch.input_ids_BL.numel() for batch in padded) > 1.2 * computed
 
 
 def test_a_zero_weight_batch_has_the_layout_of_the_others():
     for layout in ("padded", "shared", "rows"):
-        batch = masked_batch(Budget(8, pad_id=5, layout=layout))
+        batch = masked_batch(TokenBudget(8, pad_id=5, layout=layout))
         assert (batch.input_ids_BL.tolist(), batch.record_indices) == ([[5, 5]], ())
         assert batch.tokens.weights_U.sum() == 0
         assert (batch.forest and batch.forest.trees) == (None if layout == "padded" else (Tree(0, 0, (2,)),))
@@ -163,7 +163,7 @@ def test_a_zero_weight_batch_has_the_layout_of_the_others():
 def test_each_sequence_is_on_one_rank_and_ranks_are_balanced_in_tokens_with_whole_pairs(layout, unit):
     records = [make_record([2 + i // 2], [3] * (40 if i < 2 else 2), group=i // 2) for i in range(12)]
     whole = 2 if unit == "pair" else 1  # the long sequences that stay together
-    shares = assign_to_ranks(records, range(2 - whole, 12), Budget(64, layout=layout), 2, unit)
+    shares = assign_to_ranks(records, range(2 - whole, 12), TokenBudget(64, layout=layout), 2, unit)
     assert sorted(i for mine in shares for i in mine) == list(range(2 - whole, 12))
     assert sorted(map(len, shares)) == [whole, 10]
     if unit == "pair":

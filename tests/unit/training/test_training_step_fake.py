@@ -21,7 +21,7 @@ from lowpeak.arguments.online import Correction
 from lowpeak.arguments.online_dpo import OnlineDPOSettings
 from lowpeak.arguments.rloo import RLOOSettings
 from lowpeak.attention.install import install_attention
-from lowpeak.batching.packing import Budget, pack
+from lowpeak.batching.packing import TokenBudget, pack
 from lowpeak.heads.lm_head import install_head
 from lowpeak.memory.activation_offload import ActivationOffload
 from lowpeak.records import Completion, Record
@@ -57,7 +57,7 @@ def micro_batches(length=512, rows=8, layout="padded", unit="token"):
     completion = Completion(torch.ones(length, dtype=torch.int32), values, torch.ones(length, dtype=torch.bool), "stop")
     known = {"old": values, "reference": values, "advantages": values}
     record = Record(0, tuple(range(64)), completion, (1.0,), 1.0, **known)
-    budget = Budget(4 * (length + 64), layout=layout)
+    budget = TokenBudget(4 * (length + 64), layout=layout)
     records = [replace(record, group=i // 2) for i in range(rows)]
     return pack(records, range(rows), budget, lambda num_tokens: 1.0 / num_tokens, unit=unit)
 

@@ -105,7 +105,7 @@ class RehearsalInputs:
 
     make_model             returns the model with its head installed; called under FakeTensorMode, where it takes no memory
     micro_batches          rank 0's of a step, packed outside
-    mesh                   how the policy is placed on ranks
+    mesh_shape             how the policy is placed on ranks
     compute                torch.bfloat16 for a run with `bf16=True`
     storage                format to which the model is converted, with CompactAdamW as the optimizer
     scored                 micro-batches of the scoring passes that `algorithm.needs`; None: `micro_batches`
@@ -119,7 +119,7 @@ class RehearsalInputs:
     micro_batches: Sequence[MicroBatch]
     algorithm: Algorithm
     core: LogprobSettings
-    mesh: MeshShape = MeshShape()
+    mesh_shape: MeshShape = MeshShape()
     compute: torch.dtype | None = None
     make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _FUSED_ADAMW
     storage: StorageFormat | None = None
@@ -144,8 +144,8 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
 
     ArgumentError in a process that is connected to other ranks; torch's DataDependentOutputException if a phase reads values.
     """
-    with fake_process_group(inputs.mesh.world_size), ExitStack() as stack:
-        mesh = make_mesh(inputs.mesh.shards, inputs.mesh.replicas) if inputs.mesh.shards > 1 else None
+    with fake_process_group(inputs.mesh_shape.world_size), ExitStack() as stack:
+        mesh = make_mesh(inputs.mesh_shape.shards, inputs.mesh_shape.replicas) if inputs.mesh_shape.shards > 1 else None
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         counts = (CUDA_BLOCK,) if inputs.device == "cuda" else (1, CpuScratch())
         meter = stack.enter_context(StorageMeter(*counts))
@@ -231,7 +231,7 @@ class _Stage:
             yield
 
     def make_optimizer(self) -> Any:
-        named, storage, shape = trained_parameters(self.model), self._inputs.storage, self._inputs.mesh
+        named, storage, shape = trained_parameters(self.model), self._inputs.storage, self._inputs.mesh_shape
         if storage is None:
             optimizer: Any = self._inputs.make_optimizer(named.values())
         else:
@@ -321,12 +321,12 @@ class _Stage:
 
 
 def _compact_optimizer(
-    named: Mapping[str, nn.Parameter], storage: StorageFormat, host: RehearsedHost, placement: MeshShape
+    named: Mapping[str, nn.Parameter], storage: StorageFormat, host: RehearsedHost, mesh_shape: MeshShape
 ) -> CompactAdamW:
     bits: dict[str, Any] = {"weight_bits": storage.weight_bits, "state_bits": storage.state_bits}
     optimizer = RehearsedAdamW(named.values(), offload=storage.offload, **bits)
     optimizer.rehearsed_host = host
-    replicas = Ranks() if placement.shards == 1 and placement.replicas > 1 else None
+    replicas = Ranks() if mesh_shape.shards == 1 and mesh_shape.replicas > 1 else None
     with unset_fake_temporarily():  # DTensor computes positions of shards with tensors, and reads them
         place_optimizer(optimizer, named, storage, replicas)
     return optimizer
