@@ -2,7 +2,7 @@
 # make check        lint, types and the tests that start no process and train nothing for long
 # make test         lint, types and the tests that a contributor and a user need to trust a checkout
 # make test-all     make test, then the tests marked `extended`, and those of the next five targets: what .ci/run runs
-# make test-release all other tests: those marked `release` (soaks, learning, each rank as the victim, benchmarks --quick), and make test-real
+# make test-release all other tests: those marked `release` (learning, each rank as the victim, benchmarks --quick), random kills, make test-real, the quickstart
 # make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
 # make test-versions tests on the oldest supported transformers, accelerate, peft and datasets (make test: the locked ones)
@@ -41,6 +41,7 @@ MODEL ?=
 TASK ?=
 # torch's, oneDNN's and MKL's kernels for the oldest processors, which every x86-64 processor runs.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+KILLS ?= 30 # of runs, at random moments
 NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/logprobs
 # A file's tests stay in one process, for what they have made together; the files in their order, which has the longest first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
@@ -131,7 +132,8 @@ test-release:
 	@$(MAKE) --no-print-directory $(READY) $(VLLM_READY) smollm2
 	$(PYTEST) $(BY_FILE) -m release $(IN_OTHER_TARGETS)
 	$(VLLM_PYTEST) -m release tests/with_vllm
-	@$(MAKE) --no-print-directory test-real
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/faults/random_kills.py $(KILLS)
+	@$(MAKE) --no-print-directory test-real quickstart
 
 docs:
 	@echo "make docs: a few seconds, and half a minute to install"

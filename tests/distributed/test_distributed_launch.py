@@ -169,7 +169,7 @@ def test_a_command_that_runs_out_of_memory_goes_on_by_itself_with_smaller_sizes(
         torch.testing.assert_close(values, undisturbed[name], atol=5e-6, rtol=0)
 
 
-@pytest.mark.release
+@pytest.mark.extended
 def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder, alone):
     """torchrun's own options on each host; its ranks take the preset over."""
     with two_hosts() as hosts:
