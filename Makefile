@@ -151,7 +151,7 @@ types: $(READY)
 test-kernels:
 	@echo "make test-kernels: about 3 minutes on two cores"
 	@$(MAKE) --no-print-directory $(READY)
-	$(KERNELS) $(PYTEST) --dist worksteal $(NUMBERS)
+	$(KERNELS) $(PYTEST) --dist worksteal $(NUMBERS) --ignore=tests/parity/test_logprobs_triton.py
 
 test-vllm:
 	@echo "make test-vllm: about 8 minutes on two cores, and 4 to install"
