@@ -1,7 +1,7 @@
 """Break the source in 63 ways, one at a time, and name the test that notices: `python tests/faults/injected.py [part of a name]`.
 
 Run it in a clean checkout, before and after tests are rewritten: a fault that the tests of `make test` miss is a hole. It takes
-about 40 minutes on one core. Each test file runs in a process forked from this one, which has imported the libraries, but not lowpeak.
+about 40 minutes on one core. Each test file runs in a process forked from this one, which has imported all libraries but lowpeak.
 """
 
 from __future__ import annotations
