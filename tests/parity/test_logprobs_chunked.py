@@ -186,7 +186,6 @@ NARROW = {"num_ids": 257}
         (recomputed, torch.float16, "temperature", STRIPES),
         (visited, torch.bfloat16, "temperature", STRIPES),
     ],
-    ids=str,
 )
 def test_half_precision_is_no_further_from_the_exact_values_than_naive_half_precision(way, dtype, name, sizes):
     leaves, targets, weights = inputs(dtype=dtype, **sizes)

@@ -219,7 +219,6 @@ def test_a_second_hook_after_accumulation_sees_each_gradient():
         (recomputed, torch.bfloat16, 40),
         (visited, torch.float32, 40),
     ],
-    ids=str,
 )
 def test_no_matrix_of_the_heads_size_exists_in_a_7b_models_head(way, dtype, num_tokens):
     num_ids, width = 152_064, 3_584
