@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.error import HTTPError
 from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
@@ -27,7 +28,6 @@ from lowpeak.vllm.compatibility import check_same_model
 from lowpeak.vllm.engine import EngineSharing, PolicyFacts, VllmEngine
 from lowpeak.vllm.protocol import Request
 from lowpeak.vllm.server import ServerVllm, connect_servers
-from lowpeak.vllm.weight_sync.push import push_weights
 from stopwatch import Stopwatch
 from tiny_models import char_tokenizer
 from vllm_in_process import logprobs_of, slices
@@ -117,6 +117,45 @@ def test_no_route_but_health_answers_without_the_token(vllm, path):
     assert urlopen(f"{vllm.url}/health", timeout=10).status == 200
 
 
+MALFORMED = {
+    "a number": b"5\n",
+    "a mapping": b'{"a":1}\n',
+    "brackets": b"[" * 60_000 + b"\n",
+    "no text": bytes(range(256)) * 200,
+    "a handshake of TLS": bytes.fromhex("16030100a5010000a10303") + bytes(161),
+    "another version": b"GET /health HTTP/9.9\r\n\r\n",
+    "a header without end": b"POST /pause HTTP/1.1\r\nX: " + b"x" * 200_000,
+    "a length below 0": b"POST /pause HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    "two lengths": b"POST /pause HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "half a body": b"POST /inference/v1/generate HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\n{",
+    "a token that is no text": b"POST /pause HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer \xff\xfe\r\n\r\n",
+}
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("sent", MALFORMED.values(), ids=MALFORMED)
+def test_malformed_bytes_on_its_port_neither_act_nor_stop_it(vllm, sent):
+    host, port = vllm.url.removeprefix("http://").split(":")
+    hung_up = suppress(ConnectionError)  # it may before it has read all
+    with socket.create_connection((host, int(port)), timeout=10) as line, hung_up:
+        line.sendall(sent)
+        line.shutdown(socket.SHUT_WR)
+        while answer := line.recv(1 << 16):
+            assert not answer.startswith(b"HTTP/1.1 2"), answer
+    assert vllm.complete([request(2, 4)], 60)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("body", [b"", b"5", b"[" * 60_000, b'{"a":1}', b"\xff\xfe", b'{"token_ids": "x"}'])
+@pytest.mark.parametrize("path", ["inference/v1/generate", "collective_rpc"])
+def test_malformed_requests_with_the_token_are_refused_and_it_goes_on(vllm, path, body):
+    headers = {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"}
+    with pytest.raises(HTTPError) as refused:
+        urlopen(UrlRequest(f"{vllm.url}/{path}", data=body, headers=headers), timeout=30)
+    assert 400 <= refused.value.code < 600
+    assert vllm.complete([request(2, 4)], 60)
+
+
 def test_a_client_with_another_token_is_told_so(servers):
     with pytest.raises(EngineError, match="vllm_server_token"):
         ServerVllm(servers[0].url, "guessed").info()
@@ -196,8 +235,6 @@ def test_two_servers_share_the_prompts_and_answer_with_the_weights_that_were_sen
 def test_a_lora_run_sends_its_base_once_and_then_adapters_alone(servers, tmp_path):
     settings = {"vllm_mode": "server", "vllm_server_base_url": servers[1].url, "vllm_server_token": SECRET}
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
-    # The server holds the policy of the test before, and weights that a LoRA run does not change are only compared.
-    push_weights(slices(model_of()), [servers[1].vllm()], VllmSettings(ServerSettings((servers[1].url,))), 1)
     trainer = grpo_trainer(grpo_arguments(tmp_path, **settings), model=model_of(), peft_config=config)
     trainer.train()
     assert all(step["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps_of(trainer))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lowpeak.arguments import ServerSettings, Transport, VllmSettings
-from lowpeak.errors import EngineError, shorten_names
+from lowpeak.errors import EngineError, LostEngineError, shorten_names
 from lowpeak.records import WeightSlice
 from lowpeak.vllm.protocol import Adapter, Vllm, call_workers
 from lowpeak.vllm.weight_sync.buckets import (
@@ -61,7 +61,7 @@ def push_weights(
     version. Tensors that training does not change (`unchanged`) are sent once: an engine that has them verifies their checksums
     instead. Memory holds one bucket here, and one bucket and the largest tensor in a worker. `in_process` are the engines' facts of
     this name (empty: the engines are asked). Raise EngineError with the names of tensors that vLLM does not accept, that were
-    damaged or that are missing; LostEngineError if a worker died.
+    damaged or that are missing; LostEngineError if a worker died, or has other weights where `unchanged` ones were not sent.
     """
     rest, in_process = iter(slices), in_process or [vllm.info().in_process for vllm in vllms]
     began = time.perf_counter()
@@ -94,6 +94,7 @@ class _Update:
     def __post_init__(self) -> None:
         self._sums = ChecksumTable() if self.settings.verify else None
         self._counts: dict[str, int] = {}
+        self._skipped: frozenset[str] = frozenset()
         self._num_bytes = 0
         self._proof_seconds = 0.0
         self._sender: BucketSender | None = None
@@ -122,17 +123,25 @@ class _Update:
             transport = "process"
         sender = open_sender(transport, self.vllms, settings.bucket_bytes, self.device, self.timeout, port)
         self._sender = sender
-        skipped = self._begin(sender) & frozenset(unchanged)
+        self._skipped = self._begin(sender) & frozenset(unchanged)
         sender.wait_connected()
-        for bucket in fill_buckets(self._counted(slices), sender.buffer, self._sums, skipped):
+        for bucket in fill_buckets(self._counted(slices), sender.buffer, self._sums, self._skipped):
             self._deliver(sender, bucket)
 
     def verify(self) -> None:
-        """Check that every worker has the tensors that were sent, and that together they have all."""
+        """Check that every worker has the tensors that were sent, and that together they have all.
+
+        LostEngineError if tensors that were not sent may be those of another run: the next update sends them, too.
+        """
         began = time.perf_counter()
         sent = dict.fromkeys(self._counts, "") if self._sums is None else self._sums.read()
         arguments = {"sent": sent, "counts": self._counts}
-        answers = call_workers(self.vllms, "lowpeak_verify", [arguments] * len(self.vllms), self.timeout)
+        try:
+            answers = call_workers(self.vllms, "lowpeak_verify", [arguments] * len(self.vllms), self.timeout)
+        except EngineError as error:
+            if self._skipped and not isinstance(error, LostEngineError):
+                raise LostEngineError(f"{error} An earlier run may have left them in this vLLM.") from error
+            raise
         for is_shared, workers in zip(self.in_process, answers, strict=True):
             _check_complete([answer["lacking"] for answer in workers], self._counts, shared=is_shared)
         self._proof_seconds = time.perf_counter() - began
