@@ -99,6 +99,13 @@ def show_bytes(number: float) -> str:
     return f"{round(number / size, 2):g} {unit}"
 
 
+def show_seconds(seconds: float) -> str:
+    """Return a duration as a text such as `3.9 h`, `12 min` or `0.85 s`."""
+    unit, size = ("h", 3600) if seconds >= 3600 else ("min", 60) if seconds >= 100 else ("s", 1)
+    number = seconds / size
+    return f"{number:,.0f} {unit}" if number >= 10 else f"{number:.2g} {unit}"
+
+
 def is_secret(name: str) -> bool:
     """Return whether an argument of this name is an access token."""
     return name == "token" or (name.endswith("_token") and name not in _TOKENIZER_TOKENS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ def write_run_files(folder: Path, job: Job, fit: Fit, emit: str | None) -> list[
     folder.mkdir(parents=True, exist_ok=True)
     files = {"run.yaml": to_yaml(run_settings(job, fit.arguments, plan, folder))}
     if plan.request.machine.num_devices > 1 and job.launch.accelerate_config is None:
-        files["accelerate.yaml"] = preset_text(plan.request.sharding.preset)
+        files["accelerate.yaml"] = _accelerate_config(plan)
     if emit is not None:
         files |= _job_files(folder, job, plan, emit)
     paths = []
@@ -76,16 +77,31 @@ def run_settings(job: Job, chosen: Mapping[str, Any], plan: Plan, folder: Path) 
         settings = {name: value for name, value in settings.items() if not name.startswith("parallelism_config_")}
     if machine.num_devices > 1:
         settings.setdefault("accelerate_config", str(folder / "accelerate.yaml"))
-        settings["num_processes"] = machine.num_devices
-        if machine.num_hosts > 1:
-            settings["num_machines"] = machine.num_hosts
-        if plan.request.tensor_parallel > 1:
-            settings["parallelism_config_tp_size"] = plan.request.tensor_parallel
-            settings["parallelism_config_dp_shard_size"] = machine.num_devices // plan.request.tensor_parallel
-        if plan.request.sharding.copies == "per host":
-            settings["parallelism_config_dp_replicate_size"] = machine.num_hosts
-            settings["parallelism_config_dp_shard_size"] = machine.devices_on_host
+        settings |= _launched(plan)
     return settings
+
+
+def _launched(plan: Plan) -> dict[str, int]:
+    """Return the numbers of processes and hosts, and the sizes of the mesh."""
+    machine, row = plan.request.machine, plan.request.sharding
+    numbers = {"num_processes": machine.num_devices}
+    if machine.num_hosts > 1:
+        numbers["num_machines"] = machine.num_hosts
+    if row.splits_tensors:
+        numbers["parallelism_config_tp_size"] = plan.request.tensor_parallel
+        numbers["parallelism_config_dp_shard_size"] = plan.request.world_size
+    if row.copies == "per host":
+        numbers["parallelism_config_dp_replicate_size"] = machine.num_hosts
+        numbers["parallelism_config_dp_shard_size"] = machine.devices_on_host
+    return numbers
+
+
+def _accelerate_config(plan: Plan) -> str:
+    """Return the strategy's preset with the plan's numbers, so that `accelerate launch` runs the planned mesh, too."""
+    text = preset_text(plan.request.sharding.preset)
+    for name, value in _launched(plan).items():
+        text = re.sub(rf"^( *{name}: ).*$", rf"\g<1>{value}", text, flags=re.MULTILINE)
+    return text
 
 
 def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:

@@ -153,7 +153,7 @@ def _training_devices(options: PlanArguments, job: Job) -> int:
 
 def _fitted(options: PlanArguments, job: Job, request: PlanRequest) -> Plan | None:
     """Choose settings that fit, print the choice, and write the files of the run."""
-    from lowpeak.plan import Search, fit_lines, make_plan, print_plan
+    from lowpeak.plan import Search, fit_lines, make_plan
 
     factors = None if options.journal is None else _calibration(options.journal, make_plan(request, _progress))
     keeps_strategy = job.launch.accelerate_config is not None
@@ -163,9 +163,7 @@ def _fitted(options: PlanArguments, job: Job, request: PlanRequest) -> Plan | No
         plan = _plan_document(options, job, fit.plan) if fit.plan else {}
         print(json.dumps({**plan, "fit": fit.as_dict()}, indent=2))
     else:
-        if fit.plan is not None:
-            print_plan(fit.plan, hourly_price=_total_hourly_price(options, job))
-        print("\n".join(fit_lines(fit)))
+        print("\n".join(fit_lines(fit, _total_hourly_price(options, job))))
     if fit.plan is not None:
         for path in write_run_files(Path(options.output), job, fit, options.emit):
             print(f"wrote {path}", file=sys.stderr)
@@ -236,7 +234,8 @@ _CHECKS: Mapping[str, Check] = {
     "format": Check(lambda x: x in ("text", "json"), "must be one of text, json"),
     "emit": Check(lambda x: x in ("slurm", "shell"), "must be one of slurm, shell"),
     "plot": Check(lambda x: x.endswith((".html", ".htm")), "must be a file that ends in .html, since it writes a page"),
-    **dict.fromkeys(("gpus", "gpus_per_host", "prompt_tokens"), Check(lambda x: x >= 1, "must be at least 1")),
+    **dict.fromkeys(("gpus_per_host", "prompt_tokens"), Check(lambda x: x >= 1, "must be at least 1")),
+    "gpus": Check(lambda x: 1 <= x <= 1 << 14, "must be from 1 to 16,384"),
     "price_per_hour": Check(lambda x: 0 < x < float("inf"), "must be dollars above 0"),
 }
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lowpeak.arguments import StorageFormat
+from lowpeak.arguments import ColocateSettings, StorageFormat
 from lowpeak.memory import Kind
 from lowpeak.parallel import SHARDINGS
-from lowpeak.plan.computed import rollout_copies, streamed_bytes
+from lowpeak.plan.computed import BF16_BYTES, ENGINE_AWAKE, VLLM_ASLEEP_BYTES, rollout_copies, streamed_bytes
 from lowpeak.plan.cost import Work, step_seconds
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.plan import Plan
@@ -19,18 +19,24 @@ _TRAINED = (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER)
 _SHARDED = (*_TRAINED, Kind.FROZEN)
 _PASSES = ("score", "forward", "backward")
 _LEAST_GAIN = 0.005  # of the peak
+_MOST_SLOWER = 4.0  # times the seconds of a step
+_ROUNDS = "; rounds stochastically, so that the run learns a little differently"
 _FP32 = StorageFormat(None, 32, 32)  # bytes of weights, gradients and states without a format
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting change: factor per kind of memory, and the resulting step work."""
+    """One setting change: factor per kind of memory, and the resulting step work.
+
+    `phases` are those that it acts in (empty: all), `note` says what else it changes.
+    """
 
     setting: str
     scales: Scales
     work: Work
     machine: Machine
-    phases: tuple[str, ...] = ()  # that it acts in; empty: all
+    phases: tuple[str, ...] = ()
+    note: str = ""
 
     def scale(self, phase: str, kind: Kind) -> float:
         return self.scales.get(kind, 1.0) if phase in self.phases or not self.phases else 1.0
@@ -38,15 +44,19 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting, the peak with it, and the seconds that it adds to a step; both are estimates."""
+    """A setting, the peak with it, the seconds that it adds to a step (both are estimates), and what else it changes."""
 
     setting: str
     peak: int
     added_seconds: float
+    note: str = ""
 
 
 def advise(plan: Plan, count: int | None = 3) -> list[Advice]:
-    """Return the changes that lower the plan's peak most, the best first; all of them with a `count` of None."""
+    """Return the changes that lower the plan's peak most, the best first; all of them with a `count` of None.
+
+    A change that makes a step many times slower is left out.
+    """
     before = sum(step_seconds(plan.work, plan.request.machine).values())
     found = []
     for change in _changes(plan, plan.work):
@@ -56,7 +66,8 @@ def advise(plan: Plan, count: int | None = 3) -> list[Advice]:
         )
         if peak < (1 - _LEAST_GAIN) * plan.peak:
             seconds = sum(step_seconds(change.work, change.machine).values())
-            found.append(Advice(change.setting, peak, seconds - before))
+            if seconds <= _MOST_SLOWER * before:
+                found.append(Advice(change.setting, peak, seconds - before, change.note))
     return sorted(found, key=lambda advice: advice.peak)[:count]
 
 
@@ -64,9 +75,14 @@ def _changes(plan: Plan, work: Work) -> Iterator[Change]:
     machine, inputs = plan.request.machine, plan.inputs
 
     def change(
-        setting: str, scales: Scales, work: Work = work, machine: Machine = machine, phases: tuple[str, ...] = ()
+        setting: str,
+        scales: Scales,
+        work: Work = work,
+        machine: Machine = machine,
+        phases: tuple[str, ...] = (),
+        note: str = "",
     ) -> Change:
-        return Change(setting, scales, work, machine, phases)
+        return Change(setting, scales, work, machine, phases, note)
 
     tokens, longest = plan.tokens, work.prompt + work.completion
     if tokens // 2 >= longest:
@@ -82,12 +98,28 @@ def _changes(plan: Plan, work: Work) -> Iterator[Change]:
         checkpointed = replace(work, checkpointing=True)
         yield change("gradient_checkpointing=True", {Kind.ACTIVATIONS: share}, checkpointed, phases=_PASSES[1:])
     yield from _format_changes(plan, work, change)
+    yield from _sleep_changes(plan, work, change)
     frozen = plan.phases["load"].device.get(Kind.FROZEN, 0)
     if frozen and not inputs.settings.memory.offload_frozen_models:
         streamed = rollout_copies(streamed=frozen, passes=work.score_batches)
         moved = replace(work, rollout_bytes=work.rollout_bytes + streamed)
         yield change("offload_frozen_models=True", {Kind.FROZEN: min(1.0, streamed_bytes(inputs) / frozen)}, moved)
     yield from _placement_changes(plan, work, change)
+
+
+def _sleep_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> Iterator[Change]:
+    """Yield sleep mode for a colocated vLLM that keeps its memory while the run trains."""
+    vllm = plan.inputs.settings.vllm if plan.inputs.is_online else None
+    if vllm is None or not isinstance(vllm.where, ColocateSettings) or vllm.where.sleeps:
+        return
+    engine = max(phase.device.get(Kind.ENGINE, 0) for phase in plan.phases.values())
+    copied = rollout_copies(engine=BF16_BYTES * plan.counts.total // vllm.where.tensor_parallel_size)
+    yield change(
+        "vllm_enable_sleep_mode=True",
+        {Kind.ENGINE: VLLM_ASLEEP_BYTES / max(engine, VLLM_ASLEEP_BYTES)},
+        replace(work, rollout_bytes=work.rollout_bytes + copied),
+        phases=tuple(name for name in plan.phases if name not in ENGINE_AWAKE),
+    )
 
 
 def _rollout_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> Iterator[Change]:
@@ -113,7 +145,8 @@ def _format_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> It
     for bits in fewer:
         if now.weight_bits is None or (now.weight_bits > bits and not now.offload):
             ratios = _ratios(now, StorageFormat(bits, 8, 16))
-            yield change(f"weight_bits={bits}", ratios, replace(work, update_bytes=work.update_bytes // 2))
+            updating = replace(work, update_bytes=work.update_bytes // 2)
+            yield change(f"weight_bits={bits}", ratios, updating, note=_ROUNDS if bits == 16 else "")
     if not now.offload and plan.request.machine.device == "cuda":
         then = StorageFormat(now.weight_bits, now.state_bits, 32, offload=True)
         copied = int(plan.counts.trained * then.copied_bytes(work.num_batches))

@@ -47,7 +47,10 @@ _OF_FORMATS = {"weight_bits", "state_bits", "gradient_bits", "offload_optimizer"
 
 @dataclass(frozen=True)
 class Fit:
-    """The chosen plan, or None if nothing fits; what was rejected and why; the smallest change with which the run would fit."""
+    """The chosen plan, or None if nothing fits; what was rejected and why; the smallest change with which the run would fit.
+
+    The rejected are in order of nearness: those that would fit and are slower, then those that are too large.
+    """
 
     plan: Plan | None
     candidate: Candidate | None
@@ -91,7 +94,8 @@ class Search:
         estimates = self._estimates()
         fitting = sorted((e for e in estimates if e.fits(machine)), key=_preference)
         smallest = _first_by_strategy(sorted(estimates, key=lambda e: e.peak))
-        rejected = [(e.candidate, e.reason(machine)) for e in smallest if not e.fits(machine)]
+        too_large = [(e.candidate, e.reason(machine)) for e in smallest if not e.fits(machine)]
+        rejected: list[tuple[Candidate, str]] = []
         tried: list[tuple[Estimate, Plan]] = []
         for estimate in _best_of_strategies(fitting):
             plan, arguments = self._rehearse(estimate)
@@ -99,10 +103,10 @@ class Search:
             if plan.fits:
                 known = [e.candidate for e, _ in tried]
                 others = [e for e in _first_by_strategy(fitting) if e.candidate not in known]
-                rejected += [(e.candidate, _slower(e, estimate)) for e in others]
-                return Fit(plan, estimate.candidate, rejected, arguments=arguments)
+                slower = [(e.candidate, _slower(e, estimate)) for e in others]
+                return Fit(plan, estimate.candidate, [*slower, *rejected, *too_large], arguments=arguments)
             rejected.append((estimate.candidate, f"rehearsed: {_excess(plan)}"))
-        return Fit(None, None, rejected, self._smallest_change(estimates, tried))
+        return Fit(None, None, [*rejected, *too_large], self._smallest_change(estimates, tried))
 
     def _estimates(self) -> list[Estimate]:
         """Return the estimates of all candidates; activations leave the device in some if nothing else fits."""

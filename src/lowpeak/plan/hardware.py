@@ -32,8 +32,22 @@ class Card:
     fp32_flops: float | None = None
 
 
-# Dense bf16 throughput without sparsity, and one direction of each link.
+# Dense bf16 throughput without sparsity, and one direction of each link. Volta and Turing have no bf16 units: torch computes it in
+# fp32. Apple's memory is three quarters of the unified memory, what Metal recommends to use.
 CARDS: dict[str, Card] = {
+    "rtx3060": Card(12 * GIB, 25e12, 360e9, 12e9, 12e9),
+    "rtx4080": Card(16_376 * MIB, 97e12, 717e9, 12e9, 24e9),
+    "rtx5090": Card(32_607 * MIB, 209e12, 1792e9, 24e9, 48e9),
+    "t4": Card(15 * GIB, 8.1e12, 320e9, 12e9, 12e9),
+    "v100": Card(32_510 * MIB, 15.7e12, 900e9, 150e9, 12e9),
+    "v100-16": Card(16_160 * MIB, 15.7e12, 900e9, 150e9, 12e9),
+    "l4": Card(23_034 * MIB, 121e12, 300e9, 24e9, 24e9),
+    "rtxa6000": Card(49_140 * MIB, 154e12, 768e9, 24e9, 24e9),
+    "rtx6000ada": Card(49_140 * MIB, 364e12, 960e9, 24e9, 24e9),
+    "rtxpro6000": Card(97_887 * MIB, 503e12, 1792e9, 48e9, 48e9),
+    "apple-m2-ultra": Card(144 * GIB, 27e12, 800e9, 800e9, 800e9),
+    "apple-m3-max": Card(96 * GIB, 14e12, 400e9, 400e9, 400e9),
+    "apple-m4-max": Card(96 * GIB, 18e12, 546e9, 546e9, 546e9),
     "rtx3090": Card(24 * GIB, 71e12, 936e9, 12e9, 12e9),
     "rtx4090": Card(24_564 * MIB, 165e12, 1008e9, 12e9, 24e9),
     "a10": Card(23_028 * MIB, 125e12, 600e9, 24e9, 24e9),

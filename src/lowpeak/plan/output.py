@@ -9,11 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lowpeak.arguments import byte_unit, show_bytes
+from lowpeak.arguments import byte_unit, show_bytes, show_seconds
 from lowpeak.memory import Kind
 from lowpeak.plan.advice import Advice
 from lowpeak.plan.fit import Fit
 from lowpeak.plan.plan import Plan
+
+_LONG_STEP = 600.0  # seconds, above which other settings are worth a search
+_MOST_ALTERNATIVES = 5
+_MUCH_ON_HOST = 8 << 30  # bytes of tensors that a run moves to a host
 
 
 def print_plan(
@@ -65,13 +69,24 @@ def summary(plan: Plan, advice: Sequence[Advice], hourly_price: float | None = N
     lines.append(f"Sizes: {sizes}; micro-batches a step: {plan.num_batches}, the largest of {plan.tokens:,} tokens.")
     generation = f"Generation: {plan.inputs.generation}. " if plan.inputs.generation else ""
     lines.append(f"{generation}Layout: {plan.inputs.layout_choice}.")
-    seconds = ", ".join(f"{phase} {value:.2g}" for phase, value in plan.seconds.items())
-    lines.append(f"A step takes about {sum(plan.seconds.values()):.2g} s by the cost model ({seconds}).")
-    lines.append(_duration_line(plan, hourly_price))
+    lines += [_step_line(plan), _duration_line(plan, hourly_price)]
     if advice:
         lines.append(f"What lowers the peak of {peak} most:")
-    lines += [f"  {each.setting}: about {show_bytes(each.peak)}, {each.added_seconds:+.2g} s a step" for each in advice]
+    lines += [
+        f"  {each.setting}: about {show_bytes(each.peak)}, {_added(each.added_seconds)}{each.note}" for each in advice
+    ]
     return [*lines, _sources_line(plan)]
+
+
+def _step_line(plan: Plan) -> str:
+    seconds = ", ".join(f"{phase} {show_seconds(value)}" for phase, value in plan.seconds.items())
+    step = sum(plan.seconds.values())
+    words = f"A step takes about {show_seconds(step)} by the cost model ({seconds})."
+    return words if step < _LONG_STEP else f"{words} `lowpeak plan --fit` looks for settings that are faster."
+
+
+def _added(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else '+'}{show_seconds(abs(seconds))} a step"
 
 
 def _duration_line(plan: Plan, hourly_price: float | None) -> str:
@@ -79,7 +94,7 @@ def _duration_line(plan: Plan, hourly_price: float | None) -> str:
     if hourly_price is not None:
         cost = f" and cost {plan.dollars(hourly_price):.2f} dollars at {hourly_price:g} an hour for all GPUs"
     return (
-        f"{plan.planned_steps:,} steps take about {plan.minutes:,.2g} minutes{cost}, without start and evaluation; "
+        f"{plan.planned_steps:,} steps take about {show_seconds(60 * plan.minutes)}{cost}, without start and evaluation; "
         f"{plan.tokens_per_second:,.0f} tokens per second."
     )
 
@@ -125,16 +140,30 @@ def _host_cause(plan: Plan, kind: Kind) -> str:
     return f"{kind}, by {'offload_optimizer' if offload else 'offload_during_rollout'}"
 
 
-def fit_lines(fit: Fit) -> list[str]:
-    """Return what a search chose and why, or what would make the run fit."""
+def fit_lines(fit: Fit, hourly_price: float | None = None) -> list[str]:
+    """Return what a search chose, its plan in words and the nearest alternatives, or what would make the run fit."""
     lines = []
-    if fit.candidate is None:
+    if fit.plan is None:
         lines.append(f"No setting fits. {fit.smallest_change}")
     else:
         chosen = ", ".join(f"{name}={value}" for name, value in fit.arguments.items())
         lines.append(f"Chosen: {fit.candidate} ({chosen}).")
-    lines += [f"  rejected: {candidate}: {reason}" for candidate, reason in fit.rejected]
+        lines += [*summary(fit.plan, (), hourly_price), *_unchecked_host(fit.plan)]
+    rejected = [f"  rejected: {candidate}: {reason}" for candidate, reason in fit.rejected]
+    lines += rejected[:_MOST_ALTERNATIVES]
+    if len(rejected) > _MOST_ALTERNATIVES:
+        lines.append(f"  and {len(rejected) - _MOST_ALTERNATIVES} more, which --format json lists")
     return lines
+
+
+def _unchecked_host(plan: Plan) -> list[str]:
+    """Return a line that asks for the host's memory, if the run moves tensors there and it is unknown."""
+    if plan.request.machine.host_memory is not None:
+        return []
+    moved = sum(value for kind, value in plan.host_kinds.items() if kind not in (Kind.MARGIN, Kind.CHECKPOINT))
+    if moved < _MUCH_ON_HOST:
+        return []
+    return [f"Each host needs {show_bytes(plan.host_peak)} of memory, which was not checked: give --host_memory."]
 
 
 def write_plot(plan: Plan, path: Path) -> None:

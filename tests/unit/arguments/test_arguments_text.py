@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowpeak.arguments.names import check_names
-from lowpeak.arguments.text import load_yaml, show_bytes
+from lowpeak.arguments.text import load_yaml, show_bytes, show_seconds
 from lowpeak.errors import ArgumentError
 
 
@@ -76,3 +76,10 @@ def test_each_unknown_name_is_named_with_its_remedy_or_the_closest_known_one():
 )  # fmt: skip
 def test_bytes_are_shown_in_the_largest_unit_that_they_reach(number, shown):
     assert show_bytes(number) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0453, "0.045 s"), (9.5, "9.5 s"), (61, "61 s"), (725, "12 min"), (14_000, "3.9 h")]
+)
+def test_seconds_are_shown_in_a_unit_that_people_use(seconds, shown):
+    assert show_seconds(seconds) == shown

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from transformers import Qwen2Config
 
+from lowpeak.cli.accelerate_config import strategy_of
 from lowpeak.cli.commands import dispatch
 from lowpeak.cli.plan import machine_of, parse_plan, plan_request
 from lowpeak.errors import ArgumentError, ModelError
@@ -122,6 +123,35 @@ def test_the_accelerate_config_places_the_model(preset, strategy, model):
     assert (found.strategy, found.machine.num_devices) == (strategy, 4)
 
 
+FSDP2: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+
+
+def with_mesh(**sizes: int) -> dict[str, Any]:
+    return {**FSDP2, "parallelism_config": {f"parallelism_config_{name}_size": size for name, size in sizes.items()}}
+
+
+def deepspeed(**section: Any) -> dict[str, Any]:
+    return {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
+
+
+@pytest.mark.parametrize(
+    ("config", "strategy", "tensor_parallel"),
+    [
+        (FSDP2, "fsdp2", 1),
+        ({**FSDP2, "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, "fsdp2-offload", 1),
+        (with_mesh(dp_replicate=2, dp_shard=4), "hsdp", 1),
+        (with_mesh(tp=4, dp_shard=2), "tp", 4),
+        (deepspeed(zero_stage=2), "zero2", 1),
+        (deepspeed(zero_stage=3, offload_optimizer_device="cpu", offload_param_device="cpu"), "zero3-offload", 1),
+        ({"distributed_type": "MULTI_GPU"}, "ddp", 1),
+    ],
+)
+def test_a_users_accelerate_file_places_the_model(config, strategy, tensor_parallel, tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "num_processes": 8, **config}))
+    assert strategy_of(str(path)) == (strategy, tensor_parallel)
+
+
 @pytest.mark.extended
 def test_adapters_and_formats_change_the_plan(model, capsys):
     full = planned(capsys, model)["phases"]["optimizer"]["device"][Kind.GRADIENTS]
@@ -136,12 +166,18 @@ def test_fit_writes_files_that_the_trainer_reads(model, tmp_path, capsys):
     out = tmp_path / "plan"
     fit = {"--fit": True, "--output": out, "--emit": "slurm", "--gpus": 16, "--weight_bits": 32}
     assert dispatch(words(model, fit, {"--dataset": "data.jsonl", "--reward": "r.py:f"})) == 0
-    assert "Chosen" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Chosen: ")
+    assert len(lines) <= 15
     run = yaml.safe_load((out / "run.yaml").read_text())
     assert run["model"] == model
     assert run["num_processes"] == 16
     assert run["num_machines"] == 2
-    assert Path(run["accelerate_config"]).is_file()
+    launched = yaml.safe_load(Path(run["accelerate_config"]).read_text())
+    launched |= launched.get("parallelism_config", {})
+    numbers = run.keys() & launched.keys()
+    assert {"num_processes", "num_machines"} <= numbers
+    assert all(run[name] == launched[name] for name in numbers)
     assert "--nodes=2" in (out / "train.slurm").read_text()
     assert str(out / "run.yaml") in (out / "train.sh").read_text()
     _, job = parse_plan(["--config", str(out / "run.yaml")])

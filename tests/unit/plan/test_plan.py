@@ -203,12 +203,25 @@ def test_a_colocated_vllm_takes_its_share_while_it_generates():
     assert asleep.phases["backward"].device[Kind.ENGINE] < 2 * GIB
 
 
+def test_an_engine_that_is_idle_while_the_run_trains_is_advised_to_sleep():
+    engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5, "kv_cache_bytes": None}
+    engine["vllm_bucket_size"] = 1 << 20  # so that the sync, in which it is awake, is no peak
+    awake, asleep = (
+        plan("grpo", machine=Machine(1, 4 * GIB), **engine, vllm_enable_sleep_mode=x) for x in (False, True)
+    )
+    advice = next(each for each in advise(awake, count=None) if each.setting == "vllm_enable_sleep_mode=True")
+    assert advice.peak < awake.peak
+    assert advice.peak == pytest.approx(asleep.peak, rel=0.01)
+
+
 def test_advice_names_settings_that_lower_the_peak_and_their_time():
     found = plan("grpo", gradient_checkpointing=False)
     advice = advise(found)
     assert 1 <= len(advice) <= 3
     assert all(each.peak < found.peak for each in advice)
     assert [each.peak for each in advice] == sorted(each.peak for each in advice)
+    rounded = next(each for each in advise(found, count=None) if each.setting == "weight_bits=16")
+    assert "stochastic" in rounded.note
 
 
 @pytest.mark.extended
