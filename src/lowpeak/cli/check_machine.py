@@ -15,7 +15,8 @@ from packaging.requirements import Requirement
 
 from lowpeak.arguments import show_bytes
 from lowpeak.cli.env import installed_version
-from lowpeak.cli.plan import PlanArguments, machine_of, parse_plan, plan_request, plan_within_budget
+from lowpeak.cli.plan import plan_within_budget
+from lowpeak.cli.plan_request import PlanArguments, machine_of, parse_plan, plan_request
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.plan import GIB
 

@@ -4,6 +4,7 @@ from lowpeak.plan.budget import fit_sizes as fit_sizes
 from lowpeak.plan.cost import Work as Work
 from lowpeak.plan.cost import calibration as calibration
 from lowpeak.plan.cost import measure_cpu as measure_cpu
+from lowpeak.plan.cost import seconds_range as seconds_range
 from lowpeak.plan.cost import step_seconds as step_seconds
 from lowpeak.plan.fit import Fit as Fit
 from lowpeak.plan.fit import Search as Search

@@ -23,6 +23,7 @@ from lowpeak.plan.hardware import Card, Machine
 FLOPS_SHARE = 0.4
 BANDWIDTH_SHARE = 0.6
 LINK_SHARE = 0.7
+_FLOPS_RANGE, _BANDWIDTH_RANGE, _LINK_RANGE = (0.25, 0.55), (0.4, 0.8), (0.5, 0.85)  # of these shares
 # Of the shorter of computation and communication: what does not overlap.
 _EXPOSED = 0.2
 _LAYER_LATENCY = {"cuda": 2e-4, "cpu": 3e-4}  # seconds of a layer's forward, however few tokens it has
@@ -99,6 +100,23 @@ def step_seconds(work: Work, machine: Machine, factors: Mapping[str, float] | No
         "optimizer": _optimizer(work, machine),
     }
     return {phase: value * (factors or {}).get(phase, 1.0) for phase, value in seconds.items()}
+
+
+def seconds_range(work: Work, machine: Machine) -> tuple[float, float]:
+    """Return the least and the most seconds of a step, over the shares of a data sheet's numbers that no GPU has confirmed."""
+    seconds = []
+    for number in (1, 0):
+        network = _LINK_RANGE[number] / LINK_SHARE * machine.network
+        scaled = replace(machine, card=_scaled(machine.card, number), network=network)
+        seconds.append(sum(step_seconds(work, scaled).values()))
+    return seconds[0], seconds[1]
+
+
+def _scaled(card: Card, number: int) -> Card:
+    flops, bandwidth = _FLOPS_RANGE[number] / FLOPS_SHARE, _BANDWIDTH_RANGE[number] / BANDWIDTH_SHARE
+    link = _LINK_RANGE[number] / LINK_SHARE
+    scaled = replace(card, flops=flops * card.flops, bandwidth=bandwidth * card.bandwidth)
+    return replace(scaled, link=link * card.link, host_link=link * card.host_link)
 
 
 def _rollout(work: Work, machine: Machine) -> float:

@@ -79,7 +79,20 @@ def _page_data(runs: Sequence[RunData]) -> dict[str, Any]:
 def _summary(run: RunData) -> str:
     """Return a sentence with the number of steps, and how many of them the curves have."""
     sampled = f" (the curves have {len(run.steps)} of them, evenly sampled)" if len(run.steps) < run.num_steps else ""
-    return f"{run.name}: {run.num_steps} steps{sampled}."
+    return f"{run.name}: {run.num_steps} steps{sampled}.{_beside_quote(run)}"
+
+
+def _beside_quote(run: RunData) -> str:
+    """Return a sentence with the hours and dollars of the run's steps beside those that were quoted for them."""
+    if run.quote is None or not run.seconds:
+        return ""
+    share, hours = run.num_steps / run.quote["steps"], run.seconds / 3600
+    fast, slow = (share * each for each in run.quote["hours"])
+    least, most = (share * each for each in run.quote["dollars"])
+    return (
+        f" They took {hours:.2g} h, ${hours * run.quote['price_per_hour']:.2f}; quoted on {run.quote['gpu']} were "
+        f"{fast:.2g} to {slow:.2g} h, ${least:.2f} to ${most:.2f}."
+    )
 
 
 def _sampled(run: RunData) -> str:

@@ -47,7 +47,10 @@ class Completions:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run's numbers by step, its events, and a sample of its completions; `num_steps` are those of the journal."""
+    """A run's numbers by step, its events, and a sample of its completions.
+
+    `num_steps` are those of the journal, `seconds` what they took, `quote` what `lowpeak plan --prices` wrote (None: nothing).
+    """
 
     name: str
     steps: list[dict[str, Any]]
@@ -55,6 +58,8 @@ class RunData:
     events: list[dict[str, Any]]
     completions: Completions
     num_steps: int
+    seconds: float = 0.0
+    quote: dict[str, Any] | None = None
 
 
 def _check_folder(folder: Path) -> None:
@@ -92,7 +97,18 @@ def _read_run(name: str, journal: Path, num_online: int) -> RunData:
         [_event(row) for row in read_rows(journal, EVENTS)],
         read_completions(journal, *(most // num_online for most in (MAX_COMPLETIONS, MAX_TOKEN_ROWS, MAX_TEXT_LENGTH))),
         len(steps),
+        sum(_number(row.get("step_time")) or 0.0 for row in steps),
+        _read_quote(journal.parent / "quote.json"),
     )
+
+
+def _read_quote(path: Path) -> dict[str, Any] | None:
+    """Return the quote of a run; None without one, or for a file that is no quote."""
+    try:
+        quote = json.loads(path.read_text(encoding="utf-8"))
+        return {name: quote[name] for name in ("gpu", "steps", "price_per_hour", "hours", "dollars")}
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import Qwen2Config
 
 from lowpeak.cli.accelerate_config import strategy_of
 from lowpeak.cli.commands import dispatch
-from lowpeak.cli.plan import machine_of, parse_plan, plan_request
+from lowpeak.cli.plan_request import machine_of, parse_plan, plan_request
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.inputs import PlanRequest
@@ -194,6 +195,21 @@ def test_a_server_has_a_job_of_its_own_that_other_hosts_reach(model, tmp_path):
     assert "--host 0.0.0.0" in (out / "serve.sh").read_text()
 
 
+def test_priced_cards_are_quoted_for_all_steps_the_cheapest_first(model, tmp_path, capsys):
+    run = {"--gpu_memory": None, "--gpus": 2, "--max_steps": 300, "--output_dir": tmp_path / "run"}
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("h100: 2.5\nrtx3060: 0.02\n")
+    assert dispatch(words(model, run, {"--prices": prices})) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"2 x rtx3060: .* to .* h for 300 steps, \$.* to \$.*, the cheapest\.", first)
+    assert second.startswith("2 x h100: ")
+    quote = json.loads((tmp_path / "run/quote.json").read_text())
+    fast, slow = quote["hours"]
+    assert 0 < fast < slow
+    assert quote["dollars"] == pytest.approx([0.04 * fast, 0.04 * slow])
+    assert dispatch(words(model, run, {"--prices": "h100=1", "--memory_budget": "16MiB"})) == 1
+
+
 @pytest.mark.parametrize(
     ("hosts", "per_host"),
     [({"--gpus": 2, "--gpus_per_host": 3}, 2), ({"--gpus": 12, "--num_machines": 3}, 4), ({"--gpus": 16}, 8)],
@@ -253,6 +269,10 @@ def test_prompts_beyond_the_context_are_a_warning(model, capsys):
         ({"--journal": "nothing-here"}, "journal"),
         ({"--model": "not/here"}, "not/here"),
         ({"--learning_rates": 1}, "learning_rate"),
+        ({"--gpu_memory": None, "--prices": "h1oo=2"}, "h1oo, which is not in the table of cards: "),
+        ({"--gpu_memory": None, "--prices": "h100"}, "neither a file nor name=price"),
+        ({"--gpu_memory": None, "--prices": "h100=-1"}, "h100 costs '-1'"),
+        ({"--prices": "h100=2"}, "--gpu_memory has no effect with --prices"),
     ],
 )
 def test_a_wrong_argument_is_named(wrong, named, model):

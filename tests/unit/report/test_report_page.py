@@ -40,6 +40,16 @@ def test_curves_have_the_numbers_of_the_journal(tmp_path):
     assert reward["y"] == [0.1, 0.2, 0.3, 0.4]
 
 
+def test_what_a_run_took_stands_beside_what_was_quoted_for_its_steps(tmp_path):
+    journal = Journal(tmp_path / "run" / "journal")
+    for step in (1, 2):
+        journal.write_step(step, {"step_time": 900.0})
+    quote = {"gpu": "h100", "steps": 4, "price_per_hour": 20.0, "hours": [0.8, 2.0], "dollars": [16.0, 40.0]}
+    (tmp_path / "run" / "quote.json").write_text(json.dumps(quote))
+    (run,) = data_of(write_report([tmp_path / "run"]))["runs"]
+    assert run["summary"].endswith("They took 0.5 h, $10.00; quoted on h100 were 0.4 to 1 h, $8.00 to $20.00.")
+
+
 def test_several_runs_stand_in_one_figure_by_their_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [online_run(tmp_path / "one"), online_run(tmp_path / "two", 2)]

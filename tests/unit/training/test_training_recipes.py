@@ -12,7 +12,7 @@ from transformers import Qwen2Config
 
 from architecture.sources import ROOT
 from lowpeak.cli.commands import dispatch
-from lowpeak.cli.plan import machine_of, parse_plan, plan_request
+from lowpeak.cli.plan_request import machine_of, parse_plan, plan_request
 from lowpeak.plan.plan import make_plan
 
 FOLDER = ROOT / "examples" / "recipes"
