@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowpeak.cli.accelerate_config import preset_text
+from lowpeak.cli.cloud_files import LEAD_SECONDS, CloudJob, kubernetes_file, sky_file
 from lowpeak.cli.output import to_yaml
 
 if TYPE_CHECKING:
     from lowpeak.cli.train import Job
     from lowpeak.plan import Fit, Plan
 
+CLOUDS = {"sky": sky_file, "k8s": kubernetes_file}
+
 _SHELL = """\
 #!/usr/bin/env bash
 # Start this script on each of {hosts} host(s), with RANK_OF_HOST from 0 and HOST_0 as the address of host 0.
 set -euo pipefail
-exec lowpeak {kind} --config {run}{several}
+resume=false
+if compgen -G '{checkpoints}' > /dev/null; then resume=true; fi
+exec lowpeak {kind} --config {run} --resume_from_checkpoint "$resume"{several}
 """
 _SEVERAL = (
     ' \\\n    --num_machines {hosts} --machine_rank "${{RANK_OF_HOST:?}}"'
@@ -32,7 +37,11 @@ _SLURM = """\
 #SBATCH --gpus-per-node={per_host}
 #SBATCH --mem=0
 #SBATCH --exclusive
-# One task per host starts the processes of its GPUs.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=TERM@{lead}
+# One task per host starts the processes of its GPUs. The run saves at the signal, {lead} seconds before the time limit. Queued
+# again (for the time limit by sbatch --dependency=singleton) it resumes from its last checkpoint.
 set -euo pipefail
 HOST_0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HOST_0
@@ -105,19 +114,27 @@ def _accelerate_config(plan: Plan) -> str:
 
 
 def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:
+    from lowpeak.plan import card_name
+
     machine, run = plan.request.machine, folder / "run.yaml"
     several = _SEVERAL.format(hosts=machine.num_hosts) if machine.num_hosts > 1 else ""
-    files = {"train.sh": _SHELL.format(hosts=machine.num_hosts, kind=job.kind, run=run, several=several)}
-    if emit == "slurm":
-        files["train.slurm"] = _SLURM.format(
-            kind=job.kind, hosts=machine.num_hosts, per_host=machine.devices_on_host, shell=folder / "train.sh"
-        )
     config: Any = job.config
+    checkpoints = Path(config.output_dir) / "checkpoint-*"
+    shell = _SHELL.format(hosts=machine.num_hosts, kind=job.kind, run=run, several=several, checkpoints=checkpoints)
+    files = {"train.sh": shell}
+    if emit == "slurm":
+        numbers = {"hosts": machine.num_hosts, "per_host": machine.devices_on_host, "lead": LEAD_SECONDS}
+        files["train.slurm"] = _SLURM.format(kind=job.kind, shell=folder / "train.sh", **numbers)
+    serving, tensor = "", int(job.given.get("vllm_tensor_parallel_size") or 1)
     if getattr(config, "use_vllm", False) and config.vllm_mode == "server":
-        tensor = job.given.get("vllm_tensor_parallel_size") or 1
         serving = _SERVER_SLURM.format(run=run, model=job.model.model, tensor=tensor)
         lines = [
             line for line in serving.splitlines(keepends=True) if emit == "slurm" or not line.startswith("#SBATCH")
         ]
         files[f"serve.{'slurm' if emit == 'slurm' else 'sh'}"] = "".join(lines)
+    if emit in CLOUDS:
+        server = f"exec bash {folder / 'serve.sh'}" if serving else None
+        numbers = {"hosts": machine.num_hosts, "gpus_per_host": machine.devices_on_host, "server_gpus": tensor}
+        cloud = CloudJob(job.kind, folder / "train.sh", card=card_name(machine.card), server=server, **numbers)
+        files[f"{emit}.yaml"] = CLOUDS[emit](cloud, folder / f"{emit}.yaml")
     return files

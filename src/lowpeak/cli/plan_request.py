@@ -63,7 +63,7 @@ class PlanArguments:
     )
     format: str = logging_argument("text", "print a table (text) or json")
     plot: str | None = logging_argument(None, "write a plot of the phases to this HTML file")
-    emit: str | None = logging_argument(None, "write job files for --fit's choice: slurm or shell")
+    emit: str | None = logging_argument(None, "write job files for --fit's choice: slurm, shell, sky (SkyPilot) or k8s")
     output: str = logging_argument("plan", "folder of the files that --fit writes")
     journal: str | None = logging_argument(None, "output_dir of a similar run, whose times calibrate the cost model")
 
@@ -130,7 +130,7 @@ def _algorithm(argv: Sequence[str]) -> str:
 
 _CHECKS: Mapping[str, Check] = {
     "format": Check(lambda x: x in ("text", "json"), "must be one of text, json"),
-    "emit": Check(lambda x: x in ("slurm", "shell"), "must be one of slurm, shell"),
+    "emit": Check(lambda x: x in ("slurm", "shell", "sky", "k8s"), "must be one of slurm, shell, sky, k8s"),
     "plot": Check(lambda x: x.endswith((".html", ".htm")), "must be a file that ends in .html, since it writes a page"),
     **dict.fromkeys(("gpus_per_host", "prompt_tokens"), Check(lambda x: x >= 1, "must be at least 1")),
     "gpus": Check(lambda x: 1 <= x <= 1 << 14, "must be from 1 to 16,384"),
@@ -150,6 +150,8 @@ def _check_options(options: PlanArguments) -> None:
             raise ArgumentError(
                 f"--{name} has no effect with --prices, which plans each card of its own: remove one of the two."
             )
+    if options.emit == "sky" and options.gpu is None:
+        raise ArgumentError("--emit sky names the card to rent: add --gpu.")
     for name in ("emit", "output"):
         if not options.fit and getattr(options, name) != getattr(PlanArguments, name):
             raise ArgumentError(

@@ -11,6 +11,7 @@ from lowpeak.plan.fit import Search as Search
 from lowpeak.plan.hardware import CARDS as CARDS
 from lowpeak.plan.hardware import GIB as GIB
 from lowpeak.plan.hardware import Machine as Machine
+from lowpeak.plan.hardware import card_name as card_name
 from lowpeak.plan.hardware import card_of as card_of
 from lowpeak.plan.hardware import find_card as find_card
 from lowpeak.plan.inputs import PlanRequest as PlanRequest

@@ -104,6 +104,11 @@ def card_of(name: str) -> Card:
     return CARDS[max(keys, key=lambda key: len(key.split("-")[0]), default=_DEFAULT)]
 
 
+def card_name(card: Card) -> str:
+    """Return a card's name in the table; empty for one that is not in it."""
+    return next((name for name, each in CARDS.items() if each == card), "")
+
+
 def find_card(name: str) -> Card:
     """Return a card by its name; ArgumentError for one that is not in the table."""
     key = name.lower().replace("_", "-").replace("-80", "")

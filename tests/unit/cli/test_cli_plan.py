@@ -255,6 +255,7 @@ def test_prompts_beyond_the_context_are_a_warning(model, capsys):
         ({"--format": "xml"}, "format"),
         ({"--price_per_hour": 0}, "price_per_hour .*0"),
         ({"--emit": "slurm"}, "emit"),
+        ({"--fit": True, "--emit": "sky"}, "sky .* --gpu"),
         ({"--output": "folder"}, "output"),
         ({"--gpu": "h100", "--use_cpu": True}, "gpu"),
         ({"--algorithm": "dpo"}, "dpo"),
