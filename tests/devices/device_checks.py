@@ -15,10 +15,8 @@ from device_runs import AWAY, CASES, KL, Case, build, sliding, twin, wide
 from second_device import TwinModule, ledger
 from torch import nn
 
-from lowpeak.journal import read_steps
 from lowpeak.memory.phases import Phase
 from lowpeak.rewards.model import ModelReward
-from lowpeak.sizes.memory_budget import PassPeak
 from tiny_models import digest, footprint
 
 
@@ -170,23 +168,6 @@ class Breaking:
 
     def _raise(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of luck")
-
-
-def correct_by_peaks(case: str, place: Path) -> None:
-    """A run without a budget gets larger micro-batches from what it measured, and takes at most what was predicted for them."""
-    device = twin()
-    for kind, tokens in (("grpo", 256), ("sft", 64)):
-        rows = 64 if kind == "sft" else 32
-        lengths = {"max_completion_length": 40, "beta": 0.1} if kind == "grpo" else {}
-        given = {"micro_batch_tokens": None, "per_device_train_batch_size": rows, "max_steps": 12, **lengths}
-        trainer = build(Case(kind, args={**given, "gradient_checkpointing": False}, model=wide), place / kind, device)
-        trainer.run = trainer.run.with_sizes(replace(trainer.run.sizes, micro_batch_tokens=tokens))
-        trainer.train()
-        assert trainer.run.sizes.micro_batch_tokens == 4 * tokens
-        peaks = [row["peak_memory/train"] for row in read_steps(place / kind / "journal")]
-        resting = torch.get_device_module(device).memory_allocated()
-        measured = PassPeak(int(max(peaks[:10])), resting + trainer.run.memory_limit.gradients)
-        assert measured.peak < max(peaks[10:]) <= measured.with_tokens(4)
 
 
 def measure_all(names: list[str], place: Path) -> None:

@@ -6,7 +6,6 @@ import json
 
 import pytest
 from device_checks import (
-    correct_by_peaks,
     leave_by_exception,
     leave_on_host,
     measure_all,
@@ -43,11 +42,6 @@ def test_the_device_refuses_what_accelerators_refuse_and_a_rollout_that_raises_l
 @pytest.mark.release
 def test_activations_go_to_the_host_when_memory_runs_out_and_nothing_can_be_smaller(tmp_path):
     succeed(offload_when_nothing_is_smaller, "", tmp_path, seconds=SECONDS)
-
-
-@pytest.mark.release
-def test_measured_peaks_enlarge_micro_batches_which_take_at_most_what_was_predicted(tmp_path):
-    succeed(correct_by_peaks, "", tmp_path, seconds=SECONDS)
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,7 @@ def make_run(
     choice = _check_models(context, strategy, policy, reference, memory, head, load_balance)
     storage = acting_storage(settings.model, policy)
     shares = storage_fractions(context, storage)
-    sizes, memory_limit, planned = resolve_sizes(
+    sizes, memory_budget, planned = resolve_sizes(
         context, memory, policy, strategy, choice, shares, storage, prompt_tokens, start_plan
     )
     materialize_meta_params(policy)
@@ -171,7 +171,7 @@ def make_run(
         sizes=sizes,
         budget=sizes.budget(memory, padding_id(parts.tokenizer), policy.config),
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
-        memory_limit=memory_limit,
+        memory_budget=memory_budget,
         storage=storage,
         converts_weights=_converts_weights(policy, strategy),
         reference=reference,

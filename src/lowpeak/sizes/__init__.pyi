@@ -1,6 +1,4 @@
-from lowpeak.sizes.memory_budget import MemoryLimit as MemoryLimit
 from lowpeak.sizes.memory_budget import budget_bytes as budget_bytes
-from lowpeak.sizes.memory_budget import correct_sizes as correct_sizes
 from lowpeak.sizes.memory_budget import resolve_sizes as resolve_sizes
 from lowpeak.sizes.planned_memory import PlannedMemory as PlannedMemory
 from lowpeak.sizes.planned_memory import StartPlan as StartPlan

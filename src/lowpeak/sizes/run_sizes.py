@@ -211,17 +211,6 @@ def training_bytes(
     return int(total)
 
 
-def gradient_bytes(model: nn.Module, shares: DeviceFractions, storage: StorageFormat | None = None) -> int:
-    """Return the bytes of a rank's gradients, or of their sums, on its device."""
-    total = 0.0
-    for parameter in model.parameters():
-        share, size = _share_and_bytes(parameter, shares)
-        count = size / parameter.element_size()
-        if parameter.requires_grad:
-            total += share.gradients * size if storage is None else count * storage.device_bytes(share.gradients, 0.0)
-    return int(total)
-
-
 def _share_and_bytes(parameter: nn.Parameter, shares: DeviceFractions) -> tuple[DeviceFractions, int]:
     """Return (fraction kept by this rank, bytes of the parameter); (1, local bytes) if already sharded."""
     local = getattr(parameter, "_local_tensor", None)

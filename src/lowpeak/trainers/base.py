@@ -41,7 +41,6 @@ from lowpeak.setup import (
     require_same_arguments,
     require_same_data,
 )
-from lowpeak.sizes import correct_sizes
 from lowpeak.trainers.checkpointing import CheckpointingTrainer
 from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
@@ -293,7 +292,6 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         self.algorithm_state = self.run.algorithm.next_state(self.algorithm_state, values)
         row = {**measured.numbers(), **values, **self.run.memory_row(values), "epoch": self.state.epoch}
         self.run.journal.write_step(self.state.global_step, row)
-        correct_sizes(self, metrics)
         self.unlogged_metrics = merge_metrics(self.unlogged_metrics, metrics)
         return values
 

@@ -17,7 +17,7 @@ from lowpeak.memory import MemoryTracker
 from lowpeak.models import Reference
 from lowpeak.parallel import Strategy
 from lowpeak.records import Metric
-from lowpeak.sizes import MemoryLimit, PlannedMemory, Sizes
+from lowpeak.sizes import PlannedMemory, Sizes
 from lowpeak.training.signals import Interrupts
 from lowpeak.training.step import LogprobSettings
 from lowpeak.training.step_metrics import StepMetrics
@@ -37,7 +37,7 @@ class Run:
     converts_weights    whether transformers stores the model's weights under other names or in other shapes
     reference           the reference policy, if the algorithm needs one
     planned             the plan of its memory, on the rank that writes the journal
-    memory_limit        the memory budget, and what the correction of automatic sizes needs
+    memory_budget       bytes that the run may take of a device; None without a budget
     interrupts          requests to stop, by signals
     """
 
@@ -49,7 +49,7 @@ class Run:
     sizes: Sizes
     budget: TokenBudget
     num_parameters: int
-    memory_limit: MemoryLimit
+    memory_budget: int | None = None
     storage: StorageFormat | None = None
     converts_weights: bool = False
     reference: Reference | None = None
@@ -68,8 +68,7 @@ class Run:
 
     def memory_row(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return what a step's row has of the budget and of the plan, which is compared with the measured `values`."""
-        budget = self.memory_limit.budget
-        row = {} if budget is None else {"memory_budget": float(budget)}
+        row = {} if self.memory_budget is None else {"memory_budget": float(self.memory_budget)}
         return row if self.planned is None else {**row, **self.planned.row(values)}
 
     def with_sizes(self, sizes: Sizes) -> Run:

@@ -6,7 +6,6 @@ import json
 import logging
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from lowpeak.arguments.online import resolve_online
 from lowpeak.errors import ArgumentError
 from lowpeak.memory.device_memory import free_bytes
 from lowpeak.ranks import Ranks
-from lowpeak.sizes.memory_budget import PassPeak, budget_bytes, corrected_tokens
+from lowpeak.sizes.memory_budget import budget_bytes
 from small_runs import journal, make
 from tiny_models import tiny_model
 
@@ -107,7 +106,7 @@ def test_sizes_are_those_of_the_plan_and_log_and_journal_name_them(tmp_path, cap
     assert "micro_batch_tokens=320, logprob_chunk_size=32" in message
     run.train()
     (first, *_) = journal(tmp_path)
-    assert first["memory_budget"] == run.run.memory_limit.budget == budget
+    assert first["memory_budget"] == run.run.memory_budget == budget
     assert first["planned_memory/train"] - first["planned_memory/save"] == 4 * MIB
 
 
@@ -129,63 +128,3 @@ def test_without_a_plan_one_warning_says_why_and_sizes_are_shares_of_what_the_bu
     (message,) = [r.getMessage() for r in caplog.records if "memory_budget" in r.getMessage()]
     assert "shares of free memory" in message
     assert "NoSuchModule: why" in message
-
-
-# the correction
-
-
-@pytest.mark.parametrize(
-    ("peaks", "are_full", "tokens"),
-    [
-        ([PassPeak(96, 50)], True, 512),
-        ([PassPeak(40, 30), PassPeak(96, 50)], False, 512),
-        ([PassPeak(90, 50)], True, 1024),
-        # 40 + 2 * 20 = 80, and 40 + 4 * 20 = 120.
-        ([PassPeak(60, 40)], True, 2048),
-        # 10 + 4 * 10 = 50; more than fourfold is too far from what was measured.
-        ([PassPeak(20, 10)], True, 4096),
-        # Of two passes both must stay: 0 + 2 * 50 = 100.
-        ([PassPeak(20, 10), PassPeak(50, 0)], True, 1024),
-        ([PassPeak(20, 10)], False, 1024),
-    ],
-)
-def test_micro_batches_shrink_at_the_limit_and_grow_with_room_if_tokens_limited_them(peaks, are_full, tokens):
-    assert corrected_tokens(1024, peaks, 100, are_full=are_full) == tokens
-
-
-def limited(trainer: Any, budget: int, tokens: int) -> Any:
-    """The trainer with another limit and other automatic micro-batches."""
-    run = trainer.run.with_sizes(replace(trainer.run.sizes, micro_batch_tokens=tokens))
-    limit = replace(trainer.run.memory_limit, budget=budget, corrects=True)
-    trainer.run = replace(run, memory_limit=limit)
-    return trainer
-
-
-def corrections(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "journal" / "events.jsonl"
-    events = journal(folder, "events") if path.exists() else []
-    return [event for event in events if event["event"] == "sizes corrected"]
-
-
-@pytest.mark.parametrize(("kind", "budget", "tokens"), [("GRPO", MIB, 8), ("SFT", 1 << 50, 64)])
-def test_a_run_is_corrected_once_after_ten_steps(kind, budget, tokens, tmp_path, caplog):
-    saved = {"micro_batch_tokens": None, "save_strategy": "steps", "save_steps": 11}
-    trainer = limited(make(kind, tmp_path, **saved, max_steps=11), budget, 16)
-    with caplog.at_level(logging.INFO, "lowpeak"):
-        trainer.train()
-    assert trainer.run.sizes.micro_batch_tokens == trainer.run.budget.max_tokens == tokens
-    (event,) = corrections(tmp_path)
-    assert (event["step"], event["micro_batch_tokens"], event["limit"]) == (10, tokens, budget)
-    assert event["peaks"]["train"] == max(row["peak_memory/train"] for row in journal(tmp_path)[:10])
-    (told,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("After 10 steps")]
-    assert f"16 -> {tokens}" in told
-
-    again = limited(make(kind, tmp_path, **saved, max_steps=12), MIB, 16)
-    again.train(resume_from_checkpoint=True)
-    assert again.run.sizes.micro_batch_tokens == tokens
-    assert len(corrections(tmp_path)) == 1
-
-
-def test_explicit_micro_batches_and_a_cpu_without_a_budget_are_not_corrected(tmp_path):
-    assert not make("SFT", tmp_path).run.memory_limit.corrects
-    assert not make("SFT", tmp_path, micro_batch_tokens=None).run.memory_limit.corrects
