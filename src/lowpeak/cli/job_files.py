@@ -118,23 +118,40 @@ def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:
 
     machine, run = plan.request.machine, folder / "run.yaml"
     several = _SEVERAL.format(hosts=machine.num_hosts) if machine.num_hosts > 1 else ""
-    config: Any = job.config
-    checkpoints = Path(config.output_dir) / "checkpoint-*"
-    shell = _SHELL.format(hosts=machine.num_hosts, kind=job.kind, run=run, several=several, checkpoints=checkpoints)
-    files = {"train.sh": shell}
+    checkpoints = Path(job.config.output_dir) / "checkpoint-*"
+    files = {
+        "train.sh": _SHELL.format(
+            hosts=machine.num_hosts, kind=job.kind, run=run, several=several, checkpoints=checkpoints
+        )
+    }
     if emit == "slurm":
         numbers = {"hosts": machine.num_hosts, "per_host": machine.devices_on_host, "lead": LEAD_SECONDS}
         files["train.slurm"] = _SLURM.format(kind=job.kind, shell=folder / "train.sh", **numbers)
-    serving, tensor = "", int(job.given.get("vllm_tensor_parallel_size") or 1)
-    if getattr(config, "use_vllm", False) and config.vllm_mode == "server":
-        serving = _SERVER_SLURM.format(run=run, model=job.model.model, tensor=tensor)
-        lines = [
-            line for line in serving.splitlines(keepends=True) if emit == "slurm" or not line.startswith("#SBATCH")
-        ]
-        files[f"serve.{'slurm' if emit == 'slurm' else 'sh'}"] = "".join(lines)
+    serving = _serving(job, run)
+    if serving:
+        shell = "".join(line for line in serving.splitlines(keepends=True) if not line.startswith("#SBATCH"))
+        files |= {"serve.slurm": serving} if emit == "slurm" else {"serve.sh": shell}
     if emit in CLOUDS:
-        server = f"exec bash {folder / 'serve.sh'}" if serving else None
-        numbers = {"hosts": machine.num_hosts, "gpus_per_host": machine.devices_on_host, "server_gpus": tensor}
-        cloud = CloudJob(job.kind, folder / "train.sh", card=card_name(machine.card), server=server, **numbers)
+        cloud = CloudJob(
+            job.kind,
+            folder / "train.sh",
+            machine.num_hosts,
+            machine.devices_on_host,
+            card_name(machine.card),
+            f"exec bash {folder / 'serve.sh'}" if serving else None,
+            _server_gpus(job),
+        )
         files[f"{emit}.yaml"] = CLOUDS[emit](cloud, folder / f"{emit}.yaml")
     return files
+
+
+def _serving(job: Job, run: Path) -> str:
+    """Return the job of the run's vLLM server; empty if it has none."""
+    config: Any = job.config
+    if not getattr(config, "use_vllm", False) or config.vllm_mode != "server":
+        return ""
+    return _SERVER_SLURM.format(run=run, model=job.model.model, tensor=_server_gpus(job))
+
+
+def _server_gpus(job: Job) -> int:
+    return int(job.given.get("vllm_tensor_parallel_size") or 1)

@@ -143,19 +143,22 @@ def _check_options(options: PlanArguments) -> None:
         value = getattr(options, name)
         if value is not None and not check.accepts(value):
             raise ArgumentError(f"--{name} {check.requirement}, got {value!r}.")
-    for name in (
-        ("gpu", "gpu_memory", "price_per_hour", "plot", "emit", "journal") if options.prices is not None else ()
-    ):
-        if getattr(options, name) is not None:
-            raise ArgumentError(
-                f"--{name} has no effect with --prices, which plans each card of its own: remove one of the two."
-            )
+    if options.prices is not None:
+        _check_priced(options)
     if options.emit == "sky" and options.gpu is None:
         raise ArgumentError("--emit sky names the card to rent: add --gpu.")
     for name in ("emit", "output"):
         if not options.fit and getattr(options, name) != getattr(PlanArguments, name):
             raise ArgumentError(
                 f"--{name} is for the files of the settings that --fit chooses: add --fit, or leave it out."
+            )
+
+
+def _check_priced(options: PlanArguments) -> None:
+    for name in ("gpu", "gpu_memory", "price_per_hour", "plot", "emit", "journal"):
+        if getattr(options, name) is not None:
+            raise ArgumentError(
+                f"--{name} has no effect with --prices, which plans each card of its own: remove one of the two."
             )
 
 

@@ -141,12 +141,12 @@ def _format_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> It
         return
     inputs: Any = plan.inputs
     now = inputs.storage or _FP32
-    fewer: tuple[Literal[32, 16], ...] = (32, 16)
-    for bits in fewer:
+    fewer: tuple[tuple[Literal[32, 16], str], ...] = ((32, ""), (16, _ROUNDS))
+    for bits, note in fewer:
         if now.weight_bits is None or (now.weight_bits > bits and not now.offload):
             ratios = _ratios(now, StorageFormat(bits, 8, 16))
             updating = replace(work, update_bytes=work.update_bytes // 2)
-            yield change(f"weight_bits={bits}", ratios, updating, note=_ROUNDS if bits == 16 else "")
+            yield change(f"weight_bits={bits}", ratios, updating, note=note)
     if not now.offload and plan.request.machine.device == "cuda":
         then = StorageFormat(now.weight_bits, now.state_bits, 32, offload=True)
         copied = int(plan.counts.trained * then.copied_bytes(work.num_batches))
