@@ -104,7 +104,7 @@ def test_replicas_have_one_gradient_of_each_parameter_however_many_micro_batches
 def bytes_per_parameter(storage: StorageFormat, world_size: int) -> dict[str, float]:
     """What each phase of a step of WIDE takes on all ranks together, for each of its parameters."""
     wide, mesh = partial(make_model, WIDE), MeshShape(world_size)
-    found = rehearse(RehearsalInputs(wide, BATCHES, SCORING, CORE, mesh=mesh, storage=storage))
+    found = rehearse(RehearsalInputs(wide, BATCHES, SCORING, CORE, mesh_shape=mesh, storage=storage))
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in wide().parameters())
     numbers = {name: phase.peak for name, phase in found.phases.items()}
