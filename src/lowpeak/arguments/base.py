@@ -366,8 +366,7 @@ def run_facts(args: Any, hardware: Hardware | None = None, **known: Any) -> RunF
     kwargs = args.accelerator_config.gradient_accumulation_kwargs
     require(
         not kwargs,
-        f"accelerator_config has gradient_accumulation_kwargs={kwargs!r}, which has no effect: set gradient_accumulation_steps "
-        "instead.",
+        f"accelerator_config has gradient_accumulation_kwargs={kwargs!r}, without effect: set gradient_accumulation_steps instead.",
     )
     return RunFacts(
         num_processes=hardware.num_processes,
@@ -381,7 +380,6 @@ def run_facts(args: Any, hardware: Hardware | None = None, **known: Any) -> RunF
 
 def resolve_memory(args: Any, hardware: Hardware | None = None, **computed: Any) -> MemorySettings:
     """Return the memory settings; ArgumentError for layouts that contradict each other."""
-    device = (hardware or args.hardware).device
     share_prompt = getattr(args, "share_prompt", False)  # supervised sequences share no prompts
     require(
         not (share_prompt and args.padding_free is False),
@@ -389,7 +387,8 @@ def resolve_memory(args: Any, hardware: Hardware | None = None, **computed: Any)
         "one of the two.",
     )
     budget = None if args.memory_budget is None else parse_budget(args.memory_budget)
-    plans = device == "cuda" or budget is not None if args.plan_memory is None else args.plan_memory
+    on_cuda = (hardware or args.hardware).device == "cuda"
+    plans = on_cuda or budget is not None if args.plan_memory is None else args.plan_memory
     return make_settings(
         MemorySettings,
         args,
