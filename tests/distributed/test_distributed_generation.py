@@ -66,8 +66,8 @@ class Trying(TrainerCallback):
 
 def train_all(place: Path, strategy: str) -> None:
     found: dict[str, Any] = {}
-    for name, vocab_size in {"tied": 15, "untied": 14}.items():  # an odd embedding, and an even one
-        model = tiny_model(vocab_size, layers=4, tied=name == "tied")
+    for name, options in {"tied": {}, "untied": {"tied": False}, "odd": {"vocab_size": 15}}.items():
+        model = tiny_model(**{"vocab_size": 14, "layers": 4, **options})
         trainer = build("GRPO", place / name, {**prepare(strategy), "max_steps": 2}, model=model)
         trainer.add_callback(Trying(trainer, found, name))
         trainer.train()
@@ -126,7 +126,7 @@ def runs(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-@pytest.mark.parametrize("model", ["tied", "untied"])
+@pytest.mark.parametrize("model", ["tied", "untied", "odd"])
 @pytest.mark.parametrize("kind", ["uneven", "empty"])
 def test_tokens_are_the_same_at_every_budget_and_under_every_strategy(runs, strategy, model, kind):
     for number in (0, 1):

@@ -382,7 +382,8 @@ def failed_test(part: str) -> str | None:
         process.join(1800)
         if process.is_alive():
             process.kill()
-            return f"{part} does not end"
+            print(f"{part} does not end", flush=True)
+            return None
         lines = [line.strip() for line in log if line.startswith(("FAILED", "ERROR"))]
         assert lines or process.exitcode in (0, 5), f"{part} ended with {process.exitcode} and without a failed test"
         return lines[0] if lines else None

@@ -5,6 +5,7 @@ from lowpeak.arguments.base import check_and_reset_arguments as check_and_reset_
 from lowpeak.arguments.base import run_facts as run_facts
 from lowpeak.arguments.declare import MAPPING as MAPPING
 from lowpeak.arguments.declare import Check as Check
+from lowpeak.arguments.declare import Hardware as Hardware
 from lowpeak.arguments.declare import RunFacts as RunFacts
 from lowpeak.arguments.declare import argument as argument
 from lowpeak.arguments.declare import data_argument as data_argument

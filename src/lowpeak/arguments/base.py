@@ -12,6 +12,7 @@ from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     Check,
     EffectCondition,
+    Hardware,
     RunFacts,
     above_zero,
     argument,
@@ -352,27 +353,32 @@ def resolve_passes(args: CommonArguments) -> PassSettings:
     return make_settings(PassSettings, args)
 
 
-def check_and_reset_arguments(args: CommonArguments) -> Any:
-    """Check the arguments of a trainer without rollouts; return them with defaults for those without effect."""
+def check_and_reset_arguments(args: Any, hardware: Hardware | None = None) -> Any:
+    """Check the arguments of a trainer without rollouts; return them with defaults for those without effect on the hardware."""
     check_values(args)
-    return reset_idle_arguments(args, run_facts(args))
+    return reset_idle_arguments(args, run_facts(args, hardware))
 
 
-def run_facts(args: Any, **known: Any) -> RunFacts:
-    """Return `known` facts with those of the device and of accelerator_config."""
+def run_facts(args: Any, hardware: Hardware | None = None, **known: Any) -> RunFacts:
+    """Return `known` facts with those of accelerator_config and of the hardware (None: this process's)."""
+    hardware = hardware or args.hardware
     idle = idle_of_accelerate(args.accelerator_config)
     kwargs = args.accelerator_config.gradient_accumulation_kwargs
     require(
         not kwargs,
-        f"accelerator_config has gradient_accumulation_kwargs={kwargs!r}, which has no effect: set gradient_accumulation_steps "
-        "instead.",
+        f"accelerator_config has gradient_accumulation_kwargs={kwargs!r}, without effect: set gradient_accumulation_steps instead.",
     )
-    on_device = args.device.type not in ("cpu", "mps")
-    is_cuda = args.device.type == "cuda"
-    return RunFacts(has_device_memory=on_device, is_cuda=is_cuda, replicated=args.has_replicas, idle=idle, **known)
+    return RunFacts(
+        num_processes=hardware.num_processes,
+        has_device_memory=hardware.device not in ("cpu", "mps"),
+        is_cuda=hardware.device == "cuda",
+        replicated=hardware.has_replicas,
+        idle=idle,
+        **known,
+    )
 
 
-def resolve_memory(args: Any, **computed: Any) -> MemorySettings:
+def resolve_memory(args: Any, hardware: Hardware | None = None, **computed: Any) -> MemorySettings:
     """Return the memory settings; ArgumentError for layouts that contradict each other."""
     share_prompt = getattr(args, "share_prompt", False)  # supervised sequences share no prompts
     require(
@@ -381,7 +387,8 @@ def resolve_memory(args: Any, **computed: Any) -> MemorySettings:
         "one of the two.",
     )
     budget = None if args.memory_budget is None else parse_budget(args.memory_budget)
-    plans = args.device.type == "cuda" or budget is not None if args.plan_memory is None else args.plan_memory
+    on_cuda = (hardware or args.hardware).device == "cuda"
+    plans = on_cuda or budget is not None if args.plan_memory is None else args.plan_memory
     return make_settings(
         MemorySettings,
         args,

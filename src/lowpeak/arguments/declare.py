@@ -27,6 +27,15 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """The devices that settings are resolved for: their torch type, the processes, and whether ranks have the same parameters."""
+
+    device: str
+    num_processes: int
+    has_replicas: bool
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """Facts of a run that decide which arguments have an effect; None if not known yet, which counts as an effect.
 
@@ -38,6 +47,7 @@ class RunFacts:
     the user, to the reason.
     """
 
+    num_processes: int | None = None
     num_rewards: int | None = None
     num_steps: int | None = None
     has_device_memory: bool | None = None

@@ -110,7 +110,9 @@ _ON_HUB = _if(lambda args: args.push_to_hub, _UPLOADING, keeps_value=True)
 _TRACKIO = _if(
     lambda args: "trackio" in args.report_to, "report_to has no trackio; add it or remove this", keeps_value=True
 )
-_SEVERAL_PROCESSES = _if(lambda args: args.world_size > 1, "the run has one process; remove it")
+_SEVERAL_PROCESSES = EffectCondition(
+    lambda args, facts: facts.num_processes is None or facts.num_processes > 1, "the run has one process; remove it"
+)
 _CHECKPOINTED = _if(
     lambda args: args.checkpoints_activations, "activation checkpointing is off; turn it on or remove it"
 )

@@ -11,6 +11,7 @@ from lowpeak.arguments.base import CommonArguments, RunSettings, resolve_memory,
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     EffectCondition,
+    Hardware,
     argument,
     at_least,
     data_argument,
@@ -118,18 +119,20 @@ class SupervisedSettings(OfflineSettings):
     loss_type: SupervisedLossType
 
 
-def resolve_supervised(args: Any) -> SupervisedSettings:
+def resolve_supervised(args: Any, hardware: Hardware | None = None) -> SupervisedSettings:
     """Return the settings of supervised training; ArgumentError for packing that lowpeak does not support."""
     _check_packing(args)
-    return _resolve_offline(SupervisedSettings, args)
+    return _resolve_offline(SupervisedSettings, args, hardware)
 
 
-def _resolve_offline(settings: Callable[..., Settings], args: Any, **computed: Any) -> Settings:
+def _resolve_offline(
+    settings: Callable[..., Settings], args: Any, hardware: Hardware | None, **computed: Any
+) -> Settings:
     return make_settings(
         settings,
         args,
         model=resolve_model(args),
-        memory=resolve_memory(args),
+        memory=resolve_memory(args, hardware),
         passes=resolve_passes(args),
         tokenizer=make_settings(TokenizerSettings, args),
         **computed,
@@ -193,8 +196,8 @@ class RewardModelSettings(OfflineSettings):
     center_rewards_coefficient: float
 
 
-def resolve_reward_model(args: Any) -> RewardModelSettings:
+def resolve_reward_model(args: Any, hardware: Hardware | None = None) -> RewardModelSettings:
     """Return the settings of reward model training."""
     return _resolve_offline(
-        RewardModelSettings, args, center_rewards_coefficient=args.center_rewards_coefficient or 0.0
+        RewardModelSettings, args, hardware, center_rewards_coefficient=args.center_rewards_coefficient or 0.0
     )

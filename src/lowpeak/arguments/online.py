@@ -11,6 +11,7 @@ from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     Check,
     EffectCondition,
+    Hardware,
     RunFacts,
     above_zero,
     are_finite,
@@ -261,12 +262,15 @@ class OnlineSettings(RunSettings):
     facts: RunFacts
 
 
-def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettings:
-    """Return the settings of an online run on `world_size` ranks with `num_rewards` reward functions."""
+def resolve_online(args: Any, world_size: int, num_rewards: int, hardware: Hardware | None = None) -> OnlineSettings:
+    """Return the settings of an online run on `world_size` ranks with `num_rewards` reward functions.
+
+    `hardware` is where it will run; None: what this process has.
+    """
     check_values(args)
     require(num_rewards > 0, "reward_funcs is empty: pass at least one function or reward model.")
     rollout = resolve_rollout(args, world_size)
-    facts = run_facts(args, num_rewards=num_rewards, num_steps=rollout.num_steps)
+    facts = run_facts(args, hardware, num_rewards=num_rewards, num_steps=rollout.num_steps)
     _check_online(args, world_size)
     args = reset_idle_arguments(args, facts)
     return OnlineSettings(
@@ -282,10 +286,7 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
         reference_sync=ReferenceSync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
         if args.sync_ref_model
         else None,
-        memory=resolve_memory(
-            args,
-            gather_budget=resolve_gather_budget(args),
-        ),
+        memory=resolve_memory(args, hardware, gather_budget=resolve_gather_budget(args)),
         reward_weights=_resolve_weights(args, num_rewards),
         mask_truncated=args.mask_truncated_completions,
         passes=resolve_passes(args),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import lowpeak
 from lowpeak.algorithms import Algorithm, make_reward_model, make_supervised
 from lowpeak.arguments import (
     CLASS_PREFIXES,
+    Hardware,
     ModelParallel,
     StorageFormat,
     check_and_reset_arguments,
@@ -80,6 +81,11 @@ class PlanRequest:
         return self.machine.num_devices // self.tensor_parallel
 
     @property
+    def hardware(self) -> Hardware:
+        has_replicas = self.sharding.copies == "per rank" and self.world_size > 1
+        return Hardware(self.machine.device, self.machine.num_devices, has_replicas)
+
+    @property
     def sharding(self) -> Sharding:
         return SHARDINGS[self.strategy]
 
@@ -101,7 +107,7 @@ class RunInputs:
     """
 
     def __init__(self, request: PlanRequest, free_bytes: Callable[[RunInputs], int] = lambda inputs: 0) -> None:
-        self.args = _acting_arguments(request)
+        self.args = _planned_arguments(request)
         self.settings, self.algorithm = _resolve(request, self.args)
         if request.kind in OFFLINE:
             # The run truncates or skips longer rows; a row has a token after its prompt.
@@ -359,34 +365,26 @@ class RunInputs:
         return self.longest_sequence * bytes_per_token(self._plain_model, dtype)
 
 
-def _acting_arguments(request: PlanRequest) -> Any:
-    """Return a copy of the arguments that sees the planned devices in place of this process's."""
-    on_device, has_replicas = request.machine.device == "cuda", request.sharding.copies == "per rank"
-    kind: Any = type(request.args)
-    device = torch.device("cuda" if on_device else "cpu")
-    members: Mapping[str, Any] = {
-        "device": property(lambda self: device),
-        "world_size": property(lambda self: request.world_size),
-        "has_replicas": property(lambda self: has_replicas and request.world_size > 1),
-    }
+def _planned_arguments(request: PlanRequest) -> Any:
+    """Return a copy of the arguments, with what the config chooses on the planned device."""
     args = copy.copy(request.args)
-    args.__class__ = type(kind.__name__, (kind,), dict(members))
-    if on_device and "bf16" not in args.given:
-        args.bf16 = True  # what the config chooses on a GPU
+    if request.machine.device == "cuda" and "bf16" not in args.given:
+        args.bf16 = True
     return args
 
 
 def _resolve(request: PlanRequest, args: Any) -> tuple[Any, Algorithm]:
     if request.kind not in CLASS_PREFIXES:
         raise ArgumentError(f"{request.kind!r} is not an algorithm; use one of {', '.join(CLASS_PREFIXES)}.")
+    hardware = request.hardware
     if request.kind == "sft":
-        args = check_and_reset_arguments(args)
-        supervised = resolve_supervised(args)
+        args = check_and_reset_arguments(args, hardware)
+        supervised = resolve_supervised(args, hardware)
         return supervised, make_supervised(supervised.loss_type)
     if request.kind == "reward":
-        args = check_and_reset_arguments(args)
-        settings = resolve_reward_model(args)
+        args = check_and_reset_arguments(args, hardware)
+        settings = resolve_reward_model(args, hardware)
         return settings, make_reward_model(settings.center_rewards_coefficient)
-    online = resolve_online(args, request.world_size, request.num_rewards)
+    online = resolve_online(args, request.world_size, request.num_rewards, hardware)
     trainer = getattr(lowpeak, f"{CLASS_PREFIXES[request.kind]}Trainer")
     return online, trainer.make_algorithm(args, online)

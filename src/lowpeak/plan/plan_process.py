@@ -10,15 +10,14 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lowpeak.memory import Kind
 from lowpeak.plan.budget import fit_sizes
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import Plan, make_plan
+from lowpeak.sizes import RunDescription
 
 _LOWEST_PRIORITY = 10
 _LAUNCHER_VARIABLES = (
@@ -33,10 +32,10 @@ _LAUNCHER_VARIABLES = (
 )
 
 
-def start_plan(description: Mapping[str, Any], folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
+def start_plan(description: RunDescription, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
     """Start a process that plans the described run; return it, and the file that it prints to."""
     request, printed = folder / "request.pkl", folder / "plan.json"
-    request.write_bytes(pickle.dumps(dict(description)))
+    request.write_bytes(pickle.dumps(description))
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "lowpeak.plan.plan_process", str(request)]
@@ -53,17 +52,33 @@ def planned_bytes(plan: Plan) -> dict[str, int]:
     return {**peaks, "train": train}
 
 
+def planned_request(run: RunDescription) -> PlanRequest:
+    """Return the request for a plan of a run that trains."""
+    return PlanRequest(
+        run.kind or "",
+        run.args,
+        run.config,
+        Machine(run.num_devices, run.memory, per_host=run.per_host, device=run.device),
+        run.strategy,
+        run.peft_config,
+        run.reward_configs,
+        run.tensor_parallel,
+        run.prompt_tokens,
+        run.quantized_bits,
+        run.num_rewards,
+    )
+
+
 def main(path: str) -> None:
     """Plan the run of a pickled description."""
-    description: dict[str, Any] = pickle.loads(Path(path).read_bytes())  # written by the run itself
-    budget, unplanned_bytes = description.pop("budget", None), description.pop("unplanned_bytes", 0)
-    request = PlanRequest(**{**description, "machine": Machine(**description["machine"])})
-    if budget is None:
+    run: RunDescription = pickle.loads(Path(path).read_bytes())  # written by the run itself
+    request = planned_request(run)
+    if run.budget is None:
         # The run trains meanwhile; with a budget it waits.
         os.nice(_LOWEST_PRIORITY)
         print(json.dumps(planned_bytes(make_plan(request))))
         return
-    fit = fit_sizes(request, budget, unplanned_bytes)
+    fit = fit_sizes(request, run.budget, run.unplanned_bytes)
     found = {"sizes": dict(fit.sizes), "problem": fit.problem, "phases": planned_bytes(fit.plan)}
     print(json.dumps({**found, "peak": fit.plan.peak, "peak_phase": fit.plan.peak_phase}))
 

@@ -23,7 +23,7 @@ from lowpeak.errors import ArgumentError
 from lowpeak.memory import attainable_bytes, cap_allocator, free_bytes, has_device_memory, total_bytes
 from lowpeak.parallel import DeviceFractions, Strategy
 from lowpeak.ranks import Ranks
-from lowpeak.sizes.planned_memory import StartPlan, bytes_beside_tensors, run_description
+from lowpeak.sizes.planned_memory import RunDescription, StartPlan, bytes_beside_tensors, run_description
 from lowpeak.sizes.run_sizes import SYNC_BYTES, LayoutChoice, Sizes
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def plan_sizes(
     description = run_description(context, policy, strategy, memory, {}, prompt_tokens)
     unplanned_bytes = int(strategy.ranks.processes.max([bytes_beside_tensors(context, policy)])[0])
     found = strategy.ranks.call_on_first(
-        lambda: _planned({**description, "budget": budget, "unplanned_bytes": unplanned_bytes}, start_plan)
+        lambda: _planned(replace(description, budget=budget, unplanned_bytes=unplanned_bytes), start_plan)
     )
     if "problem" not in found:
         return BudgetPlan({}, {})
@@ -133,7 +133,7 @@ def plan_sizes(
     return BudgetPlan(found["sizes"], found["phases"])
 
 
-def _planned(description: dict[str, Any], start_plan: StartPlan) -> dict[str, Any]:
+def _planned(description: RunDescription, start_plan: StartPlan) -> dict[str, Any]:
     """Return the answer of the planning process; an empty one, after a warning, if it fails or takes too long."""
     with tempfile.TemporaryDirectory(prefix="lowpeak-plan-") as folder:
         process, output = start_plan(description, Path(folder))

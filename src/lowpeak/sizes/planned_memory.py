@@ -13,8 +13,9 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 from torch import nn
@@ -31,8 +32,41 @@ logger = logging.getLogger(__name__)
 _KINDS = {f"{prefix}Config": kind for kind, prefix in CLASS_PREFIXES.items()}
 _MORE = 1.1  # of the planned bytes, from which a measured peak is named
 
+
+@dataclass(frozen=True)
+class RunDescription:
+    """What a plan needs of a run: its arguments with the run's sizes, configs of its models, and where it is placed.
+
+    kind, args               the command, and the trainer's config
+    config                   the policy's; `peft_config` of its adapter, `reward_configs` of reward models
+    quantized_bits           4 or 8 of a base that bitsandbytes has quantised
+    strategy                 a name in SHARDINGS
+    prompt_tokens            length of the longest prompt
+    num_devices, per_host    of the run, and on each of its hosts; `memory` are bytes of a device of type `device`
+    budget                   bytes that the run may take of a device; None: the plan is of the sizes that `args` has
+    unplanned_bytes          bytes of a process that the plan does not count
+    """
+
+    kind: str | None
+    args: Any
+    config: Any
+    peft_config: Any
+    quantized_bits: int | None
+    reward_configs: list[Any]
+    num_rewards: int
+    strategy: str
+    tensor_parallel: int
+    prompt_tokens: int
+    num_devices: int
+    memory: int
+    per_host: int
+    device: Literal["cuda", "cpu"]
+    budget: int | None = None
+    unplanned_bytes: int = 0
+
+
 # Starts a process that plans the described run, in a folder for its files; returns it and the file that it prints to.
-StartPlan = Callable[[Mapping[str, Any], Path], tuple[subprocess.Popen[bytes], Path]]
+StartPlan = Callable[[RunDescription, Path], tuple[subprocess.Popen[bytes], Path]]
 
 
 class PlannedMemory:
@@ -132,35 +166,30 @@ def run_description(
     memory: int,
     sizes: Mapping[str, Any],
     prompt_tokens: int | None = None,
-) -> dict[str, Any]:
-    """Return what a plan needs of a run: arguments with the run's sizes, configs of its models, and its placement.
-
-    `prompt_tokens` is the length of its longest prompt, if there is no rollout to read it from.
-    """
+) -> RunDescription:
+    """Return what a plan needs of a run; `prompt_tokens` is used if there is no rollout to read the longest prompt from."""
     ranks, args = strategy.ranks, copy.copy(context.acting_args)
     names = [name for name in sizes if hasattr(args, name)]
     for name in names:
         setattr(args, name, sizes[name])
     args.given = frozenset(args.given) | frozenset((*names, "bf16"))
     processes = ranks.processes.world_size
-    return {
-        "kind": kind_of(args),
-        "args": args,
-        "config": _plain_config(transformers_model(causal_lm(policy)).config),
-        "peft_config": _peft_config(policy),
-        "quantized_bits": _quantized_bits(policy),
-        "reward_configs": [_plain_config(reward.model.config) for reward in _reward_models(context)],
-        "num_rewards": max(1, len(context.parts.rewards)),
-        "strategy": sharding_of(context.accelerator).name,
-        "tensor_parallel": processes // ranks.world_size,
-        "prompt_tokens": prompt_tokens or _longest_prompt(context),
-        "machine": {
-            "num_devices": processes,
-            "memory": memory,
-            "per_host": int(os.environ.get("LOCAL_WORLD_SIZE") or processes),
-            "device": "cuda" if has_device_memory(context.accelerator.device) else "cpu",
-        },
-    }
+    return RunDescription(
+        kind=kind_of(args),
+        args=args,
+        config=_plain_config(transformers_model(causal_lm(policy)).config),
+        peft_config=_peft_config(policy),
+        quantized_bits=_quantized_bits(policy),
+        reward_configs=[_plain_config(reward.model.config) for reward in _reward_models(context)],
+        num_rewards=max(1, len(context.parts.rewards)),
+        strategy=sharding_of(context.accelerator).name,
+        tensor_parallel=processes // ranks.world_size,
+        prompt_tokens=prompt_tokens or _longest_prompt(context),
+        num_devices=processes,
+        memory=memory,
+        per_host=int(os.environ.get("LOCAL_WORLD_SIZE") or processes),
+        device="cuda" if has_device_memory(context.accelerator.device) else "cpu",
+    )
 
 
 def _reward_models(context: Any) -> list[ModelReward]:

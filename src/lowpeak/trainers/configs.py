@@ -24,6 +24,7 @@ from lowpeak.arguments import (
     REJECTED,
     CommonArguments,
     GRPOArguments,
+    Hardware,
     ModelParallel,
     OnlineArguments,
     OnlineDPOArguments,
@@ -207,11 +208,11 @@ class CommonConfig(CommonArguments, TrainingArguments):
         return bool(self.deepspeed) or is_switched_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
 
     @property
-    def has_replicas(self) -> bool:
-        """Whether several ranks have the same parameters, as under DDP."""
+    def hardware(self) -> Hardware:
+        """This process's device and its ranks, which have the same parameters under DDP alone."""
         uses_fsdp = self.fsdp or is_switched_on(os.environ, "ACCELERATE_USE_FSDP")
         one_model = uses_fsdp or self.uses_deepspeed or self.model_parallel.tensor > 1
-        return self.world_size > 1 and not one_model
+        return Hardware(self.device.type, self.world_size, self.world_size > 1 and not one_model)
 
     @property
     def checkpoints_activations(self) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +19,7 @@ from lowpeak.errors import ArgumentError
 from lowpeak.memory.device_memory import free_bytes
 from lowpeak.ranks import Ranks
 from lowpeak.sizes.memory_budget import budget_bytes
+from lowpeak.sizes.planned_memory import RunDescription
 from small_runs import journal, make
 from tiny_models import tiny_model
 
@@ -84,7 +84,7 @@ def answer_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
     """A function that replaces the planning process by one with this output and status."""
 
     def replace_process(text: str, status: int) -> None:
-        def start(description: Mapping[str, Any], folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
+        def start(description: RunDescription, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
             (folder / "output").write_text(text)
             return subprocess.Popen(["sh", "-c", f"exit {status}"]), folder / "output"
 

@@ -54,8 +54,8 @@ def test_a_quantised_base_is_described_in_its_bits(tmp_path):
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
     trainer = make("GRPO", tmp_path / "run", model, peft_config=lora)
     described = run_description(trainer, trainer.model, trainer.run.strategy, 1 << 30, trainer.run.sizes.as_dict())
-    assert described["quantized_bits"] == 4
-    assert getattr(described["config"], "quantization_config", None) is None
+    assert described.quantized_bits == 4
+    assert getattr(described.config, "quantization_config", None) is None
 
 
 def test_the_planning_process_ends_with_the_run(tmp_path):
