@@ -149,7 +149,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 test-kernels:
-	@echo "make test-kernels: about 3 minutes on two cores"
+	@echo "make test-kernels: about 2 minutes on two cores"
 	@$(MAKE) --no-print-directory $(READY)
 	$(KERNELS) $(PYTEST) --dist worksteal $(NUMBERS) --ignore=tests/parity/test_logprobs_triton.py
 

@@ -28,7 +28,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The devices that settings are resolved for: their torch type, the processes, and whether ranks have the same parameters."""
+    """The torch device, processes and replicas that settings are resolved for.
+
+    `has_replicas`: several ranks have the same parameters.
+    """
 
     device: str
     num_processes: int
@@ -40,7 +43,7 @@ class RunFacts:
     """Facts of a run that decide which arguments have an effect; None if not known yet, which counts as an effect.
 
     A rollout serves `num_steps` optimizer steps. `has_device_memory`: the device does not use host memory;
-    `is_cuda`: it is a GPU of CUDA or ROCm.
+    `is_cuda`: it is a GPU of CUDA or ROCm. `num_processes` are the run's.
     `sharded`: parameters are sharded over ranks. `replicated`: several ranks have the same parameters, as under DDP.
     `frozen`: the run has a model that is never trained. `passed_optimizer`: the user passed an optimizer to the trainer
     ("instance"), or its class ("class"); `passed_schedule`: a schedule. `idle` maps other arguments without effect, as shown to

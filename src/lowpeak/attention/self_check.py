@@ -102,7 +102,7 @@ class _Capture:
 
 
 def _largest_difference(model: nn.Module, causal: Any, device: torch.device) -> tuple[float, torch.dtype]:
-    """Return the largest distance of a token's two hidden states, relative to their norm, and the dtype computed in.
+    """Return the largest relative distance of a token's two hidden states, and the dtype computed in.
 
     It is that of the probe with the least. In a pretrained model rounding may decide whether a token's state becomes very
     large (Sun et al. 2024, arXiv 2402.17762), and in bf16 it does for single tokens; another architecture shows in each probe.

@@ -27,6 +27,9 @@ _SKY_NOTE = """\
 # sky jobs launch {file} --secret HF_TOKEN
 # A managed job, which SkyPilot starts again after a preemption; output_dir must be in a mounted bucket to be found then.
 """
+_SKY_SERVER_NOTE = (
+    "# The run's vLLM server is a task of its own: start serve.sh on {gpus} GPUs and name its URL in run.yaml.\n"
+)
 _KUBERNETES_NOTE = """\
 # kubectl apply -f {file}
 # Needs the image {image} (Containerfile), the claim {name} with this folder and the data, mounted at /work, and if wanted a secret
@@ -36,7 +39,7 @@ _KUBERNETES_NOTE = """\
 
 @dataclass(frozen=True)
 class CloudJob:
-    """A run to start: `kind` is its command, `script` its train.sh, `server` the command of its vLLM server, if it has one."""
+    """A run to start: its command, its train.sh, and the command of its vLLM server, if it has one."""
 
     kind: str
     script: Path
@@ -65,13 +68,16 @@ def sky_file(job: CloudJob, file: Path) -> str:
         "run": 'export HOST_0=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) RANK_OF_HOST=$SKYPILOT_NODE_RANK\n'
         f"exec bash {job.script}\n",
     }
-    return _SKY_NOTE.format(file=file) + to_yaml(task)
+    server = "" if job.server is None else _SKY_SERVER_NOTE.format(gpus=job.server_gpus)
+    return _SKY_NOTE.format(file=file) + server + to_yaml(task)
 
 
 def kubernetes_file(job: CloudJob, file: Path) -> str:
     """Return a Job, or a JobSet for several hosts or a run with a vLLM server."""
     is_set = job.hosts > 1 or job.server is not None
     jobset = "\n# Needs JobSet (jobset.sigs.k8s.io) in the cluster." if is_set else ""
+    if job.server is not None:
+        jobset += f"\n# vllm_server_base_url is http://{job.name}-rollout-0-0.{job.name}:8000."
     note = _KUBERNETES_NOTE.format(
         file=file, image=_IMAGE, name=job.name, secrets=" and ".join(_SECRETS), jobset=jobset
     )

@@ -118,7 +118,9 @@ def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:
 
     machine, run = plan.request.machine, folder / "run.yaml"
     several = _SEVERAL.format(hosts=machine.num_hosts) if machine.num_hosts > 1 else ""
-    checkpoints = Path(job.config.output_dir) / "checkpoint-*"
+    checkpoints = (
+        Path(job.config.output_dir) / "checkpoint-*[0-9]"
+    )  # complete ones: those that are being written end in a word
     files = {
         "train.sh": _SHELL.format(
             hosts=machine.num_hosts, kind=job.kind, run=run, several=several, checkpoints=checkpoints

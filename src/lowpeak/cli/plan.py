@@ -13,6 +13,7 @@ import lowpeak
 from lowpeak.cli.job_files import write_run_files
 from lowpeak.cli.output import print_once
 from lowpeak.cli.plan_request import (
+    PLANNED_FOLDER,
     PlanArguments,
     gpus_of,
     machine_of,
@@ -70,7 +71,8 @@ def _print_quotes(options: PlanArguments, job: Job) -> int:
         print("\n".join(quote_lines(quotes, without)))
     if not quotes or not quotes[0].plan.fits:
         return 1
-    write_quote(Path(job.config.output_dir), quotes[0])
+    if job.given["output_dir"] != PLANNED_FOLDER:
+        write_quote(Path(job.config.output_dir), quotes[0])
     return 0
 
 

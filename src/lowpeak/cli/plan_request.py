@@ -1,4 +1,4 @@
-"""What `lowpeak plan` plans: its arguments, the machine, and the run that a job describes."""
+"""The arguments of `lowpeak plan`, the machine, and the run that a job describes."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _LEAST_MEMORY = 1 << 20  # bytes of a device or a host; less is a number without its unit
 _GPUS_PER_HOST = 8
+PLANNED_FOLDER = "runs/plan"  # output_dir of a run that names none
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak, command: str = "lowp
         raise ArgumentError(f"{command} needs --model: a folder, a config.json or a hub name.")
     _check_options(options)
     # Without a GPU transformers refuses bf16=True unless the run is on CPUs.
-    rest = {"output_dir": "runs/plan", **rest}
+    rest = {"output_dir": PLANNED_FOLDER, **rest}
     job = Job(
         kind,
         pick(ModelArguments),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowpeak.arguments import load_yaml, show_bytes
+from lowpeak.arguments import load_yaml, show_bytes, show_seconds
 from lowpeak.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -102,15 +102,14 @@ def quote_lines(quotes: Sequence[Quote], without: Sequence[str]) -> list[str]:
         if not quote.plan.fits:
             lines.append(f"{where}: does not fit: {show_bytes(quote.plan.peak)} of {show_bytes(machine.memory)}.")
             continue
-        (fast, slow), (least, most) = quote.hours, quote.dollars
-        words = (
-            f"{where}: {fast:.2g} to {slow:.2g} h for {quote.plan.planned_steps:,} steps, ${least:,.2f} to ${most:,.2f}"
-        )
+        fast, slow = (show_seconds(3600 * hours) for hours in quote.hours)
+        least, most = quote.dollars
+        words = f"{where}: {fast} to {slow} for {quote.plan.planned_steps:,} steps, ${least:,.2f} to ${most:,.2f}"
         lines.append(f"{words}{', the cheapest' if number == 0 else ''}.")
     return lines + [f"{card}: no setting fits." for card in without]
 
 
 def write_quote(folder: Path, quote: Quote) -> None:
-    """Write the quote into the run's folder, where its report compares it with what the run took."""
+    """Write the quote into the run's folder, for its report."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / QUOTE_FILE).write_text(json.dumps(quote.as_dict(), indent=2) + "\n", encoding="utf-8")

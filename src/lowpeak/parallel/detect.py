@@ -137,7 +137,7 @@ class DeviceFractions:
 
 
 def sharding_of(accelerator: Accelerator) -> Sharding:
-    """Return how an accelerator places the model, with what its config keeps in host memory."""
+    """Return the strategy of an accelerator, with what its config keeps in host memory."""
     kind, state = accelerator.distributed_type, accelerator.state
     if kind == DistributedType.DEEPSPEED:
         return _zero_sharding(state.deepspeed_plugin)

@@ -27,7 +27,7 @@ class Reduces(Enum):
 
 @dataclass(frozen=True)
 class Sharding:
-    """A strategy: what a rank stores of each kind of memory, and what its passes send.
+    """A strategy: what a rank stores, and what its passes send.
 
     Under tensor parallelism a "model" is a device's part of it, and ranks are groups of devices.
 
@@ -84,7 +84,7 @@ class Sharding:
         return 1.0 if over.get(kind, self.frozen) is Over.NONE else copies / ranks
 
     def fraction(self, kind: Kind, ranks: int, copies: int) -> float:
-        """Return the fraction that is on a rank's device: its share, or 0 of what stays in host memory."""
+        """Return the fraction on a rank's device: its share, 0 of what stays in host memory."""
         return 0.0 if kind in self.on_host else self.share(kind, ranks, copies)
 
     def sends_weights(self, ranks: int) -> bool:

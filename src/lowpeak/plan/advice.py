@@ -44,7 +44,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting, the peak with it, the seconds that it adds to a step (both are estimates), and what else it changes."""
+    """A setting, with estimates of its peak and of the seconds that it adds to a step.
+
+    `note` says what else it changes.
+    """
 
     setting: str
     peak: int

@@ -20,6 +20,7 @@ def test_a_sky_task_has_all_hosts_and_its_secrets_by_reference():
     assert task["resources"]["accelerators"] == "A100-80GB:8"
     assert set(task["secrets"].values()) == {""}
     assert task["run"].splitlines()[-1] == "exec bash plan/train.sh"
+    assert "start serve.sh on 4 GPUs" in sky_file(SERVED, Path("plan/sky.yaml"))
 
 
 def pod_of(group):
@@ -37,7 +38,9 @@ def test_a_job_on_one_host_has_its_gpus_and_time_to_save(card, resource):
 
 
 def test_several_hosts_and_a_server_are_groups_of_a_job_set():
-    job_set = yaml.safe_load(kubernetes_file(SERVED, Path("plan/k8s.yaml")))
+    text = kubernetes_file(SERVED, Path("plan/k8s.yaml"))
+    assert "http://lowpeak-grpo-rollout-0-0.lowpeak-grpo:8000" in text
+    job_set = yaml.safe_load(text)
     groups = {group["name"]: group["template"]["spec"] for group in job_set["spec"]["replicatedJobs"]}
     assert {name: spec["completions"] for name, spec in groups.items()} == {"trainer": 2, "rollout": 1}
     trainer, server = (pod_of(groups[name])["containers"][0] for name in ("trainer", "rollout"))
