@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -385,14 +384,12 @@ def test_a_message_of_all_ranks_is_written_once(tmp_path):
 
 
 def test_a_rank_that_was_killed_is_named(tmp_path):
-    began = time.monotonic()
-    process = start(tmp_path, "rank or time.sleep(30)\nos.kill(os.getpid(), signal.SIGKILL)")
+    process = start(tmp_path, "rank or time.sleep(300)\nos.kill(os.getpid(), signal.SIGKILL)")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 137
     assert err.startswith("lowpeak: error: rank 1 ")
     assert "SIGKILL" in err
     assert err.count("\n") == 1
-    assert time.monotonic() - began < 25
 
 
 RECORD = "from pathlib import Path; from lowpeak.training.recorded_sizes import record_sizes\n"

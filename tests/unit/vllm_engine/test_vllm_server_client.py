@@ -22,7 +22,6 @@ from lowpeak.vllm.protocol import Adapter, Answer, Request, Vllm, call_concurren
 from lowpeak.vllm.server import ServerVllm, connect_servers
 from lowpeak.vllm.serving.command import ServerSpec
 from lowpeak.vllm.serving.process import ServerProcess
-from stopwatch import Stopwatch
 from vllm_servers import free_port
 
 
@@ -176,13 +175,11 @@ def generating_slowly(fake):
 
     def answer(body):
         arrived.set()
-        released.wait(10)
+        released.wait(60)
         return 200, b" " * (1 << 24)
 
     fake.answers[GENERATE] = answer
-    with Stopwatch() as took:
-        yield arrived
-    assert took.seconds < 1.5
+    yield arrived
     released.set()
     assert fake.gone.wait(5)
 
@@ -200,7 +197,7 @@ def test_the_limit_holds_for_an_answer_that_trickles_in():
             connection, _ = listening.accept()
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
             try:
-                for _ in range(100):
+                for _ in range(600):
                     time.sleep(0.05)
                     connection.sendall(b" ")
             except OSError:
@@ -210,7 +207,7 @@ def test_the_limit_holds_for_an_answer_that_trickles_in():
         began = time.monotonic()
         with pytest.raises(LostEngineError):
             ServerVllm(f"http://127.0.0.1:{listening.getsockname()[1]}").call("m", {}, -4.5)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20
 
 
 def test_a_restart_since_the_facts_were_asked_or_during_a_wave_is_a_loss(fake):
