@@ -1,4 +1,4 @@
-"""A candidate of `lowpeak plan --fit`: settings that the search may choose, and the estimate of a run with them."""
+"""A candidate of `lowpeak plan --fit`: settings that the search may choose."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.arguments import StorageFormat, show_bytes
+from lowpeak.arguments import StorageFormat
 from lowpeak.parallel import SHARDINGS, Sharding
-from lowpeak.plan.hardware import Machine
 
 # Arguments that a candidate may set.
 FROZEN, STATES, ACTIVATIONS = OFFLOADS = ("offload_frozen_models", "offload_during_rollout", "activation_offloading")
 SHARE, SLEEPS, PARALLEL = "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"
-CACHE, GATHER = "kv_cache_bytes", "gather_budget"
-USABLE_SHARE = 0.97  # of a device: what an estimate may fill
+CACHE, GATHER, BATCH = "kv_cache_bytes", "gather_budget", "per_device_train_batch_size"
+USABLE_SHARE = 0.97  # of a device: what a quick plan may fill
 
 
 @dataclass(frozen=True)
@@ -55,32 +54,3 @@ class Candidate:
 def _storage_words(storage: StorageFormat) -> str:
     words = f"{storage.total_bytes:.1f} bytes per trained parameter"
     return f"{words}, of which {storage.weight_bytes} on the device" if storage.offload else words
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The estimated peak of a candidate on a device, and of all processes in a host's memory, in bytes, and the seconds of a step.
-
-    `sizes` are the arguments of its rollout.
-    """
-
-    candidate: Candidate
-    peak: int
-    host: int
-    seconds: float
-    sizes: Mapping[str, Any]
-
-    def fits(self, machine: Machine) -> bool:
-        """Return whether the device and the host have room."""
-        on_host = machine.host_memory is None or self.host <= machine.host_memory
-        return self.peak <= USABLE_SHARE * machine.memory and on_host
-
-    def reason(self, machine: Machine) -> str:
-        """Return why the candidate does not fit."""
-        if self.peak > USABLE_SHARE * machine.memory:
-            return f"about {show_bytes(self.peak)} on a device of {show_bytes(machine.memory)}"
-        return self.reason_of_host(machine)
-
-    def reason_of_host(self, machine: Machine) -> str:
-        """Return the bytes of host memory that the candidate needs, of those that a host has."""
-        return f"about {show_bytes(self.host)} of a host's memory of {show_bytes(machine.host_memory or 0)}"

@@ -53,41 +53,54 @@ def state_bytes(row: Sharding, storage: StorageFormat | None, counts: Any, *, bf
 
 def place_by_strategy(
     inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int
-) -> dict[str, PhaseMemory]:
+) -> Mapping[str, PhaseMemory]:
     """Return the phases with what a rehearsal on FSDP2 or one device lacks: ZeRO's shares, and shards in host memory."""
     row = inputs.request.sharding
-    placed = dict(phases) if row.has_formats else _place_by_zero(inputs, phases, gather_budget)
-    return {name: _without(phase, row.on_host) for name, phase in placed.items()} if row.on_host else placed
+    if not row.has_formats:
+        return place_on_ranks(inputs, phases, gather_budget)
+    return {name: _without(phase, row.on_host) for name, phase in phases.items()}
 
 
-def _place_by_zero(inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int) -> dict[str, PhaseMemory]:
-    """Return the phases with ZeRO's shares of weights, gradients and states, gathered layers and buckets.
+def place_on_ranks(inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int) -> dict[str, PhaseMemory]:
+    """Return the phases of one device with a strategy's shares of weights, gradients and states, gathered layers and buckets.
 
-    ZeRO-3 gathers a layer, the next one, embeddings and head, and in a rollout of the native engine up to `gather_budget`. ZeRO
-    reduces gradients in two buckets of hidden x hidden values.
+    A sharded model gathers a layer, the next one, embeddings and head; for a rollout of the native engine `gather_budget` and a
+    layer more. ZeRO reduces gradients in two buckets of hidden x hidden values.
     """
-    request, counts, row = inputs.request, inputs.counts, inputs.request.sharding
-    whole = state_bytes(row, None, counts, bf16=bool(inputs.args.bf16))
+    request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
+    whole = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
     shares = {kind: request.share_of(kind, value) for kind, value in whole.items()}
-    gathered = BF16_BYTES * counts.in_pass if row.gathers else 0
-    kept = min(gather_budget, BF16_BYTES * counts.total) if row.gathers and inputs.rollout(0) is not None else 0
-    bucket = 2 * BF16_BYTES * inputs.config.get_text_config().hidden_size ** 2
+    model = gatherable_bytes(inputs)
+    gathered = min(model, BF16_BYTES * inputs.counts.in_pass)
+    kept = min(model, BF16_BYTES * inputs.counts.largest_layer + gather_budget)
+    bucket = 0 if row.has_formats else 2 * BF16_BYTES * inputs.config.get_text_config().hidden_size ** 2
+    on_host = row.on_host
+    if storage is not None and storage.offload:
+        on_host |= {Kind.GRADIENTS, Kind.OPTIMIZER}
     placed = {}
     for name, phase in phases.items():
         kinds = {**shares, Kind.GATHERED: gathered if name in _FORWARDS else 0, Kind.BUCKETS: 0}
         kinds[Kind.FROZEN] = request.share_of(Kind.FROZEN, phase.device.get(Kind.FROZEN, 0))
-        if name == "rollout":
-            kinds[Kind.GATHERED] += kept
+        if name == "rollout" and inputs.rollout(0) is not None:
+            kinds[Kind.GATHERED] = kept
         if name in ("forward", "backward"):
             kinds[Kind.BUCKETS] = bucket
         elif name != "optimizer":
             kinds[Kind.GRADIENTS] = 0
-        placed[name] = phase.computed(kinds)
+        placed[name] = _without(phase.computed(kinds), on_host)
     return placed
+
+
+def gatherable_bytes(inputs: RunInputs) -> int:
+    """Return the bytes of the weights that passes gather from other ranks, in bf16; 0 if each rank has them."""
+    gathers = inputs.request.sharding.sends_weights(inputs.request.world_size)
+    return BF16_BYTES * int(inputs.counts.total) if gathers else 0
 
 
 def _without(phase: PhaseMemory, on_host: Collection[Kind]) -> PhaseMemory:
     """Return a phase with these kinds in host memory."""
+    if not on_host:
+        return phase
     moved = {kind: phase.host.get(kind, 0) + phase.device.get(kind, 0) for kind in on_host}
     return replace(phase.computed(dict.fromkeys(on_host, 0)), host={**phase.host, **moved})
 

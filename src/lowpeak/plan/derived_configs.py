@@ -43,9 +43,10 @@ def with_layers(config: Any, layers: int) -> Any:
     """Return the config of a model with fewer layers of the same kind."""
     fewer = copy.deepcopy(config)
     text = fewer.get_text_config()
-    layers = min(layers, text.num_hidden_layers)
-    text.num_hidden_layers = layers
-    for name in ("layer_types", "mlp_layer_types"):
-        if getattr(text, name, None):
-            setattr(text, name, list(getattr(text, name))[:layers])
+    for name, value in list(vars(text).items()):
+        if (
+            isinstance(value, list) and len(value) == text.num_hidden_layers
+        ):  # an entry for each layer, such as layer_types
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = min(layers, text.num_hidden_layers)
     return fewer

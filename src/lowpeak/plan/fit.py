@@ -14,6 +14,7 @@ from lowpeak.errors import ArgumentError
 from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.candidate import (
     ACTIVATIONS,
+    BATCH,
     CACHE,
     FROZEN,
     GATHER,
@@ -22,18 +23,15 @@ from lowpeak.plan.candidate import (
     SLEEPS,
     STATES,
     Candidate,
-    Estimate,
 )
-from lowpeak.plan.derived_configs import with_arguments
-from lowpeak.plan.estimate import Estimator
 from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import Plan, make_plan
+from lowpeak.plan.quick_plans import QuickPlan, QuickPlanner, apply_candidate
 
 _MOST_REHEARSED = 6  # candidates that are rehearsed with all layers before the search gives up
 _MOST_OF_STRATEGY = 2  # of these
 _MOST_TRIALS = 4  # rehearsals of one candidate, with smaller sizes of its rollout
 _MIB = 1 << 20
-_BATCH = "per_device_train_batch_size"
 _CHUNK = "logprob_chunk_size"
 _FORMATS: tuple[tuple[dict[str, Any], StorageFormat | None], ...] = (
     ({}, None),
@@ -86,17 +84,17 @@ class Search:
         self._request, self._report, self._factors = request, report, factors or {}
         self._keeps_strategy = keeps_strategy
         self._given: frozenset[str] = frozenset(request.args.given)
-        self._estimator = Estimator(request, report, factors)
+        self._planner = QuickPlanner(request, report, factors)
 
     def run(self) -> Fit:
         """Return the fastest candidate that fits; each of the best is rehearsed whole before it is chosen."""
         machine = self._request.machine
         estimates = self._estimates()
         fitting = sorted((e for e in estimates if e.fits(machine)), key=_preference)
-        smallest = _first_by_strategy(sorted(estimates, key=lambda e: e.peak))
+        smallest = _first_by_strategy(sorted(estimates, key=lambda e: e.plan.peak))
         too_large = [(e.candidate, e.reason(machine)) for e in smallest if not e.fits(machine)]
         rejected: list[tuple[Candidate, str]] = []
-        tried: list[tuple[Estimate, Plan]] = []
+        tried: list[tuple[QuickPlan, Plan]] = []
         for estimate in _best_of_strategies(fitting):
             plan, arguments = self._rehearse(estimate)
             tried.append((estimate, plan))
@@ -108,19 +106,19 @@ class Search:
             rejected.append((estimate.candidate, f"rehearsed: {_excess(plan)}"))
         return Fit(None, None, [*rejected, *too_large], self._smallest_change(estimates, tried))
 
-    def _estimates(self) -> list[Estimate]:
+    def _estimates(self) -> list[QuickPlan]:
         """Return the estimates of all candidates; activations leave the device in some if nothing else fits."""
-        estimates = [self._estimator.estimate(candidate) for candidate in self._candidates()]
+        estimates = [self._planner.plan(candidate) for candidate in self._candidates()]
         if ACTIVATIONS in self._given or any(e.fits(self._request.machine) for e in estimates):
             return estimates
-        return estimates + [self._estimator.estimate(candidate) for candidate in self._candidates(ACTIVATIONS)]
+        return estimates + [self._planner.plan(candidate) for candidate in self._candidates(ACTIVATIONS)]
 
-    def _rehearse(self, estimate: Estimate) -> tuple[Plan, dict[str, Any]]:
+    def _rehearse(self, estimate: QuickPlan) -> tuple[Plan, dict[str, Any]]:
         """Return the plan of a candidate with all layers, and its arguments; a rollout that does not fit gets smaller sizes."""
         sizes = dict(estimate.sizes)
         self._report(f"rehearsing {estimate.candidate}")
         for trial in range(_MOST_TRIALS):
-            request, arguments = self._apply(estimate.candidate, sizes)
+            request, arguments = apply_candidate(self._request, estimate.candidate, sizes)
             plan = make_plan(request, self._report).calibrated(self._factors)
             smaller = self._smaller(sizes, plan) if plan.peak_phase == "rollout" else None
             if smaller is None or trial == _MOST_TRIALS - 1:
@@ -147,7 +145,7 @@ class Search:
             for arguments, storage in self._formats(strategy):
                 rest = product(
                     self._checkpointing(),
-                    self._estimator.token_sizes,
+                    self._planner.token_sizes,
                     self._offloads(strategy, storage),
                     self._engines(),
                 )
@@ -157,10 +155,10 @@ class Search:
                     names = (*offloads, *more_offloads)
                     changes = {**arguments, "micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing}
                     changes |= dict.fromkeys(names, True)
-                    if self._estimator.colocated is not None:
+                    if self._planner.colocated is not None:
                         changes |= {SLEEPS: sleeps, PARALLEL: parallel}
                     if tensor_parallel > 1:  # its devices are one rank: as many sequences a step as without it
-                        changes[_BATCH] = tensor_parallel * self._request.args.per_device_train_batch_size
+                        changes[BATCH] = tensor_parallel * self._request.args.per_device_train_batch_size
                     yield Candidate(
                         *(strategy, tensor_parallel, changes, storage, checkpointing, tokens, names, sleeps, parallel)
                     )
@@ -188,7 +186,7 @@ class Search:
         if is_refused or any(conflicts) or getattr(args, "critic", "head") != "head":
             return False
         try:
-            self._estimator.inputs.check_tensor_parallel(ModelParallel(size, machine.num_devices // size))
+            self._planner.inputs.check_tensor_parallel(ModelParallel(size, machine.num_devices // size))
         except ArgumentError:
             return False
         return True
@@ -200,17 +198,17 @@ class Search:
         return [size for size in sizes if all(number % size == 0 for number in heads)]
 
     def _formats(self, strategy: str) -> list[tuple[dict[str, Any], StorageFormat | None]]:
-        storage = self._estimator.inputs.storage
+        storage = self._planner.inputs.storage
         has_formats = SHARDINGS[strategy].has_formats
         if not has_formats or self._request.peft_config is not None or self._given & _OF_FORMATS or storage:
             return [({}, storage if has_formats else None)]
         offloads = self._request.machine.device == "cuda"
         formats = [each for each in _FORMATS if offloads or each[1] is None or not each[1].offload]
-        return [each for each in formats if self._estimator.accepts(each[0])]
+        return [each for each in formats if self._planner.accepts(each[0])]
 
     def _checkpointing(self) -> list[bool]:
         given = self._given & {"gradient_checkpointing", "activation_checkpointing"}
-        return [self._estimator.inputs.args.checkpoints_activations] if given else [False, True]
+        return [self._planner.inputs.args.checkpoints_activations] if given else [False, True]
 
     def _offloads(self, strategy: str, storage: StorageFormat | None) -> list[tuple[str, ...]]:
         """Return sets of offloads: those that are given, with and without the others that act."""
@@ -222,14 +220,10 @@ class Search:
         return sets
 
     def _acting_offloads(self, strategy: str, storage: StorageFormat | None) -> Iterator[str]:
-        inputs, colocated = self._estimator.inputs, self._estimator.colocated
+        inputs, colocated = self._planner.inputs, self._planner.colocated
         if self._request.machine.device == "cpu" or not inputs.is_online:
             return
-        if (
-            self._estimator.frozen_bytes
-            and SHARDINGS[strategy].streams_frozen
-            and self._estimator.accepts({FROZEN: True})
-        ):
+        if self._planner.frozen_bytes and SHARDINGS[strategy].streams_frozen and self._planner.accepts({FROZEN: True}):
             yield FROZEN
         generates_here = inputs.settings.vllm is None or colocated is not None
         if generates_here and not (storage is not None and storage.offload):
@@ -237,7 +231,7 @@ class Search:
 
     def _engines(self) -> list[tuple[int, bool]]:
         """Return the devices of a colocated vLLM, and whether it sleeps while the run trains."""
-        where: ColocateSettings | None = self._estimator.colocated
+        where: ColocateSettings | None = self._planner.colocated
         if where is None:
             return [(1, False)]
         parallel = [where.tensor_parallel_size]
@@ -248,31 +242,22 @@ class Search:
 
     # results
 
-    def _apply(self, candidate: Candidate, sizes: Mapping[str, Any]) -> tuple[PlanRequest, dict[str, Any]]:
-        kept = self._given - {_BATCH}
-        arguments = {name: value for name, value in {**candidate.arguments, **sizes}.items() if name not in kept}
-        args = with_arguments(self._request.args, arguments)
-        request = replace(
-            self._request, args=args, strategy=candidate.strategy, tensor_parallel=candidate.tensor_parallel
-        )
-        return request, arguments
-
-    def _smallest_change(self, estimates: Sequence[Estimate], tried: Sequence[tuple[Estimate, Plan]]) -> str:
+    def _smallest_change(self, estimates: Sequence[QuickPlan], tried: Sequence[tuple[QuickPlan, Plan]]) -> str:
         """Return the least change of hardware or training with which an estimate fits, corrected by the plans that were tried."""
         machine = self._request.machine
-        beyond = max((plan.peak / estimate.peak for estimate, plan in tried), default=1.0)
+        beyond = max((plan.peak / estimate.plan.peak for estimate, plan in tried), default=1.0)
         if tried:
-            estimates = [replace(estimate, peak=plan.peak, host=plan.host_peak) for estimate, plan in tried]
-        least_host = min(estimates, key=lambda e: e.host)
-        if machine.host_memory is not None and least_host.host > machine.host_memory:
+            estimates = [replace(estimate, plan=plan) for estimate, plan in tried]
+        least_host = min(estimates, key=lambda e: e.plan.host_peak)
+        if machine.host_memory is not None and least_host.plan.host_peak > machine.host_memory:
             return f"{least_host.candidate} needs {least_host.reason_of_host(machine)}. Use hosts with more memory."
-        closest = min(estimates, key=lambda e: e.peak)
+        closest = min(estimates, key=lambda e: e.plan.peak)
         needs = f"{closest.candidate} needs {closest.reason(machine)}"
         devices = self._enough_devices(beyond)
         if devices is not None:
             return f"{needs}. The smallest change that fits: {devices} such devices (--gpus {devices})."
         if self._request.peft_config is None:
-            weights = self._estimator.inputs.counts.loaded_bytes
+            weights = self._planner.inputs.counts.loaded_bytes
             in_4bit = " --load_in_4bit" if weights > machine.memory else ""
             return (
                 f"{needs}. Train LoRA adapters in place of all weights (--use_peft{in_4bit}), or shorten completions."
@@ -288,19 +273,19 @@ class Search:
                 continue
             search = copy.copy(self)
             search._request = replace(self._request, machine=larger)
-            search._estimator = self._estimator.for_machine(larger)
-            if any(replace(each, peak=int(beyond * each.peak)).fits(larger) for each in search._estimates()):
+            search._planner = self._planner.for_machine(larger)
+            if any(each.fits(larger, beyond) for each in search._estimates()):
                 return larger.num_devices
         return None
 
 
-def _preference(estimate: Estimate) -> tuple[float, int]:
+def _preference(estimate: QuickPlan) -> tuple[float, int]:
     """Return what the search minimises: the seconds of a step, then the peak.
 
     A candidate that changes the run's numerics or needs DeepSpeed must be faster by a margin: 3 % for weight_bits=32 and for ZeRO,
     10 % for weight_bits=16, whose rounding has noise.
     """
-    return estimate.seconds * _least_gain(estimate.candidate), estimate.peak
+    return estimate.seconds * _least_gain(estimate.candidate), estimate.plan.peak
 
 
 def _least_gain(candidate: Candidate) -> float:
@@ -308,7 +293,7 @@ def _least_gain(candidate: Candidate) -> float:
     return candidate.sharding.least_gain * gain
 
 
-def _slower(estimate: Estimate, chosen: Estimate) -> str:
+def _slower(estimate: QuickPlan, chosen: QuickPlan) -> str:
     """Return why a candidate that should fit was not chosen, by the estimates of both."""
     gain = _least_gain(estimate.candidate)
     condition = f"; it must be {100 * (gain - 1):.0f} % faster than plainer ones" if gain > 1 else ""
@@ -323,7 +308,7 @@ def _excess(plan: Plan) -> str:
     return f"{show_bytes(plan.peak)} in {plan.peak_phase}, on a device of {show_bytes(machine.memory)}"
 
 
-def _best_of_strategies(estimates: Sequence[Estimate]) -> list[Estimate]:
+def _best_of_strategies(estimates: Sequence[QuickPlan]) -> list[QuickPlan]:
     """Return the first estimates, a few of each strategy: one that the estimate misjudges leaves room for the others."""
     numbers: Counter[str] = Counter()
     best = []
@@ -334,9 +319,9 @@ def _best_of_strategies(estimates: Sequence[Estimate]) -> list[Estimate]:
     return best[:_MOST_REHEARSED]
 
 
-def _first_by_strategy(estimates: Sequence[Estimate]) -> list[Estimate]:
+def _first_by_strategy(estimates: Sequence[QuickPlan]) -> list[QuickPlan]:
     """Return the first estimate of each strategy and format."""
-    best: dict[tuple[str, int, StorageFormat | None], Estimate] = {}
+    best: dict[tuple[str, int, StorageFormat | None], QuickPlan] = {}
     for estimate in estimates:
         candidate = estimate.candidate
         best.setdefault((candidate.strategy, candidate.tensor_parallel, candidate.storage), estimate)

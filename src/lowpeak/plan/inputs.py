@@ -34,7 +34,7 @@ from lowpeak.heads import install_head, load_balance_of, transformers_model
 from lowpeak.memory import Kind
 from lowpeak.models import SCORE_HEAD, add_training_adapter, check_tensor_parallel, context_length, convert_trainable
 from lowpeak.parallel import SHARDINGS, Sharding
-from lowpeak.plan.derived_configs import shard_config
+from lowpeak.plan.derived_configs import shard_config, with_layers
 from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.rehearsal import MeshShape, RehearsedRollout, RewardPass
@@ -116,6 +116,23 @@ class RunInputs:
         self.config = shard_config(request.config, request.tensor_parallel)
         self._free_bytes = free_bytes
         self.counts: Any = None  # ModelCounts, once the model was counted
+        self._batches: dict[tuple[int, str, int, int], list[MicroBatch]] = {}
+
+    def share_model_of(self, other: RunInputs) -> None:
+        """Take what depends on the model and the batch alone from a run with the same ones, so that it is not made again."""
+        self.counts, self._plain_model = other.counts, other._plain_model
+        self._packing_unsupported, self._batches = other._packing_unsupported, other._batches
+
+    def with_layers(self, layers: int) -> RunInputs:
+        """Return the same run with fewer layers: its sizes stay, the KV cache holds as many tokens."""
+        sizes, layout = self.sizes, self.layout_choice
+        fewer = copy.copy(self)
+        fewer.config = with_layers(self.config, layers)
+        fewer.__dict__.pop("_plain_model", None)
+        tokens = sizes.kv_cache_bytes // self._bytes_per_token if self.is_online else 0
+        fewer.sizes = replace(sizes, kv_cache_bytes=tokens * fewer._bytes_per_token)
+        fewer.layout_choice = layout
+        return fewer
 
     @property
     def compute(self) -> torch.dtype | None:
@@ -221,7 +238,11 @@ class RunInputs:
 
     @cached_property
     def layout_choice(self) -> LayoutChoice:
-        return choose_layout(self.settings.memory, packing_unsupported_reason(self._plain_model))
+        return choose_layout(self.settings.memory, self._packing_unsupported)
+
+    @cached_property
+    def _packing_unsupported(self) -> str | None:
+        return packing_unsupported_reason(self._plain_model)
 
     @property
     def generation(self) -> str:
@@ -303,13 +324,16 @@ class RunInputs:
 
         `tokens` replaces the run's micro_batch_tokens.
         """
-        records = self._selected_records(self.rows_per_step)
-        ranks, budget = (
-            self.request.world_size,
-            replace(self.budget, max_tokens=tokens or self.sizes.micro_batch_tokens),
-        )
-        mine = assign_to_ranks(records, range(len(records)), budget, ranks, self.algorithm.unit)[0]
-        return pack(records, mine, budget, lambda tokens: 1.0 / max(1, tokens), unit=self.algorithm.unit)
+        ranks, rows = self.request.world_size, self.rows_per_step
+        budget = replace(self.budget, max_tokens=tokens or self.sizes.micro_batch_tokens)
+        key = (budget.max_tokens, budget.layout, ranks, rows)
+        if key not in self._batches:
+            records = self._selected_records(rows)
+            mine = assign_to_ranks(records, range(len(records)), budget, ranks, self.algorithm.unit)[0]
+            self._batches[key] = pack(
+                records, mine, budget, lambda tokens: 1.0 / max(1, tokens), unit=self.algorithm.unit
+            )
+        return self._batches[key]
 
     def scored_batches(self) -> list[MicroBatch]:
         """Return the micro-batches that rank 0 scores of a rollout."""
@@ -361,8 +385,12 @@ class RunInputs:
     @property
     def least_cache_bytes(self) -> int:
         """Return the bytes that the engine asks for one sequence: keys and values in the weights' dtype."""
+        return self.longest_sequence * self._bytes_per_token
+
+    @property
+    def _bytes_per_token(self) -> int:
         dtype = torch.bfloat16 if self.storage is not None and self.settings.model.trains_bf16 else torch.float32
-        return self.longest_sequence * bytes_per_token(self._plain_model, dtype)
+        return bytes_per_token(self._plain_model, dtype)
 
 
 def _planned_arguments(request: PlanRequest) -> Any:

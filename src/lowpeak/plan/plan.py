@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +26,9 @@ from lowpeak.plan.computed import (
 )
 from lowpeak.plan.cost import add_planned_bytes, make_work, step_seconds
 from lowpeak.plan.inputs import PlanRequest, RunInputs
-from lowpeak.plan.rehearsal import RehearsalInputs, rehearse
-from lowpeak.records import SLICE_BYTES
+from lowpeak.plan.layers import FewLayers
+from lowpeak.plan.rehearsal import Rehearsal, RehearsalInputs, rehearse
+from lowpeak.records import SLICE_BYTES, MicroBatch
 from lowpeak.setup import max_prompt_tokens
 
 PHASES = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer", "save")
@@ -230,28 +231,71 @@ def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda tex
     with rehearse_device(request.machine.device), rehearse_experts():
         report("counting parameters")
         inputs = RunInputs(request, free_bytes)
-        inputs.counts = counts = ModelCounts.of(inputs.make_policy)
+        inputs.counts = ModelCounts.of(inputs.make_policy)
         batches = inputs.step_batches()
         report(f"rehearsing a step of {len(batches)} micro-batches")
-        rehearsal = rehearse(rehearsal_inputs(inputs, batches))
-        phases = _complete(inputs, rehearsal.phases)
+        rehearsal = rehearse_step(inputs, batches)
+        phases = place_by_strategy(inputs, rehearsal.phases, gather_budget_of(inputs))
+    return complete_plan(inputs, batches, replace(rehearsal, phases=phases))
+
+
+def complete_plan(inputs: RunInputs, batches: list[Any], placed: Rehearsal) -> Plan:
+    """Return the plan of a run whose tensors are placed on ranks: with engines, host memory, the margin, and its seconds."""
     rehearsed = max(1, min(len(batches), _REHEARSED_BATCHES))
     plan = Plan(
-        request,
-        phases,
+        inputs.request,
+        _complete(inputs, placed.phases),
         inputs.sizes.as_dict(),
-        counts,
+        inputs.counts,
         len(batches),
-        tokens=max((batch.input_ids_BL.numel() for batch in batches), default=0),
-        to_host=rehearsal.to_host + rehearsal.batches_to_host * max(1, len(batches)) // rehearsed,
-        to_device=rehearsal.to_device + rehearsal.batches_to_device * max(1, len(batches)) // rehearsed,
+        tokens=largest_batch(batches),
+        to_host=placed.to_host + placed.batches_to_host * max(1, len(batches)) // rehearsed,
+        to_device=placed.to_device + placed.batches_to_device * max(1, len(batches)) // rehearsed,
         inputs=inputs,
     )
-    work = add_planned_bytes(make_work(inputs, batches), plan, _gather_budget(inputs))
-    return replace(plan, work=work, seconds=step_seconds(work, request.machine))
+    work = add_planned_bytes(make_work(inputs, batches), plan, gather_budget_of(inputs))
+    return replace(plan, work=work, seconds=step_seconds(work, inputs.request.machine))
 
 
-def rehearsal_inputs(inputs: RunInputs, batches: list[Any], updates: bool = True) -> RehearsalInputs:
+def largest_batch(batches: Sequence[MicroBatch]) -> int:
+    """Return the tokens of the largest micro-batch; 0 without one."""
+    return max((batch.input_ids_BL.numel() for batch in batches), default=0)
+
+
+def rehearse_step(inputs: RunInputs, batches: list[Any], *, whole: bool = False, **parts: bool) -> Rehearsal:
+    """Rehearse a planned run's step; a model of many layers from few of them, unless `whole`.
+
+    `updates` and `generates` say whether the optimizer and the native engine take part.
+    """
+    budget, kept = _gathered_in_rollout(inputs)
+    layers = FewLayers.of(inputs)
+    if whole or not layers.saves:
+        return rehearse(_rehearsal_inputs(inputs, batches, gather_budget_of(inputs), **parts))
+    rehearsal = layers.rehearse(
+        lambda number: rehearse(_rehearsal_inputs(inputs.with_layers(number), batches, budget, **parts))
+    )
+    if not kept:
+        return rehearsal
+    rollout = rehearsal.phases["rollout"]
+    device = {**rollout.device, Kind.GATHERED: rollout.device.get(Kind.GATHERED, 0) + kept}
+    return replace(rehearsal, phases={**rehearsal.phases, "rollout": replace(rollout, device=device)})
+
+
+def _gathered_in_rollout(inputs: RunInputs) -> tuple[int, int]:
+    """Return the gather budget for a model of few layers, and the bytes that layers of the whole one keep gathered beyond it."""
+    if inputs.rollout(0) is None or inputs.request.mesh.shards == 1:
+        return 0, 0
+    budget = gather_budget_of(inputs)
+    itemsize = (inputs.compute or inputs.trained_dtype).itemsize
+    if budget >= itemsize * inputs.counts.total:
+        return budget, 0  # all is gathered, of few layers, too
+    layer = itemsize * inputs.counts.largest_layer
+    return 0, layer * max(0, budget // layer - 1)  # a buffer of one layer serves the others in turn
+
+
+def _rehearsal_inputs(
+    inputs: RunInputs, batches: list[Any], gather_budget: int, *, updates: bool = True, generates: bool = True
+) -> RehearsalInputs:
     """Return a planned run's step for `rehearse`, with the largest of rank 0's micro-batches."""
     request = inputs.request
     largest = sorted(batches, key=lambda batch: -batch.input_ids_BL.numel())[:_REHEARSED_BATCHES]
@@ -266,16 +310,16 @@ def rehearsal_inputs(inputs: RunInputs, batches: list[Any], updates: bool = True
         scored=inputs.scored_batches()[:1] if inputs.is_online and inputs.algorithm.needs else None,
         make_reference=inputs.make_reference if inputs.has_separate_reference else None,
         rewards=inputs.rewards,
-        rollout=inputs.rollout(_gather_budget(inputs)),
+        rollout=inputs.rollout(gather_budget) if generates else None,
         activation_offloading=inputs.settings.memory.activation_offloading,
         device=request.machine.device,
         updates=updates,
     )
 
 
-def _complete(inputs: RunInputs, rehearsed: Mapping[str, PhaseMemory]) -> PhaseMemories:
+def _complete(inputs: RunInputs, placed: Mapping[str, PhaseMemory]) -> PhaseMemories:
     """Add the phases that have no tensors of their own, engines, host memory and the margin."""
-    phases = _with_buckets(inputs, place_by_strategy(inputs, rehearsed, _gather_budget(inputs)))
+    phases = _with_buckets(inputs, dict(placed))
     awake, otherwise = engine_bytes(inputs, inputs.counts.total)
     frozen = phases["load"].device.get(Kind.FROZEN, 0)
     for name, phase in phases.items():
@@ -328,7 +372,7 @@ def _save_bytes(inputs: RunInputs, counts: ModelCounts) -> int:
     return max(exported, 2 * piece if is_compact else 0)
 
 
-def _gather_budget(inputs: RunInputs) -> int:
+def gather_budget_of(inputs: RunInputs) -> int:
     """Return the bytes of a sharded policy that stay gathered in a rollout: by default half of what the KV cache leaves free."""
     budget = inputs.settings.memory.gather_budget if inputs.is_online else 0
     free = free_bytes(inputs, gradients=False)

@@ -15,6 +15,7 @@ from lowpeak.plan.fit import Fit, Search
 from lowpeak.plan.hardware import GIB, Machine
 from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import make_plan
+from lowpeak.plan.quick_plans import apply_candidate
 
 MODEL = Qwen2Config(
     vocab_size=8_192, hidden_size=1_024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2,
@@ -60,7 +61,7 @@ def test_another_package_is_not_needed_without_gain():
 def test_tensor_parallelism_keeps_the_sequences_of_a_step():
     search = Search(request(80, 4))
     for candidate in search._candidates():
-        applied, _ = search._apply(candidate, {})
+        applied, _ = apply_candidate(search._request, candidate, {})
         assert applied.args.per_device_train_batch_size * applied.world_size == 8 * 4
 
 
@@ -191,18 +192,18 @@ def test_too_little_host_memory_is_the_reason_that_is_named():
 
 
 @pytest.mark.release
-def test_estimates_agree_with_plans_under_every_strategy_with_and_without_checkpointing():
+def test_quick_plans_agree_with_plans_under_every_strategy_with_and_without_checkpointing():
     search = Search(request(80, 4, beta=0.1, micro_batch_tokens=320))  # two micro-batches
     firsts = {}
     for candidate in search._candidates():
         firsts.setdefault((candidate.strategy, candidate.tensor_parallel, candidate.checkpointing), candidate)
     assert {strategy for strategy, _, _ in firsts} == {"ddp", "fsdp2", "zero2", "zero3", "tp"}
     for candidate in firsts.values():
-        estimate = search._estimator.estimate(candidate)
-        plan, _ = search._rehearse(estimate)
+        quick = search._planner.plan(candidate)
+        plan, _ = search._rehearse(quick)
         assert plan.work.checkpointing is candidate.checkpointing
-        assert estimate.peak == pytest.approx(plan.peak, rel=0.1), candidate
-        assert estimate.seconds == pytest.approx(sum(plan.seconds.values()), rel=0.1), candidate
+        assert quick.plan.peak == pytest.approx(plan.peak, rel=0.1), candidate
+        assert quick.seconds == pytest.approx(sum(plan.seconds.values()), rel=0.1), candidate
 
 
 @pytest.mark.release

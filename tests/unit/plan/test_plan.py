@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
-from transformers import Qwen2Config, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, Qwen2Config, Qwen3MoeConfig
 
 from case_selection import mark_extended
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
@@ -15,6 +16,7 @@ from lowpeak.memory.usage import Kind
 from lowpeak.plan.advice import advise
 from lowpeak.plan.hardware import GIB, Machine
 from lowpeak.plan.inputs import PlanRequest, RunInputs
+from lowpeak.plan.layers import FewLayers
 from lowpeak.plan.plan import ModelCounts, Plan, make_plan
 
 SMALL = Qwen2Config(
@@ -118,6 +120,56 @@ def test_a_preset_with_offload_keeps_shards_in_host_memory(strategy):
 
 
 @pytest.mark.extended
+def test_a_bf16_policy_stays_bf16_under_fsdp2_whose_autocast_would_make_it_fp32():
+    found = plan("grpo", "fsdp2", weight_bits=32)
+    held = found.phases["optimizer"].device
+    assert 8 * held[Kind.WEIGHTS] / found.counts.trained == pytest.approx(2, rel=0.02)
+    assert 8 * held[Kind.OPTIMIZER] / found.counts.trained == pytest.approx(4, rel=0.05)
+
+
+DENSE_BEFORE_EXPERTS = Qwen3MoeConfig(
+    vocab_size=1_024, hidden_size=256, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=8, num_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=128, intermediate_size=256, mlp_only_layers=[0], dtype="bfloat16",
+)  # fmt: skip
+SLIDING_AND_FULL = Gemma3TextConfig(
+    vocab_size=1_024, hidden_size=256, num_hidden_layers=30, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
+    intermediate_size=512, sliding_window=64, dtype="bfloat16",
+)  # fmt: skip
+DEEP = copy.deepcopy(SMALL)
+DEEP.num_hidden_layers = 12
+DEEP.layer_types = ["full_attention"] * 12
+
+
+@pytest.mark.parametrize(
+    ("config", "strategy", "few", "changes"),
+    mark_extended(
+        [
+            (DEEP, "single", (3, 4), {"beta": 0.1}),
+            (DEEP, "ddp", (3, 4), {"gradient_checkpointing": True}),
+            (DEEP, "fsdp2", (3, 4), {"weight_bits": 16, "offload_optimizer": True}),
+            (DEEP, "fsdp2", (3, 4), {"gather_budget": 12 << 20}),
+            (DEEP, "hsdp", (3, 4), {}),
+            (DENSE_BEFORE_EXPERTS, "fsdp2", (4, 5), {}),
+            (SLIDING_AND_FULL, "single", (6, 12), {}),
+        ],
+        [(DEEP, "fsdp2", (3, 4), {"gather_budget": 12 << 20})],
+    ),
+)
+def test_a_deep_model_has_the_plan_that_few_of_its_layers_show(config, strategy, few, changes, monkeypatch):
+    asked = replace(request("grpo", strategy, **changes), config=config)
+    asked = replace(asked, machine=Machine(16, 80 * GIB)) if strategy == "hsdp" else asked
+    quick = make_plan(asked)
+    found = FewLayers.of(RunInputs(asked))
+    assert (found.few, found.more) == few
+    monkeypatch.setattr(FewLayers, "saves", False)
+    whole = make_plan(asked)
+    assert {name: phase.peak for name, phase in quick.phases.items()} == {
+        name: pytest.approx(phase.peak, rel=1e-3) for name, phase in whole.phases.items()
+    }
+    assert (quick.to_host, quick.to_device) == (whole.to_host, whole.to_device)
+    assert all(value >= 0 for phase in quick.phases.values() for value in phase.device.values())
+
+
 def test_hsdp_shards_within_a_host_alone():
     found = plan("grpo", "hsdp", machine=Machine(16, 80 * GIB, per_host=4))
     assert found.phases["optimizer"].device[Kind.WEIGHTS] == pytest.approx(4 * found.counts.total / 4, rel=0.02)

@@ -85,7 +85,8 @@ class Rehearsal:
 
     "load" and "sync" are what is in memory before the first step, and between two steps. Phases that the run lacks are omitted.
     The optimizer copies `to_host` and `to_device` bytes to host memory and back in a step. The rehearsed
-    micro-batches copy `batches_to_host` and `batches_to_device`: gradients and activations.
+    micro-batches copy `batches_to_host` and `batches_to_device`: gradients and activations. `moments` are the peaks on the device
+    of a native rollout's parts.
     """
 
     phases: Mapping[str, PhaseMemory] = field(default_factory=dict)
@@ -93,6 +94,33 @@ class Rehearsal:
     to_device: int = 0
     batches_to_host: int = 0
     batches_to_device: int = 0
+    moments: Mapping[str, Mapping[Kind, int]] = field(default_factory=dict)
+
+    def extended(self, other: Rehearsal, steps: int, of: int) -> Rehearsal:
+        """Return self + (other - self) * steps / of: the rehearsal on the line through two, bytes of each kind apart.
+
+        A rollout has the larger of its moments: which one that is may change along the line.
+        """
+
+        def on_line(low: int, high: int) -> int:
+            return low + (high - low) * steps // of
+
+        def kinds(low: Mapping[Kind, int], high: Mapping[Kind, int]) -> dict[Kind, int]:
+            return {kind: on_line(low.get(kind, 0), high.get(kind, 0)) for kind in low.keys() | high.keys()}
+
+        phases = {
+            name: PhaseMemory(
+                kinds(phase.device, other.phases[name].device), kinds(phase.host, other.phases[name].host)
+            )
+            for name, phase in self.phases.items()
+        }
+        moments = {name: kinds(moment, other.moments[name]) for name, moment in self.moments.items()}
+        if moments:
+            largest = max(moments.values(), key=lambda each: sum(each.values()))
+            phases["rollout"] = replace(phases["rollout"], device=largest)
+        copies = ("to_host", "to_device", "batches_to_host", "batches_to_device")
+        numbers = {name: on_line(getattr(self, name), getattr(other, name)) for name in copies}
+        return Rehearsal(phases, moments=moments, **numbers)
 
     def peak(self, *names: str) -> int:
         """Return the highest peak of these phases on the device; 0 for phases that the run does not have."""
@@ -168,7 +196,8 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
         if inputs.updates:
             stage.update(optimizer)
     phases = {name: PhaseMemory(dict(meter.peaks[name]), host.of_phase(name)) for name in _ORDER if name in meter.peaks}
-    return Rehearsal(phases, host.to_host, host.to_device, host.batches_to_host, host.batches_to_device)
+    moments = {name: dict(moment) for name, moment in meter.moments.items()}
+    return Rehearsal(phases, host.to_host, host.to_device, host.batches_to_host, host.batches_to_device, moments)
 
 
 # plan.PHASES without "save", which is computed.
@@ -180,18 +209,21 @@ class _Stage:
 
     def __init__(self, meter: StorageMeter, inputs: RehearsalInputs, mesh: Any) -> None:
         self._meter, self._inputs, self._mesh = meter, inputs, mesh
-        self._core, self._compute, storage = inputs.core, inputs.compute, inputs.storage
+        self._core, storage = inputs.core, inputs.storage
         self.host = RehearsedHost(meter)
         self._reference: nn.Module | None = None
         self.rewards: list[Callable[[], object]] = []
         model = inputs.make_model().train()
         if storage is not None:
             convert_trainable(model, ModelSettings(storage=storage))
+        # A policy in bf16 is trained without autocast (trainers/constructor.py).
+        is_bf16 = all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+        self._compute = None if is_bf16 else inputs.compute
         self._unprepared = model
         if inputs.activation_offloading:
             offload = ActivationOffload(model, cast(Any, RehearsedMover(self.host)))
             self._core = replace(inputs.core, activation_context=offload.saving)
-        self.model = prepare_like_accelerate(model, mesh, inputs.compute)
+        self.model = prepare_like_accelerate(model, mesh, self._compute)
         self._strategy = cast(Strategy, FakeStrategy(meter.begin, inplace=mesh is None))
         head = causal_lm(model).get_output_embeddings()
         if head is not None:
@@ -282,7 +314,7 @@ class _Stage:
                 rollout.prompts,
                 rollout.sampling,
                 rollout.kv_cache_bytes,
-                lambda: self._meter.counting_as(Kind.KV_CACHE),
+                self._meter,
             )
         self._meter.begin(None)
 

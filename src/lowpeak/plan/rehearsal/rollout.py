@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lowpeak.arguments import Sampling
-from lowpeak.plan.rehearsal.storage_meter import run_methods_inside
+from lowpeak.memory import Kind
+from lowpeak.plan.rehearsal.storage_meter import StorageMeter, run_methods_inside
 from lowpeak.records import Prompt
 from lowpeak.rollout import TokenDraw
 from lowpeak.rollout.native import ROOM, DecodeLoop, OutputBuffer, PromptQueue, SlotLayer, StopStrings, bytes_per_token
@@ -20,18 +21,20 @@ def rehearse_decoding(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     kv_cache_bytes: int,
-    counting_cache: Callable[[], AbstractContextManager[None]],
+    meter: StorageMeter,
 ) -> None:
     """Run the parts of a decode loop in which its memory peaks, with completions of the maximal length.
 
-    The cache's buffers are made inside `counting_cache()`. When all slots have ended, waiting prompts enter a cache of its full
-    size.
+    When all slots have ended, waiting prompts enter a cache of its full size. The meter's moments are "prefill" and "decode".
     """
     device, num_rows = torch.device("cpu"), len(prompts) * sampling.num_generations
     output = EndlessOutput(num_rows, sampling.max_new_tokens, frozenset((0,)), StopStrings(None, ()), None, device)
     lengths, max_tokens = [len(prompt.ids) for prompt in prompts], kv_cache_bytes // bytes_per_token(model)
     queue = PromptQueue(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
-    with run_methods_inside(SlotLayer, dict.fromkeys(("__init__", "resize"), counting_cache)):
+    counting_cache = partial(meter.counting_as, Kind.KV_CACHE)
+    moments = {"_admit": partial(meter.moment, "prefill"), "_step": partial(meter.moment, "decode")}
+    counting = run_methods_inside(SlotLayer, dict.fromkeys(("__init__", "resize"), counting_cache))
+    with counting, run_methods_inside(DecodeLoop, moments):
         loop = DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output)
         for _ in range(2):
             loop.rehearse_wave(ROOM)

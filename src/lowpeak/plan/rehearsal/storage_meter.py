@@ -41,6 +41,7 @@ class StorageMeter(TorchDispatchMode):
         self.live_bytes = 0
         self.live: Counter[Kind] = Counter()
         self.peaks: dict[str, Counter[Kind]] = {}
+        self.moments: dict[str, Counter[Kind]] = {}
         self.before_snapshot: Callable[[], object] = lambda: None
         self._block = block
         self._peak, self._at_peak = 0, Counter[Kind]()
@@ -69,6 +70,20 @@ class StorageMeter(TorchDispatchMode):
             yield
         finally:
             self._kind = before
+
+    @contextmanager
+    def moment(self, name: str) -> Iterator[None]:
+        """Keep the largest peak of the blocks of this name in `moments`, beside that of their phase."""
+        self._update_peak()
+        outer = self._peak, self._at_peak
+        self._peak, self._at_peak = self.live_bytes, self.live.copy()
+        try:
+            yield
+        finally:
+            self._update_peak()
+            if name not in self.moments or self._peak > self.moments[name].total():
+                self.moments[name] = self._at_peak
+            self._peak, self._at_peak = max(outer, (self._peak, self._at_peak), key=lambda each: each[0])
 
     @contextmanager
     def paused(self) -> Iterator[None]:
