@@ -27,7 +27,7 @@ from benchmarks.harness.report import print_result, versions
 from lowpeak import GRPOConfig
 from lowpeak.plan.fit import Search
 from lowpeak.plan.hardware import GIB, Machine, find_card
-from lowpeak.plan.inputs import PlanRequest
+from lowpeak.plan.request import PlanRequest
 
 BF16 = "bfloat16"
 

@@ -18,8 +18,8 @@ from benchmarks.fit_cases import MODELS, with_layers
 from benchmarks.harness.report import print_result, versions
 from lowpeak import GRPOConfig, SFTConfig
 from lowpeak.plan.hardware import GIB, Machine
-from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import make_plan
+from lowpeak.plan.request import PlanRequest
 
 LLAMA_7B = LlamaConfig(dtype="float16")  # transformers' default is LLaMA 7B
 LLAMA_31_8B = LlamaConfig(

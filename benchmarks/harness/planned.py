@@ -37,8 +37,8 @@ from benchmarks.harness.allocations import (
 )
 from benchmarks.harness.ranked import FSDP2, allow_fsdp_on_cpu
 from lowpeak.plan.hardware import Machine
-from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import make_plan
+from lowpeak.plan.request import PlanRequest
 
 _FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 _NAMES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO", "sft": "SFT", "reward": "Reward"}

@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.hardware import Machine
-from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import Plan, make_plan
 from lowpeak.plan.rehearsal.cpu_scratch import CpuScratch
 from lowpeak.plan.rehearsal.fake_ranks import fake_process_group
 from lowpeak.plan.rehearsal.storage_meter import StorageMeter
+from lowpeak.plan.request import PlanRequest
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.015  # of a peak: tensors below a page, and what a run has beside its models, are not planned

@@ -14,7 +14,6 @@ from lowpeak.plan.hardware import Machine as Machine
 from lowpeak.plan.hardware import card_name as card_name
 from lowpeak.plan.hardware import card_of as card_of
 from lowpeak.plan.hardware import find_card as find_card
-from lowpeak.plan.inputs import PlanRequest as PlanRequest
 from lowpeak.plan.output import fit_lines as fit_lines
 from lowpeak.plan.output import print_plan as print_plan
 from lowpeak.plan.output import write_plot as write_plot
@@ -24,3 +23,4 @@ from lowpeak.plan.plan import make_plan as make_plan
 from lowpeak.plan.plan_process import start_plan as start_plan
 from lowpeak.plan.rehearsal.rehearsal import RehearsalInputs as RehearsalInputs
 from lowpeak.plan.rehearsal.rehearsal import rehearse as rehearse
+from lowpeak.plan.request import PlanRequest as PlanRequest

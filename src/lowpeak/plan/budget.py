@@ -20,8 +20,9 @@ from lowpeak.plan.advice import advise
 from lowpeak.plan.candidate import CACHE, GATHER
 from lowpeak.plan.computed import margin
 from lowpeak.plan.derived_configs import with_arguments
-from lowpeak.plan.inputs import PlanRequest, RunInputs
+from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.plan import Plan, make_plan
+from lowpeak.plan.request import PlanRequest
 
 TOKENS, CHUNK, BUCKET = "micro_batch_tokens", "logprob_chunk_size", "vllm_bucket_size"
 _LEAST_BUCKET = 1 << 20

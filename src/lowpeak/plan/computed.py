@@ -70,23 +70,19 @@ def place_on_ranks(inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_
     request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
     whole = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
     shares = {kind: request.share_of(kind, value) for kind, value in whole.items()}
-    model = gatherable_bytes(inputs)
-    gathered = min(model, BF16_BYTES * inputs.counts.in_pass)
-    kept = min(model, BF16_BYTES * inputs.counts.largest_layer + gather_budget)
+    model, layer = gatherable_bytes(inputs), BF16_BYTES * inputs.counts.largest_layer
+    gathered = dict.fromkeys(_FORWARDS, min(model, BF16_BYTES * inputs.counts.in_pass))
+    if inputs.rollout(0) is not None:
+        gathered["rollout"] = min(model, layer + gather_budget)
     bucket = 0 if row.has_formats else 2 * BF16_BYTES * inputs.config.get_text_config().hidden_size ** 2
-    on_host = row.on_host
-    if storage is not None and storage.offload:
-        on_host |= {Kind.GRADIENTS, Kind.OPTIMIZER}
+    offloads = storage is not None and storage.offload
+    on_host = row.on_host | ({Kind.GRADIENTS, Kind.OPTIMIZER} if offloads else set())
     placed = {}
     for name, phase in phases.items():
-        kinds = {**shares, Kind.GATHERED: gathered if name in _FORWARDS else 0, Kind.BUCKETS: 0}
+        kinds = {**shares, Kind.GATHERED: gathered.get(name, 0)}
         kinds[Kind.FROZEN] = request.share_of(Kind.FROZEN, phase.device.get(Kind.FROZEN, 0))
-        if name == "rollout" and inputs.rollout(0) is not None:
-            kinds[Kind.GATHERED] = kept
-        if name in ("forward", "backward"):
-            kinds[Kind.BUCKETS] = bucket
-        elif name != "optimizer":
-            kinds[Kind.GRADIENTS] = 0
+        kinds[Kind.BUCKETS] = bucket if name in ("forward", "backward") else 0
+        kinds[Kind.GRADIENTS] *= name in ("forward", "backward", "optimizer")
         placed[name] = _without(phase.computed(kinds), on_host)
     return placed
 

@@ -24,9 +24,9 @@ from lowpeak.plan.candidate import (
     STATES,
     Candidate,
 )
-from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import Plan, make_plan
 from lowpeak.plan.quick_plans import QuickPlan, QuickPlanner, apply_candidate
+from lowpeak.plan.request import PlanRequest
 
 _MOST_REHEARSED = 6  # candidates that are rehearsed with all layers before the search gives up
 _MOST_OF_STRATEGY = 2  # of these

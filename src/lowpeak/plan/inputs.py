@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ import lowpeak
 from lowpeak.algorithms import Algorithm, make_reward_model, make_supervised
 from lowpeak.arguments import (
     CLASS_PREFIXES,
-    Hardware,
     ModelParallel,
     StorageFormat,
     check_and_reset_arguments,
@@ -31,13 +30,11 @@ from lowpeak.attention import install_attention, packing_unsupported_reason
 from lowpeak.batching import TokenBudget, assign_to_ranks, pack
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import install_head, load_balance_of, transformers_model
-from lowpeak.memory import Kind
 from lowpeak.models import SCORE_HEAD, add_training_adapter, check_tensor_parallel, context_length, convert_trainable
-from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.derived_configs import shard_config, with_layers
 from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
-from lowpeak.plan.hardware import Machine
-from lowpeak.plan.rehearsal import MeshShape, RehearsedRollout, RewardPass
+from lowpeak.plan.rehearsal import RehearsedRollout, RewardPass
+from lowpeak.plan.request import PlanRequest
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
 from lowpeak.rewards import REWARD_BATCH_TOKENS
 from lowpeak.rollout.native import bytes_per_token
@@ -46,58 +43,6 @@ from lowpeak.sizes import LayoutChoice, ModelShape, Sizes, choose_layout
 from lowpeak.training import LogprobSettings
 
 OFFLINE = ("sft", "reward")
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """A run to plan: its arguments, its models' configs, and where it runs.
-
-    kind              "grpo", "rloo", "ppo", "online-dpo", "sft" or "reward"
-    args              the trainer's config
-    config            the policy's transformers config
-    peft_config       of the policy's adapter; None: all weights are trained
-    reward_configs    transformers configs of reward models
-    strategy          a name in SHARDINGS
-    tensor_parallel   devices of a tensor parallel group
-    prompt_tokens     length of a prompt; every completion is planned at its maximal length
-    quantized_bits    4 or 8 for a frozen base that bitsandbytes quantises
-    num_rewards       functions and models
-    """
-
-    kind: str
-    args: Any
-    config: Any
-    machine: Machine
-    strategy: str = "single"
-    peft_config: Any = None
-    reward_configs: Sequence[Any] = ()
-    tensor_parallel: int = 1
-    prompt_tokens: int = 512
-    quantized_bits: Any = None
-    num_rewards: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.machine.num_devices // self.tensor_parallel
-
-    @property
-    def hardware(self) -> Hardware:
-        has_replicas = self.sharding.copies == "per rank" and self.world_size > 1
-        return Hardware(self.machine.device, self.machine.num_devices, has_replicas)
-
-    @property
-    def sharding(self) -> Sharding:
-        return SHARDINGS[self.strategy]
-
-    @property
-    def mesh(self) -> MeshShape:
-        """Return the mesh on which the policy is rehearsed; the shares of ZeRO's stages are computed from one device."""
-        return MeshShape(*self.sharding.mesh(self.world_size, self.machine.num_hosts))
-
-    def share_of(self, kind: Kind, num_bytes: int) -> int:
-        """Return a rank's share of a kind's bytes."""
-        copies = self.sharding.num_copies(self.world_size, self.machine.num_hosts)
-        return int(num_bytes * self.sharding.share(kind, self.world_size, copies))
 
 
 class RunInputs:

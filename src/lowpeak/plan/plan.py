@@ -25,9 +25,10 @@ from lowpeak.plan.computed import (
     sync_bytes,
 )
 from lowpeak.plan.cost import add_planned_bytes, make_work, step_seconds
-from lowpeak.plan.inputs import PlanRequest, RunInputs
+from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
 from lowpeak.plan.rehearsal import Rehearsal, RehearsalInputs, rehearse
+from lowpeak.plan.request import PlanRequest
 from lowpeak.records import SLICE_BYTES, MicroBatch
 from lowpeak.setup import max_prompt_tokens
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from lowpeak.memory import Kind
 from lowpeak.plan.budget import fit_sizes
 from lowpeak.plan.hardware import Machine
-from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import Plan, make_plan
+from lowpeak.plan.request import PlanRequest
 from lowpeak.sizes import RunDescription
 
 _LOWEST_PRIORITY = 10

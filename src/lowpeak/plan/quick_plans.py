@@ -30,7 +30,7 @@ from lowpeak.plan.computed import (
 from lowpeak.plan.cost import step_seconds
 from lowpeak.plan.derived_configs import with_arguments
 from lowpeak.plan.hardware import Machine
-from lowpeak.plan.inputs import PlanRequest, RunInputs
+from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.plan import (
     ModelCounts,
     Plan,
@@ -41,6 +41,7 @@ from lowpeak.plan.plan import (
     rehearse_step,
 )
 from lowpeak.plan.rehearsal import Rehearsal
+from lowpeak.plan.request import PlanRequest
 from lowpeak.records import MicroBatch
 
 _LEAST_TOKENS, _MOST_TOKENS = 1 << 9, 1 << 17  # of a candidate's micro-batch
@@ -236,7 +237,7 @@ class QuickPlanner:
             found = rehearse_step(inputs, batches, updates=False, generates=in_bf16 not in rollouts)
             phases = {**found.phases, "optimizer": found.phases["sync"]}  # the optimizer's states are arithmetic
             phases |= {"rollout": rollouts[in_bf16]} if in_bf16 in rollouts else {}
-            self._rehearsals[key] = largest_batch(batches), replace(found, phases=phases, moments={})
+            self._rehearsals[key] = largest_batch(batches), replace(found, phases=phases)
         return self._rehearsals[key]
 
     # rollouts

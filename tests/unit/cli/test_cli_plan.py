@@ -16,7 +16,7 @@ from lowpeak.cli.commands import dispatch
 from lowpeak.cli.plan_request import machine_of, parse_plan, plan_request
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.memory.usage import Kind
-from lowpeak.plan.inputs import PlanRequest
+from lowpeak.plan.request import PlanRequest
 
 SMALL = {
     "--num_generations": 4, "--max_completion_length": 32, "--per_device_train_batch_size": 8, "--prompt_tokens": 16,

@@ -12,8 +12,8 @@ from case_selection import mark_extended
 from lowpeak import GRPOConfig, SFTConfig
 from lowpeak.plan.budget import budget_of, fit_sizes
 from lowpeak.plan.hardware import GIB, Machine
-from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import make_plan
+from lowpeak.plan.request import PlanRequest
 
 MIB = 1 << 20
 MODEL = Qwen2Config(

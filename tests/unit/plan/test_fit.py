@@ -13,9 +13,9 @@ from lowpeak.errors import ArgumentError
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.fit import Fit, Search
 from lowpeak.plan.hardware import GIB, Machine
-from lowpeak.plan.inputs import PlanRequest
 from lowpeak.plan.plan import make_plan
 from lowpeak.plan.quick_plans import apply_candidate
+from lowpeak.plan.request import PlanRequest
 
 MODEL = Qwen2Config(
     vocab_size=8_192, hidden_size=1_024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2,

@@ -85,8 +85,8 @@ class Rehearsal:
 
     "load" and "sync" are what is in memory before the first step, and between two steps. Phases that the run lacks are omitted.
     The optimizer copies `to_host` and `to_device` bytes to host memory and back in a step. The rehearsed
-    micro-batches copy `batches_to_host` and `batches_to_device`: gradients and activations. `moments` are the peaks on the device
-    of a native rollout's parts.
+    micro-batches copy `batches_to_host` and `batches_to_device`: gradients and activations. `moments` of a phase are
+    those that may be its peak in a deeper model.
     """
 
     phases: Mapping[str, PhaseMemory] = field(default_factory=dict)
@@ -94,12 +94,12 @@ class Rehearsal:
     to_device: int = 0
     batches_to_host: int = 0
     batches_to_device: int = 0
-    moments: Mapping[str, Mapping[Kind, int]] = field(default_factory=dict)
+    moments: Mapping[str, Sequence[Mapping[Kind, int]]] = field(default_factory=dict)
 
     def extended(self, other: Rehearsal, steps: int, of: int) -> Rehearsal:
         """Return self + (other - self) * steps / of: the rehearsal on the line through two, bytes of each kind apart.
 
-        A rollout has the larger of its moments: which one that is may change along the line.
+        A phase has the largest of its moments: which one that is may change along the line.
         """
 
         def on_line(low: int, high: int) -> int:
@@ -114,13 +114,16 @@ class Rehearsal:
             )
             for name, phase in self.phases.items()
         }
-        moments = {name: kinds(moment, other.moments[name]) for name, moment in self.moments.items()}
-        if moments:
-            largest = max(moments.values(), key=lambda each: sum(each.values()))
-            phases["rollout"] = replace(phases["rollout"], device=largest)
-        copies = ("to_host", "to_device", "batches_to_host", "batches_to_device")
-        numbers = {name: on_line(getattr(self, name), getattr(other, name)) for name in copies}
-        return Rehearsal(phases, moments=moments, **numbers)
+        for name, moments in self.moments.items():
+            extended = [kinds(*both) for both in zip(moments, other.moments[name], strict=True)]
+            phases[name] = replace(phases[name], device=max(extended, key=lambda each: sum(each.values())))
+        return Rehearsal(
+            phases,
+            on_line(self.to_host, other.to_host),
+            on_line(self.to_device, other.to_device),
+            on_line(self.batches_to_host, other.batches_to_host),
+            on_line(self.batches_to_device, other.batches_to_device),
+        )
 
     def peak(self, *names: str) -> int:
         """Return the highest peak of these phases on the device; 0 for phases that the run does not have."""
@@ -196,7 +199,7 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
         if inputs.updates:
             stage.update(optimizer)
     phases = {name: PhaseMemory(dict(meter.peaks[name]), host.of_phase(name)) for name in _ORDER if name in meter.peaks}
-    moments = {name: dict(moment) for name, moment in meter.moments.items()}
+    moments = {name: meter.moments[name] for name in phases.keys() & meter.moments.keys() - {"load"}}
     return Rehearsal(phases, host.to_host, host.to_device, host.batches_to_host, host.batches_to_device, moments)
 
 

@@ -25,16 +25,14 @@ def rehearse_decoding(
 ) -> None:
     """Run the parts of a decode loop in which its memory peaks, with completions of the maximal length.
 
-    When all slots have ended, waiting prompts enter a cache of its full size. The meter's moments are "prefill" and "decode".
+    When all slots have ended, waiting prompts enter a cache of its full size.
     """
     device, num_rows = torch.device("cpu"), len(prompts) * sampling.num_generations
     output = EndlessOutput(num_rows, sampling.max_new_tokens, frozenset((0,)), StopStrings(None, ()), None, device)
     lengths, max_tokens = [len(prompt.ids) for prompt in prompts], kv_cache_bytes // bytes_per_token(model)
     queue = PromptQueue(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
     counting_cache = partial(meter.counting_as, Kind.KV_CACHE)
-    moments = {"_admit": partial(meter.moment, "prefill"), "_step": partial(meter.moment, "decode")}
-    counting = run_methods_inside(SlotLayer, dict.fromkeys(("__init__", "resize"), counting_cache))
-    with counting, run_methods_inside(DecodeLoop, moments):
+    with run_methods_inside(SlotLayer, dict.fromkeys(("__init__", "resize"), counting_cache)):
         loop = DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output)
         for _ in range(2):
             loop.rehearse_wave(ROOM)

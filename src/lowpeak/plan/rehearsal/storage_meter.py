@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from lowpeak.memory import Kind
 
 CUDA_BLOCK = 512  # bytes; CUDA's caching allocator rounds sizes up to it
+# Moments of a phase have most bytes beside these kinds. In a deeper model another of them may be the phase's peak.
+_LEFT_OUT: tuple[tuple[Kind, ...], ...] = ((Kind.ACTIVATIONS, Kind.LOGITS), (Kind.GRADIENTS, Kind.KV_CACHE))
 
 
 class StorageMeter(TorchDispatchMode):
@@ -41,7 +43,8 @@ class StorageMeter(TorchDispatchMode):
         self.live_bytes = 0
         self.live: Counter[Kind] = Counter()
         self.peaks: dict[str, Counter[Kind]] = {}
-        self.moments: dict[str, Counter[Kind]] = {}
+        self.moments: dict[str, list[Counter[Kind]]] = {}
+        self._moments = [(0, Counter[Kind]()) for _ in _LEFT_OUT]
         self.before_snapshot: Callable[[], object] = lambda: None
         self._block = block
         self._peak, self._at_peak = 0, Counter[Kind]()
@@ -59,8 +62,10 @@ class StorageMeter(TorchDispatchMode):
             before = self.peaks.get(self._phase)
             if before is None or self._peak > before.total():
                 self.peaks[self._phase] = self._at_peak
+            self.moments.setdefault(self._phase, []).extend([self._at_peak, *(kinds for _, kinds in self._moments)])
         self._phase, self._kind = phase, kind
         self._peak, self._at_peak = self.live_bytes, self.live.copy()
+        self._moments = [(0, Counter[Kind]()) for _ in _LEFT_OUT]
 
     @contextmanager
     def counting_as(self, kind: Kind) -> Iterator[None]:
@@ -70,20 +75,6 @@ class StorageMeter(TorchDispatchMode):
             yield
         finally:
             self._kind = before
-
-    @contextmanager
-    def moment(self, name: str) -> Iterator[None]:
-        """Keep the largest peak of the blocks of this name in `moments`, beside that of their phase."""
-        self._update_peak()
-        outer = self._peak, self._at_peak
-        self._peak, self._at_peak = self.live_bytes, self.live.copy()
-        try:
-            yield
-        finally:
-            self._update_peak()
-            if name not in self.moments or self._peak > self.moments[name].total():
-                self.moments[name] = self._at_peak
-            self._peak, self._at_peak = max(outer, (self._peak, self._at_peak), key=lambda each: each[0])
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -159,6 +150,11 @@ class StorageMeter(TorchDispatchMode):
         if self.live_bytes + scratch > self._peak:
             self.before_snapshot()
             self._peak, self._at_peak = self.live_bytes + scratch, self.live + Counter({Kind.BUCKETS: scratch})
+        for number, kinds in enumerate(_LEFT_OUT):
+            rest = self.live_bytes + scratch - sum(self.live[kind] for kind in kinds)
+            if rest > self._moments[number][0]:
+                self.before_snapshot()
+                self._moments[number] = rest, self.live + Counter({Kind.BUCKETS: scratch})
 
     def _forget(self, key: int) -> None:
         _, size, kind = self._sizes.pop(key)
