@@ -107,6 +107,21 @@ _ON_RANKS: Mapping[str, Case] = {
     "SFT": Case("", "", "sft"),
     "reward model": Case("", "", reward=Shape()),
 }
+# No constant of the plan was fitted to these.
+_OTHER_STRATEGIES = (
+    Case("zero2: base", "others", strategy="zero2"),
+    Case("zero2: beta", "others", strategy="zero2", args={"beta": 0.04}),
+    Case("zero3: base", "others", strategy="zero3"),
+    Case("zero3: beta", "others", strategy="zero3", args={"beta": 0.04}),
+    Case("zero3: bf16", "others", strategy="zero3", args={"bf16": True}),
+    Case("zero3: four ranks", "others", strategy="zero3", world_size=4),
+    Case("hsdp: base", "others", strategy="hsdp", world_size=4),
+    Case("hsdp: beta", "others", strategy="hsdp", world_size=4, args={"beta": 0.04}),
+    Case("hsdp: 16 bits", "others", strategy="hsdp", world_size=4, args={"weight_bits": 16}),
+    Case("tp 2: base", "others", strategy="tp", parallel=2),
+    Case("tp 2 x 2: base", "others", strategy="tp", world_size=4, parallel=2),
+    Case("tp 2 x 2: 16 bits", "others", strategy="tp", world_size=4, parallel=2, args={"weight_bits": 16}),
+)
 
 
 def _cases() -> Iterator[Case]:
@@ -132,6 +147,7 @@ def _cases() -> Iterator[Case]:
     for strategy in ("ddp", "fsdp2"):
         for name, case in _ON_RANKS.items():
             yield replace(case, name=f"{strategy}: {name}", group=strategy, strategy=strategy)
+    yield from _OTHER_STRATEGIES
 
 
 CASES: tuple[Case, ...] = tuple(_cases())

@@ -14,6 +14,7 @@ import peft
 import torch
 import torch.distributed.tensor  # for the forks
 from datasets import Dataset
+from safetensors.torch import save_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule  # noqa: F401
@@ -36,6 +37,7 @@ from benchmarks.harness.allocations import (
     return_blocks,
 )
 from benchmarks.harness.ranked import FSDP2, allow_fsdp_on_cpu
+from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.plan import make_plan
 from lowpeak.plan.request import PlanRequest
@@ -75,7 +77,8 @@ class Case:
     """A configuration.
 
     group      of configurations in the table
-    strategy   "single", or "ddp" or "fsdp2" on two ranks
+    strategy   a name in SHARDINGS; all but "single" run on `world_size` processes
+    parallel   processes of a tensor parallel group; HSDP has a copy on each two
     lora       the rank of an adapter on all linear layers; 0: all weights are trained
     reward     the shape of a reward model; None: a function
     args       of the trainer's config
@@ -91,10 +94,17 @@ class Case:
     lora: int = 0
     reward: Shape | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int = 2
+    parallel: int = 1
 
     @property
     def ranks(self) -> int:
-        return 1 if self.strategy == "single" else 2
+        """Processes of the run."""
+        return 1 if self.strategy == "single" else self.world_size
+
+    @property
+    def per_host(self) -> int:
+        return 2 if self.strategy == "hsdp" else 8
 
     @property
     def is_online(self) -> bool:
@@ -102,7 +112,7 @@ class Case:
 
     def config(self, folder: str) -> Any:
         given: dict[str, Any] = {
-            "output_dir": folder, "max_steps": 3, "per_device_train_batch_size": 8 // self.ranks, "use_cpu": True,
+            "output_dir": folder, "max_steps": 3, "per_device_train_batch_size": 8 * self.parallel // self.ranks, "use_cpu": True,
             "bf16": False, "logging_steps": 1, "save_strategy": "steps", "save_steps": 3, "report_to": "none",
             "disable_tqdm": True, "micro_batch_tokens": 512, "logprob_chunk_size": 64,
         }  # fmt: skip
@@ -113,10 +123,28 @@ class Case:
             given |= {"num_generations": 4} if self.kind in _GROUPS else {}
         else:
             given |= {"max_length": self.prompt + self.completion}
-        if self.strategy == "fsdp2" and self.is_online:
+        if self.sharding.sends_weights(self.ranks) and self.is_online:
             given |= {"gather_budget": 0}
+        if not self.sharding.has_formats and "RANK" in os.environ:  # a plan is made without DeepSpeed
+            given |= {"deepspeed": _zero_config(int(self.strategy[-1]))}
         config = getattr(lowpeak, f"{_NAMES[self.kind]}Config")
         return config(**{**given, **self.args})
+
+    @property
+    def sharding(self) -> Sharding:
+        return SHARDINGS[self.strategy]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables by which accelerate takes the strategy."""
+        sizes: dict[str, int] = {}
+        if self.strategy == "hsdp":
+            sizes = {"DP_REPLICATE": self.ranks // self.per_host, "DP_SHARD": self.per_host}
+        if self.parallel > 1:
+            sizes = {"TP": self.parallel, "DP_SHARD": self.ranks // self.parallel}
+        shards = self.sharding.gathers and self.sharding.has_formats and self.ranks > self.parallel
+        found = dict(FSDP2) if shards else {}
+        found |= {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
+        return found | ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} if sizes else {})
 
     def adapter(self) -> Any:
         if not self.lora:
@@ -132,10 +160,11 @@ def plan_case(case: Case, path: Path) -> None:
             case.kind,
             case.config(folder),
             case.shape.config(),
-            Machine(case.ranks, _MEMORY, device="cpu"),
+            Machine(case.ranks, _MEMORY, per_host=case.per_host, device="cpu"),
             case.strategy,
             case.adapter(),
             [case.reward.config()] if case.reward is not None else [],
+            tensor_parallel=case.parallel,
             prompt_tokens=case.prompt,
         )
         plan = make_plan(request)
@@ -163,10 +192,9 @@ def measure_case(case: Case, place: Path, resident: bool = False) -> None:
 
 
 def _make_trainer(case: Case, folder: str) -> Any:
-    if case.strategy == "fsdp2":
-        os.environ.update(FSDP2)
+    os.environ.update(case.environment())
     args = case.config(folder)
-    if case.strategy == "fsdp2":
+    if case.environment():
         allow_fsdp_on_cpu()
     torch.manual_seed(0)
     tokenizer = letter_tokenizer(case.shape.vocabulary)
@@ -175,13 +203,25 @@ def _make_trainer(case: Case, folder: str) -> Any:
         parts["reward_funcs"] = _spread if case.reward is None else _make_model(case.reward, labels=1)
         if case.reward is not None:
             parts["reward_processing_classes"] = tokenizer
+    model: Any = _make_model(case.shape, labels=1 if case.kind == "reward" else 0)
+    if case.parallel > 1:  # tensor parallelism cuts a model while it is loaded
+        path = os.path.join(folder, f"model{os.environ['RANK']}")
+        model.config.save_pretrained(path)
+        save_model(model, os.path.join(path, "model.safetensors"), {"format": "pt"})
+        model = path
     return getattr(lowpeak, f"{_NAMES[case.kind]}Trainer")(
-        model=_make_model(case.shape, labels=1 if case.kind == "reward" else 0),
+        model=model,
         args=args,
         train_dataset=Dataset.from_list(_rows(case)),
         processing_class=tokenizer,
         **parts,
     )
+
+
+def _zero_config(stage: int) -> dict[str, Any]:
+    automatic = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    numbers: dict[str, Any] = dict.fromkeys(automatic, "auto")
+    return {**numbers, "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
 
 
 def _make_model(shape: Shape, labels: int) -> nn.Module:
