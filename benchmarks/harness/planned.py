@@ -193,17 +193,17 @@ def measure_case(case: Case, place: Path, resident: bool = False) -> None:
 
 def _make_trainer(case: Case, folder: str) -> Any:
     os.environ.update(case.environment())
+    torch.manual_seed(0)
+    model: Any = _make_model(case.shape, labels=1 if case.kind == "reward" else 0)  # before a config splits it
     args = case.config(folder)
     if case.environment():
         allow_fsdp_on_cpu()
-    torch.manual_seed(0)
     tokenizer = letter_tokenizer(case.shape.vocabulary)
     parts: dict[str, Any] = {"peft_config": case.adapter()} if case.lora else {}
     if case.is_online:
         parts["reward_funcs"] = _spread if case.reward is None else _make_model(case.reward, labels=1)
         if case.reward is not None:
             parts["reward_processing_classes"] = tokenizer
-    model: Any = _make_model(case.shape, labels=1 if case.kind == "reward" else 0)
     if case.parallel > 1:  # tensor parallelism cuts a model while it is loaded
         path = os.path.join(folder, f"model{os.environ['RANK']}")
         model.config.save_pretrained(path)

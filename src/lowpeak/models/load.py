@@ -171,6 +171,11 @@ def load_reference(
         return None
     if isinstance(origin, str):
         return _load_causal(origin, settings, model_parallel, device)
+    if any(hasattr(parameter, "ds_id") for parameter in policy.parameters()):
+        raise ArgumentError(
+            "the reference is a copy of the model, and one that was made after a config with ZeRO-3 is split already: pass the "
+            "model's name or path, or a ref_model, or make the model before the config."
+        )
     reference = copy.deepcopy(policy)
     remove_critic(reference)
     return reference

@@ -15,6 +15,7 @@ from lowpeak.memory import Kind, PhaseMemory, bytes_outside_allocator
 from lowpeak.parallel import Sharding
 from lowpeak.plan.hardware import GB, Machine
 from lowpeak.plan.inputs import RunInputs
+from lowpeak.plan.rehearsal import Rehearsal
 from lowpeak.records import SLICE_BYTES
 
 # Of the peak: what the caching allocator reserves and cannot use.
@@ -39,58 +40,87 @@ def margin(machine: Machine, tensors: int) -> int:
 def state_bytes(row: Sharding, storage: StorageFormat | None, counts: Any, *, bf16: bool) -> dict[Kind, int]:
     """Return the bytes of the whole model's weights, gradients and optimizer states, before they are divided.
 
-    A trained parameter takes 4 + 4 + 8 bytes, or those of a storage format; under DeepSpeed in mixed precision 2 + 2 and 12 of
-    fp32 weight and moments (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+    A trained parameter takes 4 + 4 + 8 bytes, or those of a storage format; under DeepSpeed 2 + 2 (4 + 4 in fp32) and 12 of fp32
+    weight and moments (Rajbhandari et al. 2020, arXiv 1910.02054, section 5); ZeRO-3 has 4 of gradients, measured.
     """
     per_parameter: tuple[float, float, float] = (4, 4, 8)
     if storage is not None:
         per_parameter = (storage.weight_bytes, storage.gradient_bits / 8, storage.state_bytes)
-    elif bf16 and not row.has_formats:
-        per_parameter = (BF16_BYTES, BF16_BYTES, 12)
+    elif not row.has_formats:
+        width = BF16_BYTES if bf16 else 4
+        per_parameter = (width, 4 if row.gathers else width, 12)
     weights, gradients, states = (int(num_bytes * counts.trained) for num_bytes in per_parameter)
     return {Kind.WEIGHTS: weights + counts.frozen_bytes, Kind.GRADIENTS: gradients, Kind.OPTIMIZER: states}
 
 
 def place_by_strategy(
-    inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int
+    inputs: RunInputs, rehearsal: Rehearsal, gather_budget: int, num_batches: int
 ) -> Mapping[str, PhaseMemory]:
     """Return the phases with what a rehearsal on FSDP2 or one device lacks: ZeRO's shares, and shards in host memory."""
     row = inputs.request.sharding
     if not row.has_formats:
-        return place_on_ranks(inputs, phases, gather_budget)
-    return {name: _without(phase, row.on_host) for name, phase in phases.items()}
+        return place_on_ranks(inputs, rehearsal.with_largest_passes(), gather_budget, num_batches)
+    return {name: _without(phase, row.on_host) for name, phase in rehearsal.phases.items()}
 
 
-def place_on_ranks(inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int) -> dict[str, PhaseMemory]:
+def place_on_ranks(
+    inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int, num_batches: int
+) -> dict[str, PhaseMemory]:
     """Return the phases of one device with a strategy's shares of weights, gradients and states, gathered layers and buckets.
 
     A sharded model gathers a layer, the next one, embeddings and head; for a rollout of the native engine `gather_budget` and a
-    layer more. ZeRO reduces gradients in two buckets of hidden x hidden values.
+    layer more.
     """
     request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
     whole = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
     shares = {kind: request.share_of(kind, value) for kind, value in whole.items()}
-    model, layer = gatherable_bytes(inputs), BF16_BYTES * inputs.counts.largest_layer
-    gathered = dict.fromkeys(_FORWARDS, min(model, BF16_BYTES * inputs.counts.in_pass))
+    model, itemsize = gatherable_bytes(inputs), _gathered_itemsize(inputs)
+    gathered = dict.fromkeys(_FORWARDS, min(model, itemsize * inputs.counts.in_pass))
     if inputs.rollout(0) is not None:
-        gathered["rollout"] = min(model, layer + gather_budget)
-    bucket = 0 if row.has_formats else 2 * BF16_BYTES * inputs.config.get_text_config().hidden_size ** 2
+        gathered["rollout"] = min(model, itemsize * inputs.counts.largest_layer + gather_budget)
     offloads = storage is not None and storage.offload
     on_host = row.on_host | ({Kind.GRADIENTS, Kind.OPTIMIZER} if offloads else set())
+    buckets = {} if row.has_formats else _zero_buckets(inputs)
     placed = {}
     for name, phase in phases.items():
-        kinds = {**shares, Kind.GATHERED: gathered.get(name, 0)}
+        kinds = {**shares, **_absent_state(row, name, shares, num_batches)}
+        kinds |= {Kind.GATHERED: gathered.get(name, 0), Kind.BUCKETS: buckets.get(name, 0)}
         kinds[Kind.FROZEN] = request.share_of(Kind.FROZEN, phase.device.get(Kind.FROZEN, 0))
-        kinds[Kind.BUCKETS] = bucket if name in ("forward", "backward") else 0
-        kinds[Kind.GRADIENTS] *= name in ("forward", "backward", "optimizer")
         placed[name] = _without(phase.computed(kinds), on_host)
     return placed
 
 
+def _absent_state(row: Sharding, phase: str, shares: Mapping[Kind, int], num_batches: int) -> dict[Kind, int]:
+    """Return what a phase has of gradients and states if it does not have a rank's whole share."""
+    kinds = {}
+    held = {"backward", "optimizer"} | ({"forward"} if num_batches > 1 else set())
+    if phase not in held and (row.has_formats or not row.gathers):  # ZeRO-3 keeps a buffer of gradients
+        kinds[Kind.GRADIENTS] = 0
+    if phase == "load":  # DeepSpeed's fp32 weights, before the moments
+        kinds[Kind.OPTIMIZER] = 0 if row.has_formats else shares[Kind.OPTIMIZER] // 3
+    return kinds
+
+
+def _zero_buckets(inputs: RunInputs) -> dict[str, int]:
+    """Return what DeepSpeed 0.19 takes beside state in a backward and in an update (measured).
+
+    A backward has the largest gradient whole, or ZeRO-2's share twice; an update has copies of the gradients.
+    """
+    request, bf16 = inputs.request, bool(inputs.args.bf16)
+    gathers, largest = request.sharding.gathers, 4 * inputs.counts.largest_trained
+    share = request.share_of(Kind.OPTIMIZER, 4 * inputs.counts.trained)
+    update = share if gathers and not bf16 else 3 * share // 2
+    return {"backward": largest if gathers else max(largest, share), "optimizer": update}
+
+
 def gatherable_bytes(inputs: RunInputs) -> int:
-    """Return the bytes of the weights that passes gather from other ranks, in bf16; 0 if each rank has them."""
+    """Return the bytes of the weights that passes gather from other ranks; 0 if each rank has them."""
     gathers = inputs.request.sharding.sends_weights(inputs.request.world_size)
-    return BF16_BYTES * int(inputs.counts.total) if gathers else 0
+    return _gathered_itemsize(inputs) * int(inputs.counts.total) if gathers else 0
+
+
+def _gathered_itemsize(inputs: RunInputs) -> int:
+    return BF16_BYTES if inputs.args.bf16 or inputs.storage is not None else 4
 
 
 def _without(phase: PhaseMemory, on_host: Collection[Kind]) -> PhaseMemory:

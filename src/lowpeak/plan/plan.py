@@ -236,7 +236,7 @@ def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda tex
         batches = inputs.step_batches()
         report(f"rehearsing a step of {len(batches)} micro-batches")
         rehearsal = rehearse_step(inputs, batches)
-        phases = place_by_strategy(inputs, rehearsal.phases, gather_budget_of(inputs))
+        phases = place_by_strategy(inputs, rehearsal, gather_budget_of(inputs), len(batches))
     return complete_plan(inputs, batches, replace(rehearsal, phases=phases))
 
 
@@ -363,7 +363,8 @@ def _add_buckets(phase: PhaseMemory, num_bytes: int) -> PhaseMemory:
 
 def _save_bytes(inputs: RunInputs, counts: ModelCounts) -> int:
     """Return the bytes that saving needs: a slice of exported weights, or an adapter; a decoded piece of compact states."""
-    shards, storage = inputs.request.mesh.shards, inputs.storage
+    row, ranks, storage = inputs.request.sharding, inputs.request.world_size, inputs.storage
+    shards = ranks // row.num_copies(ranks, inputs.request.machine.num_hosts) if row.gathers else 1
     if inputs.request.peft_config is None:
         exported = min(SLICE_BYTES, inputs.trained_dtype.itemsize * counts.largest // shards)
     else:  # rank 0 gathers the adapter, which is fp32

@@ -169,14 +169,14 @@ class QuickPlanner:
     def _placed(self, inputs: RunInputs, batches: Sequence[MicroBatch]) -> Rehearsal:
         """Return the rehearsal of a run, computed from one on one device."""
         num_batches, tokens = len(batches), largest_batch(batches)
-        phases = dict(self._passes(inputs, tokens).phases)
+        phases = dict(self._passes(inputs, tokens).with_largest_passes())
         if inputs.request.tensor_parallel > 1:
             phases = {name: self._split(inputs, phase, tokens) for name, phase in phases.items()}
         if "rollout" in phases:
             most = inputs.sequences_of_rank * inputs.least_cache_bytes
             cache = {Kind.KV_CACHE: min(most, max(inputs.sizes.kv_cache_bytes, inputs.least_cache_bytes))}
             phases["rollout"] = phases["rollout"].computed(cache)
-        phases = place_on_ranks(inputs, phases, gather_budget_of(inputs))
+        phases = place_on_ranks(inputs, phases, gather_budget_of(inputs), num_batches)
         activations = num_batches * phases["forward"].host.get(Kind.ACTIVATIONS, 0)
         storage, copied = inputs.storage, 0
         if storage is not None and storage.offload:
@@ -229,15 +229,16 @@ class QuickPlanner:
             inputs = RunInputs(request, lambda inputs: request.machine.memory // 2)
             inputs.share_model_of(self.inputs)
             batches = inputs.step_batches()
-            rollouts = {
-                settings[0]: found.phases["rollout"]
-                for settings, (_, found) in self._rehearsals.items()
-                if "rollout" in found.phases
-            }
-            found = rehearse_step(inputs, batches, updates=False, generates=in_bf16 not in rollouts)
+            rollout = next(
+                (found.phases.get("rollout") for of, (_, found) in self._rehearsals.items() if of[0] == in_bf16), None
+            )
+            found = rehearse_step(inputs, batches, updates=False, generates=rollout is None)
             phases = {**found.phases, "optimizer": found.phases["sync"]}  # the optimizer's states are arithmetic
-            phases |= {"rollout": rollouts[in_bf16]} if in_bf16 in rollouts else {}
-            self._rehearsals[key] = largest_batch(batches), replace(found, phases=phases)
+            if "rollout" in found.moments:
+                rollout = found.with_largest_passes()["rollout"]
+            phases |= {} if rollout is None else {"rollout": rollout}
+            moments = {name: each for name, each in found.moments.items() if name != "rollout"}
+            self._rehearsals[key] = largest_batch(batches), replace(found, phases=phases, moments=moments)
         return self._rehearsals[key]
 
     # rollouts

@@ -129,6 +129,13 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named(folder, tmp_path):
         load(folder, loading)
 
 
+def test_a_model_that_zero3_has_split_is_not_copied_as_the_reference():
+    policy = tiny_model()
+    next(policy.parameters()).ds_id = 0  # what DeepSpeed gives to a parameter that it splits
+    with pytest.raises(ArgumentError, match=r"ZeRO-3 .* ref_model"):
+        load_reference(policy, policy)
+
+
 @pytest.mark.parametrize(
     ("changes", "names"),
     [

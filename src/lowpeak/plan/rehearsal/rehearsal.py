@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import ModelSettings, Sampling, StorageFormat
 from lowpeak.heads import causal_lm, eval_mode, is_peft, keep_critic_trainable
-from lowpeak.memory import ActivationOffload, Kind, PhaseMemory
+from lowpeak.memory import ActivationOffload, Kind, PhaseMemories, PhaseMemory
 from lowpeak.models import convert_trainable
 from lowpeak.optim import CompactAdamW, find_sum
 from lowpeak.parallel import AVERAGE_BYTES, Strategy, clip_grad_norm, place_optimizer, shard_layers, trained_parameters
@@ -86,7 +86,7 @@ class Rehearsal:
     "load" and "sync" are what is in memory before the first step, and between two steps. Phases that the run lacks are omitted.
     The optimizer copies `to_host` and `to_device` bytes to host memory and back in a step. The rehearsed
     micro-batches copy `batches_to_host` and `batches_to_device`: gradients and activations. `moments` of a phase are
-    those that may be its peak in a deeper model.
+    those that may be its peak in a deeper model, or on more ranks.
     """
 
     phases: Mapping[str, PhaseMemory] = field(default_factory=dict)
@@ -114,8 +114,11 @@ class Rehearsal:
             )
             for name, phase in self.phases.items()
         }
-        for name, moments in self.moments.items():
-            extended = [kinds(*both) for both in zip(moments, other.moments[name], strict=True)]
+        moments = {  # of the last times of a phase, if one of them ran it more often
+            name: [kinds(*both) for both in zip(reversed(mine), reversed(other.moments[name]), strict=False)][::-1]
+            for name, mine in self.moments.items()
+        }
+        for name, extended in moments.items():
             phases[name] = replace(phases[name], device=max(extended, key=lambda each: sum(each.values())))
         return Rehearsal(
             phases,
@@ -123,7 +126,15 @@ class Rehearsal:
             on_line(self.to_device, other.to_device),
             on_line(self.batches_to_host, other.batches_to_host),
             on_line(self.batches_to_device, other.batches_to_device),
+            moments,
         )
+
+    def with_largest_passes(self) -> PhaseMemories:
+        """Return the phases, each at its moment with most bytes beside weights, gradients and states, which are computed."""
+        phases = dict(self.phases)
+        for name, moments in self.moments.items():
+            phases[name] = replace(phases[name], device=max(moments, key=_pass_bytes))
+        return phases
 
     def peak(self, *names: str) -> int:
         """Return the highest peak of these phases on the device; 0 for phases that the run does not have."""
@@ -162,6 +173,10 @@ class RehearsalInputs:
     activation_offloading: bool = False
     device: Literal["cuda", "cpu"] = "cuda"
     updates: bool = True
+
+
+def _pass_bytes(kinds: Mapping[Kind, int]) -> int:
+    return sum(kinds.get(kind, 0) for kind in (Kind.ACTIVATIONS, Kind.LOGITS, Kind.KV_CACHE))
 
 
 def rehearse(inputs: RehearsalInputs) -> Rehearsal:
