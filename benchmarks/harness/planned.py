@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -134,6 +135,11 @@ class Case:
     def sharding(self) -> Sharding:
         return SHARDINGS[self.strategy]
 
+    @property
+    def is_split_when_loaded(self) -> bool:
+        """Whether the model is given by its path: tensor parallelism and ZeRO-3 split it while it is loaded."""
+        return self.parallel > 1 or (self.sharding.gathers and not self.sharding.has_formats)
+
     def environment(self) -> dict[str, str]:
         """Return the environment variables by which accelerate takes the strategy."""
         sizes: dict[str, int] = {}
@@ -176,9 +182,11 @@ def measure_case(case: Case, place: Path, resident: bool = False) -> None:
     if case.ranks > 1 or resident:
         return_blocks()
     with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        path = _save_model(case.shape, os.path.join(folder, "model")) if case.is_split_when_loaded else None
         # One step compiles and caches what later ones reuse, and a process starts with none of it.
         with ResidentMemory() if resident else AllocatorEvents() as memory, looking_at_collectives(memory.look):
-            trainer = _make_trainer(case, folder if case.ranks == 1 else os.path.join(place, "run"))
+            trainer = _make_trainer(case, folder if case.ranks == 1 else os.path.join(place, "run"), path)
             if case.is_online:  # no completion ends before its maximal length
                 trainer.processing_class.eos_token = trainer.model.generation_config.eos_token_id = None
             mark_phases(trainer, memory.begin)
@@ -191,31 +199,35 @@ def measure_case(case: Case, place: Path, resident: bool = False) -> None:
     (place / f"measured{rank}.json").write_text(json.dumps(memory.peaks()))
 
 
-def _make_trainer(case: Case, folder: str) -> Any:
+def _make_trainer(case: Case, folder: str, model: Any) -> Any:
+    """Return the trainer of a case; `model` is the path of the saved one, or None."""
     os.environ.update(case.environment())
-    torch.manual_seed(0)
-    model: Any = _make_model(case.shape, labels=1 if case.kind == "reward" else 0)  # before a config splits it
     args = case.config(folder)
     if case.environment():
         allow_fsdp_on_cpu()
+    torch.manual_seed(0)
     tokenizer = letter_tokenizer(case.shape.vocabulary)
     parts: dict[str, Any] = {"peft_config": case.adapter()} if case.lora else {}
     if case.is_online:
         parts["reward_funcs"] = _spread if case.reward is None else _make_model(case.reward, labels=1)
         if case.reward is not None:
             parts["reward_processing_classes"] = tokenizer
-    if case.parallel > 1:  # tensor parallelism cuts a model while it is loaded
-        path = os.path.join(folder, f"model{os.environ['RANK']}")
-        model.config.save_pretrained(path)
-        save_model(model, os.path.join(path, "model.safetensors"), {"format": "pt"})
-        model = path
     return getattr(lowpeak, f"{_NAMES[case.kind]}Trainer")(
-        model=model,
+        model=model or _make_model(case.shape, labels=1 if case.kind == "reward" else 0),
         args=args,
         train_dataset=Dataset.from_list(_rows(case)),
         processing_class=tokenizer,
         **parts,
     )
+
+
+def _save_model(shape: Shape, path: str) -> str:
+    model: Any = _make_model(shape, labels=0)
+    model.config.save_pretrained(path)
+    save_model(model, os.path.join(path, "model.safetensors"), {"format": "pt"})
+    del model
+    gc.collect()
+    return path
 
 
 def _zero_config(stage: int) -> dict[str, Any]:

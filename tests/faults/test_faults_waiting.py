@@ -104,7 +104,7 @@ def alone(tmp_path_factory):
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path, number):
     case = Case(args={**SERVER, "vllm_server_base_url": nowhere()})
     succeed(wait_for_one_that_never_comes, case, tmp_path, number)
-    assert float((tmp_path / "seconds").read_text()) < 20
+    assert float((tmp_path / "seconds").read_text()) < 3
     assert "first step" in (tmp_path / "error.txt").read_text()
     assert checkpoints(tmp_path / "run") == []
 
@@ -113,7 +113,7 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path, number):
 @pytest.mark.parametrize(("dies_at", "step"), mark_extended([(3, 2), (5, 3)], [(3, 2)]))
 def test_a_server_that_died_is_waited_for_no_longer_and_the_run_goes_on_to_the_same_end(tmp_path, alone, dies_at, step):
     succeed(wait_for_one_that_died, PLAIN, tmp_path, dies_at, signal.SIGTERM)
-    assert float((tmp_path / "seconds").read_text()) < 20
+    assert float((tmp_path / "seconds").read_text()) < 3
     assert f"{tmp_path}/run/checkpoint-{step}." in (tmp_path / "error.txt").read_text()
     assert [row["step"] for row in steps(tmp_path / "run")] == list(range(1, step + 1))
     succeed(train, PLAIN, tmp_path, True)

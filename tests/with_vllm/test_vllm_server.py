@@ -207,7 +207,7 @@ def test_a_pause_gives_requests_up_and_afterwards_it_answers_again(vllm):
 def test_a_wave_that_takes_too_long_is_given_up_on_both_sides(vllm):
     with pytest.raises(LostEngineError, match="/inference/v1/generate"):
         vllm.complete(long_wave(), 1.0)
-    until(lambda: metric(vllm.url, RUNNING) == 0, 60, "requests are aborted")
+    until(lambda: metric(vllm.url, RUNNING) == 0, 20, "requests are aborted")
 
 
 # weights, and two of them

@@ -41,7 +41,8 @@ def state_bytes(row: Sharding, storage: StorageFormat | None, counts: Any, *, bf
     """Return the bytes of the whole model's weights, gradients and optimizer states, before they are divided.
 
     A trained parameter takes 4 + 4 + 8 bytes, or those of a storage format; under DeepSpeed 2 + 2 (4 + 4 in fp32) and 12 of fp32
-    weight and moments (Rajbhandari et al. 2020, arXiv 1910.02054, section 5); ZeRO-3 has 4 of gradients, measured.
+    weight and moments (Rajbhandari et al. 2020, arXiv 1910.02054, section 5), and ZeRO-3 2 more in bf16, as a model
+    that is given by name was measured.
     """
     per_parameter: tuple[float, float, float] = (4, 4, 8)
     if storage is not None:
@@ -74,7 +75,7 @@ def place_on_ranks(
     request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
     whole = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
     shares = {kind: request.share_of(kind, value) for kind, value in whole.items()}
-    model, itemsize = gatherable_bytes(inputs), _gathered_itemsize(inputs)
+    model, itemsize = gatherable_bytes(inputs), gathered_itemsize(inputs)
     gathered = dict.fromkeys(_FORWARDS, min(model, itemsize * inputs.counts.in_pass))
     if inputs.rollout(0) is not None:
         gathered["rollout"] = min(model, itemsize * inputs.counts.largest_layer + gather_budget)
@@ -116,10 +117,11 @@ def _zero_buckets(inputs: RunInputs) -> dict[str, int]:
 def gatherable_bytes(inputs: RunInputs) -> int:
     """Return the bytes of the weights that passes gather from other ranks; 0 if each rank has them."""
     gathers = inputs.request.sharding.sends_weights(inputs.request.world_size)
-    return _gathered_itemsize(inputs) * int(inputs.counts.total) if gathers else 0
+    return gathered_itemsize(inputs) * int(inputs.counts.total) if gathers else 0
 
 
-def _gathered_itemsize(inputs: RunInputs) -> int:
+def gathered_itemsize(inputs: RunInputs) -> int:
+    """Return the bytes of a gathered parameter."""
     return BF16_BYTES if inputs.args.bf16 or inputs.storage is not None else 4
 
 

@@ -231,7 +231,7 @@ def _overlapped(computing: float, sending: float) -> float:
 def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
     """Return the work of rank 0 in a planned run; under tensor parallelism that of its whole group."""
     text, settings = inputs.config.get_text_config(), inputs.settings
-    counts, request = inputs.counts, inputs.request
+    counts, request, storage = inputs.counts, inputs.request, inputs.storage
     parts = request.tensor_parallel
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -266,20 +266,15 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
         checkpointing=inputs.args.checkpoints_activations,
         sharding=request.sharding,
         tensor_parallel=parts,
-        in_bf16=computes_in_bf16(inputs, inputs.storage),
-        gradient_bytes=gradient_bytes(inputs.storage),
+        in_bf16=_computes_in_bf16(inputs),
+        gradient_bytes=4 if storage is None else int(storage.gradient_bits) // 8,
         engine_parallel=engine.parallel,
     )
 
 
-def gradient_bytes(storage: Any) -> int:
-    """Return the bytes of a gradient that replicas average."""
-    return 4 if storage is None else int(storage.gradient_bits) // 8
-
-
-def computes_in_bf16(inputs: Any, storage: Any) -> bool:
+def _computes_in_bf16(inputs: Any) -> bool:
     """Return whether a planned run's passes compute in bf16: by autocast, or on bf16 weights of a storage format."""
-    return bool(inputs.request.machine.device == "cuda" or inputs.args.bf16 or storage is not None)
+    return bool(inputs.request.machine.device == "cuda" or inputs.args.bf16 or inputs.storage is not None)
 
 
 def add_planned_bytes(work: Work, plan: Any, gather_budget: int) -> Work:

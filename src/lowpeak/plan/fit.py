@@ -1,4 +1,4 @@
-"""A search for the fastest settings with which a run fits: candidates are estimated, the best are rehearsed with all layers."""
+"""A search for the fastest settings with which a run fits: quick plans rank the candidates, the best are rehearsed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lowpeak.plan.plan import Plan, make_plan
 from lowpeak.plan.quick_plans import QuickPlan, QuickPlanner, apply_candidate
 from lowpeak.plan.request import PlanRequest
 
-_MOST_REHEARSED = 6  # candidates that are rehearsed with all layers before the search gives up
+_MOST_REHEARSED = 6  # candidates that are rehearsed on their own ranks before the search gives up
 _MOST_OF_STRATEGY = 2  # of these
 _MOST_TRIALS = 4  # rehearsals of one candidate, with smaller sizes of its rollout
 _MIB = 1 << 20
@@ -87,38 +87,38 @@ class Search:
         self._planner = QuickPlanner(request, report, factors)
 
     def run(self) -> Fit:
-        """Return the fastest candidate that fits; each of the best is rehearsed whole before it is chosen."""
+        """Return the fastest candidate that fits; each of the best is rehearsed before it is chosen."""
         machine = self._request.machine
-        estimates = self._estimates()
-        fitting = sorted((e for e in estimates if e.fits(machine)), key=_preference)
-        smallest = _first_by_strategy(sorted(estimates, key=lambda e: e.plan.peak))
+        quick_plans = self._quick_plans()
+        fitting = sorted((e for e in quick_plans if e.fits(machine)), key=_preference)
+        smallest = _first_by_strategy(sorted(quick_plans, key=lambda e: e.plan.peak))
         too_large = [(e.candidate, e.reason(machine)) for e in smallest if not e.fits(machine)]
         rejected: list[tuple[Candidate, str]] = []
         tried: list[tuple[QuickPlan, Plan]] = []
-        for estimate in _best_of_strategies(fitting):
-            plan, arguments = self._rehearse(estimate)
-            tried.append((estimate, plan))
+        for quick in _best_of_strategies(fitting):
+            plan, arguments = self._rehearse(quick)
+            tried.append((quick, plan))
             if plan.fits:
                 known = [e.candidate for e, _ in tried]
                 others = [e for e in _first_by_strategy(fitting) if e.candidate not in known]
-                slower = [(e.candidate, _slower(e, estimate)) for e in others]
-                return Fit(plan, estimate.candidate, [*slower, *rejected, *too_large], arguments=arguments)
-            rejected.append((estimate.candidate, f"rehearsed: {_excess(plan)}"))
-        return Fit(None, None, [*rejected, *too_large], self._smallest_change(estimates, tried))
+                slower = [(e.candidate, _slower(e, quick)) for e in others]
+                return Fit(plan, quick.candidate, [*slower, *rejected, *too_large], arguments=arguments)
+            rejected.append((quick.candidate, f"rehearsed: {_excess(plan)}"))
+        return Fit(None, None, [*rejected, *too_large], self._smallest_change(quick_plans, tried))
 
-    def _estimates(self) -> list[QuickPlan]:
-        """Return the estimates of all candidates; activations leave the device in some if nothing else fits."""
-        estimates = [self._planner.plan(candidate) for candidate in self._candidates()]
-        if ACTIVATIONS in self._given or any(e.fits(self._request.machine) for e in estimates):
-            return estimates
-        return estimates + [self._planner.plan(candidate) for candidate in self._candidates(ACTIVATIONS)]
+    def _quick_plans(self) -> list[QuickPlan]:
+        """Return the quick plans of all candidates; activations leave the device in some if nothing else fits."""
+        quick_plans = [self._planner.plan(candidate) for candidate in self._candidates()]
+        if ACTIVATIONS in self._given or any(e.fits(self._request.machine) for e in quick_plans):
+            return quick_plans
+        return quick_plans + [self._planner.plan(candidate) for candidate in self._candidates(ACTIVATIONS)]
 
-    def _rehearse(self, estimate: QuickPlan) -> tuple[Plan, dict[str, Any]]:
-        """Return the plan of a candidate with all layers, and its arguments; a rollout that does not fit gets smaller sizes."""
-        sizes = dict(estimate.sizes)
-        self._report(f"rehearsing {estimate.candidate}")
+    def _rehearse(self, quick: QuickPlan) -> tuple[Plan, dict[str, Any]]:
+        """Return the rehearsed plan of a candidate, and its arguments; a rollout that does not fit gets smaller sizes."""
+        sizes = dict(quick.sizes)
+        self._report(f"rehearsing {quick.candidate}")
         for trial in range(_MOST_TRIALS):
-            request, arguments = apply_candidate(self._request, estimate.candidate, sizes)
+            request, arguments = apply_candidate(self._request, quick.candidate, sizes)
             plan = make_plan(request, self._report).calibrated(self._factors)
             smaller = self._smaller(sizes, plan) if plan.peak_phase == "rollout" else None
             if smaller is None or trial == _MOST_TRIALS - 1:
@@ -242,16 +242,16 @@ class Search:
 
     # results
 
-    def _smallest_change(self, estimates: Sequence[QuickPlan], tried: Sequence[tuple[QuickPlan, Plan]]) -> str:
-        """Return the least change of hardware or training with which an estimate fits, corrected by the plans that were tried."""
+    def _smallest_change(self, quick_plans: Sequence[QuickPlan], tried: Sequence[tuple[QuickPlan, Plan]]) -> str:
+        """Return the least change of hardware or training with which a quick plan fits, corrected by the plans that were tried."""
         machine = self._request.machine
-        beyond = max((plan.peak / estimate.plan.peak for estimate, plan in tried), default=1.0)
+        beyond = max((plan.peak / quick.plan.peak for quick, plan in tried), default=1.0)
         if tried:
-            estimates = [replace(estimate, plan=plan) for estimate, plan in tried]
-        least_host = min(estimates, key=lambda e: e.plan.host_peak)
+            quick_plans = [replace(quick, plan=plan) for quick, plan in tried]
+        least_host = min(quick_plans, key=lambda e: e.plan.host_peak)
         if machine.host_memory is not None and least_host.plan.host_peak > machine.host_memory:
             return f"{least_host.candidate} needs {least_host.reason_of_host(machine)}. Use hosts with more memory."
-        closest = min(estimates, key=lambda e: e.plan.peak)
+        closest = min(quick_plans, key=lambda e: e.plan.peak)
         needs = f"{closest.candidate} needs {closest.reason(machine)}"
         devices = self._enough_devices(beyond)
         if devices is not None:
@@ -265,7 +265,7 @@ class Search:
         return f"{needs}. Shorten completions, or load the base in 4 bits (--load_in_4bit)."
 
     def _enough_devices(self, beyond: float) -> int | None:
-        """Return 2, 4 or 8 times the devices if an estimate fits on them, its peak multiplied by `beyond`; else None."""
+        """Return 2, 4 or 8 times the devices if a quick plan fits on them, its peak multiplied by `beyond`; else None."""
         machine = self._request.machine
         for factor in (2, 4, 8):
             larger = replace(machine, num_devices=machine.num_devices * factor)
@@ -274,18 +274,18 @@ class Search:
             search = copy.copy(self)
             search._request = replace(self._request, machine=larger)
             search._planner = self._planner.for_machine(larger)
-            if any(each.fits(larger, beyond) for each in search._estimates()):
+            if any(each.fits(larger, beyond) for each in search._quick_plans()):
                 return larger.num_devices
         return None
 
 
-def _preference(estimate: QuickPlan) -> tuple[float, int]:
+def _preference(quick: QuickPlan) -> tuple[float, int]:
     """Return what the search minimises: the seconds of a step, then the peak.
 
     A candidate that changes the run's numerics or needs DeepSpeed must be faster by a margin: 3 % for weight_bits=32 and for ZeRO,
     10 % for weight_bits=16, whose rounding has noise.
     """
-    return estimate.seconds * _least_gain(estimate.candidate), estimate.plan.peak
+    return quick.seconds * _least_gain(quick.candidate), quick.plan.peak
 
 
 def _least_gain(candidate: Candidate) -> float:
@@ -293,11 +293,11 @@ def _least_gain(candidate: Candidate) -> float:
     return candidate.sharding.least_gain * gain
 
 
-def _slower(estimate: QuickPlan, chosen: QuickPlan) -> str:
-    """Return why a candidate that should fit was not chosen, by the estimates of both."""
-    gain = _least_gain(estimate.candidate)
+def _slower(quick: QuickPlan, chosen: QuickPlan) -> str:
+    """Return why a candidate that should fit was not chosen, by the quick plans of both."""
+    gain = _least_gain(quick.candidate)
     condition = f"; it must be {100 * (gain - 1):.0f} % faster than plainer ones" if gain > 1 else ""
-    return f"about {estimate.seconds:.2f} s a step, the choice {chosen.seconds:.2f} s{condition}"
+    return f"about {quick.seconds:.2f} s a step, the choice {chosen.seconds:.2f} s{condition}"
 
 
 def _excess(plan: Plan) -> str:
@@ -308,21 +308,21 @@ def _excess(plan: Plan) -> str:
     return f"{show_bytes(plan.peak)} in {plan.peak_phase}, on a device of {show_bytes(machine.memory)}"
 
 
-def _best_of_strategies(estimates: Sequence[QuickPlan]) -> list[QuickPlan]:
-    """Return the first estimates, a few of each strategy: one that the estimate misjudges leaves room for the others."""
+def _best_of_strategies(quick_plans: Sequence[QuickPlan]) -> list[QuickPlan]:
+    """Return the first quick plans, a few of each strategy: one that is misjudged leaves room for the others."""
     numbers: Counter[str] = Counter()
     best = []
-    for estimate in estimates:
-        numbers[estimate.candidate.strategy] += 1
-        if numbers[estimate.candidate.strategy] <= _MOST_OF_STRATEGY:
-            best.append(estimate)
+    for quick in quick_plans:
+        numbers[quick.candidate.strategy] += 1
+        if numbers[quick.candidate.strategy] <= _MOST_OF_STRATEGY:
+            best.append(quick)
     return best[:_MOST_REHEARSED]
 
 
-def _first_by_strategy(estimates: Sequence[QuickPlan]) -> list[QuickPlan]:
-    """Return the first estimate of each strategy and format."""
+def _first_by_strategy(quick_plans: Sequence[QuickPlan]) -> list[QuickPlan]:
+    """Return the first quick plan of each strategy and format."""
     best: dict[tuple[str, int, StorageFormat | None], QuickPlan] = {}
-    for estimate in estimates:
-        candidate = estimate.candidate
-        best.setdefault((candidate.strategy, candidate.tensor_parallel, candidate.storage), estimate)
+    for quick in quick_plans:
+        candidate = quick.candidate
+        best.setdefault((candidate.strategy, candidate.tensor_parallel, candidate.storage), quick)
     return list(best.values())

@@ -22,7 +22,7 @@ _LEAST_LAYERS = 3  # of the smaller model
 
 @dataclass(frozen=True)
 class FewLayers:
-    """Numbers of layers to rehearse in place of `layers`; with `few == layers` a model is rehearsed whole."""
+    """Numbers of layers to rehearse in place of `layers`; all three are equal for a model that is rehearsed whole."""
 
     layers: int
     few: int
@@ -34,9 +34,8 @@ class FewLayers:
         signatures = _signatures(inputs)
         layers = len(signatures)
         whole = cls(layers, layers, layers)
-        if getattr(
-            inputs.config.get_text_config(), "num_kv_shared_layers", 0
-        ):  # the last layers, of a small model, too
+        # The last layers share a cache, of a small model, too.
+        if getattr(inputs.config.get_text_config(), "num_kv_shared_layers", 0):
             return whole
         few, more = _small_models(signatures)
         if few + more >= layers or _signatures(inputs.with_layers(more)) != signatures[:more]:

@@ -17,6 +17,8 @@ from lowpeak.parallel import decoder_layers
 from lowpeak.plan.computed import (
     ENGINE_AWAKE,
     engine_bytes,
+    gatherable_bytes,
+    gathered_itemsize,
     host_of_process,
     margin,
     place_by_strategy,
@@ -240,7 +242,7 @@ def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda tex
     return complete_plan(inputs, batches, replace(rehearsal, phases=phases))
 
 
-def complete_plan(inputs: RunInputs, batches: list[Any], placed: Rehearsal) -> Plan:
+def complete_plan(inputs: RunInputs, batches: list[MicroBatch], placed: Rehearsal) -> Plan:
     """Return the plan of a run whose tensors are placed on ranks: with engines, host memory, the margin, and its seconds."""
     rehearsed = max(1, min(len(batches), _REHEARSED_BATCHES))
     plan = Plan(
@@ -263,19 +265,24 @@ def largest_batch(batches: Sequence[MicroBatch]) -> int:
     return max((batch.input_ids_BL.numel() for batch in batches), default=0)
 
 
-def rehearse_step(inputs: RunInputs, batches: list[Any], *, whole: bool = False, **parts: bool) -> Rehearsal:
-    """Rehearse a planned run's step; a model of many layers from few of them, unless `whole`.
+def rehearse_step(
+    inputs: RunInputs, batches: list[MicroBatch], *, updates: bool = True, generates: bool = True
+) -> Rehearsal:
+    """Rehearse a planned run's step; a model of many layers from few of them.
 
     `updates` and `generates` say whether the optimizer and the native engine take part.
     """
-    budget, kept = _gathered_in_rollout(inputs)
+
+    def rehearse_run(run: RunInputs, gather_budget: int) -> Rehearsal:
+        rollout = run.rollout(gather_budget) if generates else None
+        return rehearse(replace(_rehearsal_inputs(run, batches), rollout=rollout, updates=updates))
+
     layers = FewLayers.of(inputs)
-    if whole or not layers.saves:
-        return rehearse(_rehearsal_inputs(inputs, batches, gather_budget_of(inputs), **parts))
-    rehearsal = layers.rehearse(
-        lambda number: rehearse(_rehearsal_inputs(inputs.with_layers(number), batches, budget, **parts))
-    )
-    if not kept:
+    if not layers.saves:
+        return rehearse_run(inputs, gather_budget_of(inputs))
+    budget, kept = _gathered_in_rollout(inputs)
+    rehearsal = layers.rehearse(lambda number: rehearse_run(inputs.with_layers(number), budget))
+    if not kept or "rollout" not in rehearsal.phases:
         return rehearsal
     rollout = rehearsal.phases["rollout"]
     device = {**rollout.device, Kind.GATHERED: rollout.device.get(Kind.GATHERED, 0) + kept}
@@ -287,17 +294,14 @@ def _gathered_in_rollout(inputs: RunInputs) -> tuple[int, int]:
     if inputs.rollout(0) is None or inputs.request.mesh.shards == 1:
         return 0, 0
     budget = gather_budget_of(inputs)
-    itemsize = (inputs.compute or inputs.trained_dtype).itemsize
-    if budget >= itemsize * inputs.counts.total:
+    if budget >= gatherable_bytes(inputs):
         return budget, 0  # all is gathered, of few layers, too
-    layer = itemsize * inputs.counts.largest_layer
+    layer = gathered_itemsize(inputs) * inputs.counts.largest_layer
     return 0, layer * max(0, budget // layer - 1)  # a buffer of one layer serves the others in turn
 
 
-def _rehearsal_inputs(
-    inputs: RunInputs, batches: list[Any], gather_budget: int, *, updates: bool = True, generates: bool = True
-) -> RehearsalInputs:
-    """Return a planned run's step for `rehearse`, with the largest of rank 0's micro-batches."""
+def _rehearsal_inputs(inputs: RunInputs, batches: list[MicroBatch]) -> RehearsalInputs:
+    """Return a planned run's step for `rehearse`, without its rollout, with the largest of rank 0's micro-batches."""
     request = inputs.request
     largest = sorted(batches, key=lambda batch: -batch.input_ids_BL.numel())[:_REHEARSED_BATCHES]
     return RehearsalInputs(
@@ -311,10 +315,8 @@ def _rehearsal_inputs(
         scored=inputs.scored_batches()[:1] if inputs.is_online and inputs.algorithm.needs else None,
         make_reference=inputs.make_reference if inputs.has_separate_reference else None,
         rewards=inputs.rewards,
-        rollout=inputs.rollout(gather_budget) if generates else None,
         activation_offloading=inputs.settings.memory.activation_offloading,
         device=request.machine.device,
-        updates=updates,
     )
 
 

@@ -60,6 +60,7 @@ class QuickPlan:
 
     @property
     def seconds(self) -> float:
+        """Seconds of a step."""
         return sum(self.plan.seconds.values())
 
     def fits(self, machine: Machine, beyond: float = 1.0) -> bool:

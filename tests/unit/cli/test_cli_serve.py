@@ -264,7 +264,7 @@ def test_a_deaf_server_and_its_children_are_ended(number, status, tmp_path):
     started = pids(tmp_path)
     time.sleep(0.5)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=20)
     assert process.returncode == status
     assert are_gone(started, 5)
 

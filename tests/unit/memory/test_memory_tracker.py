@@ -74,7 +74,7 @@ def test_calls_of_one_phase_add_up_in_time_and_take_the_highest_peak():
             time.sleep(0.01)
     use = tracker.pop_uses()["train"]
     assert use.peak_bytes == 160
-    assert 0.03 <= use.seconds < 30
+    assert 0.03 <= use.seconds < 1.0
     assert gauge.settled == 3
 
 

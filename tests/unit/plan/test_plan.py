@@ -17,6 +17,7 @@ from lowpeak.plan.advice import advise
 from lowpeak.plan.hardware import GIB, Machine
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
+from lowpeak.plan.output import summary
 from lowpeak.plan.plan import ModelCounts, Plan, make_plan
 from lowpeak.plan.request import PlanRequest
 
@@ -180,6 +181,7 @@ def test_hsdp_shards_within_a_host_alone():
 def test_tensor_parallel_devices_have_parts_of_every_layer():
     parts = make_plan(replace(request("grpo", "tp", Machine(4, 80 * GIB)), tensor_parallel=4))
     assert parts.counts.total == pytest.approx(plan("grpo").counts.total / 4, rel=0.1)
+    assert "up to 1.8 times their planned peak" in summary(parts, ())[-1]
 
 
 @pytest.mark.extended

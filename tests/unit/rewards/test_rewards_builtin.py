@@ -136,7 +136,7 @@ def test_the_final_number_of_a_text(text, number):
 def test_degenerate_completions_are_read_quickly(text):
     start = time.perf_counter()
     final_number(text), final_answer(text)
-    assert time.perf_counter() - start < 30
+    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize(

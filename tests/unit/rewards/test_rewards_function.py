@@ -91,7 +91,7 @@ def test_a_late_function_is_left_behind_or_cancelled():
     for function in (lambda **kwargs: released.wait(30), slow):
         with pytest.raises(RewardTimeoutError, match=r"'slow' .*0\.05"):
             FunctionReward(function, name="slow", timeout=0.05)(**ROWS)
-    assert time.perf_counter() - start < 25
+    assert time.perf_counter() - start < 5
     assert ended == [True]
     released.set()
 

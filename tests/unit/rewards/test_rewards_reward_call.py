@@ -147,7 +147,7 @@ def test_an_async_reward_past_the_limit_is_an_error_and_the_others_count(blocks)
 
     start = time.perf_counter()
     result = compute_rewards(quick, late, timeout=0.05, on_failure="none")
-    assert time.perf_counter() - start < 25
+    assert time.perf_counter() - start < 10
     assert [record.reward for record in result.records] == [1.0] * 4
     assert result.metrics["rewards/late/failed"].value() == 4
     with pytest.raises(RewardTimeoutError, match="'late'" if blocks else r"'late' .*0\.05"):

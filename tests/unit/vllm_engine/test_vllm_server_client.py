@@ -179,7 +179,9 @@ def generating_slowly(fake):
         return 200, b" " * (1 << 24)
 
     fake.answers[GENERATE] = answer
+    began = time.monotonic()
     yield arrived
+    assert time.monotonic() - began < 20
     released.set()
     assert fake.gone.wait(5)
 
@@ -197,7 +199,7 @@ def test_the_limit_holds_for_an_answer_that_trickles_in():
             connection, _ = listening.accept()
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
             try:
-                for _ in range(600):
+                for _ in range(100):
                     time.sleep(0.05)
                     connection.sendall(b" ")
             except OSError:
@@ -207,7 +209,7 @@ def test_the_limit_holds_for_an_answer_that_trickles_in():
         began = time.monotonic()
         with pytest.raises(LostEngineError):
             ServerVllm(f"http://127.0.0.1:{listening.getsockname()[1]}").call("m", {}, -4.5)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 2
 
 
 def test_a_restart_since_the_facts_were_asked_or_during_a_wave_is_a_loss(fake):

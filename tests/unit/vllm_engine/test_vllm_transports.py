@@ -60,7 +60,7 @@ def test_a_worker_that_dies_or_hangs_ends_the_update_soon_and_the_others_hold_no
     began = time.monotonic()
     with pytest.raises(LostEngineError if fault == "dies_at" else EngineError):
         push_weights(slices(weights()), vllms, _settings(), 1, timeout=timeout)
-    assert time.monotonic() - began < 18
+    assert time.monotonic() - began < 10
     assert loaded_version(vllms[:1]) is None
 
 
