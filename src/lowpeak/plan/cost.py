@@ -231,7 +231,7 @@ def _overlapped(computing: float, sending: float) -> float:
 def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
     """Return the work of rank 0 in a planned run; under tensor parallelism that of its whole group."""
     text, settings = inputs.config.get_text_config(), inputs.settings
-    counts, request, storage = inputs.counts, inputs.request, inputs.storage
+    counts, request = inputs.counts, inputs.request
     parts = request.tensor_parallel
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -267,7 +267,7 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
         sharding=request.sharding,
         tensor_parallel=parts,
         in_bf16=_computes_in_bf16(inputs),
-        gradient_bytes=4 if storage is None else int(storage.gradient_bits) // 8,
+        gradient_bytes=_gradient_bytes(inputs.storage),
         engine_parallel=engine.parallel,
     )
 
@@ -275,6 +275,11 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
 def _computes_in_bf16(inputs: Any) -> bool:
     """Return whether a planned run's passes compute in bf16: by autocast, or on bf16 weights of a storage format."""
     return bool(inputs.request.machine.device == "cuda" or inputs.args.bf16 or inputs.storage is not None)
+
+
+def _gradient_bytes(storage: Any) -> int:
+    """Return the bytes of a gradient that replicas average."""
+    return 4 if storage is None else int(storage.gradient_bits) // 8
 
 
 def add_planned_bytes(work: Work, plan: Any, gather_budget: int) -> Work:
