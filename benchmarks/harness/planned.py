@@ -29,14 +29,7 @@ from transformers import (
 )
 
 import lowpeak
-from benchmarks.harness.allocations import (
-    AllocatorEvents,
-    ResidentMemory,
-    look_at_layers,
-    looking_at_collectives,
-    mark_phases,
-    return_blocks,
-)
+from benchmarks.harness.allocations import AllocatedMemory, ResidentMemory, compile_allocator, mark_phases
 from benchmarks.harness.ranked import FSDP2, allow_fsdp_on_cpu
 from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.hardware import Machine
@@ -48,6 +41,7 @@ _NAMES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO
 _GROUPS = ("grpo", "rloo", "online-dpo")
 _FIRST_LETTER = 0x20000  # of 42,720 letters in a row
 _MEMORY = 16 << 30
+compile_allocator()  # before forks
 
 
 @dataclass(frozen=True)
@@ -179,19 +173,15 @@ def plan_case(case: Case, path: Path) -> None:
 
 def measure_case(case: Case, place: Path, resident: bool = False) -> None:
     """Run three steps of the case for real; each rank writes the peak of its phases into `place`."""
-    if case.ranks > 1 or resident:
-        return_blocks()
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         path = _save_model(case.shape, os.path.join(folder, "model")) if case.is_split_when_loaded else None
         # One step compiles and caches what later ones reuse, and a process starts with none of it.
-        with ResidentMemory() if resident else AllocatorEvents() as memory, looking_at_collectives(memory.look):
+        with ResidentMemory() if resident else AllocatedMemory() as memory:
             trainer = _make_trainer(case, folder if case.ranks == 1 else os.path.join(place, "run"), path)
             if case.is_online:  # no completion ends before its maximal length
                 trainer.processing_class.eos_token = trainer.model.generation_config.eos_token_id = None
             mark_phases(trainer, memory.begin)
-            if case.ranks > 1:
-                look_at_layers(trainer.model, memory.look)
             trainer.train()
         lengths = [len(r.completion) for r in trainer.rollout.records] if case.is_online else [case.completion]
     assert set(lengths) == {case.completion}, f"completions have {min(lengths)} to {max(lengths)} tokens"

@@ -124,6 +124,8 @@ def lockstep_forwards(model: nn.Module, lockstep: Lockstep) -> Iterator[None]:
         except BaseException:
             lockstep.drain()
             raise
+        finally:  # the engine's cache is among them, and the dummies refer to the lockstep: a cycle
+            lockstep.forward_kwargs = {}
 
     in_step.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # engines and generate() read it
     with ExitStack() as stack:

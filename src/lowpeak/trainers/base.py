@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from lowpeak.checkpoint import (
     check_run_identity,
     load_run_state,
     lock_run_folder,
+    preserve_rng_state,
     restore_rng_state,
     verify_manifest,
 )
 from lowpeak.errors import DataError, EngineError, MemoryExhaustedError, StoppedError
 from lowpeak.memory import Phase
-from lowpeak.parallel import clip_grad_norm, remove_sums
+from lowpeak.parallel import check_is_sharded, clip_grad_norm, remove_sums
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_best_metric,
@@ -319,6 +320,16 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             metrics, self.unlogged_metrics = self.unlogged_metrics, {}
             logs = {**logs, **{name: x for name, metric in metrics.items() if math.isfinite(x := metric.value())}}
         super().log(logs, start_time)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Keep the random state, and watch the other ranks; before `train()` compute in its precision, too."""
+        strategy, tracker = self.run.strategy, self.run.tracker
+        check_is_sharded(strategy, self.model_wrapped)
+        # accelerate puts a model's forward under autocast when train() prepares it.
+        precision = nullcontext() if self.accelerator._models else self.accelerator.autocast()
+        with precision, detect_failures(strategy.ranks, lambda: tracker.current_phase), preserve_rng_state():
+            yield
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"

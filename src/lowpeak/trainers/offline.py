@@ -24,13 +24,12 @@ from lowpeak.checkpoint import (
     RunState,
     capture_rng_state,
     learning_arguments,
-    preserve_rng_state,
 )
 from lowpeak.data import RowReader, make_cursor
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.memory import Phase
 from lowpeak.models import LOGPROB_HEAD, HeadKind
-from lowpeak.parallel import check_is_sharded, detect_strategy
+from lowpeak.parallel import detect_strategy
 from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
 from lowpeak.records import MicroBatch, Record
@@ -66,7 +65,6 @@ from lowpeak.training import (
     measure_step,
     run_with_sizes,
 )
-from lowpeak.watchdog import detect_failures
 
 
 class OfflineTrainer(StepTrainer):
@@ -235,8 +233,7 @@ class OfflineTrainer(StepTrainer):
 
     def _measure_and_predict(self, data: Any, prefix: str, predicts: bool) -> PredictionOutput:
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
-        check_is_sharded(self.run.strategy, self.model_wrapped)
-        with detect_failures(ranks, lambda: tracker.current_phase), preserve_rng_state(), tracker.phase(Phase.EVALUATE):
+        with self.evaluation(), tracker.phase(Phase.EVALUATE):
             with ranks.propagate_errors():
                 records = self.read(data)
             start = time.perf_counter()

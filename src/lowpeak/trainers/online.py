@@ -20,11 +20,10 @@ from lowpeak.checkpoint import (
     SavedRollout,
     capture_rng_state,
     learning_arguments,
-    preserve_rng_state,
 )
 from lowpeak.data import check_prompt_columns, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError
-from lowpeak.parallel import check_is_sharded, has_shards
+from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
@@ -65,7 +64,6 @@ from lowpeak.training import (
     track_completions,
     trained_records,
 )
-from lowpeak.watchdog import detect_failures
 
 logger = logging.getLogger(__name__)
 
@@ -296,9 +294,8 @@ class OnlineTrainer(StepTrainer):
 
     def _evaluate_prompts(self, data: Any, prefix: str) -> Evaluation:
         ranks = self.run.strategy.ranks
-        check_is_sharded(self.run.strategy, self.model_wrapped)
-        self.model_wrapped.eval()
-        with detect_failures(ranks, lambda: self.run.tracker.current_phase), preserve_rng_state():
+        with self.evaluation():
+            self.model_wrapped.eval()
             with ranks.propagate_errors():
                 prompts = read_eval_prompts(data, self.collector.new_reader())
             return evaluate_prompts(

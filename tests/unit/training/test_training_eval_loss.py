@@ -104,3 +104,14 @@ def test_without_log_entropy_none_is_measured(tmp_path):
     metrics = run.evaluate()
     assert "eval_entropy" not in metrics
     assert "eval_loss" in metrics
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+def test_before_training_an_evaluation_computes_in_the_precision_of_training(tmp_path, kind):
+    held_out = HELD_OUT if kind == "GRPO" else Dataset.from_list([{"prompt": "12=", "completion": "21"}])
+    run = make(kind, tmp_path, eval_dataset=held_out, bf16=True, eval_on_start=True, max_steps=1)
+    before = run.evaluate()
+    run.train()
+    at_start = next(row for row in run.state.log_history if "eval_loss" in row)
+    for name in ("eval_loss", "eval_entropy"):
+        assert before[name] == at_start[name]
