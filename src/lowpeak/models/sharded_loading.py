@@ -138,13 +138,18 @@ def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], model
     sizes = DistributedConfig(tp_size=model_parallel.tensor, fsdp_size=model_parallel.data)
     model, report = auto.from_pretrained(name, **options, distributed_config=sizes)
     check_tensor_parallel(model, model_parallel)
+    adopt_tensor_parallel(model)
+    return model, report
+
+
+def adopt_tensor_parallel(model: Any) -> None:
+    """Remove from a model that transformers split what would act in the strategy's place."""
     # Otherwise transformers' Trainer saves no optimizer states, and averages gradients in a different way.
     model._is_distributed_loading_by_transformers = False
-    # Remove hooks that all-reduce a gradient after each micro-batch, together with sums of earlier ones (transformers 5.23);
-    # the strategy reduces once per step.
+    # Hooks that all-reduce a gradient after each micro-batch, together with sums of earlier ones (transformers 5.23); the
+    # strategy reduces once per step.
     for module in modules_with_style(model, GRAD_ALLREDUCE_STYLE):
         module.__dict__.pop("forward", None)
-    return model, report
 
 
 def check_tensor_parallel(model: Any, model_parallel: ModelParallel) -> None:

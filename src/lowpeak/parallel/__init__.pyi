@@ -6,6 +6,7 @@ from lowpeak.parallel.checkpoint_shards import read_saved_state as read_saved_st
 from lowpeak.parallel.checkpoint_shards import save_shards as save_shards
 from lowpeak.parallel.checkpoint_state import WEIGHT as WEIGHT
 from lowpeak.parallel.checkpoint_state import TrainingState as TrainingState
+from lowpeak.parallel.checkpoint_state import torch_training_state as torch_training_state
 from lowpeak.parallel.checkpoint_state import trained_parameters as trained_parameters
 from lowpeak.parallel.detect import DeviceFractions as DeviceFractions
 from lowpeak.parallel.detect import check_devices as check_devices
@@ -38,3 +39,4 @@ from lowpeak.parallel.strategy import FrozenModel as FrozenModel
 from lowpeak.parallel.strategy import Strategy as Strategy
 from lowpeak.parallel.strategy import TrainingStrategy as TrainingStrategy
 from lowpeak.parallel.tensor_parallel import shard_like as shard_like
+from lowpeak.parallel.tensor_parallel import tensor_parallel_shard as tensor_parallel_shard

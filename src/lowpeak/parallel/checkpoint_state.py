@@ -163,7 +163,10 @@ def row_sharded(tensor: Tensor) -> Any:
         return tensor
     placements = [Shard(0) if getattr(placement, "dim", 0) else placement for placement in tensor.placements]
     detached: Any = tensor.detach()
-    return detached.redistribute(placements=placements)
+    rows = detached.redistribute(placements=placements)
+    if rows._local_tensor.untyped_storage().nbytes() > rows._local_tensor.nbytes:
+        rows._local_tensor = rows._local_tensor.clone()  # gloo has no all-to-all: it was a view of the whole tensor
+    return rows
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -94,6 +94,11 @@ class Lockstep:
             self._in_order = False
             gather_numbers(_FAILED, self.device, self._group)
 
+    def close(self) -> None:
+        """Drop buffers and the KV cache, which a cycle of dummies and this object would keep alive."""
+        self._dummies.clear()
+        self.forward_kwargs = {}
+
     def _exchange(self, state: int) -> bool:
         """Return whether any rank runs a forward; EngineError if a rank has failed."""
         self._in_order = False
@@ -124,8 +129,6 @@ def lockstep_forwards(model: nn.Module, lockstep: Lockstep) -> Iterator[None]:
         except BaseException:
             lockstep.drain()
             raise
-        finally:  # the engine's cache is among them, and the dummies refer to the lockstep: a cycle
-            lockstep.forward_kwargs = {}
 
     in_step.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # engines and generate() read it
     with ExitStack() as stack:
@@ -139,6 +142,8 @@ def lockstep_forwards(model: nn.Module, lockstep: Lockstep) -> Iterator[None]:
         except BaseException:
             lockstep.fail()
             raise
+        finally:
+            lockstep.close()
 
 
 def override_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:

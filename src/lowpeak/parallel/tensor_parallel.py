@@ -90,25 +90,7 @@ class TensorParallel(Fsdp2):
         )
 
     def _shard(self, parameter: nn.Parameter) -> FlatShard | None:
-        """Return this rank's rows of this process's part; None if FSDP2 does not shard the part."""
-        names = _axes(parameter)
-        if _TP_AXIS not in names:
-            return fsdp_shard(parameter, None, self._device)
-        if _DATA_AXIS not in names:
-            return None
-        assert isinstance(parameter, DTensor)
-        mesh, placement = parameter.device_mesh, parameter.placements[names.index(_TP_AXIS)]
-        shape = torch.Size(compute_local_shape_and_global_offset(parameter.shape, mesh[_TP_AXIS], [placement])[0])
-        rows_per_rank = -(-shape[0] // mesh[_DATA_AXIS].size())
-        return FlatShard(
-            shape,
-            rows_per_rank * shape[1:].numel(),
-            parameter.to_local().detach().reshape(-1),
-            parameter.dtype,
-            self._device,
-            mesh.get_group(_DATA_AXIS),
-            partial(_as_dtensor, full=parameter, mesh=mesh[_TP_AXIS], placement=placement),
-        )
+        return tensor_parallel_shard(parameter, self._device)
 
     def _export_shard(self, parameter: nn.Parameter) -> FlatShard | None:
         """Return this process's block of a tensor parallel parameter; for any other parameter, its shard."""
@@ -120,6 +102,28 @@ class TensorParallel(Fsdp2):
         flat = local.reshape(-1)
         block = (offsets[0], offsets[1] if len(offsets) > 1 else 0, local.shape[1] if local.dim() > 1 else 1)
         return MatrixBlock(shape, shape.numel(), flat, flat.dtype, self._device, None, None, *block)
+
+
+def tensor_parallel_shard(parameter: nn.Parameter, device: torch.device) -> FlatShard | None:
+    """Return this rank's rows of this process's part; None if FSDP2 does not shard the part."""
+    names = _axes(parameter)
+    if _TP_AXIS not in names:
+        return fsdp_shard(parameter, None, device)
+    if _DATA_AXIS not in names:
+        return None
+    assert isinstance(parameter, DTensor)
+    mesh, placement = parameter.device_mesh, parameter.placements[names.index(_TP_AXIS)]
+    shape = torch.Size(compute_local_shape_and_global_offset(parameter.shape, mesh[_TP_AXIS], [placement])[0])
+    rows_per_rank = -(-shape[0] // mesh[_DATA_AXIS].size())
+    return FlatShard(
+        shape,
+        rows_per_rank * shape[1:].numel(),
+        parameter.to_local().detach().reshape(-1),
+        parameter.dtype,
+        device,
+        mesh.get_group(_DATA_AXIS),
+        partial(_as_dtensor, full=parameter, mesh=mesh[_TP_AXIS], placement=placement),
+    )
 
 
 def shard_like(module: nn.Module, model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from lowpeak.parallel import Sharding
 from lowpeak.plan.hardware import GB, Machine
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.rehearsal import Rehearsal
+from lowpeak.plan.request import PlanRequest
 from lowpeak.records import SLICE_BYTES
 
 # Of the peak: what the caching allocator reserves and cannot use.
@@ -122,7 +123,8 @@ def gatherable_bytes(inputs: RunInputs) -> int:
 
 def gathered_itemsize(inputs: RunInputs) -> int:
     """Return the bytes of a gathered parameter."""
-    return BF16_BYTES if inputs.args.bf16 or inputs.storage is not None else 4
+    casts = inputs.args.bf16 and not inputs.request.sharding.splits_tensors  # transformers' FSDP2 gathers fp32
+    return BF16_BYTES if casts or inputs.storage is not None else 4
 
 
 def _without(phase: PhaseMemory, on_host: Collection[Kind]) -> PhaseMemory:
@@ -209,6 +211,31 @@ def sync_bytes(inputs: RunInputs) -> int:
     """Return the bytes of buckets that are sent to vLLM: one is filled while another is sent. The native engine needs none."""
     vllm = inputs.settings.vllm if inputs.is_online else None
     return 0 if vllm is None else 2 * int(vllm.bucket_bytes)
+
+
+def save_bytes(inputs: RunInputs) -> int:
+    """Return the bytes that saving needs: a slice of exported weights, or an adapter; or pieces of compact states."""
+    request, parts, itemsize = inputs.request, inputs.request.tensor_parallel, inputs.trained_dtype.itemsize
+    if request.peft_config is not None:  # rank 0 gathers the adapter, which is fp32
+        exported = 4 * inputs.counts.trained if _num_shards(request) > 1 else 0
+    elif parts > 1:  # a slice of the whole tensor, and the rows from which it is cut
+        exported = 2 * min(SLICE_BYTES, itemsize * inputs.counts.largest * parts)
+    else:
+        exported = min(SLICE_BYTES, itemsize * inputs.counts.largest // _num_shards(request))
+    return max(exported, decoded_bytes(inputs))
+
+
+def decoded_bytes(inputs: RunInputs) -> int:
+    """Return the bytes of two decoded pieces of compact states, which saving needs at a time; 0 for torch's AdamW."""
+    storage = inputs.storage
+    if storage is None or (storage.weight_bits is None and storage.state_bits != 8):
+        return 0
+    return 2 * min(SLICE_BYTES, 4 * inputs.counts.largest_trained // _num_shards(inputs.request))
+
+
+def _num_shards(request: PlanRequest) -> int:
+    ranks = request.world_size
+    return ranks // request.sharding.num_copies(ranks, request.machine.num_hosts) if request.sharding.gathers else 1
 
 
 def streamed_bytes(inputs: RunInputs) -> int:

@@ -43,6 +43,7 @@ from lowpeak.sizes import LayoutChoice, ModelShape, Sizes, choose_layout
 from lowpeak.training import LogprobSettings
 
 OFFLINE = ("sft", "reward")
+Split = Callable[[nn.Module], nn.Module]
 
 
 class RunInputs:
@@ -73,6 +74,7 @@ class RunInputs:
         sizes, layout = self.sizes, self.layout_choice
         fewer = copy.copy(self)
         fewer.config = with_layers(self.config, layers)
+        fewer.request = replace(self.request, config=with_layers(self.request.config, layers))
         fewer.__dict__.pop("_plain_model", None)
         tokens = sizes.kv_cache_bytes // self._bytes_per_token if self.is_online else 0
         fewer.sizes = replace(sizes, kv_cache_bytes=tokens * fewer._bytes_per_token)
@@ -108,13 +110,16 @@ class RunInputs:
 
     # models, made under fake tensors
 
-    def make_policy(self) -> nn.Module:
-        """Return the policy as its trainer prepares it: adapter, critic, dtype, head, attention, checkpointing."""
-        with convert_by_assignment(), without_warnings():
-            return self._make_policy()
+    def make_policy(self, split: Split | None = None) -> nn.Module:
+        """Return the policy as its trainer prepares it: adapter, critic, dtype, head, attention, checkpointing.
 
-    def _make_policy(self) -> nn.Module:
-        model = self._load_policy()
+        Under tensor parallelism it is one device's part as a model of its own, unless `split` splits the whole model.
+        """
+        with convert_by_assignment(), without_warnings():
+            return self._make_policy(split)
+
+    def _make_policy(self, split: Split | None) -> nn.Module:
+        model = self._load_policy(split)
         if self.request.kind == "ppo":
             critic = resolve_critic(self.args)
             classifier = self.make_classifier(self.config, self.checkpoint_dtype) if critic.critic == "model" else None
@@ -132,22 +137,25 @@ class RunInputs:
             enable(dict(kwargs))
         return model
 
-    def _load_policy(self) -> nn.Module:
+    def _load_policy(self, split: Split | None) -> nn.Module:
         auto = AutoModelForSequenceClassification if self.request.kind == "reward" else AutoModelForCausalLM
-        model = auto.from_config(self._with_labels(), dtype=self.checkpoint_dtype)
+        in_fp32 = split is not None and not self.settings.model.trains_bf16  # as `load_policy` loads a split one
+        model = self._from_config(auto, split, torch.float32 if in_fp32 else self.checkpoint_dtype)
         if self.request.quantized_bits is not None:
             quantize(model.requires_grad_(False), self.request.quantized_bits)
         return model if self.request.peft_config is None else add_training_adapter(model, self.request.peft_config)
 
-    def _with_labels(self) -> Any:
-        config = copy.deepcopy(self.config)
+    def _from_config(self, auto: Any, split: Split | None, dtype: torch.dtype) -> nn.Module:
+        config = copy.deepcopy(self.config if split is None else self.request.config)
         if self.request.kind == "reward":
             config.num_labels = 1
             config.get_text_config().pad_token_id = 0
-        return config
+        model: nn.Module = auto.from_config(config, dtype=dtype)
+        return model if split is None else split(model)
 
-    def make_reference(self) -> nn.Module:
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=self.checkpoint_dtype)
+    def make_reference(self, split: Split | None = None) -> nn.Module:
+        """Return a separate reference; `split` as for `make_policy`."""
+        model = self._from_config(AutoModelForCausalLM, split, self.checkpoint_dtype)
         install_head(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
         if self.layout_choice.layout != "padded":
             install_attention(model)
@@ -174,12 +182,12 @@ class RunInputs:
     @cached_property
     def _plain_model(self) -> Any:
         """Return the model without weights, for what depends on its architecture."""
-        with unset_fake_temporarily(), FakeTensorMode():
-            return AutoModelForCausalLM.from_config(copy.deepcopy(self.config))
+        return _without_weights(self.config)
 
     def check_tensor_parallel(self, sizes: ModelParallel) -> None:
         """Raise ArgumentError if the model cannot be split over these sizes."""
-        check_tensor_parallel(self._plain_model, sizes)
+        whole = self.request.tensor_parallel == 1
+        check_tensor_parallel(self._plain_model if whole else _without_weights(self.request.config), sizes)
 
     @cached_property
     def layout_choice(self) -> LayoutChoice:
@@ -336,6 +344,11 @@ class RunInputs:
     def _bytes_per_token(self) -> int:
         dtype = torch.bfloat16 if self.storage is not None and self.settings.model.trains_bf16 else torch.float32
         return bytes_per_token(self._plain_model, dtype)
+
+
+def _without_weights(config: Any) -> Any:
+    with unset_fake_temporarily(), FakeTensorMode():
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
 
 
 def _planned_arguments(request: PlanRequest) -> Any:

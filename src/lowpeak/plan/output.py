@@ -100,14 +100,11 @@ def _duration_line(plan: Plan, hourly_price: float | None) -> str:
 
 
 def _sources_line(plan: Plan) -> str:
-    """Return which phases of the plan were rehearsed, and which computed, and how far such plans are to be trusted."""
-    doubt = ""
-    if plan.request.tensor_parallel > 1:
-        doubt = " Tensor parallel runs took up to 1.8 times their planned peak on CPU ranks (docs/plan.md): leave room."
+    """Return which phases of the plan were rehearsed, and which computed."""
     computed = [name for name, phase in plan.phases.items() if phase.source == "computed"]
     return (
         f"Rehearsed on fake tensors: {', '.join(name for name in plan.phases if name not in computed) or 'none'}; "
-        f"computed by arithmetic: {', '.join(computed) or 'none'}. Every completion is planned at its full length.{doubt}"
+        f"computed by arithmetic: {', '.join(computed) or 'none'}. Every completion is planned at its full length."
     )
 
 

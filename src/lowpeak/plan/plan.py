@@ -10,18 +10,21 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowpeak.arguments import ModelParallel
 from lowpeak.device_kind import rehearse_device
 from lowpeak.heads import rehearse_experts
 from lowpeak.memory import Kind, PhaseMemories, PhaseMemory
 from lowpeak.parallel import decoder_layers
 from lowpeak.plan.computed import (
     ENGINE_AWAKE,
+    decoded_bytes,
     engine_bytes,
     gatherable_bytes,
     gathered_itemsize,
     host_of_process,
     margin,
     place_by_strategy,
+    save_bytes,
     state_bytes,
     streamed_bytes,
     sync_bytes,
@@ -31,7 +34,7 @@ from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
 from lowpeak.plan.rehearsal import Rehearsal, RehearsalInputs, rehearse
 from lowpeak.plan.request import PlanRequest
-from lowpeak.records import SLICE_BYTES, MicroBatch
+from lowpeak.records import MicroBatch
 from lowpeak.setup import max_prompt_tokens
 
 PHASES = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer", "save")
@@ -234,6 +237,8 @@ def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda tex
     with rehearse_device(request.machine.device), rehearse_experts():
         report("counting parameters")
         inputs = RunInputs(request, free_bytes)
+        if request.tensor_parallel > 1:
+            inputs.check_tensor_parallel(ModelParallel(request.tensor_parallel, request.world_size))
         inputs.counts = ModelCounts.of(inputs.make_policy)
         batches = inputs.step_batches()
         report(f"rehearsing a step of {len(batches)} micro-batches")
@@ -341,7 +346,10 @@ def _with_buckets(inputs: RunInputs, phases: dict[str, PhaseMemory]) -> dict[str
     if inputs.is_online:
         phases["sync"] = _add_buckets(between_steps, sync_bytes(inputs))
         phases = {"rollout": between_steps.computed({}), "reward": between_steps.computed({}), **phases}
-    phases["save"] = _add_buckets(between_steps, _save_bytes(inputs, inputs.counts))
+    saves = [_add_buckets(between_steps, save_bytes(inputs))]
+    if "save" in phases:  # with tensors that are cut in another way
+        saves.append(_add_buckets(phases["save"], decoded_bytes(inputs)))
+    phases["save"] = max(saves, key=lambda phase: phase.peak)
     return phases
 
 
@@ -361,19 +369,6 @@ def _offloaded_kinds(inputs: RunInputs, phase: str, frozen: int) -> dict[Kind, i
 def _add_buckets(phase: PhaseMemory, num_bytes: int) -> PhaseMemory:
     """Return a phase with bytes of buckets beside those that it has."""
     return phase.computed({Kind.BUCKETS: phase.device.get(Kind.BUCKETS, 0) + num_bytes})
-
-
-def _save_bytes(inputs: RunInputs, counts: ModelCounts) -> int:
-    """Return the bytes that saving needs: a slice of exported weights, or an adapter; a decoded piece of compact states."""
-    row, ranks, storage = inputs.request.sharding, inputs.request.world_size, inputs.storage
-    shards = ranks // row.num_copies(ranks, inputs.request.machine.num_hosts) if row.gathers else 1
-    if inputs.request.peft_config is None:
-        exported = min(SLICE_BYTES, inputs.trained_dtype.itemsize * counts.largest // shards)
-    else:  # rank 0 gathers the adapter, which is fp32
-        exported = 4 * counts.trained if shards > 1 else 0
-    is_compact = storage is not None and (storage.weight_bits is not None or storage.state_bits == 8)
-    piece = min(SLICE_BYTES, 4 * counts.largest_trained // shards)
-    return max(exported, 2 * piece if is_compact else 0)
 
 
 def gather_budget_of(inputs: RunInputs) -> int:

@@ -185,15 +185,18 @@ class QuickPlanner:
         return Rehearsal(phases, to_host=activations, to_device=activations + copied)
 
     def _split(self, inputs: RunInputs, phase: PhaseMemory, tokens: int) -> PhaseMemory:
-        """Return a phase of a tensor parallel device: it splits all but what layers pass on."""
+        """Return a phase of a tensor parallel device: it splits all but what layers pass on, and a chunk's logits."""
         text = inputs.config.get_text_config()
         # Of each layer: its input, or without checkpointing what norms, residual sums and column-parallel products save (measured).
         per_value = (BF16_BYTES if self._passes_bf16(inputs) else 4) if inputs.args.checkpoints_activations else 16
         passed_on = per_value * text.num_hidden_layers * tokens * text.hidden_size
-        activations, logits = (phase.device.get(kind, 0) for kind in (Kind.ACTIVATIONS, Kind.LOGITS))
+        activations, frozen = (phase.device.get(kind, 0) for kind in (Kind.ACTIVATIONS, Kind.FROZEN))
         replicated, parts = min(activations, passed_on), inputs.request.tensor_parallel
         return phase.computed(
-            {Kind.ACTIVATIONS: replicated + (activations - replicated) // parts, Kind.LOGITS: logits // parts}
+            {
+                Kind.ACTIVATIONS: replicated + (activations - replicated) // parts,
+                Kind.FROZEN: frozen if inputs.rewards else frozen // parts,  # reward models are not split
+            }
         )
 
     def _passes(self, inputs: RunInputs, tokens: int) -> Rehearsal:
@@ -209,7 +212,8 @@ class QuickPlanner:
     def _passes_bf16(self, inputs: RunInputs) -> bool:
         """Return whether layers pass on bf16: with bf16 weights, and under FSDP2, which casts fp32 ones."""
         row = inputs.request.sharding
-        casts = row.sends_weights(inputs.request.world_size) and row.has_formats and bool(inputs.args.bf16)
+        shards = row.sends_weights(inputs.request.world_size) and row.has_formats and not row.splits_tensors
+        casts = shards and bool(inputs.args.bf16)
         return inputs.storage is not None or (casts and self._can_store_bf16)
 
     @cached_property

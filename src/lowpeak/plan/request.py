@@ -57,7 +57,8 @@ class PlanRequest:
     @property
     def mesh(self) -> MeshShape:
         """Return the mesh on which the policy is rehearsed; the shares of ZeRO's stages are computed from one device."""
-        return MeshShape(*self.sharding.mesh(self.world_size, self.machine.num_hosts))
+        shards, replicas = self.sharding.mesh(self.world_size, self.machine.num_hosts)
+        return MeshShape(shards, replicas, self.tensor_parallel)
 
     def share_of(self, kind: Kind, num_bytes: int) -> int:
         """Return a rank's share of a kind's bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,13 +17,15 @@ class Model(nn.Module):
         return input_ids
 
 
-def test_the_cache_of_a_forward_is_freed_with_its_last_reference_outside():
+def test_what_forwards_used_is_freed_after_the_block():
     model, ids = Model(), torch.zeros(1, 1)
     with fake_process_group(2):
         lockstep = Lockstep(torch.device("cpu"))
+        cache, buffer = torch.zeros(1), torch.zeros(1)
+        lockstep.register(buffer.sum, partial(torch.add, buffer, 1))
+        lockstep.register(model.forward, lambda: lockstep)
+        freed = weakref.ref(cache), weakref.ref(buffer)
         with lockstep_forwards(model, lockstep):
-            cache = torch.zeros(1)
-            freed = weakref.ref(cache)
             model(input_ids=ids, past_key_values=cache)
-            del cache
-            assert freed() is None
+        del cache, buffer
+        assert [each() for each in freed] == [None, None]

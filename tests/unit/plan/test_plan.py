@@ -12,12 +12,12 @@ from transformers import Gemma3TextConfig, Qwen2Config, Qwen3MoeConfig
 
 from case_selection import mark_extended
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak.errors import ArgumentError
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.advice import advise
 from lowpeak.plan.hardware import GIB, Machine
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
-from lowpeak.plan.output import summary
 from lowpeak.plan.plan import ModelCounts, Plan, make_plan
 from lowpeak.plan.request import PlanRequest
 
@@ -179,9 +179,12 @@ def test_hsdp_shards_within_a_host_alone():
 
 @pytest.mark.extended
 def test_tensor_parallel_devices_have_parts_of_every_layer():
-    parts = make_plan(replace(request("grpo", "tp", Machine(4, 80 * GIB)), tensor_parallel=4))
-    assert parts.counts.total == pytest.approx(plan("grpo").counts.total / 4, rel=0.1)
-    assert "up to 1.8 times their planned peak" in summary(parts, ())[-1]
+    on_four = request("grpo", "tp", Machine(4, 80 * GIB))
+    parts = make_plan(replace(on_four, tensor_parallel=2))
+    assert parts.counts.total == pytest.approx(plan("grpo").counts.total / 2, rel=0.1)
+    assert parts.phases["optimizer"].device[Kind.WEIGHTS] == pytest.approx(4 * parts.counts.total / 2, rel=0.02)
+    with pytest.raises(ArgumentError, match="num_key_value_heads=2, which tp_size=4 does not divide"):
+        make_plan(replace(on_four, tensor_parallel=4))
 
 
 @pytest.mark.extended

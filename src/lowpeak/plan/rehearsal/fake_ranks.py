@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,16 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers.distributed import DistributedConfig
 
 from lowpeak.errors import ArgumentError
+from lowpeak.heads import transformers_model
 from lowpeak.memory import Kind
-from lowpeak.parallel import FlatShard, Gatherer, TrainingStrategy, fsdp_shard, reshard
+from lowpeak.models import adopt_tensor_parallel
+from lowpeak.parallel import FlatShard, Gatherer, TrainingStrategy, fsdp_shard, reshard, tensor_parallel_shard
 from lowpeak.plan.rehearsal.storage_meter import run_methods_inside
 from lowpeak.ranks import Ranks
 
@@ -89,11 +93,34 @@ def wrap_shape_propagation(make_context: Callable[[], AbstractContextManager[Non
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
 
 
-def make_mesh(shards: int, replicas: int = 1) -> Any:
-    """Return the mesh on which FSDP2 shards, with an axis of replicas if there are several; call before fake tensor mode starts."""
+def make_mesh(shards: int, replicas: int = 1, parts: int = 1) -> Any:
+    """Return the mesh of a sharded model, None if it has one rank's size; call before fake tensor mode starts.
+
+    Its axes are those of accelerate's FSDP2, with one of replicas if there are several, or transformers' of tensor parallelism.
+    """
+    if parts > 1:
+        return init_device_mesh("cpu", (1, 1, shards, parts), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    if shards == 1:
+        return None
     if replicas == 1:
         return init_device_mesh("cpu", (shards,), mesh_dim_names=("shards",))
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicas", "shards"))
+
+
+def split_like_transformers(mesh: Any, model: Any) -> nn.Module:
+    """Return the model as `load_tensor_parallel` does: tensor parallel, and sharded by FSDP2 over the data ranks."""
+    head = model.get_output_embeddings()
+    if head is not None:  # from_pretrained ties weights after it has split them
+        head.weight = nn.Parameter(head.weight.detach())
+    sizes = DistributedConfig(tp_size=mesh["tp"].size(), fsdp_size=mesh["fsdp"].size())
+    model = model.maybe_distribute_model(model, sizes, SimpleNamespace(get_mesh=lambda axes: mesh[axes]))
+    for parameter in model.parameters():
+        local = getattr(parameter, "_local_tensor", parameter)
+        if local.untyped_storage().nbytes() > local.nbytes:  # a view of the whole parameter
+            parameter._local_tensor = local.clone()
+    model.tie_weights()
+    adopt_tensor_parallel(model)
+    return cast(nn.Module, model)
 
 
 @contextmanager
@@ -101,9 +128,12 @@ def gather_on_fake_ranks(
     model: nn.Module, compute: torch.dtype | None, budget: int, gather_head: bool = False
 ) -> Iterator[None]:
     """Gather a sharded model for forwards without gradients, as the strategy of a run on CPUs or GPUs does."""
-    device = torch.device("cpu")
+    device, splits = torch.device("cpu"), getattr(transformers_model(model), "_tp_size", None)
 
     def shard_of(parameter: nn.Parameter) -> FlatShard | None:
+        if splits:
+            with unset_fake_temporarily():  # DTensor computes offsets with tensors, and reads them
+                return tensor_parallel_shard(parameter, device)
         return fsdp_shard(parameter, compute if parameter.is_floating_point() else None, device)
 
     reshard(model)

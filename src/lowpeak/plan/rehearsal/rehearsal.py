@@ -6,7 +6,7 @@ for the other ranks, so a step of any model on any number of ranks can be rehear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,14 +15,22 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import ModelSettings, Sampling, StorageFormat
 from lowpeak.heads import causal_lm, eval_mode, is_peft, keep_critic_trainable
 from lowpeak.memory import ActivationOffload, Kind, PhaseMemories, PhaseMemory
 from lowpeak.models import convert_trainable
-from lowpeak.optim import CompactAdamW, find_sum
-from lowpeak.parallel import AVERAGE_BYTES, Strategy, clip_grad_norm, place_optimizer, shard_layers, trained_parameters
+from lowpeak.optim import find_sum
+from lowpeak.parallel import (
+    AVERAGE_BYTES,
+    Strategy,
+    clip_grad_norm,
+    shard_layers,
+    torch_training_state,
+    trained_parameters,
+)
 from lowpeak.plan.rehearsal.cpu_scratch import CpuScratch
 from lowpeak.plan.rehearsal.fake_ranks import (
     FakeStrategy,
@@ -30,13 +38,18 @@ from lowpeak.plan.rehearsal.fake_ranks import (
     gather_on_fake_ranks,
     make_mesh,
     prepare_like_accelerate,
+    split_like_transformers,
     tag_fsdp_memory,
     wrap_shape_propagation,
 )
-from lowpeak.plan.rehearsal.rehearsed_host import RehearsedAdamW, RehearsedHost, RehearsedMover
+from lowpeak.plan.rehearsal.rehearsed_host import (
+    RehearsedHost,
+    RehearsedMover,
+    groups_by_mesh,
+    rehearse_compact_adamw,
+)
 from lowpeak.plan.rehearsal.rollout import rehearse_decoding
-from lowpeak.plan.rehearsal.storage_meter import CUDA_BLOCK, StorageMeter
-from lowpeak.ranks import Ranks
+from lowpeak.plan.rehearsal.storage_meter import CUDA_BLOCK, StorageMeter, run_methods_inside
 from lowpeak.records import MicroBatch, Prompt
 from lowpeak.training import LogprobSettings, run_step, score
 
@@ -68,15 +81,16 @@ class RewardPass:
 class MeshShape:
     """How the policy is placed on fake ranks: sharded over `shards` of them by FSDP2, in `replicas` copies.
 
-    With one shard, several replicas are those of DDP.
+    With one shard, several replicas are those of DDP. Tensor parallelism splits the policy into `parts` before that.
     """
 
     shards: int = 1
     replicas: int = 1
+    parts: int = 1
 
     @property
     def world_size(self) -> int:
-        return self.shards * self.replicas
+        return self.shards * self.replicas * self.parts
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,8 @@ class Rehearsal:
 class RehearsalInputs:
     """A step to rehearse, with what surrounds it in a run.
 
-    make_model             returns the model with its head installed; called under FakeTensorMode, where it takes no memory
+    make_model             returns the model with its head installed; called under FakeTensorMode, where it takes no memory.
+                           With several parts it is called with a function that splits a model, and so is `make_reference`
     micro_batches          rank 0's of a step, packed outside
     mesh_shape             how the policy is placed on ranks
     compute                torch.bfloat16 for a run with `bf16=True`
@@ -157,17 +172,17 @@ class RehearsalInputs:
     updates                whether there are optimizer states and an optimizer phase
     """
 
-    make_model: Callable[[], nn.Module]
+    make_model: Callable[..., nn.Module]
     micro_batches: Sequence[MicroBatch]
     algorithm: Algorithm
     core: LogprobSettings
     mesh_shape: MeshShape = MeshShape()
     compute: torch.dtype | None = None
-    make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _FUSED_ADAMW
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = _FUSED_ADAMW
     storage: StorageFormat | None = None
     max_grad_norm: float = 1.0
     scored: Sequence[MicroBatch] | None = None
-    make_reference: Callable[[], nn.Module] | None = None
+    make_reference: Callable[..., nn.Module] | None = None
     rewards: Sequence[RewardPass] = ()
     rollout: RehearsedRollout | None = None
     activation_offloading: bool = False
@@ -191,11 +206,13 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
     ArgumentError in a process that is connected to other ranks; torch's DataDependentOutputException if a phase reads values.
     """
     with fake_process_group(inputs.mesh_shape.world_size), ExitStack() as stack:
-        mesh = make_mesh(inputs.mesh_shape.shards, inputs.mesh_shape.replicas) if inputs.mesh_shape.shards > 1 else None
+        shape = inputs.mesh_shape
+        mesh = make_mesh(shape.shards, shape.replicas, shape.parts)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         counts = (CUDA_BLOCK,) if inputs.device == "cuda" else (1, CpuScratch())
         meter = stack.enter_context(StorageMeter(*counts))
         stack.enter_context(wrap_shape_propagation(meter.paused))
+        stack.enter_context(run_methods_inside(DeviceMesh, {"__init__": unset_fake_temporarily}))  # reads ranks
         stack.enter_context(tag_fsdp_memory(meter.counting_as))
         meter.begin("load", Kind.WEIGHTS)
         stage = _Stage(meter, inputs, mesh)
@@ -208,6 +225,8 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
             stage.update(optimizer)  # creates its states
         meter.peaks = {"load": load, "sync": meter.live.copy()}
         stage.run_rollout()
+        if inputs.updates and inputs.mesh_shape.parts > 1:
+            stage.save(optimizer)
         host = stage.host
         host.count_copies_from_here()
         stage.train(inputs.micro_batches)
@@ -218,8 +237,7 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
     return Rehearsal(phases, host.to_host, host.to_device, host.batches_to_host, host.batches_to_device, moments)
 
 
-# plan.PHASES without "save", which is computed.
-_ORDER = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer")
+_ORDER = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer", "save")
 
 
 class _Stage:
@@ -227,11 +245,12 @@ class _Stage:
 
     def __init__(self, meter: StorageMeter, inputs: RehearsalInputs, mesh: Any) -> None:
         self._meter, self._inputs, self._mesh = meter, inputs, mesh
+        self._split = [partial(split_like_transformers, mesh)] if inputs.mesh_shape.parts > 1 else []
         self._core, storage = inputs.core, inputs.storage
         self.host = RehearsedHost(meter)
         self._reference: nn.Module | None = None
         self.rewards: list[Callable[[], object]] = []
-        model = inputs.make_model().train()
+        model = inputs.make_model(*self._split).train()
         if storage is not None:
             convert_trainable(model, ModelSettings(storage=storage))
         # A policy in bf16 is trained without autocast (trainers/constructor.py).
@@ -241,7 +260,7 @@ class _Stage:
         if inputs.activation_offloading:
             offload = ActivationOffload(model, cast(Any, RehearsedMover(self.host)))
             self._core = replace(inputs.core, activation_context=offload.saving)
-        self.model = prepare_like_accelerate(model, mesh, self._compute)
+        self.model = prepare_like_accelerate(model, None if self._split else mesh, self._compute)
         self._strategy = cast(Strategy, FakeStrategy(meter.begin, inplace=mesh is None))
         head = causal_lm(model).get_output_embeddings()
         if head is not None:
@@ -250,7 +269,7 @@ class _Stage:
     def load_frozen(self) -> None:
         with self._meter.counting_as(Kind.FROZEN):
             if self._inputs.make_reference is not None:
-                self._reference = self._frozen(self._inputs.make_reference())
+                self._reference = self._frozen(self._inputs.make_reference(*self._split))
             for reward in self._inputs.rewards:
                 model = self._frozen(reward.make_model())
                 ids_BL = torch.zeros(reward.shape, dtype=torch.int64)
@@ -258,7 +277,7 @@ class _Stage:
 
     def _frozen(self, model: nn.Module) -> nn.Module:
         model = model.requires_grad_(False).eval()
-        return model if self._mesh is None else shard_layers(model, self._mesh, False)
+        return model if self._mesh is None or self._split else shard_layers(model, self._mesh, False)
 
     @torch.no_grad()
     def _compute_rewards(self, model: nn.Module, ids_BL: Tensor) -> None:
@@ -283,9 +302,11 @@ class _Stage:
     def make_optimizer(self) -> Any:
         named, storage, shape = trained_parameters(self.model), self._inputs.storage, self._inputs.mesh_shape
         if storage is None:
-            optimizer: Any = self._inputs.make_optimizer(named.values())
+            optimizer: Any = self._inputs.make_optimizer(groups_by_mesh(named.values()))
         else:
-            optimizer = _compact_optimizer(named, storage, self.host, shape)
+            optimizer = rehearse_compact_adamw(
+                named, storage, self.host, replicated=shape.shards == 1 and shape.replicas > 1
+            )
         self._trained = list(named.values())
         self._meter.before_snapshot = self._tag_gradients
         if shape.shards == 1 and shape.replicas > 1:
@@ -345,12 +366,19 @@ class _Stage:
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         max_grad_norm = self._inputs.max_grad_norm
         self._meter.begin("optimizer", Kind.OPTIMIZER)
-        if self._inputs.storage is None:
+        if self._inputs.storage is None and not self._split:  # torch's function does not mix DTensors and tensors
             nn.utils.clip_grad_norm_(self.model.parameters(), max_grad_norm)
         else:
             clip_grad_norm(self.model.parameters(), max_grad_norm, self._core.device)
         optimizer.step()
         optimizer.zero_grad()
+        self._meter.begin(None)
+
+    def save(self, optimizer: torch.optim.Optimizer) -> None:
+        """Collect the training state: tensor parallelism copies what it cut between columns."""
+        self._meter.begin("save", Kind.BUCKETS)
+        with unset_fake_temporarily():  # DTensor computes offsets with tensors, and reads them
+            torch_training_state(trained_parameters(self.model), optimizer)
         self._meter.begin(None)
 
     def score(self, algorithm: Algorithm, batches: Sequence[MicroBatch]) -> None:
@@ -368,15 +396,3 @@ class _Stage:
                 score(model, batches, self._core)
         else:
             score(model, batches, self._core)
-
-
-def _compact_optimizer(
-    named: Mapping[str, nn.Parameter], storage: StorageFormat, host: RehearsedHost, mesh_shape: MeshShape
-) -> CompactAdamW:
-    bits: dict[str, Any] = {"weight_bits": storage.weight_bits, "state_bits": storage.state_bits}
-    optimizer = RehearsedAdamW(named.values(), offload=storage.offload, **bits)
-    optimizer.rehearsed_host = host
-    replicas = Ranks() if mesh_shape.shards == 1 and mesh_shape.replicas > 1 else None
-    with unset_fake_temporarily():  # DTensor computes positions of shards with tensors, and reads them
-        place_optimizer(optimizer, named, storage, replicas)
-    return optimizer

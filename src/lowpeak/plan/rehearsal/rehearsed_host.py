@@ -1,16 +1,21 @@
-"""Host memory in a rehearsal: gradients, optimizer states and activations that leave the device, and the bytes copied."""
+"""Optimizers and host memory of a rehearsal: what leaves the device, and the bytes copied."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from lowpeak.arguments import StorageFormat
 from lowpeak.memory import Kind
 from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device
+from lowpeak.parallel import place_optimizer
 from lowpeak.plan.rehearsal.storage_meter import StorageMeter
+from lowpeak.ranks import Ranks
 
 
 class RehearsedHost(HostMemory):
@@ -107,3 +112,24 @@ class RehearsedAdamW(CompactAdamW):
 
     def host(self, parameter: nn.Parameter) -> HostMemory | None:
         return self.rehearsed_host if self.offload else None
+
+
+def groups_by_mesh(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return parameter groups without a mix of meshes or of DTensors and tensors, as transformers' Trainer makes them."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": group} for group in groups.values()]
+
+
+def rehearse_compact_adamw(
+    named: Mapping[str, nn.Parameter], storage: StorageFormat, host: RehearsedHost, *, replicated: bool
+) -> CompactAdamW:
+    """Return the optimizer of a storage format, placed on fake ranks; `replicated` ones divide the update."""
+    bits: dict[str, Any] = {"weight_bits": storage.weight_bits, "state_bits": storage.state_bits}
+    optimizer = RehearsedAdamW(named.values(), offload=storage.offload, **bits)
+    optimizer.rehearsed_host = host
+    replicas = Ranks() if replicated else None
+    with unset_fake_temporarily():  # DTensor computes positions of shards with tensors, and reads them
+        place_optimizer(optimizer, named, storage, replicas)
+    return optimizer
