@@ -1,7 +1,7 @@
 """Planned against measured memory: `python -m benchmarks.plan_accuracy [--quick] [--only NAMES] [--save FILE]`.
 
 Each configuration of benchmarks.harness.plan_cases is planned by `lowpeak.plan.make_plan`, and run for three steps in a fresh
-process on CPUs (two, over gloo, for DDP and FSDP2). Measured is what torch's allocator has given out, by its events; of several
+process on CPUs (two, over gloo, for DDP and FSDP2). Measured is what torch's allocator has given out, on any thread; of several
 ranks the higher. What FILE has already is not run again. `--resident` measures resident memory, by the kernel's mark.
 """
 

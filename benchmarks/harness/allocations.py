@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.cpp_extension import load
 from transformers import TrainerCallback
 
@@ -18,6 +20,8 @@ from lowpeak.memory.phases import Phase
 REST = "rest"  # what no phase has
 _LOAD, _COUNTED = "load", "counted"
 _M_MMAP_THRESHOLD = -3
+_SETTLE_S = 0.003  # in which gloo's threads free the copies of a collective that has ended
+_COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
 
 
 @functools.cache
@@ -80,6 +84,29 @@ class ResidentMemory(PhasePeaks):
         self._libc.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+
+
+@contextmanager
+def settled_collectives() -> Iterator[None]:
+    """Wait before and after each collective of FSDP2, so that no copy of an earlier one is left by chance."""
+    functions = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+
+    def settled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(_SETTLE_S)
+            result = function(*args, **kwargs)
+            time.sleep(_SETTLE_S)
+            return result
+
+        return call
+
+    for name, function in functions.items():
+        setattr(dist, name, settled(function))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(dist, name, function)
 
 
 class _Steps(TrainerCallback):

@@ -29,7 +29,13 @@ from transformers import (
 )
 
 import lowpeak
-from benchmarks.harness.allocations import AllocatedMemory, ResidentMemory, compile_allocator, mark_phases
+from benchmarks.harness.allocations import (
+    AllocatedMemory,
+    ResidentMemory,
+    compile_allocator,
+    mark_phases,
+    settled_collectives,
+)
 from benchmarks.harness.ranked import FSDP2, allow_fsdp_on_cpu
 from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.hardware import Machine
@@ -177,7 +183,7 @@ def measure_case(case: Case, place: Path, resident: bool = False) -> None:
         torch.manual_seed(0)
         path = _save_model(case.shape, os.path.join(folder, "model")) if case.is_split_when_loaded else None
         # One step compiles and caches what later ones reuse, and a process starts with none of it.
-        with ResidentMemory() if resident else AllocatedMemory() as memory:
+        with ResidentMemory() if resident else AllocatedMemory() as memory, settled_collectives():
             trainer = _make_trainer(case, folder if case.ranks == 1 else os.path.join(place, "run"), path)
             if case.is_online:  # no completion ends before its maximal length
                 trainer.processing_class.eos_token = trainer.model.generation_config.eos_token_id = None

@@ -42,15 +42,14 @@ def state_bytes(row: Sharding, storage: StorageFormat | None, counts: Any, *, bf
     """Return the bytes of the whole model's weights, gradients and optimizer states, before they are divided.
 
     A trained parameter takes 4 + 4 + 8 bytes, or those of a storage format; under DeepSpeed 2 + 2 (4 + 4 in fp32) and 12 of fp32
-    weight and moments (Rajbhandari et al. 2020, arXiv 1910.02054, section 5), and ZeRO-3 2 more in bf16, as a model
-    that is given by name was measured.
+    weight and moments (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
     """
     per_parameter: tuple[float, float, float] = (4, 4, 8)
     if storage is not None:
         per_parameter = (storage.weight_bytes, storage.gradient_bits / 8, storage.state_bytes)
     elif not row.has_formats:
         width = BF16_BYTES if bf16 else 4
-        per_parameter = (width, 4 if row.gathers else width, 12)
+        per_parameter = (width, width, 12)
     weights, gradients, states = (int(num_bytes * counts.trained) for num_bytes in per_parameter)
     return {Kind.WEIGHTS: weights + counts.frozen_bytes, Kind.GRADIENTS: gradients, Kind.OPTIMIZER: states}
 
@@ -70,24 +69,31 @@ def place_on_ranks(
 ) -> dict[str, PhaseMemory]:
     """Return the phases of one device with a strategy's shares of weights, gradients and states, gathered layers and buckets.
 
-    A sharded model gathers a layer, the next one, embeddings and head; for a rollout of the native engine `gather_budget` and a
-    layer more.
+    A sharded model gathers a layer, the next one, embeddings and head. Its own gathers, for a rollout of the native engine and a
+    reference, are of a layer at a time beside `gather_budget` or the head; in them gloo copies three tensors.
     """
     request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
     whole = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
     shares = {kind: request.share_of(kind, value) for kind, value in whole.items()}
     model, itemsize = gatherable_bytes(inputs), gathered_itemsize(inputs)
     gathered = dict.fromkeys(_FORWARDS, min(model, itemsize * inputs.counts.in_pass))
-    if inputs.rollout(0) is not None:
-        gathered["rollout"] = min(model, itemsize * inputs.counts.largest_layer + gather_budget)
+    buckets = {} if row.has_formats else _zero_buckets(inputs)
+    layer = itemsize * inputs.counts.largest_layer
+    own = {} if inputs.algorithm.needs & {"old", "entropy", "values"} else {"score": itemsize * inputs.counts.head}
+    own |= {} if inputs.rollout(0) is None else {"rollout": gather_budget}
+    for name, kept in own.items():
+        gathered[name] = min(model, layer + kept)
+        if request.machine.device == "cpu" and model:
+            buckets[name] = itemsize * inputs.counts.three_of_layer
     offloads = storage is not None and storage.offload
     on_host = row.on_host | ({Kind.GRADIENTS, Kind.OPTIMIZER} if offloads else set())
-    buckets = {} if row.has_formats else _zero_buckets(inputs)
     placed = {}
     for name, phase in phases.items():
         kinds = {**shares, **_absent_state(row, name, shares, num_batches)}
         kinds |= {Kind.GATHERED: gathered.get(name, 0), Kind.BUCKETS: buckets.get(name, 0)}
         kinds[Kind.FROZEN] = request.share_of(Kind.FROZEN, phase.device.get(Kind.FROZEN, 0))
+        if name == "rollout" and 0 < gathered[name] < model:  # ranks multiply by their rows of the head
+            kinds[Kind.LOGITS] = phase.device.get(Kind.LOGITS, 0) // request.world_size
         placed[name] = _without(phase.computed(kinds), on_host)
     return placed
 

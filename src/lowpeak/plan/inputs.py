@@ -125,6 +125,8 @@ class RunInputs:
             classifier = self.make_classifier(self.config, self.checkpoint_dtype) if critic.critic == "model" else None
             attach_critic(model, model, classifier, replace(critic, value_model_path=None))
         convert_trainable(model, self.settings.model)
+        if self.args.bf16 and not self.request.sharding.has_formats:
+            model.bfloat16()  # DeepSpeed's passes have no fp32 weights
         if self.request.kind == "reward":
             SCORE_HEAD.install(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
         else:

@@ -44,7 +44,7 @@ _REHEARSED_BATCHES = 2
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """Numbers of a model's parameters: all, trained, used by one token, of its largest layer, of its head.
+    """Numbers of a model's parameters: all, trained, used by one token, of its largest layer and three tensors of it, of its head.
 
     `loaded_bytes` are of all of them, as loaded, `frozen_bytes` of the frozen ones. `largest` is the largest tensor's.
     """
@@ -53,6 +53,7 @@ class ModelCounts:
     trained: int
     active: int
     largest_layer: int
+    three_of_layer: int
     head: int
     loaded_bytes: int
     frozen_bytes: int
@@ -70,11 +71,13 @@ class ModelCounts:
             model: Any = make_model()
             head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
             parameters = list(model.parameters())
+            layers = [list(layer.parameters()) for layer in decoder_layers(model)]
             return cls(
                 _count(parameters),
                 _count([p for p in parameters if p.requires_grad]),
                 _active(model, _count(parameters)),
-                max((_count(list(layer.parameters())) for layer in decoder_layers(model)), default=0),
+                max(map(_count, layers), default=0),
+                max((_count(sorted(layer, key=lambda p: p.numel())[-3:]) for layer in layers), default=0),
                 0 if head is None else int(head.weight.numel()),
                 sum(p.nbytes for p in parameters),
                 sum(p.nbytes for p in parameters if not p.requires_grad),
