@@ -90,15 +90,17 @@ def test_fsdp_in_arguments_is_version_2(fsdp, given, wanted, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["argument", "environment"])
-def test_a_deepspeed_config_that_does_not_clip_gets_the_run_s_own_norm(where, tmp_path):
+def test_a_deepspeed_config_gets_the_run_s_norm_and_precision(where, tmp_path):
     if where == "argument":
-        args = config(tmp_path, deepspeed=ZERO, max_grad_norm=0.3)
+        args = config(tmp_path, deepspeed=ZERO, max_grad_norm=0.3, bf16=True)
     else:
         (tmp_path / "zero.json").write_text(json.dumps(ZERO))
         os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "zero.json"))
-        args = config(tmp_path, max_grad_norm=0.3)
-    assert args.deepspeed_plugin.hf_ds_config.config["gradient_clipping"] == 0.3
-    assert "gradient_clipping" not in ZERO
+        args = config(tmp_path, max_grad_norm=0.3, bf16=True)
+    settled = args.deepspeed_plugin.hf_ds_config.config
+    assert settled["gradient_clipping"] == 0.3
+    assert settled["bf16"]["enabled"]
+    assert not {"gradient_clipping", "bf16"} & ZERO.keys()
 
 
 @pytest.mark.parametrize("rate", [None, 1e-2])
