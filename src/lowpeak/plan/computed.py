@@ -67,24 +67,14 @@ def place_by_strategy(
 def place_on_ranks(
     inputs: RunInputs, phases: Mapping[str, PhaseMemory], gather_budget: int, num_batches: int
 ) -> dict[str, PhaseMemory]:
-    """Return the phases of one device with a strategy's shares of weights, gradients and states, gathered layers and buckets.
-
-    A sharded model gathers a layer, the next one, embeddings and head. Its own gathers, for a rollout of the native engine and a
-    reference, are of a layer at a time beside `gather_budget` or the head; in them gloo copies three tensors.
-    """
+    """Return the phases of one device with a strategy's shares of weights, gradients and states, gathered layers and buckets."""
     request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
     whole = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
     shares = {kind: request.share_of(kind, value) for kind, value in whole.items()}
-    model, itemsize = gatherable_bytes(inputs), gathered_itemsize(inputs)
-    gathered = dict.fromkeys(_FORWARDS, min(model, itemsize * inputs.counts.in_pass))
+    model, gathered, copied = gatherable_bytes(inputs), _gathered_bytes(inputs), _own_gathers(inputs, gather_budget)
+    gathered |= {name: own for name, (own, _) in copied.items()}
     buckets = {} if row.has_formats else _zero_buckets(inputs)
-    layer = itemsize * inputs.counts.largest_layer
-    own = {} if inputs.algorithm.needs & {"old", "entropy", "values"} else {"score": itemsize * inputs.counts.head}
-    own |= {} if inputs.rollout(0) is None else {"rollout": gather_budget}
-    for name, kept in own.items():
-        gathered[name] = min(model, layer + kept)
-        if request.machine.device == "cpu" and model:
-            buckets[name] = itemsize * inputs.counts.three_of_layer
+    buckets |= {name: copies for name, (_, copies) in copied.items()}
     offloads = storage is not None and storage.offload
     on_host = row.on_host | ({Kind.GRADIENTS, Kind.OPTIMIZER} if offloads else set())
     placed = {}
@@ -96,6 +86,23 @@ def place_on_ranks(
             kinds[Kind.LOGITS] = phase.device.get(Kind.LOGITS, 0) // request.world_size
         placed[name] = _without(phase.computed(kinds), on_host)
     return placed
+
+
+def _gathered_bytes(inputs: RunInputs) -> dict[str, int]:
+    """Return the bytes that the engine gathers in each phase with forwards: a layer, the next one, embeddings and head."""
+    return dict.fromkeys(_FORWARDS, min(gatherable_bytes(inputs), gathered_itemsize(inputs) * inputs.counts.in_pass))
+
+
+def _own_gathers(inputs: RunInputs, gather_budget: int) -> dict[str, tuple[int, int]]:
+    """Return the bytes gathered, and those that gloo copies, for a rollout of the native engine, and for a reference's scores.
+
+    They are gathered layer by layer, beside `gather_budget` or the head; gloo copies three tensors.
+    """
+    model, itemsize, counts = gatherable_bytes(inputs), gathered_itemsize(inputs), inputs.counts
+    kept = {} if inputs.algorithm.needs & {"old", "entropy", "values"} else {"score": itemsize * counts.head}
+    kept |= {} if inputs.rollout(0) is None else {"rollout": gather_budget}
+    copies = itemsize * counts.three_of_layer if model and inputs.request.machine.device == "cpu" else 0
+    return {name: (min(model, itemsize * counts.largest_layer + beside), copies) for name, beside in kept.items()}
 
 
 def _absent_state(row: Sharding, phase: str, shares: Mapping[Kind, int], num_batches: int) -> dict[Kind, int]:
