@@ -183,7 +183,7 @@ def test_tensor_parallel_devices_have_parts_of_every_layer():
     parts = make_plan(replace(on_four, tensor_parallel=2))
     assert parts.counts.total == pytest.approx(plan("grpo").counts.total / 2, rel=0.1)
     assert parts.phases["optimizer"].device[Kind.WEIGHTS] == pytest.approx(4 * parts.counts.total / 2, rel=0.02)
-    with pytest.raises(ArgumentError, match="num_key_value_heads=2, which tp_size=4 does not divide"):
+    with pytest.raises(ArgumentError, match="num_key_value_heads=2.*tp_size=4"):
         make_plan(replace(on_four, tensor_parallel=4))
 
 
