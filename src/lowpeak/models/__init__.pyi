@@ -28,3 +28,4 @@ from lowpeak.models.sharded_loading import init_without_weights as init_without_
 from lowpeak.models.sharded_loading import materialize_meta_params as materialize_meta_params
 from lowpeak.models.sharded_loading import modules_with_style as modules_with_style
 from lowpeak.models.sharded_loading import reads_weights as reads_weights
+from lowpeak.models.sharded_loading import refuse_split_adapter as refuse_split_adapter

@@ -24,7 +24,7 @@ from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.heads import install_head, install_score_head, is_peft, remove_critic, verify_head, verify_score_head
 from lowpeak.models.lora import add_training_adapter, remove_added_modules, ties_lora_weights
 from lowpeak.models.pretrained import from_pretrained
-from lowpeak.models.sharded_loading import device_map_for_loading, find_config
+from lowpeak.models.sharded_loading import device_map_for_loading, find_config, refuse_split_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +109,7 @@ def _check_tensor_parallel(model: Any, settings: ModelSettings, peft_config: Any
         raise ArgumentError(
             "tensor parallelism shards a model while it is loaded: pass its name or path, not an instance."
         )
-    if peft_config is not None or "quantization_config" in settings.model_init_kwargs:
-        raise ArgumentError(
-            "tensor parallelism does not support adapters and quantised models: train them under fsdp2 or zero3."
-        )
+    refuse_split_adapter(peft_config, "quantization_config" in settings.model_init_kwargs)
 
 
 def _check_policy(policy: nn.Module) -> None:

@@ -152,6 +152,14 @@ def adopt_tensor_parallel(model: Any) -> None:
         module.__dict__.pop("forward", None)
 
 
+def refuse_split_adapter(peft_config: Any, is_quantised: bool) -> None:
+    """Raise ArgumentError for an adapter or a quantised model, which tensor parallelism does not split."""
+    if peft_config is not None or is_quantised:
+        raise ArgumentError(
+            "tensor parallelism does not support adapters and quantised models: train them under fsdp2 or zero3."
+        )
+
+
 def check_tensor_parallel(model: Any, model_parallel: ModelParallel) -> None:
     """Raise ArgumentError for a model whose plan, heads or tied embedding these sizes cannot split."""
     unknown = sorted(set(model.tp_plan.values()) - set(_SUPPORTED_STYLES))

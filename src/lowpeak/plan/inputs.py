@@ -30,7 +30,14 @@ from lowpeak.attention import install_attention, packing_unsupported_reason
 from lowpeak.batching import TokenBudget, assign_to_ranks, pack
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import install_head, load_balance_of, transformers_model
-from lowpeak.models import SCORE_HEAD, add_training_adapter, check_tensor_parallel, context_length, convert_trainable
+from lowpeak.models import (
+    SCORE_HEAD,
+    add_training_adapter,
+    check_tensor_parallel,
+    context_length,
+    convert_trainable,
+    refuse_split_adapter,
+)
 from lowpeak.plan.derived_configs import shard_config, with_layers
 from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
 from lowpeak.plan.rehearsal import RehearsedRollout, RewardPass
@@ -188,6 +195,7 @@ class RunInputs:
 
     def check_tensor_parallel(self, sizes: ModelParallel) -> None:
         """Raise ArgumentError if the model cannot be split over these sizes."""
+        refuse_split_adapter(self.request.peft_config, self.request.quantized_bits is not None)
         whole = self.request.tensor_parallel == 1
         check_tensor_parallel(self._plain_model if whole else _without_weights(self.request.config), sizes)
 

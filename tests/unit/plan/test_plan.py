@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from peft import LoraConfig
 from transformers import Gemma3TextConfig, Qwen2Config, Qwen3MoeConfig
 
 from case_selection import mark_extended
@@ -183,8 +184,10 @@ def test_tensor_parallel_devices_have_parts_of_every_layer():
     parts = make_plan(replace(on_four, tensor_parallel=2))
     assert parts.counts.total == pytest.approx(plan("grpo").counts.total / 2, rel=0.1)
     assert parts.phases["optimizer"].device[Kind.WEIGHTS] == pytest.approx(4 * parts.counts.total / 2, rel=0.02)
-    with pytest.raises(ArgumentError, match="num_key_value_heads=2.*tp_size=4"):
+    with pytest.raises(ArgumentError, match=r"num_key_value_heads=2.*tp_size=4"):
         make_plan(replace(on_four, tensor_parallel=4))
+    with pytest.raises(ArgumentError, match="adapters"):
+        make_plan(replace(on_four, tensor_parallel=2, peft_config=LoraConfig(task_type="CAUSAL_LM")))
 
 
 @pytest.mark.extended

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers.distributed import DistributedConfig
 
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import transformers_model
@@ -109,6 +108,8 @@ def make_mesh(shards: int, replicas: int = 1, parts: int = 1) -> Any:
 
 def split_like_transformers(mesh: Any, model: Any) -> nn.Module:
     """Return the model as `load_tensor_parallel` does: tensor parallel, and sharded by FSDP2 over the data ranks."""
+    from transformers.distributed import DistributedConfig  # of transformers 5.23
+
     head = model.get_output_embeddings()
     if head is not None:  # from_pretrained ties weights after it has split them
         head.weight = nn.Parameter(head.weight.detach())
