@@ -9,8 +9,9 @@
 
 namespace {
 
-std::mutex lock;
-std::unordered_map<void*, size_t> sizes;
+// Never destroyed: other static objects may free tensors at exit.
+std::mutex& lock = *new std::mutex;
+std::unordered_map<void*, size_t>& sizes = *new std::unordered_map<void*, size_t>;
 size_t live = 0;
 size_t peak = 0;
 

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from lowpeak.memory.phases import Phase
 
-REST = "rest"  # what no phase has
+REST = "rest"  # outside of any phase
 _LOAD, _COUNTED = "load", "counted"
 _M_MMAP_THRESHOLD = -3
 _SETTLE_S = 0.003  # in which gloo's threads free the copies of a collective that has ended
@@ -26,7 +26,7 @@ _COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_t
 
 @functools.cache
 def compile_allocator() -> Any:
-    """Return the module of allocations.cpp, compiled once a machine."""
+    """Return the module of allocations.cpp, compiled once per machine."""
     return load("lowpeak_allocations", [str(Path(__file__).with_suffix(".cpp"))])
 
 
@@ -59,7 +59,7 @@ class PhasePeaks(ABC):
 
 
 class AllocatedMemory(PhasePeaks):
-    """Bytes that torch's allocator has given out on any thread, since this was made: make it before the first tensor."""
+    """Bytes that torch's allocator has given out on any thread, since this was made; earlier tensors are not counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class ResidentMemory(PhasePeaks):
 
 
 @contextmanager
-def settled_collectives() -> Iterator[None]:
-    """Wait before and after each collective of FSDP2, so that no copy of an earlier one is left by chance."""
+def wait_around_collectives() -> Iterator[None]:
+    """Wait before and after each collective of FSDP2, so that no copy of an earlier one is still alive."""
     functions = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
 
     def settled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,9 +32,8 @@ import lowpeak
 from benchmarks.harness.allocations import (
     AllocatedMemory,
     ResidentMemory,
-    compile_allocator,
     mark_phases,
-    settled_collectives,
+    wait_around_collectives,
 )
 from benchmarks.harness.ranked import FSDP2, allow_fsdp_on_cpu
 from lowpeak.parallel import SHARDINGS, Sharding
@@ -47,7 +46,6 @@ _NAMES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO
 _GROUPS = ("grpo", "rloo", "online-dpo")
 _FIRST_LETTER = 0x20000  # of 42,720 letters in a row
 _MEMORY = 16 << 30
-compile_allocator()  # before forks
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ def measure_case(case: Case, place: Path, resident: bool = False) -> None:
         torch.manual_seed(0)
         path = _save_model(case.shape, os.path.join(folder, "model")) if case.is_split_when_loaded else None
         # One step compiles and caches what later ones reuse, and a process starts with none of it.
-        with ResidentMemory() if resident else AllocatedMemory() as memory, settled_collectives():
+        with ResidentMemory() if resident else AllocatedMemory() as memory, wait_around_collectives():
             trainer = _make_trainer(case, folder if case.ranks == 1 else os.path.join(place, "run"), path)
             if case.is_online:  # no completion ends before its maximal length
                 trainer.processing_class.eos_token = trainer.model.generation_config.eos_token_id = None

@@ -44,7 +44,7 @@ CUT = [*FORESTS, TokenBudget(12), TokenBudget(30), TokenBudget(1000)]
 CORE = LogprobSettings(TEMPERATURE, 5, torch.device("cpu"))
 FLOAT64 = {"loss_close": 1e-6, "gradients_close": 1e-9}
 # In float64, where the weights are products of a sequence's ratios, rounded to fp32.
-OF_PRODUCTS = {"loss_close": 4e-7, "gradients_close": 4e-7}
+RATIO_TOLERANCE = {"loss_close": 4e-7, "gradients_close": 4e-7}
 
 
 BY_NAME = {name_of(budget): budget for budget in CUT}
@@ -88,7 +88,7 @@ def test_a_grpo_step_equals_the_plain_padded_way(case):
         model,
         lambda m: plain_grpo_loss(settings, m, records),
         lambda m: streamed_loss(make_grpo(settings), m, records, BY_NAME[case["budget"]])[0],
-        **(OF_PRODUCTS if in_float64 else {}),
+        **(RATIO_TOLERANCE if in_float64 else {}),
     )
 
 
@@ -129,7 +129,7 @@ def test_an_rloo_step_equals_the_plain_padded_way(budget):
         model,
         lambda m: plain_rloo_loss(settings, m, records),
         lambda m: streamed_loss(make_rloo(settings), m, records, budget)[0],
-        **OF_PRODUCTS,
+        **RATIO_TOLERANCE,
     )
 
 

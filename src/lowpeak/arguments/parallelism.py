@@ -134,7 +134,7 @@ def require_deepspeed(what: str) -> None:
 
 
 def sync_deepspeed_config(config: MutableMapping[str, Any], args: Any) -> None:
-    """Write the run's clipping and batch sizes into accelerate's copy of the DeepSpeed config, in place.
+    """Write the run's precision, clipping and batch sizes into accelerate's copy of the DeepSpeed config, in place.
 
     Absent sizes of ZeRO's buckets become `auto`, which accelerate derives from the model's width. ArgumentError if the config has
     other values, and for stage 0, which shards nothing.
@@ -144,6 +144,7 @@ def sync_deepspeed_config(config: MutableMapping[str, Any], args: Any) -> None:
         str(stage) in ("1", "2", "3"),
         f"the DeepSpeed config has ZeRO stage {stage}: lowpeak supports 1, 2 and 3; to shard nothing use ddp.",
     )
+    _sync_precision(config, bool(args.bf16))
     # DeepSpeed's own sizes, 1 to 2 GB for buckets, are the peak of small models.
     for name in _SIZES_BY_WIDTH if str(stage) == "3" else _SIZES_BY_WIDTH[:1]:
         config["zero_optimization"].setdefault(name, "auto")
@@ -171,6 +172,18 @@ def sync_deepspeed_config(config: MutableMapping[str, Any], args: Any) -> None:
         # step, which is one batch without accumulation, because the run forms micro-batches itself.
         if name in config and getattr(args, "hf_deepspeed_config", None) is None:
             config[name] = "auto"
+
+
+def _sync_precision(config: MutableMapping[str, Any], bf16: bool) -> None:
+    """Write the precision into a DeepSpeed config; ArgumentError if it has another one."""
+    enabled = {name: (config.get(name) or {}).get("enabled", "auto") for name in ("bf16", "fp16")}
+    require(
+        enabled["bf16"] in ("auto", bf16) and enabled["fp16"] in ("auto", False),
+        f"the DeepSpeed config has bf16.enabled={enabled['bf16']} and fp16.enabled={enabled['fp16']} but bf16={bf16}: set both "
+        "to auto, or remove them.",
+    )
+    # Before a model is loaded: ZeRO-3 splits it in the config's dtype, and DeepSpeed does not convert it later.
+    config["bf16"] = {**(config.get("bf16") or {}), "enabled": bf16}
 
 
 def refuse_fsdp1(version: Any, where: str) -> None:

@@ -19,13 +19,14 @@ from lowpeak.models.pretrained import from_pretrained as from_pretrained
 from lowpeak.models.pretrained import name_damaged_file as name_damaged_file
 from lowpeak.models.sharded_loading import COLLECTIVE_STYLES as COLLECTIVE_STYLES
 from lowpeak.models.sharded_loading import GRAD_ALLREDUCE_STYLE as GRAD_ALLREDUCE_STYLE
-from lowpeak.models.sharded_loading import adopt_tensor_parallel as adopt_tensor_parallel
 from lowpeak.models.sharded_loading import allow_missing_weights as allow_missing_weights
 from lowpeak.models.sharded_loading import check_tensor_parallel as check_tensor_parallel
+from lowpeak.models.sharded_loading import disable_transformers_hooks as disable_transformers_hooks
 from lowpeak.models.sharded_loading import find_config as find_config
 from lowpeak.models.sharded_loading import gather_zero3_params as gather_zero3_params
 from lowpeak.models.sharded_loading import init_without_weights as init_without_weights
 from lowpeak.models.sharded_loading import materialize_meta_params as materialize_meta_params
 from lowpeak.models.sharded_loading import modules_with_style as modules_with_style
 from lowpeak.models.sharded_loading import reads_weights as reads_weights
-from lowpeak.models.sharded_loading import refuse_split_adapter as refuse_split_adapter
+from lowpeak.models.sharded_loading import refuse_adapter_under_tp as refuse_adapter_under_tp
+from lowpeak.models.sharded_loading import require_tensor_parallel as require_tensor_parallel

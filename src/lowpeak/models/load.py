@@ -24,7 +24,7 @@ from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.heads import install_head, install_score_head, is_peft, remove_critic, verify_head, verify_score_head
 from lowpeak.models.lora import add_training_adapter, remove_added_modules, ties_lora_weights
 from lowpeak.models.pretrained import from_pretrained
-from lowpeak.models.sharded_loading import device_map_for_loading, find_config, refuse_split_adapter
+from lowpeak.models.sharded_loading import device_map_for_loading, find_config, refuse_adapter_under_tp
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def _check_tensor_parallel(model: Any, settings: ModelSettings, peft_config: Any
         raise ArgumentError(
             "tensor parallelism shards a model while it is loaded: pass its name or path, not an instance."
         )
-    refuse_split_adapter(peft_config, "quantization_config" in settings.model_init_kwargs)
+    refuse_adapter_under_tp(peft_config, "quantization_config" in settings.model_init_kwargs)
 
 
 def _check_policy(policy: nn.Module) -> None:

@@ -129,21 +129,27 @@ def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], model
 
     Each process reads only its part. Raises ArgumentError for a model whose plan has styles that lowpeak does not support.
     """
-    from transformers import PreTrainedModel
+    require_tensor_parallel()
     from transformers.distributed import DistributedConfig
+
+    sizes = DistributedConfig(tp_size=model_parallel.tensor, fsdp_size=model_parallel.data)
+    model, report = auto.from_pretrained(name, **options, distributed_config=sizes)
+    check_tensor_parallel(model, model_parallel)
+    disable_transformers_hooks(model)
+    return model, report
+
+
+def require_tensor_parallel() -> None:
+    """Raise MissingPackageError unless transformers splits models as lowpeak expects it."""
+    from transformers import PreTrainedModel
 
     # accelerate needs this older name of transformers to combine tensor parallelism with FSDP2.
     if not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
         raise MissingPackageError("tensor parallelism needs transformers 5.23 or later.")
-    sizes = DistributedConfig(tp_size=model_parallel.tensor, fsdp_size=model_parallel.data)
-    model, report = auto.from_pretrained(name, **options, distributed_config=sizes)
-    check_tensor_parallel(model, model_parallel)
-    adopt_tensor_parallel(model)
-    return model, report
 
 
-def adopt_tensor_parallel(model: Any) -> None:
-    """Remove from a model that transformers split what would act in the strategy's place."""
+def disable_transformers_hooks(model: Any) -> None:
+    """Remove hooks and flags with which transformers would average a split model's gradients itself."""
     # Otherwise transformers' Trainer saves no optimizer states, and averages gradients in a different way.
     model._is_distributed_loading_by_transformers = False
     # Hooks that all-reduce a gradient after each micro-batch, together with sums of earlier ones (transformers 5.23); the
@@ -152,8 +158,8 @@ def adopt_tensor_parallel(model: Any) -> None:
         module.__dict__.pop("forward", None)
 
 
-def refuse_split_adapter(peft_config: Any, is_quantised: bool) -> None:
-    """Raise ArgumentError for an adapter or a quantised model, which tensor parallelism does not split."""
+def refuse_adapter_under_tp(peft_config: Any, is_quantised: bool) -> None:
+    """Raise ArgumentError for an adapter or a quantised model, which tensor parallelism does not support."""
     if peft_config is not None or is_quantised:
         raise ArgumentError(
             "tensor parallelism does not support adapters and quantised models: train them under fsdp2 or zero3."

@@ -22,6 +22,7 @@ from lowpeak.parallel.gradients import clip_grad_norm as clip_grad_norm
 from lowpeak.parallel.gradients import discard_gradients as discard_gradients
 from lowpeak.parallel.gradients import place_optimizer as place_optimizer
 from lowpeak.parallel.gradients import remove_sums as remove_sums
+from lowpeak.parallel.lockstep import override_forward as override_forward
 from lowpeak.parallel.parameters import FlatShard as FlatShard
 from lowpeak.parallel.parameters import active_adapters as active_adapters
 from lowpeak.parallel.parameters import adapter_state_dict as adapter_state_dict

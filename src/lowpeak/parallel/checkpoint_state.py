@@ -165,7 +165,8 @@ def row_sharded(tensor: Tensor) -> Any:
     detached: Any = tensor.detach()
     rows = detached.redistribute(placements=placements)
     if rows._local_tensor.untyped_storage().nbytes() > rows._local_tensor.nbytes:
-        rows._local_tensor = rows._local_tensor.clone()  # gloo has no all-to-all: it was a view of the whole tensor
+        # gloo has no all-to-all: the rows are a view of the gathered tensor.
+        rows._local_tensor = rows._local_tensor.clone()
     return rows
 
 

@@ -95,7 +95,7 @@ class Lockstep:
             gather_numbers(_FAILED, self.device, self._group)
 
     def close(self) -> None:
-        """Drop buffers and the KV cache, which a cycle of dummies and this object would keep alive."""
+        """Drop buffers and the KV cache: the dummies form a reference cycle with this object."""
         self._dummies.clear()
         self.forward_kwargs = {}
 

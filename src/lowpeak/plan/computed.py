@@ -71,7 +71,11 @@ def place_on_ranks(
     request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
     whole = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
     shares = {kind: request.share_of(kind, value) for kind, value in whole.items()}
-    model, gathered, copied = gatherable_bytes(inputs), _gathered_bytes(inputs), _own_gathers(inputs, gather_budget)
+    model, gathered, copied = (
+        gatherable_bytes(inputs),
+        _gathered_bytes(inputs),
+        _layerwise_gathers(inputs, gather_budget),
+    )
     gathered |= {name: own for name, (own, _) in copied.items()}
     buckets = {} if row.has_formats else _zero_buckets(inputs)
     buckets |= {name: copies for name, (_, copies) in copied.items()}
@@ -82,10 +86,15 @@ def place_on_ranks(
         kinds = {**shares, **_absent_state(row, name, shares, num_batches)}
         kinds |= {Kind.GATHERED: gathered.get(name, 0), Kind.BUCKETS: buckets.get(name, 0)}
         kinds[Kind.FROZEN] = request.share_of(Kind.FROZEN, phase.device.get(Kind.FROZEN, 0))
-        if name == "rollout" and 0 < gathered[name] < model:  # ranks multiply by their rows of the head
-            kinds[Kind.LOGITS] = phase.device.get(Kind.LOGITS, 0) // request.world_size
+        kinds |= _logits_of_rows(inputs, phase) if name == "rollout" and 0 < gathered[name] < model else {}
         placed[name] = _without(phase.computed(kinds), on_host)
     return placed
+
+
+def _logits_of_rows(inputs: RunInputs, phase: PhaseMemory) -> dict[Kind, int]:
+    """Return the bytes of logits where each rank has rows of the head: on CPUs they are mostly those rows, widened."""
+    divided = _num_shards(inputs.request) if inputs.request.machine.device == "cpu" else 1
+    return {Kind.LOGITS: phase.device.get(Kind.LOGITS, 0) // divided}
 
 
 def _gathered_bytes(inputs: RunInputs) -> dict[str, int]:
@@ -93,16 +102,17 @@ def _gathered_bytes(inputs: RunInputs) -> dict[str, int]:
     return dict.fromkeys(_FORWARDS, min(gatherable_bytes(inputs), gathered_itemsize(inputs) * inputs.counts.in_pass))
 
 
-def _own_gathers(inputs: RunInputs, gather_budget: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes gathered, and those that gloo copies, for a rollout of the native engine, and for a reference's scores.
+def _layerwise_gathers(inputs: RunInputs, gather_budget: int) -> dict[str, tuple[int, int]]:
+    """Return, by phase, the bytes that lowpeak's Gatherer gathers and those that gloo copies: rollouts, a reference's scores.
 
-    They are gathered layer by layer, beside `gather_budget` or the head; gloo copies three tensors.
+    One layer at a time, in addition to `gather_budget` or the head; gloo copies three tensors.
     """
     model, itemsize, counts = gatherable_bytes(inputs), gathered_itemsize(inputs), inputs.counts
-    kept = {} if inputs.algorithm.needs & {"old", "entropy", "values"} else {"score": itemsize * counts.head}
-    kept |= {} if inputs.rollout(0) is None else {"rollout": gather_budget}
-    copies = itemsize * counts.three_of_layer if model and inputs.request.machine.device == "cpu" else 0
-    return {name: (min(model, itemsize * counts.largest_layer + beside), copies) for name, beside in kept.items()}
+    engine_scores = inputs.algorithm.needs & {"old", "entropy", "values"} or not inputs.has_separate_reference
+    extra = {} if engine_scores else {"score": itemsize * counts.head}
+    extra |= {} if inputs.rollout(0) is None else {"rollout": gather_budget}
+    copies = itemsize * counts.largest_three_of_layer if model and inputs.request.machine.device == "cpu" else 0
+    return {name: (min(model, itemsize * counts.largest_layer + kept), copies) for name, kept in extra.items()}
 
 
 def _absent_state(row: Sharding, phase: str, shares: Mapping[Kind, int], num_batches: int) -> dict[Kind, int]:
@@ -136,8 +146,8 @@ def gatherable_bytes(inputs: RunInputs) -> int:
 
 def gathered_itemsize(inputs: RunInputs) -> int:
     """Return the bytes of a gathered parameter."""
-    casts = inputs.args.bf16 and not inputs.request.sharding.splits_tensors  # transformers' FSDP2 gathers fp32
-    return BF16_BYTES if casts or inputs.storage is not None else 4
+    in_bf16 = inputs.args.bf16 and not inputs.request.sharding.splits_tensors  # transformers' FSDP2 gathers fp32
+    return BF16_BYTES if in_bf16 or inputs.storage is not None else 4
 
 
 def _without(phase: PhaseMemory, on_host: Collection[Kind]) -> PhaseMemory:

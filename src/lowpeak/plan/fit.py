@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from lowpeak.arguments import ColocateSettings, ModelParallel, StorageFormat, show_bytes
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, MissingPackageError
 from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.candidate import (
     ACTIVATIONS,
@@ -187,7 +187,7 @@ class Search:
             return False
         try:
             self._planner.inputs.check_tensor_parallel(ModelParallel(size, machine.num_devices // size))
-        except ArgumentError:
+        except (ArgumentError, MissingPackageError):
             return False
         return True
 

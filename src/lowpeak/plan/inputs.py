@@ -36,7 +36,8 @@ from lowpeak.models import (
     check_tensor_parallel,
     context_length,
     convert_trainable,
-    refuse_split_adapter,
+    refuse_adapter_under_tp,
+    require_tensor_parallel,
 )
 from lowpeak.plan.derived_configs import shard_config, with_layers
 from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
@@ -120,7 +121,7 @@ class RunInputs:
     def make_policy(self, split: Split | None = None) -> nn.Module:
         """Return the policy as its trainer prepares it: adapter, critic, dtype, head, attention, checkpointing.
 
-        Under tensor parallelism it is one device's part as a model of its own, unless `split` splits the whole model.
+        Under tensor parallelism it is a smaller model, of one device's size; with `split`, the whole model, split.
         """
         with convert_by_assignment(), without_warnings():
             return self._make_policy(split)
@@ -133,7 +134,7 @@ class RunInputs:
             attach_critic(model, model, classifier, replace(critic, value_model_path=None))
         convert_trainable(model, self.settings.model)
         if self.args.bf16 and not self.request.sharding.has_formats:
-            model.bfloat16()  # DeepSpeed's passes have no fp32 weights
+            model.bfloat16()  # DeepSpeed computes with bf16 weights
         if self.request.kind == "reward":
             SCORE_HEAD.install(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
         else:
@@ -194,8 +195,9 @@ class RunInputs:
         return _without_weights(self.config)
 
     def check_tensor_parallel(self, sizes: ModelParallel) -> None:
-        """Raise ArgumentError if the model cannot be split over these sizes."""
-        refuse_split_adapter(self.request.peft_config, self.request.quantized_bits is not None)
+        """Raise ArgumentError if the model cannot be split over these sizes, MissingPackageError for old transformers."""
+        require_tensor_parallel()
+        refuse_adapter_under_tp(self.request.peft_config, self.request.quantized_bits is not None)
         whole = self.request.tensor_parallel == 1
         check_tensor_parallel(self._plain_model if whole else _without_weights(self.request.config), sizes)
 

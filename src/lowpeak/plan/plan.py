@@ -44,7 +44,7 @@ _REHEARSED_BATCHES = 2
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """Numbers of a model's parameters: all, trained, used by one token, of its largest layer and three tensors of it, of its head.
+    """Numbers of a model's parameters: all, trained, used by one token, of its largest layer and its three tensors, of its head.
 
     `loaded_bytes` are of all of them, as loaded, `frozen_bytes` of the frozen ones. `largest` is the largest tensor's.
     """
@@ -53,7 +53,7 @@ class ModelCounts:
     trained: int
     active: int
     largest_layer: int
-    three_of_layer: int
+    largest_three_of_layer: int
     head: int
     loaded_bytes: int
     frozen_bytes: int
@@ -350,7 +350,7 @@ def _with_buckets(inputs: RunInputs, phases: dict[str, PhaseMemory]) -> dict[str
         phases["sync"] = _add_buckets(between_steps, sync_bytes(inputs))
         phases = {"rollout": between_steps.computed({}), "reward": between_steps.computed({}), **phases}
     saves = [_add_buckets(between_steps, save_bytes(inputs))]
-    if "save" in phases:  # with tensors that are cut in another way
+    if "save" in phases:  # resharding copies of column-sharded tensors
         saves.append(_add_buckets(phases["save"], decoded_bytes(inputs)))
     phases["save"] = max(saves, key=lambda phase: phase.peak)
     return phases

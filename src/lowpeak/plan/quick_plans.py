@@ -185,7 +185,7 @@ class QuickPlanner:
         return Rehearsal(phases, to_host=activations, to_device=activations + copied)
 
     def _split(self, inputs: RunInputs, phase: PhaseMemory, tokens: int) -> PhaseMemory:
-        """Return a phase of a tensor parallel device: it splits all but what layers pass on, and a chunk's logits."""
+        """Return a phase of a tensor parallel device: everything is split except layer outputs and a chunk's logits."""
         text = inputs.config.get_text_config()
         # Of each layer: its input, or without checkpointing what norms, residual sums and column-parallel products save (measured).
         per_value = (BF16_BYTES if self._passes_bf16(inputs) else 4) if inputs.args.checkpoints_activations else 16
@@ -212,8 +212,8 @@ class QuickPlanner:
     def _passes_bf16(self, inputs: RunInputs) -> bool:
         """Return whether layers pass on bf16: with bf16 weights, and under FSDP2, which casts fp32 ones."""
         row = inputs.request.sharding
-        shards = row.sends_weights(inputs.request.world_size) and row.has_formats and not row.splits_tensors
-        casts = shards and bool(inputs.args.bf16)
+        shards = row.sends_weights(inputs.request.world_size) and not row.splits_tensors
+        casts = (shards or not row.has_formats) and bool(inputs.args.bf16)  # DeepSpeed's weights are bf16
         return inputs.storage is not None or (casts and self._can_store_bf16)
 
     @cached_property

@@ -11,13 +11,14 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -33,7 +34,7 @@ from lowpeak.checkpoint import (
 )
 from lowpeak.errors import DataError, EngineError, MemoryExhaustedError, StoppedError
 from lowpeak.memory import Phase
-from lowpeak.parallel import check_is_sharded, clip_grad_norm, remove_sums
+from lowpeak.parallel import check_is_sharded, clip_grad_norm, override_forward, remove_sums
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_best_metric,
@@ -322,13 +323,14 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         super().log(logs, start_time)
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Keep the random state, and watch the other ranks; before `train()` compute in its precision, too."""
+    def evaluation_context(self) -> Iterator[None]:
+        """Keep the random state, and watch the other ranks; before `train()` the model computes in its precision, too."""
         strategy, tracker = self.run.strategy, self.run.tracker
         check_is_sharded(strategy, self.model_wrapped)
-        # accelerate puts a model's forward under autocast when train() prepares it.
-        precision = nullcontext() if self.accelerator._models else self.accelerator.autocast()
-        with precision, detect_failures(strategy.ranks, lambda: tracker.current_phase), preserve_rng_state():
+        with ExitStack() as stack, detect_failures(strategy.ranks, lambda: tracker.current_phase), preserve_rng_state():
+            if not self.accelerator._models:  # accelerate does the same when train() prepares the model
+                in_precision = convert_outputs_to_fp32(self.accelerator.autocast()(self.model.forward))
+                override_forward(stack, self.model, in_precision)
             yield
 
     def evaluate(

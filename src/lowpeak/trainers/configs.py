@@ -179,8 +179,6 @@ class CommonConfig(CommonArguments, TrainingArguments):
         if self.world_size == 1:
             limit_threads()
         if self.deepspeed_plugin is not None:
-            # Before a model is loaded: ZeRO-3 splits it in the config's dtype, and it stays so.
-            self.deepspeed_plugin.set_mixed_precision("bf16" if self.bf16 else "no")
             sync_deepspeed_config(self.deepspeed_plugin.hf_ds_config.config, self)
 
     def _prepare_process_group(self) -> None:

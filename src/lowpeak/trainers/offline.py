@@ -233,7 +233,7 @@ class OfflineTrainer(StepTrainer):
 
     def _measure_and_predict(self, data: Any, prefix: str, predicts: bool) -> PredictionOutput:
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
-        with self.evaluation(), tracker.phase(Phase.EVALUATE):
+        with self.evaluation_context(), tracker.phase(Phase.EVALUATE):
             with ranks.propagate_errors():
                 records = self.read(data)
             start = time.perf_counter()

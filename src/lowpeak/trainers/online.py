@@ -294,7 +294,7 @@ class OnlineTrainer(StepTrainer):
 
     def _evaluate_prompts(self, data: Any, prefix: str) -> Evaluation:
         ranks = self.run.strategy.ranks
-        with self.evaluation():
+        with self.evaluation_context():
             self.model_wrapped.eval()
             with ranks.propagate_errors():
                 prompts = read_eval_prompts(data, self.collector.new_reader())

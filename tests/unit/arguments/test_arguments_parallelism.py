@@ -93,7 +93,8 @@ def test_what_of_accelerate_or_of_loading_lowpeak_does_not_run_is_refused(enviro
 
 
 RUN = SimpleNamespace(
-    max_grad_norm=0.25, per_device_train_batch_size=8, gradient_accumulation_steps=4, world_size=2, hf_deepspeed_config=None
+    max_grad_norm=0.25, per_device_train_batch_size=8, gradient_accumulation_steps=4, world_size=2, hf_deepspeed_config=None,
+    bf16=True,
 )  # fmt: skip
 SAME = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4, "train_batch_size": 64}
 
@@ -104,7 +105,8 @@ def test_deepspeeds_config_may_say_what_the_run_does(own):
     sync_deepspeed_config(settled, RUN)
     batches = dict.fromkeys(own.keys() & SAME.keys(), "auto")
     sharding = {"stage": 2, "reduce_bucket_size": "auto"}
-    assert settled == {"zero_optimization": sharding, "gradient_clipping": 0.25, **batches}
+    precision = {"bf16": {"enabled": True}}
+    assert settled == {"zero_optimization": sharding, "gradient_clipping": 0.25, **precision, **batches}
 
 
 ABSENT: dict[str, object] = {"zero_optimization": {"stage": 3}}
@@ -131,6 +133,8 @@ def test_buckets_of_every_deepspeed_preset_follow_the_models_width(preset):
     [
         ({"gradient_clipping": 1.0}, "gradient_clipping=1.0 .* max_grad_norm=0.25"),
         ({"train_batch_size": 16}, "train_batch_size=16, .* 64"),
+        ({"bf16": {"enabled": False}}, "bf16.enabled=False .* bf16=True"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled=True"),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps=1, .* 4"),
         *(({"zero_optimization": {"stage": stage}}, f"stage {stage}: ") for stage in (0, 7)),
         ({"zero_optimization": None}, "stage 0: "),

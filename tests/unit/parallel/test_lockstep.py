@@ -17,7 +17,7 @@ class Model(nn.Module):
         return input_ids
 
 
-def test_what_forwards_used_is_freed_after_the_block():
+def test_a_kv_cache_and_buffers_are_freed_after_lockstep():
     model, ids = Model(), torch.zeros(1, 1)
     with fake_process_group(2):
         lockstep = Lockstep(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What arguments and environment ask of accelerate, as a trainer meets it: settled, or refused before a model loads."""
+"""What arguments and environment ask of accelerate, as a trainer meets it: resolved, or refused before a model loads."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def test_a_deepspeed_config_gets_the_run_s_norm_and_precision(where, tmp_path):
         (tmp_path / "zero.json").write_text(json.dumps(ZERO))
         os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "zero.json"))
         args = config(tmp_path, max_grad_norm=0.3, bf16=True)
-    settled = args.deepspeed_plugin.hf_ds_config.config
-    assert settled["gradient_clipping"] == 0.3
-    assert settled["bf16"]["enabled"]
+    resolved = args.deepspeed_plugin.hf_ds_config.config
+    assert resolved["gradient_clipping"] == 0.3
+    assert resolved["bf16"]["enabled"]
     assert not {"gradient_clipping", "bf16"} & ZERO.keys()
 
 

@@ -1,4 +1,4 @@
-"""FSDP2 in one process: a fake process group without communication, and accelerate's sharding of a model on it."""
+"""FSDP2 and tensor parallelism in one process: a fake process group without communication, and a model's sharding on it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import transformers_model
 from lowpeak.memory import Kind
-from lowpeak.models import adopt_tensor_parallel
+from lowpeak.models import disable_transformers_hooks
 from lowpeak.parallel import FlatShard, Gatherer, TrainingStrategy, fsdp_shard, reshard, tensor_parallel_shard
 from lowpeak.plan.rehearsal.storage_meter import run_methods_inside
 from lowpeak.ranks import Ranks
@@ -93,7 +94,7 @@ def wrap_shape_propagation(make_context: Callable[[], AbstractContextManager[Non
 
 
 def make_mesh(shards: int, replicas: int = 1, parts: int = 1) -> Any:
-    """Return the mesh of a sharded model, None if it has one rank's size; call before fake tensor mode starts.
+    """Return the mesh of a sharded model, None for an unsharded model; call before fake tensor mode starts.
 
     Its axes are those of accelerate's FSDP2, with one of replicas if there are several, or transformers' of tensor parallelism.
     """
@@ -116,11 +117,13 @@ def split_like_transformers(mesh: Any, model: Any) -> nn.Module:
     sizes = DistributedConfig(tp_size=mesh["tp"].size(), fsdp_size=mesh["fsdp"].size())
     model = model.maybe_distribute_model(model, sizes, SimpleNamespace(get_mesh=lambda axes: mesh[axes]))
     for parameter in model.parameters():
-        local = getattr(parameter, "_local_tensor", parameter)
-        if local.untyped_storage().nbytes() > local.nbytes:  # a view of the whole parameter
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if (
+            isinstance(parameter, DTensor) and local.untyped_storage().nbytes() > local.nbytes
+        ):  # a view of the whole parameter
             parameter._local_tensor = local.clone()
     model.tie_weights()
-    adopt_tensor_parallel(model)
+    disable_transformers_hooks(model)
     return cast(nn.Module, model)
 
 

@@ -212,7 +212,8 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
         counts = (CUDA_BLOCK,) if inputs.device == "cuda" else (1, CpuScratch())
         meter = stack.enter_context(StorageMeter(*counts))
         stack.enter_context(wrap_shape_propagation(meter.paused))
-        stack.enter_context(run_methods_inside(DeviceMesh, {"__init__": unset_fake_temporarily}))  # reads ranks
+        # It reads ranks from real tensors.
+        stack.enter_context(run_methods_inside(DeviceMesh, {"__init__": unset_fake_temporarily}))
         stack.enter_context(tag_fsdp_memory(meter.counting_as))
         meter.begin("load", Kind.WEIGHTS)
         stage = _Stage(meter, inputs, mesh)
@@ -375,7 +376,7 @@ class _Stage:
         self._meter.begin(None)
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Collect the training state: tensor parallelism copies what it cut between columns."""
+        """Collect the training state: saving copies tensors that are sharded by columns."""
         self._meter.begin("save", Kind.BUCKETS)
         with unset_fake_temporarily():  # DTensor computes offsets with tensors, and reads them
             torch_training_state(trained_parameters(self.model), optimizer)

@@ -125,7 +125,7 @@ def groups_by_mesh(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 def rehearse_compact_adamw(
     named: Mapping[str, nn.Parameter], storage: StorageFormat, host: RehearsedHost, *, replicated: bool
 ) -> CompactAdamW:
-    """Return the optimizer of a storage format, placed on fake ranks; `replicated` ones divide the update."""
+    """Return the optimizer of a storage format, placed on fake ranks; replicated ranks divide the update."""
     bits: dict[str, Any] = {"weight_bits": storage.weight_bits, "state_bits": storage.state_bits}
     optimizer = RehearsedAdamW(named.values(), offload=storage.offload, **bits)
     optimizer.rehearsed_host = host
