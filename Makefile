@@ -113,12 +113,12 @@ check:
 	$(PYTEST) $(BY_FILE) -m "not processes and not extended and not release" tests/architecture tests/unit
 
 test:
-	@echo "make test: about 20 minutes on two cores"
+	@echo "make test: 7 to 20 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
 	$(PYTEST) $(BY_FILE) -m "not extended and not release" $(IN_OTHER_TARGETS)
 
 test-all:
-	@echo "make test-all: about 70 minutes on two cores, with installing"
+	@echo "make test-all: 40 to 70 minutes on two cores, with installing"
 	@$(MAKE) --no-print-directory test
 	$(PYTEST) $(BY_FILE) -m "extended and not release" $(IN_OTHER_TARGETS)
 	@$(MAKE) --no-print-directory test-kernels test-real-core test-versions test-vllm test-report test-wheel

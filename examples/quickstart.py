@@ -133,7 +133,10 @@ def make_lesson(options: argparse.Namespace) -> Lesson:
         try:
             return make_smollm2_lesson(options)
         except DownloadError as error:
-            print(f"{error}; a tiny model is trained to sort digits instead of TASK={options.task} (MODEL=tiny)", flush=True)
+            print(
+                f"{error}; a tiny model is trained to sort digits instead of TASK={options.task} (MODEL=tiny)",
+                flush=True,
+            )
     return make_tiny_lesson(options)
 
 
