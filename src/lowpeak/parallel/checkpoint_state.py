@@ -157,9 +157,14 @@ def position_of_block(shape: Sequence[int], block: Sequence[int], offsets: Seque
     return columns + offsets[0] * math.prod(block[1:])
 
 
-def row_sharded(tensor: Tensor) -> Any:
-    """Return a tensor sharded by rows: the tensor itself, or a copy if tensor parallelism sharded it by columns."""
-    if not isinstance(tensor, DTensor) or all(getattr(placement, "dim", 0) == 0 for placement in tensor.placements):
+def is_row_sharded(tensor: Tensor) -> bool:
+    """Return whether a rank has whole rows of a tensor: tensor parallelism shards some by columns."""
+    return not isinstance(tensor, DTensor) or all(getattr(each, "dim", 0) == 0 for each in tensor.placements)
+
+
+def row_sharded(tensor: Any) -> Any:
+    """Return a tensor sharded by rows: the tensor itself, or a copy of one that is sharded by columns."""
+    if is_row_sharded(tensor):
         return tensor
     placements = [Shard(0) if getattr(placement, "dim", 0) else placement for placement in tensor.placements]
     detached: Any = tensor.detach()
@@ -194,7 +199,7 @@ def torch_training_state(named: Mapping[str, nn.Parameter], optimizer: Any | Non
 
 def _add_real_values(state: TrainingState, name: str, parameter: nn.Parameter, optimizer: CompactAdamW) -> None:
     """Add the fp32 values of a parameter and its moments, decoded piece by piece as they are written."""
-    by_rows, shard = row_sharded(parameter) is parameter, optimizer.shard(parameter)
+    by_rows, shard = is_row_sharded(parameter), optimizer.shard(parameter)
     for key in (WEIGHT, *MOMENTS) if optimizer.state.get(parameter) else (WEIGHT,):
         decode = partial(optimizer.read, parameter, key)
         if by_rows:
@@ -230,7 +235,7 @@ def load_real_values(
 ) -> None:
     """Load a parameter's fp32 values and its moments, and store them in the optimizer's format."""
     state, values, shard = TrainingState(), dict[str, Any](), optimizer.shard(parameter)
-    by_rows = row_sharded(parameter) is parameter
+    by_rows = is_row_sharded(parameter)
     for key in (WEIGHT, *(each for each in MOMENTS if each in saved.states.get(name, {}))):
         if by_rows:
             values[key] = torch.zeros(shard.last - shard.first)

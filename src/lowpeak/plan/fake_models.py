@@ -9,10 +9,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
 import lowpeak.models
 
 _BLOCK = 64  # weights that share an fp32 scale in 4 bits (Dettmers et al. 2023, arXiv 2305.14314, section 3)
+
+
+def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return the model of a transformers' auto class, its weights not initialised: fake ones have no values."""
+    with no_init_weights():
+        model = auto.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model
 
 
 class QuantizedLinear(nn.Linear):

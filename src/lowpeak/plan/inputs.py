@@ -40,7 +40,7 @@ from lowpeak.models import (
     require_tensor_parallel,
 )
 from lowpeak.plan.derived_configs import shard_config, with_layers
-from lowpeak.plan.fake_models import convert_by_assignment, quantize, without_warnings
+from lowpeak.plan.fake_models import convert_by_assignment, make_model, quantize, without_warnings
 from lowpeak.plan.rehearsal import RehearsedRollout, RewardPass
 from lowpeak.plan.request import PlanRequest
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
@@ -160,7 +160,7 @@ class RunInputs:
         if self.request.kind == "reward":
             config.num_labels = 1
             config.get_text_config().pad_token_id = 0
-        model: nn.Module = auto.from_config(config, dtype=dtype)
+        model: nn.Module = make_model(auto, config, dtype)
         return model if split is None else split(model)
 
     def make_reference(self, split: Split | None = None) -> nn.Module:
@@ -175,7 +175,8 @@ class RunInputs:
     def make_classifier(config: Any, dtype: torch.dtype) -> nn.Module:
         config = copy.deepcopy(config)
         config.num_labels, config.get_text_config().pad_token_id = 1, 0
-        return AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        model: nn.Module = make_model(AutoModelForSequenceClassification, config, dtype)
+        return model
 
     @property
     def rewards(self) -> list[RewardPass]:
@@ -360,7 +361,7 @@ class RunInputs:
 
 def _without_weights(config: Any) -> Any:
     with unset_fake_temporarily(), FakeTensorMode():
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        return make_model(AutoModelForCausalLM, copy.deepcopy(config))
 
 
 def _planned_arguments(request: PlanRequest) -> Any:

@@ -29,15 +29,19 @@ class FewLayers:
     more: int
 
     @classmethod
-    def of(cls, inputs: RunInputs) -> FewLayers:
-        """Return the least numbers of layers that show how the memory of a planned policy grows with its layers."""
+    def of(cls, inputs: RunInputs, least: int = _LEAST_LAYERS) -> FewLayers:
+        """Return the least numbers of layers that show how the memory of a planned policy grows with its layers.
+
+        At least three of them are rehearsed on ranks: two gathered layers and one whose gradients are summed are in memory
+        together.
+        """
         signatures = _signatures(inputs)
         layers = len(signatures)
         whole = cls(layers, layers, layers)
         # The last layers share a cache, of a small model, too.
         if getattr(inputs.config.get_text_config(), "num_kv_shared_layers", 0):
             return whole
-        few, more = _small_models(signatures)
+        few, more = _small_models(signatures, least)
         if few + more >= layers or _signatures(inputs.with_layers(more)) != signatures[:more]:
             return whole
         return cls(layers, few, more)
@@ -65,16 +69,15 @@ def _parameters(layer: nn.Module) -> list[Any]:
     return [(name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
 
 
-def _small_models(signatures: Sequence[Any]) -> tuple[int, int]:
+def _small_models(signatures: Sequence[Any], least: int) -> tuple[int, int]:
     """Return the least numbers of layers, a period apart; all layers twice if none are alike.
 
-    Layers after the first ones repeat with the period. At least three of them are rehearsed: two gathered layers and one whose
-    gradients are summed are in memory together.
+    Layers after the first ones repeat with the period; at least `least` of them are in the smaller model.
     """
     layers = len(signatures)
     best = (layers, layers)
     for period in range(1, layers):
         differ = [i for i in range(layers - period) if signatures[i] != signatures[i + period]]
-        few = (differ[-1] + 1 if differ else 0) + period * -(-_LEAST_LAYERS // period)
+        few = (differ[-1] + 1 if differ else 0) + period * -(-least // period)
         best = min(best, (few, few + period), key=lambda numbers: numbers[1])
     return best

@@ -274,9 +274,14 @@ def largest_batch(batches: Sequence[MicroBatch]) -> int:
 
 
 def rehearse_step(
-    inputs: RunInputs, batches: list[MicroBatch], *, updates: bool = True, generates: bool = True
+    inputs: RunInputs,
+    batches: list[MicroBatch],
+    layers: FewLayers | None = None,
+    *,
+    updates: bool = True,
+    generates: bool = True,
 ) -> Rehearsal:
-    """Rehearse a planned run's step; a model of many layers from few of them.
+    """Rehearse a planned run's step; a model of many layers from few of them, by default those of `FewLayers.of(inputs)`.
 
     `updates` and `generates` say whether the optimizer and the native engine take part.
     """
@@ -285,7 +290,7 @@ def rehearse_step(
         rollout = run.rollout(gather_budget) if generates else None
         return rehearse(replace(_rehearsal_inputs(run, batches), rollout=rollout, updates=updates))
 
-    layers = FewLayers.of(inputs)
+    layers = layers or FewLayers.of(inputs)
     if not layers.saves:
         return rehearse_run(inputs, gather_budget_of(inputs))
     budget, kept = _gathered_in_rollout(inputs)

@@ -31,6 +31,7 @@ from lowpeak.plan.cost import step_seconds
 from lowpeak.plan.derived_configs import with_arguments
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import RunInputs
+from lowpeak.plan.layers import FewLayers
 from lowpeak.plan.plan import (
     ModelCounts,
     Plan,
@@ -126,11 +127,19 @@ class QuickPlanner:
     @cached_property
     def frozen_bytes(self) -> int:
         """The bytes of reference and reward models."""
+        if not self.inputs.has_separate_reference:
+            return self._reward_bytes
         with rehearse_device(self._request.machine.device):
-            counted = [ModelCounts.of(reward.make_model).loaded_bytes for reward in self.inputs.rewards]
-            if self.inputs.has_separate_reference:
-                counted.append(ModelCounts.of(self.inputs.make_reference).loaded_bytes)
-        return sum(counted)
+            return self._reward_bytes + ModelCounts.of(self.inputs.make_reference).loaded_bytes
+
+    @cached_property
+    def _reward_bytes(self) -> int:
+        with rehearse_device(self._request.machine.device):
+            return sum(ModelCounts.of(reward.make_model).loaded_bytes for reward in self.inputs.rewards)
+
+    @cached_property
+    def _layers(self) -> FewLayers:
+        return FewLayers.of(self.inputs, least=2)  # on one device no layer waits for others
 
     def accepts(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether arguments go with those that are given, such as a dtype."""
@@ -158,12 +167,18 @@ class QuickPlanner:
     def _plan(self, request: PlanRequest) -> Plan:
         with rehearse_device(request.machine.device), rehearse_experts():
             inputs = RunInputs(request, free_bytes)
-            if request.tensor_parallel not in self._parts:
-                self._parts[request.tensor_parallel] = self._counted(request)
-            inputs.share_model_of(self._parts[request.tensor_parallel])
+            inputs.share_model_of(self._part(request))
             batches = inputs.step_batches()
             rehearsal = self._placed(inputs, batches)
             return complete_plan(inputs, batches, rehearsal).calibrated(self._factors)
+
+    def _part(self, request: PlanRequest) -> RunInputs:
+        """Return the run with one device's part of the model, its parameters counted."""
+        if request.tensor_parallel == 1:
+            return self.inputs
+        if request.tensor_parallel not in self._parts:
+            self._parts[request.tensor_parallel] = self._counted(request)
+        return self._parts[request.tensor_parallel]
 
     # passes
 
@@ -192,10 +207,11 @@ class QuickPlanner:
         passed_on = per_value * text.num_hidden_layers * tokens * text.hidden_size
         activations, frozen = (phase.device.get(kind, 0) for kind in (Kind.ACTIVATIONS, Kind.FROZEN))
         replicated, parts = min(activations, passed_on), inputs.request.tensor_parallel
+        whole = min(frozen, self._reward_bytes)  # reward models are not split
         return phase.computed(
             {
                 Kind.ACTIVATIONS: replicated + (activations - replicated) // parts,
-                Kind.FROZEN: frozen if inputs.rewards else frozen // parts,  # reward models are not split
+                Kind.FROZEN: whole + (frozen - whole) // parts,
             }
         )
 
@@ -237,7 +253,7 @@ class QuickPlanner:
             rollout = next(
                 (found.phases.get("rollout") for of, (_, found) in self._rehearsals.items() if of[0] == in_bf16), None
             )
-            found = rehearse_step(inputs, batches, updates=False, generates=rollout is None)
+            found = rehearse_step(inputs, batches, self._layers, updates=False, generates=rollout is None)
             phases = {**found.phases, "optimizer": found.phases["sync"]}  # the optimizer's states are arithmetic
             if "rollout" in found.moments:
                 rollout = found.with_largest_passes()["rollout"]

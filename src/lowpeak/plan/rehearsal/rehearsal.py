@@ -45,6 +45,7 @@ from lowpeak.plan.rehearsal.fake_ranks import (
 from lowpeak.plan.rehearsal.rehearsed_host import (
     RehearsedHost,
     RehearsedMover,
+    create_states,
     groups_by_mesh,
     rehearse_compact_adamw,
 )
@@ -199,9 +200,8 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
 
     Counted is every storage that an operation returns, in the blocks of the device: weights, shards, gathered layers,
     activations, gradients, optimizer states. Not counted are other temporaries inside an operation, fragmentation, and the
-    process with its libraries and communicators. A first step, which creates the optimizer's states, does not count. Kernels
-    are those of CPU devices. Padded rows get an attention mask of some MB that transformers drops in a real forward, after it
-    has read that nothing is packed.
+    process with its libraries and communicators. Kernels are those of CPU devices. Padded rows get an attention mask of some
+    MB that transformers drops in a real forward, after it has read that nothing is packed.
 
     ArgumentError in a process that is connected to other ranks; torch's DataDependentOutputException if a phase reads values.
     """
@@ -221,9 +221,10 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
         optimizer = stage.make_optimizer()
         meter.begin(None)
         load = meter.live.copy()
+        stage.model.cpu()  # as a first forward does, FSDP2 forgets tensors that loading has replaced
         if inputs.updates:
-            stage.train(inputs.micro_batches[:1])
-            stage.update(optimizer)  # creates its states
+            with meter.counting_as(Kind.OPTIMIZER):
+                create_states(optimizer, stage.trained)
         meter.peaks = {"load": load, "sync": meter.live.copy()}
         stage.run_rollout()
         if inputs.updates and inputs.mesh_shape.parts > 1:
@@ -308,7 +309,7 @@ class _Stage:
             optimizer = rehearse_compact_adamw(
                 named, storage, self.host, replicated=shape.shards == 1 and shape.replicas > 1
             )
-        self._trained = list(named.values())
+        self.trained = list(named.values())
         self._meter.before_snapshot = self._tag_gradients
         if shape.shards == 1 and shape.replicas > 1:
             with self._meter.counting_as(Kind.BUCKETS):
@@ -317,7 +318,7 @@ class _Stage:
 
     def _tag_gradients(self) -> None:
         # Hooks of the parameters would tell in time, but then the head could not add its gradient in place.
-        for parameter in self._trained:
+        for parameter in self.trained:
             found = find_sum(parameter)
             gradient: Any = parameter.grad if found is None else found.total()
             if gradient is not None:

@@ -133,3 +133,15 @@ def rehearse_compact_adamw(
     with unset_fake_temporarily():  # DTensor computes positions of shards with tensors, and reads them
         place_optimizer(optimizer, named, storage, replicas)
     return optimizer
+
+
+def create_states(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Create the optimizer's states, without a step of the run."""
+    if isinstance(optimizer, CompactAdamW):
+        for parameter in parameters:
+            optimizer.tensor(parameter)
+        return
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()

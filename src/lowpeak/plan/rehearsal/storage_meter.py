@@ -55,6 +55,10 @@ class StorageMeter(TorchDispatchMode):
         self._sizes: dict[int, tuple[weakref.ref[Any], int, Kind]] = {}
         self._ignored: dict[int, weakref.ref[Any]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's guard against it takes time at each operation
+
     def begin(self, phase: str | None, kind: Kind = Kind.ACTIVATIONS) -> None:
         """Begin `phase` and end the current one; None begins no phase. New storages count as `kind`."""
         self._update_peak()
