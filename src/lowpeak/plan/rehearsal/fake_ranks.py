@@ -17,7 +17,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lowpeak.errors import ArgumentError
@@ -143,6 +143,12 @@ def gather_on_fake_ranks(
     reshard(model)
     with Gatherer(_ALONE, device).gathered_model(model, shard_of, budget, gather_head):
         yield
+
+
+def initialize_shards(model: nn.Module) -> None:
+    """Let FSDP2 do what it does before a first forward: it forgets tensors that loading has replaced."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()
 
 
 def tag_fsdp_memory(counting_as: Callable[[Kind], AbstractContextManager[None]]) -> AbstractContextManager[None]:

@@ -36,6 +36,7 @@ from lowpeak.plan.rehearsal.fake_ranks import (
     FakeStrategy,
     fake_process_group,
     gather_on_fake_ranks,
+    initialize_shards,
     make_mesh,
     prepare_like_accelerate,
     split_like_transformers,
@@ -200,8 +201,7 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
 
     Counted is every storage that an operation returns, in the blocks of the device: weights, shards, gathered layers,
     activations, gradients, optimizer states. Not counted are other temporaries inside an operation, fragmentation, and the
-    process with its libraries and communicators. Kernels are those of CPU devices. Padded rows get an attention mask of some
-    MB that transformers drops in a real forward, after it has read that nothing is packed.
+    process with its libraries and communicators. Kernels are those of CPU devices. Padded rows get a mask that a real forward drops.
 
     ArgumentError in a process that is connected to other ranks; torch's DataDependentOutputException if a phase reads values.
     """
@@ -221,7 +221,7 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
         optimizer = stage.make_optimizer()
         meter.begin(None)
         load = meter.live.copy()
-        stage.model.cpu()  # as a first forward does, FSDP2 forgets tensors that loading has replaced
+        initialize_shards(stage.model)
         if inputs.updates:
             with meter.counting_as(Kind.OPTIMIZER):
                 create_states(optimizer, stage.trained)
