@@ -201,7 +201,7 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
 
     Counted is every storage that an operation returns, in the blocks of the device: weights, shards, gathered layers,
     activations, gradients, optimizer states. Not counted are other temporaries inside an operation, fragmentation, and the
-    process with its libraries and communicators. Kernels are those of CPU devices. Padded rows get a mask that a real forward drops.
+    process with its libraries and communicators. Kernels are those of CPU devices. A real forward drops the mask of padded rows.
 
     ArgumentError in a process that is connected to other ranks; torch's DataDependentOutputException if a phase reads values.
     """
