@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lowpeak.cli.accelerate_config import preset_text
 from lowpeak.cli.cloud_files import LEAD_SECONDS, CloudJob, kubernetes_file, sky_file
 from lowpeak.cli.output import to_yaml
+from lowpeak.cli.plan_request import gpus_of
 
 if TYPE_CHECKING:
     from lowpeak.cli.train import Job
@@ -117,6 +118,7 @@ def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:
     from lowpeak.plan import card_name
 
     machine, run = plan.request.machine, folder / "run.yaml"
+    per_host = machine.devices_on_host + len(gpus_of(job.given, "vllm_devices"))
     several = _SEVERAL.format(hosts=machine.num_hosts) if machine.num_hosts > 1 else ""
     checkpoints = (
         Path(job.config.output_dir) / "checkpoint-*[0-9]"
@@ -127,7 +129,7 @@ def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:
         )
     }
     if emit == "slurm":
-        numbers = {"hosts": machine.num_hosts, "per_host": machine.devices_on_host, "lead": LEAD_SECONDS}
+        numbers = {"hosts": machine.num_hosts, "per_host": per_host, "lead": LEAD_SECONDS}
         files["train.slurm"] = _SLURM.format(kind=job.kind, shell=folder / "train.sh", **numbers)
     serving = _serving(job, run)
     if serving:
@@ -138,7 +140,7 @@ def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:
             job.kind,
             folder / "train.sh",
             machine.num_hosts,
-            machine.devices_on_host,
+            per_host,
             card_name(machine.card),
             f"exec bash {folder / 'serve.sh'}" if serving else None,
             _server_gpus(job),
@@ -150,8 +152,8 @@ def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:
 def _serving(job: Job, run: Path) -> str:
     """Return the job of the run's vLLM server; empty if it has none."""
     config: Any = job.config
-    if not getattr(config, "use_vllm", False) or config.vllm_mode != "server":
-        return ""
+    if not getattr(config, "use_vllm", False) or config.vllm_mode != "server" or gpus_of(job.given, "vllm_devices"):
+        return ""  # the run starts servers on vllm_devices itself
     return _SERVER_SLURM.format(run=run, model=job.model.model, tensor=_server_gpus(job))
 
 

@@ -142,14 +142,19 @@ def _fitted(options: PlanArguments, job: Job, request: PlanRequest) -> Plan | No
 
 
 def _calibration(journal: str, plan: Plan) -> Mapping[str, float]:
-    """Return measured over planned seconds by phase, of a run like the planned one."""
+    """Return measured over planned seconds by phase, of a run with a quote; of another one, as if it had this plan."""
+    from lowpeak.cli.prices import read_quoted_seconds
     from lowpeak.journal import read_steps
     from lowpeak.plan import calibration
 
     rows = read_steps(Path(journal) / "journal")
     if not rows:
         raise ArgumentError(f"--journal {journal} has no journal with steps: name the output_dir of a run.")
-    return calibration(rows, plan.seconds)
+    quoted = read_quoted_seconds(Path(journal))
+    if quoted is None:
+        note = f"{journal} has no quote.json: its times are taken for those of this plan's model, lengths and devices"
+        print(f"plan: {note}; `lowpeak plan --prices` writes a quote before a run.", file=sys.stderr)
+    return calibration(rows, quoted or plan.seconds)
 
 
 def _progress(text: str) -> None:

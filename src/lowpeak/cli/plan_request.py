@@ -161,6 +161,10 @@ def _check_priced(options: PlanArguments) -> None:
             raise ArgumentError(
                 f"--{name} has no effect with --prices, which plans each card of its own: remove one of the two."
             )
+    if options.output != PlanArguments.output:
+        raise ArgumentError(
+            "--output has no effect with --prices, which writes no files of a run: remove one of the two."
+        )
 
 
 def machine_of(options: PlanArguments, job: Job) -> Machine:

@@ -40,6 +40,7 @@ class Quote:
             "fits": self.plan.fits,
             "peak": self.plan.peak,
             "steps": self.plan.planned_steps,
+            "seconds_per_step": dict(self.plan.seconds),
             "price_per_hour": self.hourly_price,
             "hours": list(self.hours),
             "dollars": list(self.dollars),
@@ -54,6 +55,8 @@ def read_prices(text: str) -> dict[str, float]:
         given: Mapping[str, Any] = load_yaml(text)
     else:
         given = dict(_entry(part) for part in text.split(","))
+        if len(given) < len(text.split(",")):
+            raise ArgumentError(f"--prices {text!r} names a card twice: give one price for each.")
     prices = {}
     for name, price in given.items():
         card = str(name).lower().replace("_", "-")
@@ -66,6 +69,15 @@ def read_prices(text: str) -> dict[str, float]:
         if not 0 < prices[card] < float("inf"):
             raise ArgumentError(f"--prices: {name} costs {price!r}, which is not dollars above 0.")
     return prices
+
+
+def read_quoted_seconds(folder: Path) -> dict[str, float] | None:
+    """Return the seconds of a step by phase that the quote of a run planned; None without a quote."""
+    path = folder / QUOTE_FILE
+    if not path.is_file():
+        return None
+    seconds: dict[str, float] | None = json.loads(path.read_text(encoding="utf-8")).get("seconds_per_step")
+    return seconds
 
 
 def _entry(text: str) -> tuple[str, str]:

@@ -12,6 +12,8 @@ from lowpeak.optim.gradient_sums import GradientSum as GradientSum
 from lowpeak.optim.gradient_sums import find_sum as find_sum
 from lowpeak.optim.gradient_sums import gradient_of as gradient_of
 from lowpeak.optim.gradient_sums import multiply_gradient as multiply_gradient
+from lowpeak.optim.host_memory import NUM_PIECES as NUM_PIECES
+from lowpeak.optim.host_memory import PIECE as PIECE
 from lowpeak.optim.host_memory import HostMemory as HostMemory
 from lowpeak.optim.host_memory import copy_to_device as copy_to_device
 from lowpeak.optim.users_optimizer import loading_states as loading_states

@@ -23,10 +23,10 @@ from lowpeak.optim.formats import TensorStep
 
 logger = logging.getLogger(__name__)
 
-_PIECE = 1 << 24  # values that are copied at a time
+PIECE = 1 << 24  # values that are copied at a time
 _SCRATCH = 1 << 16  # values that are converted at a time
 _PAGE = 4096  # bytes
-_NUM_SLOTS = 2  # copies under way: while one piece is computed or added, the next one is copied
+NUM_PIECES = 2  # copies under way: while one piece is computed or added, the next one is copied
 
 
 class HostMemory:
@@ -43,9 +43,9 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.piece, self.num_pieces = _PIECE, _NUM_SLOTS
+        self.piece, self.num_pieces = PIECE, NUM_PIECES
         self._device, self._warned = device, False
-        self._slots = [_Slot(device, self.piece) for _ in range(_NUM_SLOTS)] if device.type != "cpu" else []
+        self._slots = [_Slot(device, self.piece) for _ in range(NUM_PIECES)] if device.type != "cpu" else []
         self._next = cycle(self._slots)
         self._factor: Tensor | None = None
 

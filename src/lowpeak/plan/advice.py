@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lowpeak.arguments import ColocateSettings, StorageFormat
-from lowpeak.memory import Kind
+from lowpeak.memory import Kind, PhaseMemories, PhaseMemory
+from lowpeak.optim import NUM_PIECES, PIECE
 from lowpeak.parallel import SHARDINGS
-from lowpeak.plan.computed import BF16_BYTES, ENGINE_AWAKE, VLLM_ASLEEP_BYTES, rollout_copies, streamed_bytes
+from lowpeak.plan.computed import (
+    BF16_BYTES,
+    ENGINE_AWAKE,
+    VLLM_ASLEEP_BYTES,
+    gathered_itemsize,
+    margin,
+    rollout_copies,
+    streamed_bytes,
+)
 from lowpeak.plan.cost import Work, step_seconds
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.plan import Plan
@@ -28,7 +37,7 @@ _FP32 = StorageFormat(None, 32, 32)  # bytes of weights, gradients and states wi
 class Change:
     """One setting change: factor per kind of memory, and the resulting step work.
 
-    `phases` are those that it acts in (empty: all), `note` says what else it changes.
+    `phases` are those that it acts in (empty: all), `note` says what else it changes, `added` are bytes that phases get.
     """
 
     setting: str
@@ -37,9 +46,17 @@ class Change:
     machine: Machine
     phases: tuple[str, ...] = ()
     note: str = ""
+    added: Mapping[str, int] = field(default_factory=dict)
 
-    def scale(self, phase: str, kind: Kind) -> float:
-        return self.scales.get(kind, 1.0) if phase in self.phases or not self.phases else 1.0
+    def peak(self, phases: PhaseMemories) -> int:
+        """Return the highest peak of the changed phases."""
+        return max(self._changed(name, phase) for name, phase in phases.items())
+
+    def _changed(self, name: str, phase: PhaseMemory) -> int:
+        scales = self.scales if name in self.phases or not self.phases else {}
+        kinds = {kind: value for kind, value in phase.device.items() if kind != Kind.MARGIN}
+        changed = int(sum(value * scales.get(kind, 1.0) for kind, value in kinds.items())) + self.added.get(name, 0)
+        return changed + margin(self.machine, changed) if Kind.MARGIN in phase.device else changed
 
 
 @dataclass(frozen=True)
@@ -63,10 +80,7 @@ def advise(plan: Plan, count: int | None = 3) -> list[Advice]:
     before = sum(step_seconds(plan.work, plan.request.machine).values())
     found = []
     for change in _changes(plan, plan.work):
-        peak = max(
-            int(sum(value * change.scale(name, kind) for kind, value in phase.device.items()))
-            for name, phase in plan.phases.items()
-        )
+        peak = change.peak(plan.phases)
         if peak < (1 - _LEAST_GAIN) * plan.peak:
             seconds = sum(step_seconds(change.work, change.machine).values())
             if seconds <= _MOST_SLOWER * before:
@@ -84,8 +98,9 @@ def _changes(plan: Plan, work: Work) -> Iterator[Change]:
         machine: Machine = machine,
         phases: tuple[str, ...] = (),
         note: str = "",
+        added: Mapping[str, int] | None = None,
     ) -> Change:
-        return Change(setting, scales, work, machine, phases, note)
+        return Change(setting, scales, work, machine, phases, note, added or {})
 
     tokens, longest = plan.tokens, work.prompt + work.completion
     if tokens // 2 >= longest:
@@ -154,7 +169,15 @@ def _format_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> It
         then = StorageFormat(now.weight_bits, now.state_bits, 32, offload=True)
         copied = int(plan.counts.trained * then.copied_bytes(work.num_batches))
         copied //= max(1, plan.request.mesh.shards)
-        yield change("offload_optimizer=True", _ratios(now, then), replace(work, host_bytes=work.host_bytes + copied))
+        # Pieces of states and gradients visit the device.
+        values = NUM_PIECES * min(PIECE, plan.counts.largest_trained)
+        added = {"optimizer": int(values * (then.total_bytes - then.weight_bytes))}
+        yield change(
+            "offload_optimizer=True",
+            _ratios(now, then),
+            replace(work, host_bytes=work.host_bytes + copied),
+            added=added,
+        )
 
 
 def _ratios(now: StorageFormat, then: StorageFormat) -> Scales:
@@ -174,11 +197,18 @@ def _placement_changes(plan: Plan, work: Work, change: Callable[..., Change]) ->
         yield change(f"--gpus {larger.num_devices}", dict.fromkeys(_SHARDED, 0.5), updating, larger)
     elif not request.sharding.gathers and machine.num_devices > 1:
         scales = dict.fromkeys(_SHARDED, 1 / machine.num_devices)
-        yield change("--accelerate_config fsdp2", scales, replace(work, sharding=SHARDINGS["fsdp2"]))
+        work = replace(work, sharding=SHARDINGS["fsdp2"])
+        yield change("--accelerate_config fsdp2", scales, work, added=_gathered(plan))
     elif machine.num_devices == 1:
         larger = replace(machine, num_devices=2)
         sharded = replace(work, sharding=SHARDINGS["fsdp2"], update_bytes=work.update_bytes // 2)
-        yield change("--gpus 2 --accelerate_config fsdp2", dict.fromkeys(_SHARDED, 0.5), sharded, larger)
+        scales = dict.fromkeys(_SHARDED, 0.5)
+        yield change("--gpus 2 --accelerate_config fsdp2", scales, sharded, larger, added=_gathered(plan))
+
+
+def _gathered(plan: Plan) -> dict[str, int]:
+    """Return what passes gather of a sharded model: a layer, the next one, embeddings and head."""
+    return dict.fromkeys((*_PASSES, "rollout"), gathered_itemsize(plan.inputs) * plan.counts.in_pass)
 
 
 def _checkpointed_share(config: Any) -> float:

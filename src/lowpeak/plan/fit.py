@@ -296,8 +296,9 @@ def _least_gain(candidate: Candidate) -> float:
 def _slower(quick: QuickPlan, chosen: QuickPlan) -> str:
     """Return why a candidate that should fit was not chosen, by the quick plans of both."""
     gain = _least_gain(quick.candidate)
-    condition = f"; it must be {100 * (gain - 1):.0f} % faster than plainer ones" if gain > 1 else ""
-    return f"about {quick.seconds:.2f} s a step, the choice {chosen.seconds:.2f} s{condition}"
+    is_faster = quick.seconds < chosen.seconds
+    condition = f"; it must be {100 * (gain - 1):.0f} % faster than plainer ones" if is_faster else ""
+    return f"about {quick.seconds:.4g} s a step, the choice {chosen.seconds:.4g} s{condition}"
 
 
 def _excess(plan: Plan) -> str:

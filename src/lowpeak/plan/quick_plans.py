@@ -71,7 +71,9 @@ class QuickPlan:
     def reason(self, machine: Machine) -> str:
         """Return why the candidate does not fit."""
         if self.plan.peak > USABLE_SHARE * machine.memory:
-            return f"about {show_bytes(self.plan.peak)} on a device of {show_bytes(machine.memory)}"
+            words = f"about {show_bytes(self.plan.peak)} on a device of {show_bytes(machine.memory)}"
+            share = f", of which a search fills {100 * USABLE_SHARE:.0f} %"
+            return words + (share if self.plan.peak <= machine.memory else "")
         return self.reason_of_host(machine)
 
     def reason_of_host(self, machine: Machine) -> str:

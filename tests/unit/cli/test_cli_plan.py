@@ -197,6 +197,16 @@ def test_a_server_has_a_job_of_its_own_that_other_hosts_reach(model, tmp_path):
     assert "--host 0.0.0.0" in (out / "serve.sh").read_text()
 
 
+@pytest.mark.extended
+def test_servers_that_the_run_starts_itself_share_its_job(model, tmp_path):
+    out = tmp_path / "plan"
+    engine = {"--use_vllm": True, "--vllm_mode": "server", "--vllm_devices": "2", "--gpus": 2}
+    fit = {"--fit": True, "--output": out, "--emit": "slurm", "--micro_batch_tokens": 1_024, "--weight_bits": 32}
+    assert dispatch(words(model, engine, fit, {"--dataset": "data.jsonl", "--reward": "r.py:f"})) == 0
+    assert not list(out.glob("serve*"))
+    assert "--gpus-per-node=3" in (out / "train.slurm").read_text()
+
+
 def test_priced_cards_are_quoted_for_all_steps_the_cheapest_first(model, tmp_path, capsys):
     run = {"--gpu_memory": None, "--gpus": 2, "--max_steps": 300, "--output_dir": tmp_path / "run"}
     prices = tmp_path / "prices.yaml"
@@ -212,6 +222,18 @@ def test_priced_cards_are_quoted_for_all_steps_the_cheapest_first(model, tmp_pat
     assert 0 < fast < slow
     assert quote["dollars"] == pytest.approx([0.04 * fast, 0.04 * slow])
     assert dispatch(words(model, run, {"--prices": "h100=1", "--memory_budget": "16MiB"})) == 1
+
+    journal = tmp_path / "run/journal/steps.jsonl"
+    journal.parent.mkdir()
+    thrice = {"step": 1} | {f"time/{phase}": 3 * seconds for phase, seconds in quote["seconds_per_step"].items()}
+    journal.write_text(3 * f"{json.dumps(thrice)}\n")
+    capsys.readouterr()
+    longer = {"--gpu": "rtx3060", "--gpus": 2, "--max_completion_length": 64, "--format": "json"}
+    found = []
+    for options in ({}, {"--journal": tmp_path / "run"}):
+        assert dispatch(words(model, longer, {"--gpu_memory": None}, options)) == 0
+        found.append(json.loads(capsys.readouterr().out)["seconds_per_step"])
+    assert found[1] == pytest.approx({phase: 3 * value for phase, value in found[0].items()})
 
 
 @pytest.mark.parametrize(
@@ -278,6 +300,8 @@ def test_prompts_beyond_the_context_are_a_warning(model, capsys):
         ({"--gpu_memory": None, "--prices": "h100"}, "neither a file nor name=price"),
         ({"--gpu_memory": None, "--prices": "h100=-1"}, "h100 costs '-1'"),
         ({"--prices": "h100=2"}, "--gpu_memory has no effect with --prices"),
+        ({"--gpu_memory": None, "--prices": "h100=2", "--fit": True, "--output": "o"}, "--output has no effect with"),
+        ({"--gpu_memory": None, "--prices": "h100=2,h100=3"}, "names a card twice"),
     ],
 )
 def test_a_wrong_argument_is_named(wrong, named, model):
