@@ -91,7 +91,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 class _Stream(torch.Stream):
     """A stream in which everything is in order already."""
 
-    wait_stream = synchronize = _nothing
+    wait_stream = wait_event = record_event = synchronize = _nothing
 
     def __new__(cls, device: Any = None) -> _Stream:
         return super().__new__(cls, device=torch.device(NAME, 0))

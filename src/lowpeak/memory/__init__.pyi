@@ -1,3 +1,4 @@
+from lowpeak.memory.activation_offload import COPIES_UNDER_WAY as COPIES_UNDER_WAY
 from lowpeak.memory.activation_offload import ActivationOffload as ActivationOffload
 from lowpeak.memory.activation_offload import AsyncHostMover as AsyncHostMover
 from lowpeak.memory.device_memory import allow_cudnn_attention as allow_cudnn_attention
@@ -8,6 +9,7 @@ from lowpeak.memory.device_memory import free_bytes as free_bytes
 from lowpeak.memory.device_memory import has_device_memory as has_device_memory
 from lowpeak.memory.device_memory import is_out_of_memory as is_out_of_memory
 from lowpeak.memory.device_memory import limit_onednn_caches as limit_onednn_caches
+from lowpeak.memory.device_memory import return_cached_memory as return_cached_memory
 from lowpeak.memory.device_memory import room_in_budget as room_in_budget
 from lowpeak.memory.device_memory import total_bytes as total_bytes
 from lowpeak.memory.phases import Phase as Phase

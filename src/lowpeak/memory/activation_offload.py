@@ -8,47 +8,71 @@ views, stay on the device. Tensors that share a storage share one host copy.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 LEAST_BYTES = 1 << 16  # of a storage: smaller ones are not worth a copy
+COPIES_UNDER_WAY = 2  # copies to the host
 
 
 class AsyncHostMover:
-    """Copies flat bytes between `device` and pinned host memory, on a separate stream, during the computation."""
+    """Copies flat bytes between `device` and pinned host memory, on a separate stream, during the computation.
+
+    At most two copies to the host are under way. Their tensors are kept until the computing stream waits for them, so that torch's
+    allocator can reuse the memory in the order of that stream. With `record_stream` it would wait for the device in place of that:
+    a host that runs ahead takes new memory for each layer.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._torch = torch.get_device_module(self.device)
         self._stream = self._torch.Stream(self.device)
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
+        self._arriving: dict[int, tuple[Tensor, Any]] = {}
 
     def to_host(self, flat: Tensor) -> Tensor:
         """Begin to copy `flat` to host memory, and return the copy; the caller may drop `flat` at once."""
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        self._stream.wait_stream(self._torch.current_stream(self.device))
-        with self._torch.stream(self._stream):
-            host.copy_(flat, non_blocking=True)
-        # The allocator must not reuse this memory until the copy is done.
-        flat.record_stream(self._stream)
+        for flat_of_lost_graph, _ in list(self._arriving.values()):
+            self.wait(flat_of_lost_graph)
+        self._finish_copies(COPIES_UNDER_WAY - 1)
+        host = self.empty_on_host(flat)
+        self._leaving.append((flat, self._copy(flat, host)))
         return host
 
     def to_device(self, host: Tensor) -> Tensor:
         """Begin to copy `host` to the device, and return the copy; it may be used after `wait`."""
+        self._finish_copies(0)
         flat = torch.empty(host.shape, dtype=host.dtype, device=self.device)
-        # The new tensor may reuse memory that earlier kernels still read.
-        self._stream.wait_stream(self._torch.current_stream(self.device))
-        with self._torch.stream(self._stream):
-            flat.copy_(host, non_blocking=True)
-        flat.record_stream(self._stream)
+        self._arriving[id(flat)] = (flat, self._copy(host, flat))
         return flat
 
     def wait(self, flat: Tensor) -> None:
         """Make later computations wait until the copy to the device `flat` is complete."""
-        self._torch.current_stream(self.device).wait_stream(self._stream)
+        _, event = self._arriving.pop(id(flat), (None, None))
+        if event is not None:
+            self._torch.current_stream(self.device).wait_event(event)
+
+    def empty_on_host(self, like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def _copy(self, source: Tensor, target: Tensor) -> Any:
+        """Copy on the separate stream, after what the computing stream has begun; return the event of its end."""
+        self._stream.wait_stream(self._torch.current_stream(self.device))
+        with self._torch.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def _finish_copies(self, most: int) -> None:
+        """Let the computing stream wait for copies to the host until at most so many are under way, and drop their tensors."""
+        while len(self._leaving) > most:
+            _, event = self._leaving.popleft()
+            self._torch.current_stream(self.device).wait_event(event)
 
 
 class _HostCopy:

@@ -98,6 +98,12 @@ def free_bytes(device: torch.device | str) -> int:
     return min([psutil.virtual_memory().available, *cgroup_headrooms(Path("/"))])
 
 
+def return_cached_memory(device: torch.device) -> None:
+    """Return to the driver what torch's caching allocator of a device holds without using it."""
+    if has_device_memory(device):
+        torch.get_device_module(device).empty_cache()
+
+
 def attainable_bytes(device: torch.device) -> int:
     """Return the bytes that this process has on the device, and those still free to it."""
     if has_device_memory(device):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowpeak.errors import LocalMemoryError, RankError, first_line
-from lowpeak.memory import has_device_memory, is_out_of_memory
+from lowpeak.memory import is_out_of_memory, return_cached_memory
 from lowpeak.parallel import TrainingStrategy
 from lowpeak.records import MicroBatch
 
@@ -104,5 +104,4 @@ def run_guarded(
 def free_unused(device: torch.device) -> None:
     """Free tensors in reference cycles, and return cached memory of torch's allocator."""
     gc.collect()
-    if has_device_memory(device):
-        torch.get_device_module(device).empty_cache()
+    return_cached_memory(device)

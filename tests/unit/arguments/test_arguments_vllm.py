@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from packaging.version import Version
 
 from lowpeak import GRPOConfig, RLOOConfig
+from lowpeak.arguments import vllm as vllm_arguments
 from lowpeak.arguments.grpo import resolve_grpo
 from lowpeak.arguments.online import Correction, resolve_online
 from lowpeak.arguments.rloo import resolve_rloo
@@ -115,13 +117,18 @@ def test_what_contradicts_itself_or_is_out_of_range_raises(tmp_path, changes, to
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_an_allocator_with_expandable_segments_does_not_go_with_sleeping_engines(tmp_path, name):
+def test_an_allocator_with_expandable_segments_does_not_go_with_sleeping_engines_of_old_vllm(
+    tmp_path, name, monkeypatch
+):
+    monkeypatch.setattr(vllm_arguments, "installed_vllm", lambda: Version("0.31.1"))
     environ = {name: "max_split_size_mb:64, expandable_segments: True"}
     sleeping = config(tmp_path, use_vllm=True, vllm_enable_sleep_mode=True)
     with pytest.raises(ArgumentError, match=f"{name}.*expandable_segments:True"):
         resolve_vllm(sleeping, 1, environ)
     assert resolve_vllm(sleeping, 1, {name: "expandable_segments:False"}).where.sleeps
     assert resolve_vllm(config(tmp_path, use_vllm=True), 1, environ) is not None
+    monkeypatch.setattr(vllm_arguments, "installed_vllm", lambda: Version("0.32.0"))
+    assert resolve_vllm(sleeping, 1, environ).where.sleeps
 
 
 def correction(tmp_path, kind=GRPOConfig, resolve=resolve_grpo, **changes):

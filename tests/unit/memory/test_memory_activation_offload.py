@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.harness.caching_allocator import AllocatedFakes, CachingAllocator
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak import RLOOConfig, RLOOTrainer
-from lowpeak.memory.activation_offload import ActivationOffload
+from lowpeak.memory.activation_offload import ActivationOffload, AsyncHostMover
 from tiny_models import char_tokenizer, tiny_model
 
 
@@ -42,6 +44,94 @@ class CountingMover:
 
     def wait(self, flat):
         pass
+
+
+class Streams:
+    """A device's module whose streams write down what they do, in order."""
+
+    def __init__(self):
+        self.events, self.computing = [], Stream(self, "compute")
+
+    def Stream(self, device):
+        return Stream(self, "copy")
+
+    def current_stream(self, device):
+        return self.computing
+
+    def stream(self, stream):
+        return nullcontext()
+
+
+class Stream:
+    def __init__(self, owner, name):
+        self.owner, self.name, self.recorded = owner, name, 0
+
+    def wait_stream(self, other):
+        self.owner.events.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event):
+        self.owner.events.append(f"{self.name} waits for copy {event}")
+
+    def record_event(self):
+        self.recorded += 1
+        self.owner.events.append(f"copy {self.recorded} begins")
+        return self.recorded
+
+
+class StreamingMover(AsyncHostMover):
+    """The mover of a device whose host memory takes no bytes."""
+
+    def empty_on_host(self, like):
+        return torch.empty(like.shape, dtype=like.dtype, device="meta")
+
+
+def streaming_mover(monkeypatch):
+    streams = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    return StreamingMover(torch.device("cpu")), streams.events
+
+
+def test_the_computing_stream_waits_for_a_copy_before_its_memory_is_free(monkeypatch):
+    mover, events = streaming_mover(monkeypatch)
+    flats = [torch.ones(8) for _ in range(4)]
+    gone = [weakref.ref(flat) for flat in flats]
+    hosts = []
+    for number in range(4):
+        hosts.append(mover.to_host(flats.pop(0)))
+        assert [ref() is None for ref in gone] == [index < number - 1 for index in range(4)]
+    with FakeTensorMode(allow_non_fake_inputs=True):  # which copies from host memory without data
+        arriving = [mover.to_device(host) for host in hosts[:2]]
+    assert all(ref() is None for ref in gone)
+    events.clear()
+    mover.wait(arriving[1])
+    mover.wait(arriving[1])
+    assert events == ["compute waits for copy 6"]
+    mover.to_host(torch.ones(8))  # whatever arrived for a graph that is lost
+    assert events[1:] == ["compute waits for copy 5", "copy waits for compute", "copy 7 begins"]
+
+
+def peaks_of_a_step(mover=None):
+    """The bytes that are allocated and reserved at most on a device with torch's allocator, in a step of wide layers."""
+    allocator = CachingAllocator()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
+        with AllocatedFakes(allocator):
+            hidden = torch.ones(16_384, 1024)
+            offload = ActivationOffload(layers, mover) if mover else None
+            with offload.saving() if offload else nullcontext():
+                for layer in layers:
+                    hidden = layer(hidden)
+                hidden = hidden.sum()
+            hidden.backward()
+    return allocator.most_allocated, allocator.reserved
+
+
+def test_reserved_memory_falls_with_what_is_allocated(monkeypatch):
+    mover, _ = streaming_mover(monkeypatch)
+    allocated, reserved = peaks_of_a_step()
+    less_allocated, less_reserved = peaks_of_a_step(mover)
+    assert allocated - less_allocated > 0.5 * allocated
+    assert reserved - less_reserved > 0.8 * (allocated - less_allocated)
 
 
 def offload_of(model, least_bytes=1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowpeak.arguments import StorageFormat
-from lowpeak.memory import Kind
+from lowpeak.memory import COPIES_UNDER_WAY, Kind
 from lowpeak.optim import CompactAdamW, HostMemory, TensorStep, copy_to_device
 from lowpeak.parallel import place_optimizer
 from lowpeak.plan.rehearsal.storage_meter import StorageMeter
@@ -93,11 +94,14 @@ class RehearsedMover:
 
     def __init__(self, host: RehearsedHost) -> None:
         self._host = host
+        self._leaving: deque[Tensor] = deque(maxlen=COPIES_UNDER_WAY)
 
     def to_host(self, flat: Tensor) -> Tensor:
+        self._leaving.append(flat)
         return self._host.copy_activations(flat)
 
     def to_device(self, host: Tensor) -> Tensor:
+        self._leaving.clear()
         self._host.batches_to_device += host.nbytes
         return torch.empty_like(host)
 

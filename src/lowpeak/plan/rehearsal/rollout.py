@@ -1,4 +1,4 @@
-"""Rehearsal of the decode loop on fake tensors: its prefills, its first and last steps, and the growth of its cache."""
+"""Rehearsal of the decode loop on fake tensors: its prefills, its first and last steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowpeak.memory import Kind
 from lowpeak.plan.rehearsal.storage_meter import StorageMeter, run_methods_inside
 from lowpeak.records import Prompt
 from lowpeak.rollout import TokenDraw
-from lowpeak.rollout.native import ROOM, DecodeLoop, OutputBuffer, PromptQueue, SlotLayer, StopStrings, bytes_per_token
+from lowpeak.rollout.native import DecodeLoop, OutputBuffer, PromptQueue, SlotCache, StopStrings, bytes_per_token
 
 
 def rehearse_decoding(
@@ -31,11 +31,10 @@ def rehearse_decoding(
     output = EndlessOutput(num_rows, sampling.max_new_tokens, frozenset((0,)), StopStrings(None, ()), None, device)
     lengths, max_tokens = [len(prompt.ids) for prompt in prompts], kv_cache_bytes // bytes_per_token(model)
     queue = PromptQueue(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
-    counting_cache = partial(meter.counting_as, Kind.KV_CACHE)
-    with run_methods_inside(SlotLayer, dict.fromkeys(("__init__", "resize"), counting_cache)):
+    with run_methods_inside(SlotCache, {"allocate": partial(meter.counting_as, Kind.KV_CACHE)}):
         loop = DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output)
         for _ in range(2):
-            loop.rehearse_wave(ROOM)
+            loop.rehearse_wave()
 
 
 class EndlessOutput(OutputBuffer):

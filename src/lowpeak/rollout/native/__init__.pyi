@@ -1,5 +1,4 @@
-from lowpeak.rollout.native.cache import ROOM as ROOM
-from lowpeak.rollout.native.cache import SlotLayer as SlotLayer
+from lowpeak.rollout.native.cache import SlotCache as SlotCache
 from lowpeak.rollout.native.cache import bytes_per_token as bytes_per_token
 from lowpeak.rollout.native.cache import parameter_dtype as parameter_dtype
 from lowpeak.rollout.native.decode_loop import DecodeLoop as DecodeLoop

@@ -2,8 +2,9 @@
 
 transformers' DynamicLayer concatenates, which copies the whole cache for every token. Here each sequence's tokens start at the
 left of its slot, so sequences at different positions run together. A new sequence overwrites one that has ended; otherwise only
-the last sequence moves, into a slot that stayed free. Buffers are copied once per `ROOM` columns.
-Shapes: S slots, C columns, K KV heads, W width of a head, N running sequences (the first slots), L columns that they use.
+the last sequence moves, into a slot that stayed free. The buffer of a rollout is made once, for sequences of full length: one
+that grows leaves blocks to torch's caching allocator that nothing else fits.
+Shapes: T tokens, S slots, C columns, K KV heads, W width of a head, N running sequences (the first slots), L columns that they see.
 A prompt is forwarded once for all sequences of its group."""
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from lowpeak.errors import EngineError
 from lowpeak.heads import transformers_model
+from lowpeak.memory import return_cached_memory
 
-ROOM = 64  # columns by which a buffer grows
+_CLEARED = 64  # columns that are set to zero at once
+MASK_MULTIPLE = 8  # columns: attention's kernels copy masks whose rows begin elsewhere
 # Elements that are copied into slots at once: the copy's temporary is not counted in the cache's budget.
 MAX_COPIED = 1 << 22
+
+
+def bucket_size(number: int) -> int:
+    """Return the least bucket of at least `number`: a multiple of 8 and of a sixteenth of the power of two below it."""
+    step = max(MASK_MULTIPLE, 1 << max(0, number.bit_length() - 5))
+    return -(-number // step) * step
 
 
 def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
@@ -101,17 +110,16 @@ class PromptLayer(DynamicLayer):
 
 
 class SlotLayer(DynamicLayer):
-    """Keys and values of one layer in two buffers [S, C, K, W].
+    """Keys and values of one layer, as views [S, C, K, W] of buffers [T, K, W].
 
     A sequence's newest token is contiguous in this layout.
     """
 
-    def __init__(self, like: PromptLayer, num_slots: int, num_columns: int) -> None:
+    def __init__(self, keys_TKW: Tensor, values_TKW: Tensor) -> None:
         super().__init__()
-        self.dtype, self.device, self.is_initialized = like.values.dtype, like.values.device, True
-        shapes = [(num_slots, num_columns, x.shape[1], x.shape[3]) for x in (like.keys, like.values)]
-        self.buffers = [like.values.new_zeros(shape) for shape in shapes]
-        self.set_view(num_slots, 0, None)
+        self.dtype, self.device, self.is_initialized = values_TKW.dtype, values_TKW.device, True
+        self._tokens = (keys_TKW, values_TKW)
+        self.buffers = [tokens_TKW[:0].unflatten(0, (0, 1)) for tokens_TKW in self._tokens]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one token [N, K, 1, W] per sequence at the index of `set_view`.
@@ -126,55 +134,91 @@ class SlotLayer(DynamicLayer):
     def set_view(self, num_rows: int, num_columns: int, index_N: Tensor | None) -> None:
         """Set the visible sequences and columns; `index_N` is the newest tokens' index into slots x columns."""
         self._index_N = index_N
-        # Masked columns are multiplied by zero, so the buffers must not contain NaN: they are initialised with zeros.
         self.keys, self.values = (buffer[:num_rows, :num_columns].transpose(1, 2) for buffer in self.buffers)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        """Return the filled columns before the newest one."""
+        """Return the visible columns without the newest one."""
         return max(0, self.keys.shape[-2] - 1)
 
-    def resize(self, num_slots: int, num_columns: int, num_rows: int) -> None:
-        """Resize the buffers and keep their first sequences."""
-        # One buffer after the other, so that no second copy of both exists; views keep the old ones in memory.
-        del self.keys, self.values
-        for i, old in enumerate(self.buffers):
-            kept = min(num_columns, old.shape[1])
-            new = old.new_zeros(num_slots, num_columns, *old.shape[2:])
-            new[:num_rows, :kept] = old[:num_rows, :kept]
-            self.buffers[i] = new
-            del old
+    def lay_out(self, num_slots: int, num_columns: int, num_rows: int, kept: int) -> None:
+        """Divide the buffers into slots of at most as many columns as before; `num_rows` slots keep their first `kept`."""
+        for i, tokens_TKW in enumerate(self._tokens):
+            before, after = (
+                self.buffers[i],
+                tokens_TKW[: num_slots * num_columns].unflatten(0, (num_slots, num_columns)),
+            )
+            if before.shape[1] != num_columns:
+                _move_rows(before[:num_rows, :kept], after)
+            after[num_rows:, :kept].zero_()
+            self.buffers[i] = after
         self.set_view(num_rows, 0, None)
 
 
 class SlotCache(Cache):
-    """Slots of a batch, with at most `max_tokens` tokens in total and `max_columns` columns."""
+    """Slots for the sequences of a rollout, in one buffer of at most `max_tokens` tokens that is made once.
 
-    def __init__(self, max_tokens: int, max_columns: int) -> None:
+    Forwards see buckets of its columns, so that their shapes repeat.
+
+        cache.reserve(num_slots, num_columns, 0)        # once, and when shorter sequences leave room for more slots
+        cache.place(prefilled, prompts, lengths, 0)     # the first call makes the buffer
+        cache.begin(columns_N, num_columns)             # before each forward
+    """
+
+    def __init__(self, max_tokens: int) -> None:
         super().__init__(layers=[])
         self.max_tokens = max_tokens
-        self._max_columns = max_columns
-        self.num_slots = self._num_columns = 0
+        self.num_slots = self.num_columns = 0
+        self._num_cleared = 0  # columns without uninitialised values
 
     def reserve(self, num_slots: int, num_columns: int, num_rows: int) -> None:
-        """Grow to at least these slots and columns; the first `num_rows` slots keep their contents."""
-        if num_slots <= self.num_slots and num_columns <= self._num_columns:
-            return
-        self.num_slots = max(num_slots, self.num_slots)
-        most = min(self._max_columns, self.max_tokens // self.num_slots)
-        wanted = max(num_columns, self._num_columns)
-        self._num_columns = min(most, -(-wanted // ROOM) * ROOM)
-        assert num_columns <= self._num_columns, "the caller must limit slots so that their columns fit the budget"
-        for layer in self.layers:
-            layer.resize(self.num_slots, self._num_columns, num_rows)
+        """Have at least so many slots of `num_columns`, never more than before; the first `num_rows` keep their contents.
 
-    def begin(self, columns_N: Tensor, num_columns: int) -> None:
-        """Prepare a forward: the token of sequence n goes to column `columns_N[n]`; no sequence has more than
-        `num_columns`.
+        The first call sets `max_tokens` to those of the buffer.
         """
-        num_rows = len(columns_N)
-        index_N = torch.arange(num_rows, device=columns_N.device) * self._num_columns + columns_N
+        if num_slots <= self.num_slots:
+            return
+        if not self.num_slots:
+            self.max_tokens = num_slots * num_columns
+        assert num_slots * num_columns <= self.max_tokens, "the caller must limit slots so that they fit the budget"
+        self.num_slots, self.num_columns = num_slots, num_columns
+        self._num_cleared = min(self._num_cleared, num_columns)
         for layer in self.layers:
-            layer.set_view(num_rows, num_columns, index_N)
+            layer.lay_out(num_slots, num_columns, num_rows, self._num_cleared)
+
+    def allocate(self, like: Cache) -> None:
+        """Make the buffer of all layers, for keys and values of these layers' shapes."""
+        states = [states for layer in like.layers for states in (layer.keys, layer.values)]
+        sizes = [self.max_tokens * x.shape[1] * x.shape[3] for x in states]
+        # Blocks of a training step or of a prefill are too small for it, and would stay beside it.
+        return_cached_memory(states[0].device)
+        # On a CPU the kernel provides pages when they are written.
+        parts = states[-1].new_empty(sum(sizes)).split(sizes)
+        buffers = [part.view(-1, x.shape[1], x.shape[3]) for part, x in zip(parts, states, strict=True)]
+        self.layers = [SlotLayer(*pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
+        for layer in self.layers:
+            layer.lay_out(self.num_slots, self.num_columns, 0, 0)
+
+    def begin(self, columns_N: Tensor, num_columns: int) -> int:
+        """Prepare a forward: the token of sequence n goes to column `columns_N[n]`, one of the first `num_columns`.
+
+        Returns the columns that the forward sees, a bucket of them.
+        """
+        num_rows, seen = len(columns_N), min(self.num_columns, bucket_size(num_columns))
+        self._clear(seen)
+        index_N = torch.arange(num_rows, device=columns_N.device) * self.num_columns + columns_N
+        for layer in self.layers:
+            layer.set_view(num_rows, seen, index_N)
+        return seen
+
+    def _clear(self, num_columns: int) -> None:
+        """Set columns to zero before they are seen: masked ones are multiplied by zero, and may not contain NaN."""
+        if num_columns <= self._num_cleared:
+            return
+        start = self._num_cleared
+        self._num_cleared = min(self.num_columns, -(-num_columns // _CLEARED) * _CLEARED)
+        for layer in self.layers:
+            for buffer in layer.buffers:
+                buffer[:, start : self._num_cleared].zero_()
 
     def move(self, targets: Sequence[int], sources: Sequence[int], num_columns: int) -> None:
         """Copy slots onto others; all sources are read before any target is written."""
@@ -191,10 +235,11 @@ class SlotCache(Cache):
         padding = torch.tensor([longest - lengths[prompt] for prompt in prompts])[:, None]
         columns_NL = (torch.arange(longest) + padding).clamp(max=longest - 1)
         index_NL = (torch.tensor(prompts)[:, None] * longest + columns_NL).to(device, non_blocking=True)
-        for i, layer in enumerate(prefilled.layers):
-            if i == len(self.layers):
-                self.layers.append(SlotLayer(layer, self.num_slots, self._num_columns))
-            for buffer, states in zip(self.layers[i].buffers, (layer.keys, layer.values), strict=True):
+        if not self.layers:
+            self.allocate(prefilled)
+        self._clear(longest)
+        for layer, mine in zip(prefilled.layers, self.layers, strict=True):
+            for buffer, states in zip(mine.buffers, (layer.keys, layer.values), strict=True):
                 _copy_prompts(buffer[first_slot:], states.transpose(1, 2).flatten(0, 1), index_NL)
 
 
@@ -205,6 +250,14 @@ def _copy_prompts(slots_SCKW: Tensor, states_TKW: Tensor, index_NL: Tensor) -> N
     for start, part in zip(range(0, len(index_NL), num_rows), index_NL.split(num_rows), strict=True):
         copied = states_TKW.index_select(0, part.flatten()).unflatten(0, part.shape)
         slots_SCKW[start : start + len(part), :num_columns] = copied
+
+
+def _move_rows(before_NLKW: Tensor, after_SCKW: Tensor) -> None:
+    """Copy rows to the left of narrower rows in the same memory."""
+    # A part never reaches rows that are still to be copied.
+    num_rows = max(1, MAX_COPIED // max(1, before_NLKW[:1].numel()))
+    for start, part in zip(range(0, len(before_NLKW), num_rows), before_NLKW.split(num_rows), strict=False):
+        after_SCKW[start : start + len(part), : part.shape[1]] = part.clone()
 
 
 _MAX_TOKENS = 16_384  # padded prompt tokens per forward, because activations take more bytes per token than the cache

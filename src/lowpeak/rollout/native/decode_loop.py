@@ -4,7 +4,7 @@ A group starts with one prefill of its prompt, after which the first tokens of a
 Its sequences then take slots as they become free; a sequence without a slot later copies the prompt's keys and values
 from another sequence of its group. The running sequences always have the first slots, so that a forward computes no
 others.
-Shapes: P prompts, N running sequences, L columns of the cache including the newest token, V vocabulary.
+Shapes: P prompts, N running sequences, L columns of the cache that a step sees, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lowpeak.arguments import Sampling
 from lowpeak.attention import ATTENTION_NAME
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import (
+    MASK_MULTIPLE,
     SlotCache,
     bytes_per_token,
     cache_argument,
@@ -65,8 +66,7 @@ class DecodeLoop:
         self._without_slot: deque[tuple[int, int]] = deque()  # rows and prompts of sequences that wait for a slot
         self._ended: list[bool] = []
         self._num_steps = 0
-        longest = max(self.queue.lengths, default=0)
-        self._cache = SlotCache(self.queue.max_tokens, longest + self.sampling.max_new_tokens)
+        self._cache = SlotCache(self.queue.max_tokens)
         num_rows = len(self.prompts) * self.sampling.num_generations
         self._draws = UniformDraws(num_rows, self.sampling, self.output.device)
         self._inputs = DecodeInputs(self.model, [prompt.ids for prompt in self.prompts], self.sampling, self.output)
@@ -77,15 +77,12 @@ class DecodeLoop:
         while self._admit():
             self._step()
 
-    def rehearse_wave(self, room: int) -> None:
-        """Admit sequences, run the first step, those of the cache's last growth, and the last; then end all sequences.
-
-        `room` is the number of columns by which the cache grows.
-        """
+    def rehearse_wave(self) -> None:
+        """Admit sequences, run the first step and the last; then end all sequences."""
         last = self.sampling.max_new_tokens - 2
         if self._admit():
             start = self._num_steps
-            for step in sorted({0, max(0, last - room), max(0, last)}):
+            for step in sorted({0, max(0, last)}):
                 self._num_steps = start + step
                 self._step()
         self._ended = [True] * len(self._running)
@@ -98,15 +95,16 @@ class DecodeLoop:
         # Only one group at a time may have sequences without a slot, so that a running sequence always has their prompt.
         while not self._without_slot and (prompts := self.queue.take(self._num_slots() - len(self._running))):
             changed = True
+            num_prefilled = 0
             for part in split_prefill(prompts, self.queue.lengths):
-                self._start(part)
+                num_prefilled += len(part)
+                self._start(part, len(prompts) - num_prefilled)
         if changed and self._running:
             self._inputs.restart([sequence.row for sequence in self._running])
         return bool(self._running)
 
     def _step(self) -> None:
         num_columns = self._num_columns()
-        self._cache.reserve(self._cache.num_slots, num_columns, len(self._running))
         logits_NV = self._inputs.forward(self._cache, num_columns)
         uniforms_N = self._draws.at(self._inputs.rows_N, self._inputs.written_N)
         history_NL = self._inputs.history(num_columns)
@@ -121,8 +119,10 @@ class DecodeLoop:
 
     def _num_slots(self, entering: Sequence[int] = ()) -> int:
         """Return the slots that the budget allows with the prompts in the loop and those that are `entering`."""
-        started = [sequence.prompt for sequence in self._running] + [prompt for _, prompt in self._without_slot]
-        return self.queue.num_slots([*started, *entering])
+        return self.queue.num_slots([*self._started(), *entering])
+
+    def _started(self) -> list[int]:
+        return [sequence.prompt for sequence in self._running] + [prompt for _, prompt in self._without_slot]
 
     def _refill_slots(self) -> None:
         """Give the slots of ended sequences to waiting ones, and fill remaining gaps with the last sequences."""
@@ -143,8 +143,11 @@ class DecodeLoop:
             self._reserve(num_slots, num_used)
             self._cache.move(list(sources), list(sources.values()), self._num_columns())
 
-    def _start(self, prompts: Sequence[int]) -> None:
-        """Prefill prompts, draw the first tokens of their groups, and place as many sequences as there are slots."""
+    def _start(self, prompts: Sequence[int], num_following: int) -> None:
+        """Prefill prompts, draw the first tokens of their groups, and place as many sequences as there are slots.
+
+        `num_following` prompts start after them, before the next step.
+        """
         logits_PV, prefilled = prefill_prompts(self.model, [self.prompts[i].ids for i in prompts], self.output.device)
         if not self._cache.layers:
             self._set_budget(prefilled.layers[0].values.dtype)
@@ -154,7 +157,7 @@ class DecodeLoop:
         self._running += [self._entering(row, prompt) for row, prompt in placed]
         self._without_slot.extend(started[len(placed) :])
         if placed:
-            self._reserve(num_slots, num_used)
+            self._reserve(num_slots, num_used, num_following * self.sampling.num_generations)
             index_of_prompt = {prompt: i for i, prompt in enumerate(prompts)}
             indices = [index_of_prompt[prompt] for _, prompt in placed]
             self._cache.place(prefilled, indices, [len(self.prompts[i].ids) for i in prompts], num_used)
@@ -182,10 +185,11 @@ class DecodeLoop:
     def _entering(self, row: int, prompt: int) -> RunningSequence:
         return RunningSequence(row, prompt, len(self.prompts[prompt].ids) - self._num_steps)
 
-    def _reserve(self, num_slots: int, num_used: int) -> None:
-        """Reserve slots for all sequences that may still run, and columns for the running ones."""
-        most = len(self._running) + len(self._without_slot) + self.queue.num_rows
-        self._cache.reserve(min(num_slots, most), self._num_columns(), num_used)
+    def _reserve(self, num_slots: int, num_used: int, num_following: int = 0) -> None:
+        """Reserve slots for all sequences that may still run, as wide as the longest of the started ones may become."""
+        most = len(self._running) + len(self._without_slot) + num_following + self.queue.num_rows
+        self._cache.reserve(min(num_slots, most), self.queue.slot_columns(self._started()), num_used)
+        self.queue.max_tokens = self._cache.max_tokens
 
 
 def _close_gaps(running: dict[int, RunningSequence], free: Iterable[int]) -> dict[int, int]:
@@ -231,10 +235,10 @@ class DecodeInputs:
 
     def forward(self, cache: SlotCache, num_columns: int) -> Tensor:
         """Return the logits [N, V] of the newest tokens and add these to the cache."""
-        cache.begin(self._columns_N, num_columns)
+        num_seen = cache.begin(self._columns_N, num_columns)
         output = self._model(
             input_ids=self._tokens_N[:, None],
-            attention_mask=self._mask(num_columns),
+            attention_mask=self._mask(num_seen),
             position_ids=self._columns_N[:, None],
             use_cache=True,
             logits_to_keep=1,
@@ -257,11 +261,12 @@ class DecodeInputs:
 
         Additive scores [N, 1, 1, L] if the attention adds masks, otherwise 0 and 1 [N, L].
         """
-        seen_NL = torch.arange(num_columns, device=self._device) <= self._columns_N[:, None]
+        width = -(-num_columns // MASK_MULTIPLE) * MASK_MULTIPLE
+        seen_NL = torch.arange(width, device=self._device) <= self._columns_N[:, None]
         if self._mask_dtype is None:
-            return seen_NL.long()
+            return seen_NL[:, :num_columns].long()
         zeros = torch.zeros((), dtype=self._mask_dtype, device=self._device)
-        return torch.where(seen_NL, zeros, torch.finfo(self._mask_dtype).min)[:, None, None]
+        return torch.where(seen_NL, zeros, torch.finfo(self._mask_dtype).min)[:, None, None, :num_columns]
 
 
 def _mask_dtype(model: nn.Module) -> torch.dtype | None:

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.heads import transformers_model
-from lowpeak.memory import has_device_memory
+from lowpeak.memory import return_cached_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
 from lowpeak.rollout.native.cache import bytes_per_token, cache_argument, left_mask, left_pad, text_config
@@ -80,8 +80,8 @@ class NativeEngine:
 
     def sleep(self) -> None:
         """Return cached memory of torch's allocator; a call's KV cache ends with the call."""
-        if self.device is not None and has_device_memory(self.device):
-            torch.get_device_module(self.device).empty_cache()
+        if self.device is not None:
+            return_cached_memory(self.device)
 
     def wake(self) -> None:
         pass

@@ -42,9 +42,12 @@ class PromptQueue:
 
     def num_slots(self, live: Sequence[int]) -> int:
         """Return the slots that the budget allows with the `live` prompts and the next waiting one."""
+        return self.max_tokens // self.slot_columns(live)
+
+    def slot_columns(self, live: Sequence[int]) -> int:
+        """Return the most columns of the sequences of the `live` prompts and of the next waiting one."""
         prompts = (*live, *list(self._prompts)[:1])
-        longest = max((self.lengths[prompt] for prompt in prompts), default=0)
-        return self.max_tokens // (longest + self._max_new_tokens)
+        return max((self.lengths[prompt] for prompt in prompts), default=0) + self._max_new_tokens
 
     @property
     def num_rows(self) -> int:

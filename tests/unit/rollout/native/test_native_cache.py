@@ -11,11 +11,12 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GP
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from lowpeak.errors import EngineError
+from lowpeak.rollout.native import cache
 from lowpeak.rollout.native.cache import (
     MAX_COPIED,
-    ROOM,
     PromptLayer,
     SlotCache,
+    bucket_size,
     bytes_per_token,
     cache_argument,
     left_pad,
@@ -39,26 +40,39 @@ def _prefilled(num_prompts: int, length: int, dtype: torch.dtype = torch.float32
     return cache
 
 
-def _filled(num_rows: int = 5, length: int = 6, max_columns: int = 206) -> tuple[SlotCache, Cache]:
-    """Rows of two prompts, three of the first, and the same by transformers' own means."""
-    ours, theirs = SlotCache(num_rows * max_columns, max_columns), _prefilled(2, length)
+def _filled(num_rows: int = 5, num_columns: int = 206) -> tuple[SlotCache, Cache]:
+    """Rows of two prompts of six tokens, three of the first, and the same by transformers' own means."""
+    ours, theirs = SlotCache(num_rows * num_columns), _prefilled(2, 6)
     rows = [0, 0, 0, 1, 1][:num_rows]
-    ours.reserve(num_rows, length, 0)
-    ours.place(theirs, rows, [length, length], 0)
+    ours.reserve(num_rows, num_columns, 0)
+    ours.place(theirs, rows, [6, 6], 0)
     theirs.batch_select_indices(torch.tensor(rows))
     return ours, theirs
 
 
-def test_tokens_are_added_behind_the_prompts_through_several_growths():
+def test_tokens_are_added_behind_the_prompts_in_buckets_of_cleared_columns():
     ours, theirs = _filled()
-    for column in range(6, 2 * ROOM + 11):
-        ours.reserve(5, column + 1, 5)
-        ours.begin(torch.full((5,), column), column + 1)
+    for layer in ours.layers:  # what an allocator may hand out
+        for buffer in layer.buffers:
+            buffer[:, 64:] = float("nan")
+    for column in range(6, 139):
+        seen = ours.begin(torch.full((5,), column), column + 1)
+        assert column < seen == min(206, bucket_size(column + 1))
         for layer in range(2):
             states = _states(5, 1, 100 + column)
             for mine, other in zip(ours.update(*states, layer), theirs.update(*states, layer), strict=True):
-                assert torch.equal(mine, other)
-        assert ours.get_seq_length() == column
+                assert torch.equal(mine[:, :, : column + 1], other)
+                assert mine.shape[2] == seen
+                assert not mine[:, :, column + 1 :].any()
+        assert ours.get_seq_length() == seen - 1
+
+
+@pytest.mark.parametrize("number", [1, 8, 9, 64, 100, 129, 300, 1025, 40_000])
+def test_a_bucket_is_a_multiple_of_eight_and_adds_a_sixteenth_at_most(number):
+    bucket = bucket_size(number)
+    assert bucket % 8 == 0
+    assert number <= bucket <= max(number + 7, number * 17 / 16)
+    assert bucket_size(bucket) == bucket
 
 
 def test_slots_that_are_moved_are_read_before_any_is_written():
@@ -69,38 +83,43 @@ def test_slots_that_are_moved_are_read_before_any_is_written():
         assert torch.equal(layer.buffers[0][:, :6].transpose(1, 2), expected)
 
 
-def test_slots_that_are_added_keep_what_the_first_ones_hold():
-    ours, theirs = _filled(num_rows=4, max_columns=100)
-    ours.max_tokens = 400
-    ours.reserve(10, 20, 4)
+@pytest.mark.parametrize("max_copied", [1, 1 << 22])
+def test_slots_become_narrower_in_place_and_keep_what_the_first_ones_hold(max_copied, monkeypatch):
+    monkeypatch.setattr(cache, "MAX_COPIED", max_copied)
+    ours, theirs = _filled(num_rows=4, num_columns=100)
+    pointers = [buffer.data_ptr() for layer in ours.layers for buffer in layer.buffers]
+    ours.reserve(10, 40, 4)
+    ours.reserve(8, 50, 4)  # fewer slots change nothing
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
         assert layer.buffers[1].shape == (10, 40, 2, 3)
         assert torch.equal(layer.buffers[1][:4, :6].transpose(1, 2), other.values)
         assert not layer.buffers[1][4:].any()
+    assert [buffer.data_ptr() for layer in ours.layers for buffer in layer.buffers] == pointers
 
 
-@pytest.mark.parametrize("num_new", [1, 7, 90])
-def test_buffers_never_hold_more_columns_than_prompt_and_completion(num_new):
-    ours, _ = _filled(max_columns=6 + num_new)
-    ours.reserve(5, 6 + num_new, 5)
-    assert ours.layers[0].buffers[0].shape[1] == 6 + num_new
+def test_one_buffer_has_all_layers_and_no_more_than_the_slots_take():
+    ours, tokens = SlotCache(10_000), 5 * 206
+    ours.reserve(5, 206, 0)
+    ours.place(_prefilled(2, 6), [0, 0, 0, 1, 1], [6, 6], 0)
+    (storage,) = {x.untyped_storage() for layer in ours.layers for x in layer.buffers}
+    assert ours.max_tokens == tokens
+    assert storage.nbytes() == 2 * tokens * 2 * (4 + 3) * 4
 
 
 def test_rows_that_are_too_many_to_be_copied_at_once_go_in_parts():
     many = MAX_COPIED // (6 * 2 * 4) + 3
     rows = [i % 2 for i in range(many)]
-    ours, theirs = SlotCache(many * 6, 6), _prefilled(2, 6)
+    ours, theirs = SlotCache(many * 6), _prefilled(2, 6)
     ours.reserve(many, 6, 0)
     ours.place(theirs, rows, [6, 6], 0)
     assert torch.equal(ours.layers[1].buffers[0][:, :6].transpose(1, 2), theirs.layers[1].keys[torch.tensor(rows)])
 
 
 def test_keys_that_autocast_left_wide_are_stored_as_their_values():
-    ours, theirs = SlotCache(20, 10), _prefilled(1, 6, torch.bfloat16, PromptLayer)
+    ours, theirs = SlotCache(20), _prefilled(1, 6, torch.bfloat16, PromptLayer)
     assert theirs.layers[0].keys.dtype == torch.bfloat16
-    ours.reserve(2, 6, 0)
+    ours.reserve(2, 10, 0)
     ours.place(theirs, [0, 0], [6], 0)
-    ours.reserve(2, 7, 2)
     ours.begin(torch.tensor([6, 6]), 7)
     keys, values = ours.update(*_states(2, 1, 5, torch.bfloat16), 0)
     assert keys.dtype == values.dtype == torch.bfloat16
@@ -121,11 +140,11 @@ def test_prompts_share_a_forward_while_its_padded_tokens_allow(max_tokens, parts
 def test_logits_and_slots_are_those_of_each_prompt_alone():
     model, lengths = tiny_model(), [len(ids) for ids in PROMPTS]
     rows = [0, 0, 1, 2, 2, 2, 3, 4]
-    cache = SlotCache(10 * 12, 12)
+    ours = SlotCache(10 * 12)
     with torch.no_grad():
         logits, prefilled = prefill_prompts(model, PROMPTS, torch.device("cpu"))
-        cache.reserve(10, 7, 0)
-        cache.place(prefilled, rows, lengths, 2)
+        ours.reserve(10, 12, 0)
+        ours.place(prefilled, rows, lengths, 2)
         for prompt, ids in enumerate(PROMPTS):
             alone = DynamicCache()
             expected = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): alone}).logits[
@@ -133,7 +152,7 @@ def test_logits_and_slots_are_those_of_each_prompt_alone():
             ]
             torch.testing.assert_close(logits[prompt], expected, atol=1e-5, rtol=1e-5)
             for slot in [2 + i for i, row in enumerate(rows) if row == prompt]:
-                for mine, other in zip(cache.layers, alone.layers, strict=True):
+                for mine, other in zip(ours.layers, alone.layers, strict=True):
                     for buffer, states in zip(mine.buffers, (other.keys, other.values), strict=True):
                         placed = buffer[slot, : len(ids)].transpose(0, 1)
                         torch.testing.assert_close(placed, states[0], atol=1e-5, rtol=1e-5)
@@ -201,12 +220,3 @@ def test_a_config_without_sizes_is_an_error_that_names_them():
     model.config = PreTrainedConfig()
     with pytest.raises(EngineError, match=r"hidden_size.*num_hidden_layers"):
         bytes_per_token(model)
-
-
-def test_a_cache_that_grows_keeps_no_second_copy():
-    ours, _ = _filled()
-    ours.begin(torch.full((5,), 6), 7)
-    ours.reserve(5, 200, 5)
-    for layer in ours.layers:
-        storages = {x.untyped_storage().data_ptr() for x in (layer.keys, layer.values)}
-        assert storages == {buffer.untyped_storage().data_ptr() for buffer in layer.buffers}

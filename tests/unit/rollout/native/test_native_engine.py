@@ -61,8 +61,8 @@ def watched(model: nn.Module) -> Iterator[list[Forward]]:
     def note(module, args, kwargs) -> None:
         made, cache = Forward(*kwargs["input_ids"].shape), kwargs[cache_argument(module)]
         if isinstance(cache, SlotCache):
-            states = [each for layer in cache.layers for each in (layer.keys, layer.values)]
-            held = sum(each.untyped_storage().nbytes() for each in states)  # used or not
+            storages = {states.untyped_storage() for layer in cache.layers for states in (layer.keys, layer.values)}
+            held = sum(storage.nbytes() for storage in storages)  # used or not
             made = made._replace(columns=cache.get_seq_length() + 1, held_bytes=held)
             made = made._replace(mask_dims=kwargs["attention_mask"].ndim)
         seen.append(made)
