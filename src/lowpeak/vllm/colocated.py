@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
 import tempfile
@@ -73,13 +74,12 @@ class ColocatedVllm(Vllm):
         self._model = getattr(spec.config, "_name_or_path", "") or spec.architecture
         on_cpu_ranks = engine_ranks.world_size > 1 and spec.device.type == "cpu"
         with (
-            tempfile.TemporaryDirectory(prefix="lowpeak-vllm-") as folder,
             preserve_process_state(),
             disable_shared_memory(engine_ranks.rank) if on_cpu_ranks else nullcontext(),
         ):
-            _write_model_folder(spec, Path(folder))
+            folder = write_model_folder(spec, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"))
             try:
-                self.llm: Any = self._build(folder, spec)
+                self.llm: Any = self._build(str(folder), spec)
             except BaseException:
                 destroy_vllm_groups(self._had_group)
                 raise
@@ -280,14 +280,41 @@ def check_colocated(settings: ColocateSettings, device: torch.device) -> None:
         raise ArgumentError("vllm_enable_sleep_mode=True has no effect: vLLM has no sleep mode on CPUs; remove it.")
 
 
-def _write_model_folder(spec: ColocatedModelSpec, folder: Path) -> None:
-    """Write config and tokenizer for `from_pretrained`, without the policy's quantization config."""
+def write_model_folder(spec: ColocatedModelSpec, cache: Path) -> Path:
+    """Write config and tokenizer for `from_pretrained`, without the policy's quantization config; return the folder in a cache.
+
+    Its name is the hash of what it contains: vLLM finds compiled graphs by the path of a model. Without a cache that can be
+    written it is in the folder of temporary files.
+    """
     config = type(spec.config).from_dict(spec.config.to_dict())
     config.architectures = [spec.architecture]
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.save_pretrained(folder)
-    spec.tokenizer.save_pretrained(folder)
+    models = cache / "lowpeak" / "vllm-models"
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        models = Path(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(dir=models if os.access(models, os.W_OK) else None, prefix="making-") as making:
+        folder = Path(making) / "model"
+        config.save_pretrained(folder)
+        spec.tokenizer.save_pretrained(folder)
+        target = Path(making).parent / f"lowpeak-vllm-{_hash_of(folder)}"
+        try:
+            folder.rename(target)
+        except OSError:
+            # Another process was first.
+            if not target.is_dir():
+                raise
+    return target
+
+
+def _hash_of(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:32]
 
 
 def _to_answer(output: Any) -> Answer:
