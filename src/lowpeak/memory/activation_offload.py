@@ -38,8 +38,8 @@ class AsyncHostMover:
 
     def to_host(self, flat: Tensor) -> Tensor:
         """Begin to copy `flat` to host memory, and return the copy; the caller may drop `flat` at once."""
-        for flat_of_lost_graph, _ in list(self._arriving.values()):
-            self.wait(flat_of_lost_graph)
+        for unused, _ in list(self._arriving.values()):  # prefetched for a graph that was dropped
+            self.wait(unused)
         self._finish_copies(COPIES_UNDER_WAY - 1)
         host = self.empty_on_host(flat)
         self._leaving.append((flat, self._copy(flat, host)))
