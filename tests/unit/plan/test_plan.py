@@ -14,6 +14,7 @@ from transformers import Gemma3TextConfig, Qwen2Config, Qwen3MoeConfig
 from case_selection import mark_extended
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.errors import ArgumentError
+from lowpeak.memory import COPIES_UNDER_WAY
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.advice import advise
 from lowpeak.plan.hardware import GIB, Machine
@@ -196,9 +197,10 @@ def test_offloaded_activations_are_in_host_memory_between_forward_and_backward(c
     changes = {} if checkpointing else {"gradient_checkpointing": False}
     beside, away = plan("grpo", **changes), plan("grpo", **changes, activation_offloading=True)
     moved = away.phases["backward"].host[Kind.ACTIVATIONS]
+    under_way = COPIES_UNDER_WAY * 4 * away.tokens * away.inputs.config.hidden_size  # of few layers' inputs
     assert (
         away.phases["forward"].device[Kind.ACTIVATIONS]
-        < beside.phases["forward"].device[Kind.ACTIVATIONS] - 0.7 * moved
+        < beside.phases["forward"].device[Kind.ACTIVATIONS] - 0.7 * moved + under_way
     )
     if checkpointing:  # the inputs of each layer, of the last norm and of the head, in fp32
         assert moved == pytest.approx((SMALL.num_hidden_layers + 2) * away.tokens * SMALL.hidden_size * 4, rel=0.05)
