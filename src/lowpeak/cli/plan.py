@@ -152,7 +152,7 @@ def _calibration(journal: str, plan: Plan) -> Mapping[str, float]:
         raise ArgumentError(f"--journal {journal} has no journal with steps: name the output_dir of a run.")
     quoted = read_quoted_seconds(Path(journal))
     if quoted is None:
-        note = f"{journal} has no quote.json: its times are taken for those of this plan's model, lengths and devices"
+        note = f"{journal} has no quote with seconds: its times are taken for those of this model, lengths and devices"
         print(f"plan: {note}; `lowpeak plan --prices` writes a quote before a run.", file=sys.stderr)
     return calibration(rows, quoted or plan.seconds)
 

@@ -52,14 +52,14 @@ def read_prices(text: str) -> dict[str, float]:
     from lowpeak.plan import CARDS
 
     if Path(text).is_file():
-        given: Mapping[str, Any] = load_yaml(text)
+        entries: list[tuple[Any, Any]] = list(load_yaml(text).items())
     else:
-        given = dict(_entry(part) for part in text.split(","))
-        if len(given) < len(text.split(",")):
-            raise ArgumentError(f"--prices {text!r} names a card twice: give one price for each.")
-    prices = {}
-    for name, price in given.items():
+        entries = [_entry(part) for part in text.split(",")]
+    prices: dict[str, float] = {}
+    for name, price in entries:
         card = str(name).lower().replace("_", "-")
+        if card in prices:
+            raise ArgumentError(f"--prices names {card} twice: give one price for each card.")
         if card not in CARDS:
             raise ArgumentError(f"--prices names {name}, which is not in the table of cards: {', '.join(CARDS)}.")
         try:
@@ -72,12 +72,12 @@ def read_prices(text: str) -> dict[str, float]:
 
 
 def read_quoted_seconds(folder: Path) -> dict[str, float] | None:
-    """Return the seconds of a step by phase that the quote of a run planned; None without a quote."""
-    path = folder / QUOTE_FILE
-    if not path.is_file():
+    """Return the seconds of a step by phase that the quote of a run planned; None without them, or for a damaged file."""
+    try:
+        seconds = json.loads((folder / QUOTE_FILE).read_text(encoding="utf-8"))["seconds_per_step"]
+        return {phase: float(value) for phase, value in seconds.items()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
-    seconds: dict[str, float] | None = json.loads(path.read_text(encoding="utf-8")).get("seconds_per_step")
-    return seconds
 
 
 def _entry(text: str) -> tuple[str, str]:

@@ -234,6 +234,10 @@ def test_priced_cards_are_quoted_for_all_steps_the_cheapest_first(model, tmp_pat
         assert dispatch(words(model, longer, {"--gpu_memory": None}, options)) == 0
         found.append(json.loads(capsys.readouterr().out)["seconds_per_step"])
     assert found[1] == pytest.approx({phase: 3 * value for phase, value in found[0].items()})
+    (tmp_path / "run/quote.json").write_text("{")
+    capsys.readouterr()
+    assert dispatch(words(model, longer, {"--gpu_memory": None, "--journal": tmp_path / "run"})) == 0
+    assert "no quote with seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -301,7 +305,7 @@ def test_prompts_beyond_the_context_are_a_warning(model, capsys):
         ({"--gpu_memory": None, "--prices": "h100=-1"}, "h100 costs '-1'"),
         ({"--prices": "h100=2"}, "--gpu_memory has no effect with --prices"),
         ({"--gpu_memory": None, "--prices": "h100=2", "--fit": True, "--output": "o"}, "--output has no effect with"),
-        ({"--gpu_memory": None, "--prices": "h100=2,h100=3"}, "names a card twice"),
+        ({"--gpu_memory": None, "--prices": "h100=2,H100=3"}, "names h100 twice"),
     ],
 )
 def test_a_wrong_argument_is_named(wrong, named, model):

@@ -197,11 +197,10 @@ def test_offloaded_activations_are_in_host_memory_between_forward_and_backward(c
     changes = {} if checkpointing else {"gradient_checkpointing": False}
     beside, away = plan("grpo", **changes), plan("grpo", **changes, activation_offloading=True)
     moved = away.phases["backward"].host[Kind.ACTIVATIONS]
-    under_way = COPIES_UNDER_WAY * 4 * away.tokens * away.inputs.config.hidden_size  # of few layers' inputs
-    assert (
-        away.phases["forward"].device[Kind.ACTIVATIONS]
-        < beside.phases["forward"].device[Kind.ACTIVATIONS] - 0.7 * moved + under_way
-    )
+    # The last copies are under way when the forward's peak is there; each is a layer's input here.
+    under_way = COPIES_UNDER_WAY * 4 * away.tokens * away.inputs.config.hidden_size
+    left = beside.phases["forward"].device[Kind.ACTIVATIONS] - away.phases["forward"].device[Kind.ACTIVATIONS]
+    assert left == moved - under_way > 0
     if checkpointing:  # the inputs of each layer, of the last norm and of the head, in fp32
         assert moved == pytest.approx((SMALL.num_hidden_layers + 2) * away.tokens * SMALL.hidden_size * 4, rel=0.05)
     assert away.to_host - beside.to_host >= away.num_batches * moved
@@ -275,6 +274,18 @@ def test_an_engine_that_is_idle_while_the_run_trains_is_advised_to_sleep():
     advice = next(each for each in advise(awake, count=None) if each.setting == "vllm_enable_sleep_mode=True")
     assert advice.peak < awake.peak
     assert advice.peak == pytest.approx(asleep.peak, rel=0.01)
+
+
+def test_advice_is_what_a_plan_with_the_setting_takes():
+    found = plan("grpo")
+    followed = {
+        "offload_optimizer=True": plan("grpo", offload_optimizer=True),
+        "--gpus 2 --accelerate_config fsdp2": plan("grpo", "fsdp2", machine=Machine(2, 80 * GIB)),
+    }
+    advised = {each.setting: each.peak for each in advise(found, count=None)}
+    lower = {setting: then.peak for setting, then in followed.items() if then.peak < found.peak}
+    assert advised.keys() & followed.keys() == lower.keys()
+    assert {setting: advised[setting] for setting in lower} == pytest.approx(lower, rel=0.01)
 
 
 def test_advice_names_settings_that_lower_the_peak_and_their_time():
