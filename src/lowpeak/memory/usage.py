@@ -17,7 +17,7 @@ class Kind(StrEnum):
     ACTIVATIONS = "activations"  # and other temporaries of forward and backward passes
     LOGITS = "logits chunk"  # and everything else inside the head
     KV_CACHE = "KV cache"
-    GATHERED = "gathered layers"
+    GATHERED = "gathered weights"
     BUCKETS = "buckets"  # of gradients that are reduced, and of weights that are sent or saved
     FROZEN = "frozen models"
     ENGINE = "engine"

@@ -116,7 +116,7 @@ class _SizeSearch:
             return
         least = inputs.least_cache_bytes
         yield CACHE, _powers(least, inputs.sequences_of_rank * least)
-        if self._request.sharding.sends_weights(self._request.world_size):
+        if self._request.sharding.sends_weights(self._request.world_size) or inputs.casts_weights:
             yield GATHER, [0]
 
     def _largest_batch(self, tokens: int) -> int:

@@ -138,6 +138,26 @@ def _zero_buckets(inputs: RunInputs) -> dict[str, int]:
     return {"backward": largest if gathers else max(largest, share), "optimizer": update}
 
 
+def gather_budget_of(inputs: RunInputs) -> int:
+    """Return the bytes of a sharded policy that stay gathered in a rollout: by default half of what the KV cache leaves free."""
+    budget = inputs.settings.memory.gather_budget if inputs.is_online else 0
+    free = free_bytes(inputs, gradients=False)
+    return max(0, free - inputs.sizes.kv_cache_bytes) // 2 if budget is None else int(budget)
+
+
+def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
+    """Return what training leaves free of a device, as a run finds out when it starts; or a rollout, without gradients."""
+    request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
+    held = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
+    if inputs.has_separate_reference and not inputs.settings.memory.offload_frozen_models:
+        held[Kind.FROZEN] = inputs.checkpoint_dtype.itemsize * inputs.counts.total
+    elsewhere = set(row.on_host) | (set() if gradients else {Kind.GRADIENTS})
+    if storage is not None and storage.offload:
+        elsewhere |= {Kind.GRADIENTS, Kind.OPTIMIZER}
+    tensors = sum(request.share_of(kind, value) for kind, value in held.items() if kind not in elsewhere)
+    return request.machine.memory - margin(request.machine, tensors) - tensors
+
+
 def gatherable_bytes(inputs: RunInputs) -> int:
     """Return the bytes of the weights that passes gather from other ranks; 0 if each rank has them."""
     gathers = inputs.request.sharding.sends_weights(inputs.request.world_size)

@@ -109,6 +109,13 @@ class RunInputs:
         return getattr(torch, named) if isinstance(named, str) else named
 
     @property
+    def casts_weights(self) -> bool:
+        """Whether each rank has the whole model in fp32 and computes in bf16: a rollout then copies what it casts."""
+        trains_bf16 = self.storage is not None and self.storage.weight_bits is not None and not self.request.peft_config
+        is_whole = self.request.mesh.shards == self.request.tensor_parallel == 1
+        return is_whole and bool(self.args.bf16) and self.checkpoint_dtype == torch.float32 and not trains_bf16
+
+    @property
     def is_online(self) -> bool:
         return self.request.kind not in OFFLINE
 

@@ -16,16 +16,18 @@ from lowpeak.heads import rehearse_experts
 from lowpeak.memory import Kind, PhaseMemories, PhaseMemory
 from lowpeak.parallel import decoder_layers
 from lowpeak.plan.computed import (
+    BF16_BYTES,
     ENGINE_AWAKE,
     decoded_bytes,
     engine_bytes,
+    free_bytes,
+    gather_budget_of,
     gatherable_bytes,
     gathered_itemsize,
     host_of_process,
     margin,
     place_by_strategy,
     save_bytes,
-    state_bytes,
     streamed_bytes,
     sync_bytes,
 )
@@ -304,9 +306,12 @@ def rehearse_step(
 
 def _gathered_in_rollout(inputs: RunInputs) -> tuple[int, int]:
     """Return the gather budget for a model of few layers, and the bytes that layers of the whole one keep gathered beyond it."""
-    if inputs.rollout(0) is None or inputs.request.mesh.shards == 1:
+    if inputs.rollout(0) is None:
         return 0, 0
     budget = gather_budget_of(inputs)
+    if inputs.request.mesh.shards == 1:
+        copied = inputs.counts.total if inputs.casts_weights else inputs.counts.trained
+        return (budget if budget >= BF16_BYTES * copied else 0), 0
     if budget >= gatherable_bytes(inputs):
         return budget, 0  # all is gathered, of few layers, too
     layer = gathered_itemsize(inputs) * inputs.counts.largest_layer
@@ -377,23 +382,3 @@ def _offloaded_kinds(inputs: RunInputs, phase: str, frozen: int) -> dict[Kind, i
 def _add_buckets(phase: PhaseMemory, num_bytes: int) -> PhaseMemory:
     """Return a phase with bytes of buckets beside those that it has."""
     return phase.computed({Kind.BUCKETS: phase.device.get(Kind.BUCKETS, 0) + num_bytes})
-
-
-def gather_budget_of(inputs: RunInputs) -> int:
-    """Return the bytes of a sharded policy that stay gathered in a rollout: by default half of what the KV cache leaves free."""
-    budget = inputs.settings.memory.gather_budget if inputs.is_online else 0
-    free = free_bytes(inputs, gradients=False)
-    return max(0, free - inputs.sizes.kv_cache_bytes) // 2 if budget is None else int(budget)
-
-
-def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
-    """Return what training leaves free of a device, as a run finds out when it starts; or a rollout, without gradients."""
-    request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
-    held = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
-    if inputs.has_separate_reference and not inputs.settings.memory.offload_frozen_models:
-        held[Kind.FROZEN] = inputs.checkpoint_dtype.itemsize * inputs.counts.total
-    elsewhere = set(row.on_host) | (set() if gradients else {Kind.GRADIENTS})
-    if storage is not None and storage.offload:
-        elsewhere |= {Kind.GRADIENTS, Kind.OPTIMIZER}
-    tensors = sum(request.share_of(kind, value) for kind, value in held.items() if kind not in elsewhere)
-    return request.machine.memory - margin(request.machine, tensors) - tensors

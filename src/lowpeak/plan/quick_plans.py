@@ -22,6 +22,8 @@ from lowpeak.plan.computed import (
     BF16_BYTES,
     ENGINE_AWAKE,
     FRAGMENTATION,
+    free_bytes,
+    gather_budget_of,
     gatherable_bytes,
     margin,
     place_on_ranks,
@@ -36,8 +38,6 @@ from lowpeak.plan.plan import (
     ModelCounts,
     Plan,
     complete_plan,
-    free_bytes,
-    gather_budget_of,
     largest_batch,
     rehearse_step,
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.arguments import GATHER_ALL, ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.data import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.heads import causal_lm, is_peft, num_embeddings
@@ -27,6 +27,7 @@ from lowpeak.rollout.native import (
     end_token_ids,
     parameter_dtype,
     unsupported_reason,
+    weight_copies,
 )
 from lowpeak.setup.prepare_run import OnlineParts
 from lowpeak.sizes import SYNC_BYTES, Sizes
@@ -89,10 +90,13 @@ def make_engine(
     """Return the engine that the arguments ask for; vLLM is connected, or built, when it is first needed."""
     budget, strategy = parts.settings.memory.gather_budget, run.strategy
 
-    def gather_policy(num_bytes: int | None = budget) -> AbstractContextManager[nn.Module]:
-        return strategy.gather_for_inference(
-            context.model_wrapped, _free_to_gather(context) if num_bytes is None else num_bytes
-        )
+    @contextmanager
+    def gather_policy(num_bytes: int | None = budget) -> Iterator[nn.Module]:
+        num_bytes = _free_in_rollout(context) if num_bytes is None else num_bytes
+        copies = 0 if strategy.shards_parameters else num_bytes
+        gathered = strategy.gather_for_inference(context.model_wrapped, num_bytes)
+        with gathered as model, weight_copies(model, _autocast_dtype(context), copies):
+            yield model
 
     device = context.accelerator.device
     by_function = rollout_func is not None
@@ -258,11 +262,15 @@ def check_function(settings: VllmSettings) -> None:
         )
 
 
-def _free_to_gather(context: RunContext) -> int:
-    """Return the gather budget of a plan, or half of what the KV cache leaves free on the rank that has least."""
-    if not context.run.strategy.shards_parameters:
-        return GATHER_ALL
-    if context.run.sizes.gather_budget is not None:
-        return context.run.sizes.gather_budget
-    free = free_bytes(context.accelerator.device) - context.run.sizes.kv_cache_bytes
-    return int(context.run.strategy.ranks.min([max(0, free)])[0]) // 2
+def _free_in_rollout(context: RunContext) -> int:
+    """Return the gather budget of a plan, or half of what the KV cache leaves free; of shards on the rank that has least."""
+    sizes, strategy = context.run.sizes, context.run.strategy
+    if sizes.gather_budget is not None:
+        return sizes.gather_budget
+    free = max(0, free_bytes(context.accelerator.device) - sizes.kv_cache_bytes)
+    return int(strategy.ranks.min([free])[0] if strategy.shards_parameters else free) // 2
+
+
+def _autocast_dtype(context: RunContext) -> torch.dtype | None:
+    """Return the dtype in which the policy's forward computes under autocast; None without autocast."""
+    return torch.bfloat16 if context.accelerator.mixed_precision == "bf16" else None

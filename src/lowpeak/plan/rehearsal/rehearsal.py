@@ -53,6 +53,7 @@ from lowpeak.plan.rehearsal.rehearsed_host import (
 from lowpeak.plan.rehearsal.rollout import rehearse_decoding
 from lowpeak.plan.rehearsal.storage_meter import CUDA_BLOCK, StorageMeter, run_methods_inside
 from lowpeak.records import MicroBatch, Prompt
+from lowpeak.rollout.native import weight_copies
 from lowpeak.training import LogprobSettings, run_step, score
 
 _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
@@ -62,7 +63,7 @@ _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
 class RehearsedRollout:
     """The prompts that one rank's native engine generates for, and the bytes of its KV cache.
 
-    `gather_budget` are the bytes of a sharded policy that stay gathered meanwhile.
+    `gather_budget` are the bytes of a sharded policy that stay gathered meanwhile, or of copies of fp32 weights.
     """
 
     prompts: Sequence[Prompt]
@@ -296,9 +297,11 @@ class _Stage:
     @contextmanager
     def _gathered(self, model: nn.Module, budget: int, gather_head: bool = False) -> Iterator[None]:
         with ExitStack() as stack:
-            if self._mesh is not None:
-                with self._meter.counting_as(Kind.GATHERED):
+            with self._meter.counting_as(Kind.GATHERED):
+                if self._mesh is not None:
                     stack.enter_context(gather_on_fake_ranks(model, self._compute, budget, gather_head))
+                else:
+                    stack.enter_context(weight_copies(model, self._compute, budget))
             yield
 
     def make_optimizer(self) -> Any:
@@ -350,13 +353,7 @@ class _Stage:
         """Decode with the policy; a sharded one is gathered within the rollout's budget."""
         self._meter.begin("rollout")
         with torch.no_grad(), eval_mode(self.model), self._gathered(self.model, rollout.gather_budget):
-            rehearse_decoding(
-                self.model,
-                rollout.prompts,
-                rollout.sampling,
-                rollout.kv_cache_bytes,
-                self._meter,
-            )
+            rehearse_decoding(self.model, rollout.prompts, rollout.sampling, rollout.kv_cache_bytes, self._meter)
         self._meter.begin(None)
 
     def train(self, batches: Sequence[MicroBatch]) -> None:

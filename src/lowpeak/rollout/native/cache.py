@@ -120,20 +120,17 @@ class SlotLayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = values_TKW.dtype, values_TKW.device, True
         self._tokens = (keys_TKW, values_TKW)
         self.buffers = [tokens_TKW[:0].unflatten(0, (0, 1)) for tokens_TKW in self._tokens]
+        self.index_N: Tensor | None = None  # of the newest tokens, into slots x columns
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token [N, K, 1, W] per sequence at the index of `set_view`.
-
-        Returns all keys and values [N, K, L, W].
-        """
-        assert self._index_N is not None, "`SlotCache.begin` sets the index"
-        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
-            buffer.flatten(0, 1).index_copy_(0, self._index_N, states[:, :, 0].to(buffer.dtype))
+        """Write one token [N, K, 1, W] per sequence at `index_N`; return all keys and values [N, K, L, W]."""
+        assert self.index_N is not None, "`SlotCache.begin` sets the index"
+        for tokens_TKW, states in zip(self._tokens, (key_states, value_states), strict=True):
+            tokens_TKW.index_copy_(0, self.index_N, states[:, :, 0].to(self.dtype))
         return self.keys, self.values
 
-    def set_view(self, num_rows: int, num_columns: int, index_N: Tensor | None) -> None:
-        """Set the visible sequences and columns; `index_N` is the newest tokens' index into slots x columns."""
-        self._index_N = index_N
+    def set_view(self, num_rows: int, num_columns: int) -> None:
+        """Set the visible sequences and columns."""
         self.keys, self.values = (buffer[:num_rows, :num_columns].transpose(1, 2) for buffer in self.buffers)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
@@ -151,7 +148,7 @@ class SlotLayer(DynamicLayer):
                 _move_rows(before[:num_rows, :kept], after)
             after[num_rows:, :kept].zero_()
             self.buffers[i] = after
-        self.set_view(num_rows, 0, None)
+        self.set_view(num_rows, 0)
 
 
 class SlotCache(Cache):
@@ -169,6 +166,7 @@ class SlotCache(Cache):
         self.max_tokens = max_tokens
         self.num_slots = self.num_columns = 0
         self._num_cleared = 0  # columns without uninitialised values
+        self._view = (0, 0)  # sequences and columns that the layers' views have
 
     def reserve(self, num_slots: int, num_columns: int, num_rows: int) -> None:
         """Have at least so many slots of `num_columns`, never more than before; the first `num_rows` keep their contents.
@@ -182,6 +180,7 @@ class SlotCache(Cache):
         assert num_slots * num_columns <= self.max_tokens, "the caller must limit slots so that they fit the budget"
         self.num_slots, self.num_columns = num_slots, num_columns
         self._num_cleared = min(self._num_cleared, num_columns)
+        self._view = (0, 0)
         for layer in self.layers:
             layer.lay_out(num_slots, num_columns, num_rows, self._num_cleared)
 
@@ -207,7 +206,10 @@ class SlotCache(Cache):
         self._clear(seen)
         index_N = torch.arange(num_rows, device=columns_N.device) * self.num_columns + columns_N
         for layer in self.layers:
-            layer.set_view(num_rows, seen, index_N)
+            layer.index_N = index_N
+            if self._view != (num_rows, seen):
+                layer.set_view(num_rows, seen)
+        self._view = (num_rows, seen)
         return seen
 
     def _clear(self, num_columns: int) -> None:

@@ -1,0 +1,86 @@
+"""16-bit copies of fp32 weights, for a rollout under autocast."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from lowpeak.memory import is_out_of_memory
+
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def weight_copies(model: nn.Module, dtype: torch.dtype | None, max_bytes: int) -> Iterator[None]:
+    """Let matrix products read copies of fp32 weights in autocast's `dtype`, made once for the block; None: no autocast.
+
+    Values are those of autocast, which casts all weights again for each token, and a layer's input for each product. Nothing is
+    copied if the copies take more than `max_bytes`, or if memory runs out.
+    """
+    weights = [] if dtype is None else list(_cast_weights(model))
+    with ExitStack() as stack:
+        if dtype is not None and dtype.itemsize * _numel(weights) <= max_bytes:
+            copies = _copy(weights, dtype)
+            for module, name, parameter in weights if copies else []:
+                module._parameters[name] = copies[id(parameter)]
+                stack.callback(module._parameters.__setitem__, name, parameter)
+            if copies:
+                _cast_inputs_once(stack, {module for module, _, _ in weights}, dtype)
+        yield
+
+
+_Weight = tuple[nn.Module, str, nn.Parameter]
+
+
+def _cast_weights(model: nn.Module) -> Iterator[_Weight]:
+    """Yield the fp32 parameters of linear layers, which autocast casts; grouped products of experts take no part in it."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D) and not getattr(module, "computes_in_fp32", False):
+            for name, parameter in module._parameters.items():
+                # Distributed tensors, which wrap others, stay.
+                is_plain = parameter is not None and not hasattr(type(parameter), "__tensor_flatten__")
+                if parameter is not None and is_plain and parameter.dtype == torch.float32:
+                    yield module, name, parameter
+
+
+def _numel(weights: list[_Weight]) -> int:
+    return sum({id(parameter): parameter.numel() for _, _, parameter in weights}.values())
+
+
+def _copy(weights: list[_Weight], dtype: torch.dtype) -> dict[int, nn.Parameter]:
+    """Return a copy of each parameter by its id; none if memory runs out."""
+    copies: dict[int, nn.Parameter] = {}
+    try:
+        for _, _, parameter in weights:
+            if id(parameter) not in copies:
+                copies[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _logger.warning("Out of memory for copies of the weights in %s: they are cast again for each token.", dtype)
+        return {}
+    return copies
+
+
+def _cast_inputs_once(stack: ExitStack, modules: set[nn.Module], dtype: torch.dtype) -> None:
+    """Let linear layers in a row that have one input share its cast."""
+    last: list[Tensor] = []  # the last input, and its cast
+
+    def multiply(linear: Any, hidden: Tensor) -> Tensor:
+        if not last or last[0] is not hidden:
+            last[:] = hidden, hidden.to(dtype)
+        return F.linear(last[1], linear.weight, linear.bias)
+
+    for module in modules:
+        if type(module) is nn.Linear and "forward" not in module.__dict__:
+            setattr(module, "forward", partial(multiply, module))  # noqa: B010
+            stack.callback(module.__delattr__, "forward")
+    stack.callback(last.clear)
