@@ -69,7 +69,6 @@ from lowpeak.arguments.rloo import RLOOArguments as RLOOArguments
 from lowpeak.arguments.rloo import RLOOSettings as RLOOSettings
 from lowpeak.arguments.rloo import resolve_rloo as resolve_rloo
 from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG as ARGUMENT_OF_KWARG
-from lowpeak.arguments.rollout import GATHER_ALL as GATHER_ALL
 from lowpeak.arguments.rollout import RolloutSettings as RolloutSettings
 from lowpeak.arguments.rollout import Sampling as Sampling
 from lowpeak.arguments.storage import STORAGE_ARGUMENTS as STORAGE_ARGUMENTS

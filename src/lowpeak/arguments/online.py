@@ -31,15 +31,17 @@ from lowpeak.arguments.rollout import (
     RolloutArguments,
     RolloutSettings,
     Sampling,
-    resolve_gather_budget,
     resolve_rollout,
     resolve_sampling,
 )
+from lowpeak.arguments.text import parse_bytes
 from lowpeak.arguments.validation import check_values, reset_idle_arguments
 from lowpeak.arguments.vllm import USES_VLLM, VllmArguments, VllmSettings, resolve_vllm
 
 KLEstimator = Literal["k1", "k2", "k3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+GATHER_ALL = 1 << 62  # a gather budget larger than any model
 
 GROUP_SIZE = Check(lambda x: x >= 2, "must be at least 2: each completion is compared with others of its group")
 HAS_REFERENCE = EffectCondition(
@@ -298,6 +300,27 @@ def resolve_online(args: Any, world_size: int, num_rewards: int, hardware: Hardw
         vllm=resolve_vllm(args, world_size),
         facts=facts,
     )
+
+
+def resolve_gather_budget(args: RolloutArguments) -> int | None:
+    """Return the gather budget in bytes, `GATHER_ALL`, or None for automatic; ArgumentError if its three names contradict."""
+    budget = args.gather_budget
+    size = None if budget in (None, "auto") else parse_bytes(budget)
+    require(
+        budget in (None, "auto") or size is not None,
+        f"gather_budget={budget!r} must be 'auto', a number of bytes, or a size such as '8GiB' or '500MB'.",
+    )
+    meanings = {
+        "gather_budget": size,
+        "ds3_gather_for_generation": GATHER_ALL if args.ds3_gather_for_generation else 0,
+        "disable_unwrapping_for_generation": 0 if args.disable_unwrapping_for_generation else GATHER_ALL,
+    }
+    budgets = {name: meaning for name, meaning in meanings.items() if getattr(args, name) is not None}
+    shown = " and ".join(f"{name}={getattr(args, name)!r}" for name in budgets)
+    require(
+        len(set(budgets.values())) <= 1, f"{shown} contradict each other: keep gather_budget, and remove the others."
+    )
+    return next(iter(budgets.values()), None)
 
 
 def _check_online(args: Any, world_size: int) -> None:

@@ -28,8 +28,6 @@ from lowpeak.arguments.declare import (
 )
 from lowpeak.arguments.text import parse_bytes
 
-GATHER_ALL = 1 << 62  # a gather budget larger than any model
-
 # Names in generation_kwargs (transformers' and vLLM's) that are aliases of arguments.
 ARGUMENT_OF_KWARG = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
@@ -175,6 +173,18 @@ class RolloutArguments:
     )
     disable_unwrapping_for_generation: bool | None = memory_argument(
         None, "Older name; True means ds3_gather_for_generation=False.", acts_if=_GATHERS
+    )
+    cuda_graphs: bool = generation_argument(
+        False,
+        "Decode by CUDA graphs, one launch for the kernels of a token. No run on a GPU has confirmed it: `lowpeak env "
+        "--selftest --rows decode` compares them.",
+        acts_if=(
+            EffectCondition(lambda args, facts: not args.use_vllm, "vLLM captures its own graphs; remove it"),
+            EffectCondition(lambda args, facts: facts.is_cuda is not False, "the device has no CUDA graphs; remove it"),
+            EffectCondition(
+                lambda args, facts: not facts.sharded, "sharded weights are gathered in a forward; remove it"
+            ),
+        ),
     )
     offload_frozen_models: bool = memory_argument(
         False,
@@ -373,24 +383,3 @@ def sampling_kwargs(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         )
         kwargs["logit_bias"] = {int(token): float(value) for token, value in bias.items()}  # keys in JSON are strings
     return kwargs
-
-
-def resolve_gather_budget(args: RolloutArguments) -> int | None:
-    """Return the gather budget in bytes, `GATHER_ALL`, or None for automatic; ArgumentError if its three names contradict."""
-    budget = args.gather_budget
-    size = None if budget in (None, "auto") else parse_bytes(budget)
-    require(
-        budget in (None, "auto") or size is not None,
-        f"gather_budget={budget!r} must be 'auto', a number of bytes, or a size such as '8GiB' or '500MB'.",
-    )
-    meanings = {
-        "gather_budget": size,
-        "ds3_gather_for_generation": GATHER_ALL if args.ds3_gather_for_generation else 0,
-        "disable_unwrapping_for_generation": 0 if args.disable_unwrapping_for_generation else GATHER_ALL,
-    }
-    budgets = {name: meaning for name, meaning in meanings.items() if getattr(args, name) is not None}
-    shown = " and ".join(f"{name}={getattr(args, name)!r}" for name in budgets)
-    require(
-        len(set(budgets.values())) <= 1, f"{shown} contradict each other: keep gather_budget, and remove the others."
-    )
-    return next(iter(budgets.values()), None)

@@ -158,7 +158,7 @@ def sample_tokens(
     num_slice = max(1, (max_elements or _max_elements(logits_MV.device)) // logits_MV.shape[-1])
     slices = [slice(start, start + num_slice) for start in range(0, len(scores), num_slice)]
     parts = [_sample_slice(scores.raw(rows), sampling, uniforms_N, history_NL, rows, num_candidates) for rows in slices]
-    sums = BlockSums(*map(torch.cat, zip(*(x.sums for x in parts), strict=True)))
+    sums = parts[0].sums if len(parts) == 1 else BlockSums(*map(torch.cat, zip(*(x.sums for x in parts), strict=True)))
     tokens_N, exact_N = _join([x.tokens_N for x in parts]), _join([x.exact_N for x in parts])
     if tokens_N is None:
         tokens_N = sums.draw(scores, uniforms_N)
@@ -176,7 +176,7 @@ def _select_rows(values_N: Tensor | None, rows: slice | Tensor) -> Tensor | None
 
 def _join(parts: list[Tensor | None]) -> Tensor | None:
     tensors = [part for part in parts if part is not None]
-    return torch.cat(tensors) if tensors else None
+    return torch.cat(tensors) if len(tensors) > 1 else next(iter(tensors), None)
 
 
 class _SliceDraw(NamedTuple):
@@ -351,14 +351,16 @@ class BlockSums(NamedTuple):
     def draw(self, scores: Scores, uniforms_N: Tensor | None) -> Tensor:
         """Return the token [N] that each uniform selects, by a search for its block and then within the block."""
         assert uniforms_N is not None, "sampling needs one uniform per row"
-        vocab_size = scores.logits_MV.shape[-1]
-        block_N1, rest_N1 = torch.zeros_like(uniforms_N, dtype=torch.int64)[:, None], uniforms_N[:, None]
+        vocab_size, rest_N1 = scores.logits_MV.shape[-1], uniforms_N[:, None]
+        tokens_NB = torch.arange(min(_BLOCK, vocab_size), device=uniforms_N.device).expand(len(uniforms_N), -1)
         if vocab_size > _BLOCK:
-            block_N1, rest_N1 = _search(self.sums_NM, rest_N1)
-        tokens_NB = block_N1 * _BLOCK + torch.arange(min(_BLOCK, vocab_size), device=block_N1.device)
+            ends_NM, target_N1, block_N1 = _search(self.sums_NM, rest_N1)
+            width_N1 = self.sums_NM.gather(-1, block_N1)
+            inside_N1 = (target_N1 - (ends_NM.gather(-1, block_N1) - width_N1)) / width_N1
+            tokens_NB, rest_N1 = block_N1 * _BLOCK + tokens_NB, inside_N1.clamp(0.0, 1 - 2.0**-53)
         inside_NB = _exp_weights(scores.at(tokens_NB.clamp(max=vocab_size - 1)), self.largest_N1).double()
-        token_N1, _ = _search(inside_NB.masked_fill(tokens_NB >= vocab_size, 0.0), rest_N1)
-        return (block_N1 * _BLOCK + token_N1).clamp(max=vocab_size - 1)[:, 0]
+        _, _, item_N1 = _search(inside_NB.masked_fill(tokens_NB >= vocab_size, 0.0), rest_N1)
+        return tokens_NB.gather(-1, item_N1).clamp(max=vocab_size - 1)[:, 0]
 
     def logprobs(self, scores_NK: Tensor) -> Tensor:
         return (scores_NK - self.largest_N1 - self.total_N1.log()).float()
@@ -384,14 +386,8 @@ def shifted_cumulative_sum(values_NM: Tensor) -> Tensor:
     return sums_NM
 
 
-def _search(weights_NM: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the item that each uniform selects, and the position within it in [0, 1).
-
-    Items are as wide as their weights.
-    """
+def _search(weights_NM: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ends of items as wide as their weights, the position of each uniform along them, and the item there."""
     ends_NM = cumulative_sum(weights_NM)
     target_N1 = uniforms_N1 * ends_NM[:, -1:]
-    item_N1 = torch.searchsorted(ends_NM, target_N1, right=True).clamp(max=weights_NM.shape[-1] - 1)
-    width_N1 = weights_NM.gather(-1, item_N1)
-    inside_N1 = (target_N1 - (ends_NM.gather(-1, item_N1) - width_N1)) / width_N1
-    return item_N1, inside_N1.clamp(0.0, 1 - 2.0**-53)
+    return ends_NM, target_N1, torch.searchsorted(ends_NM, target_N1, right=True).clamp(max=weights_NM.shape[-1] - 1)

@@ -45,7 +45,7 @@ from lowpeak.memory import (
 from lowpeak.models import LOGPROB_HEAD, HeadKind, Reference, adapter_reference, materialize_meta_params
 from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, is_sharded, states_on_host
 from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings
-from lowpeak.setup.engines import make_engine, why_adapters_idle
+from lowpeak.setup.engines import make_engine, why_adapters_idle, why_no_graphs
 from lowpeak.setup.prepare_run import OnlineParts, RunParts
 from lowpeak.setup.prompts import check_end_tokens, context_name, max_prompt_tokens, prompt_cursor
 from lowpeak.setup.storage import acting_storage, add_idle_storage, set_optimizer, storage_fractions
@@ -333,10 +333,11 @@ def report_effects(parts: RunParts, facts: RunFacts) -> None:
 def _run_facts(context: BuildContext, parts: OnlineParts, strategy: Strategy) -> RunFacts:
     """Return the facts of a run whose models and devices are known."""
     why_merged = why_adapters_idle(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
-    facts = parts.settings.facts
+    why_eager = why_no_graphs(parts.policy) if parts.args.cuda_graphs else ""
+    facts, idle = parts.settings.facts, {"vllm_adapters=False": why_merged, "cuda_graphs=True": why_eager}
     return replace(
         facts,
-        idle={**facts.idle, "vllm_adapters=False": why_merged} if why_merged else facts.idle,
+        idle={**facts.idle, **{argument: reason for argument, reason in idle.items() if reason}},
         sharded=strategy.shards_parameters,
         in_fp32=computes_in_fp32(parts.args, parts.policy, parts.reference_model),
         states_on_host=states_on_host(context.accelerator.state),

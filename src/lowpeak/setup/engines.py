@@ -15,13 +15,15 @@ from torch import nn
 from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.data import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
-from lowpeak.heads import causal_lm, is_peft, num_embeddings
+from lowpeak.heads import causal_lm, is_peft, num_embeddings, transformers_model
 from lowpeak.memory import free_bytes
 from lowpeak.models import context_length, longrope_switch_length
 from lowpeak.parallel import unchanged_names, unties_head
 from lowpeak.ranks import Ranks
 from lowpeak.rollout import FunctionEngine, RolloutEngine
 from lowpeak.rollout.native import (
+    CudaCapture,
+    DecodeGraphs,
     NativeEngine,
     bytes_per_token,
     end_token_ids,
@@ -70,6 +72,14 @@ def why_adapters_idle(settings: VllmSettings | None, policy: nn.Module, num_rank
     return ""
 
 
+def why_no_graphs(policy: nn.Module) -> str:
+    """Return why `cuda_graphs` has no effect for a model; empty if it has one."""
+    if getattr(transformers_model(policy), "is_quantized", False):
+        return "the kernels of quantised weights are not captured; remove it"
+    reason = unsupported_reason(policy)
+    return "" if reason is None else f"the model generates by model.generate(): {reason}; remove it"
+
+
 def describe_generation(policy: nn.Module, vllm: VllmSettings | None, *, by_function: bool = False) -> str:
     """Describe the generation path; name the reason if the decode loop cannot run."""
     if by_function:
@@ -107,7 +117,9 @@ def make_engine(
     gather_for_function: Callable[[], AbstractContextManager[nn.Module]]
     if parts.settings.vllm is None:
         kv_cache_bytes = lambda: context.run.sizes.kv_cache_bytes  # noqa: E731  # they change
-        engine = NativeEngine(gather_policy, parts.tokenizer, kv_cache_bytes, stats.add, device)
+        has_graphs = parts.args.cuda_graphs and not (strategy.shards_parameters or why_no_graphs(parts.policy))
+        graphs = DecodeGraphs(CudaCapture()) if has_graphs and device.type == "cuda" else None
+        engine = NativeEngine(gather_policy, parts.tokenizer, kv_cache_bytes, stats.add, device, graphs)
         gather_for_function = engine.keep_gathered
     else:
         if rollout_func is not None:

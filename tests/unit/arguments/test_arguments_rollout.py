@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowpeak import GRPOConfig, PPOConfig, SFTConfig
-from lowpeak.arguments.online import resolve_online
-from lowpeak.arguments.rollout import GATHER_ALL, resolve_gather_budget
+from lowpeak.arguments.online import GATHER_ALL, resolve_gather_budget, resolve_online
 from lowpeak.arguments.validation import check_values
 from lowpeak.errors import ArgumentError
 

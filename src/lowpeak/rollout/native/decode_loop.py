@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from lowpeak.rollout.native.cache import (
     split_prefill,
     text_config,
 )
+from lowpeak.rollout.native.decode_graphs import DecodeGraphs
 from lowpeak.rollout.native.output import OutputBuffer
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId
 from lowpeak.rollout.sampling import TokenDraw, UniformDraws
@@ -60,6 +62,7 @@ class DecodeLoop:
     prompts: Sequence[Prompt]
     sampling: Sampling
     output: OutputBuffer
+    graphs: DecodeGraphs | None = None
 
     def __post_init__(self) -> None:
         self._running: list[RunningSequence] = []
@@ -70,6 +73,7 @@ class DecodeLoop:
         num_rows = len(self.prompts) * self.sampling.num_generations
         self._draws = UniformDraws(num_rows, self.sampling, self.output.device)
         self._inputs = DecodeInputs(self.model, [prompt.ids for prompt in self.prompts], self.sampling, self.output)
+        self._inputs.graphs = self.graphs
 
     def run(self) -> None:
         """Generate all sequences into `output`; completion c of prompt p is row `p x generations + c`."""
@@ -217,6 +221,7 @@ class DecodeInputs:
         needs_history = sampling.repetition_penalty != 1 and len(prompts) > 0
         self._prompts_PL = left_pad(prompts, self._device) if needs_history else None
         self._mask_dtype = _mask_dtype(model)
+        self.graphs: DecodeGraphs | None = None
         self.rows_N: Tensor
         self.written_N: Tensor
         self._columns_N: Tensor
@@ -235,11 +240,17 @@ class DecodeInputs:
 
     def forward(self, cache: SlotCache, num_columns: int) -> Tensor:
         """Return the logits [N, V] of the newest tokens and add these to the cache."""
-        num_seen = cache.begin(self._columns_N, num_columns)
+        step = partial(self._forward, cache)
+        if self.graphs is not None and self.graphs.is_enabled:
+            return self.graphs.run(step, cache, self._tokens_N, self._columns_N, num_columns)
+        return step(self._tokens_N, self._columns_N, num_columns)
+
+    def _forward(self, cache: SlotCache, tokens_N: Tensor, columns_N: Tensor, num_columns: int) -> Tensor:
+        num_seen = cache.begin(columns_N, num_columns)
         output = self._model(
-            input_ids=self._tokens_N[:, None],
-            attention_mask=self._mask(num_seen),
-            position_ids=self._columns_N[:, None],
+            input_ids=tokens_N[:, None],
+            attention_mask=self._mask(columns_N, num_seen),
+            position_ids=columns_N[:, None],
             use_cache=True,
             logits_to_keep=1,
             **{self._cache_argument: cache},
@@ -256,13 +267,13 @@ class DecodeInputs:
         written_NL = torch.where(columns_L < self.written_N[:, None], written_NL, prompts_NL[:, :1])
         return torch.cat([prompts_NL, written_NL], dim=-1)
 
-    def _mask(self, num_columns: int) -> Tensor:
+    def _mask(self, columns_N: Tensor, num_columns: int) -> Tensor:
         """Return which columns each sequence attends to.
 
         Additive scores [N, 1, 1, L] if the attention adds masks, otherwise 0 and 1 [N, L].
         """
         width = -(-num_columns // MASK_MULTIPLE) * MASK_MULTIPLE
-        seen_NL = torch.arange(width, device=self._device) <= self._columns_N[:, None]
+        seen_NL = torch.arange(width, device=self._device) <= columns_N[:, None]
         if self._mask_dtype is None:
             return seen_NL[:, :num_columns].long()
         zeros = torch.zeros((), dtype=self._mask_dtype, device=self._device)

@@ -26,6 +26,7 @@ from lowpeak.memory import return_cached_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
 from lowpeak.rollout.native.cache import bytes_per_token, cache_argument, left_mask, left_pad, text_config
+from lowpeak.rollout.native.decode_graphs import DecodeGraphs
 from lowpeak.rollout.native.decode_loop import DecodeLoop
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, Wave, form_waves
@@ -40,8 +41,8 @@ class NativeEngine:
     `gather_policy` returns the policy, ready for generation (eval mode, weights gathered, cache allowed), for one call of
     `generate`. `kv_cache_bytes()` is read at each call, because a resumed run uses the value of its checkpoint.
     `on_tokens` receives, for each forward, the tokens added to completions and the sequences computed. `device` is
-    where the engine computes, which may differ from the parameters' device (default: theirs). Greedy tokens equal
-    those of `model.generate(do_sample=False)` on each prompt alone.
+    where the engine computes, which may differ from the parameters' device (default: theirs); `graphs` the CUDA graphs of its
+    decode steps. Greedy tokens equal those of `model.generate(do_sample=False)` on each prompt alone.
     """
 
     gather_policy: Callable[[], AbstractContextManager[nn.Module]]
@@ -49,6 +50,7 @@ class NativeEngine:
     kv_cache_bytes: Callable[[], int]
     on_tokens: Callable[[int, int], None] | None = None
     device: torch.device | None = None
+    graphs: DecodeGraphs | None = None
     policy_version: int | None = field(default=None, init=False)
     slice_form = SliceForm()
 
@@ -98,8 +100,13 @@ class NativeEngine:
         if unsupported_reason(model) is None:
             num_rows = len(prompts) * sampling.num_generations
             output = OutputBuffer(num_rows, sampling.max_new_tokens, *ends, self.on_tokens, device)
-            with _inference_mode(model):
-                DecodeLoop(model, PromptQueue(*shape), kv_cache_bytes, prompts, sampling, output).run()
+            queue = PromptQueue(*shape)
+            try:
+                with _inference_mode(model):
+                    DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output, self.graphs).run()
+            finally:
+                if self.graphs is not None:
+                    self.graphs.clear()
             return output.completions()
         completions: dict[SequenceId, Completion] = {}
         for wave in form_waves(*shape):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,7 +89,7 @@ class OutputBuffer:
         self._ids_RC = torch.zeros(num_rows, max_new_tokens, dtype=torch.int32, device=device)
         self._logprobs_RC = torch.zeros(num_rows, max_new_tokens, device=device)
         self._written_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._stopped_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self._stopped_R = torch.zeros(num_rows, dtype=torch.bool, device=device)  # by a stop string
 
     def add(self, rows_N: Tensor, draw: TokenDraw, num_computed: int) -> list[bool]:
         """Add the next tokens of running sequences, from a forward of `num_computed`; return which are finished.
@@ -116,11 +117,13 @@ class OutputBuffer:
         positions_N = self._written_R[rows_N]
         self._ids_RC[rows_N, positions_N] = tokens_N.to(torch.int32)
         self._logprobs_RC[rows_N, positions_N] = logprobs_N
-        self._written_R[rows_N] = positions_N + 1
-        ended_N = (tokens_N[:, None] == self._end_ids_E).any(dim=-1)
-        self._stopped_R[rows_N] = ended_N
-        finished_N = ended_N | (positions_N + 1 >= self._ids_RC.shape[1])
-        return torch.where(logprobs_N.isfinite(), finished_N.to(torch.int8), _NON_FINITE)
+        self._written_R[rows_N] = written_N = positions_N + 1
+        finished_N = self._is_end(tokens_N) | (written_N >= self._ids_RC.shape[1])
+        # `isfinite` is four kernels.
+        return torch.where(logprobs_N.abs() < math.inf, finished_N.to(torch.int8), _NON_FINITE)
+
+    def _is_end(self, tokens_N: Tensor) -> Tensor:
+        return (tokens_N[:, None] == self._end_ids_E).any(dim=-1)
 
     def _stopped(self, rows_N: Tensor, tokens_N: Tensor) -> set[int]:
         """Return the sequences that have just completed a stop string, and mark them as ended."""
@@ -149,7 +152,9 @@ class OutputBuffer:
 
     def completions(self) -> list[Completion]:
         """Return the rows as completions; one that has not ended was truncated by its length."""
-        written_R, stopped_R = self._written_R.cpu(), self._stopped_R.tolist()
+        rows_R = torch.arange(len(self._written_R), device=self.device)
+        ended_R = self._is_end(self.newest(rows_R, self._written_R)) & (self._written_R > 0)
+        written_R, stopped_R = self._written_R.cpu(), (self._stopped_R | ended_R).tolist()
         is_written_RC = torch.arange(self._ids_RC.shape[1]) < written_R[:, None]
         # Each row is a view of one tensor: separate tensors would take a thousand small copies.
         ids, logprobs = (x.cpu()[is_written_RC] for x in (self._ids_RC, self._logprobs_RC))
