@@ -21,7 +21,7 @@ CHANGED = [
         "cast_lm_head_to_fp32": True, "chat_template_kwargs": {"a": 1}, "shuffle_dataset": False,
         "micro_batch_tokens": 100, "logprob_chunk_size": 10, "weight_bits": 16, "state_bits": 8,
         "gradient_bits": 32, "offload_optimizer": True, "cudnn_attention": True, "shard_optimizer_states": True,
-        "pad_to_multiple_of": 8, "padding_free": False,
+        "pad_to_multiple_of": 8, "padding_free": False, "cuda_graphs": True,
         "router_aux_loss_coef": 0.1, "log_entropy": False, "num_generations": 4, "max_completion_length": 9,
         "max_new_tokens": 9, "generation_batch_size": 32, "steps_per_generation": 2, "num_iterations": 2,
         "dynamic_sampling_rounds": 2, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.5,

@@ -261,6 +261,7 @@ class OnlineSettings(RunSettings):
     table: TableSettings | None
     num_completions_with_tokens: int
     vllm: VllmSettings | None
+    cuda_graphs: bool
     facts: RunFacts
 
 
@@ -298,6 +299,7 @@ def resolve_online(args: Any, world_size: int, num_rewards: int, hardware: Hardw
         reward_failures=args.reward_failures,
         reward_timeout=args.reward_timeout,
         vllm=resolve_vllm(args, world_size),
+        cuda_graphs=args.cuda_graphs,
         facts=facts,
     )
 

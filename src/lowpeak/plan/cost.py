@@ -26,7 +26,10 @@ LINK_SHARE = 0.7
 _FLOPS_RANGE, _BANDWIDTH_RANGE, _LINK_RANGE = (0.25, 0.55), (0.4, 0.8), (0.5, 0.85)  # of these shares
 # Of the shorter of computation and communication: what does not overlap.
 _EXPOSED = 0.2
-_LAYER_LATENCY = {"cuda": 2e-4, "cpu": 3e-4}  # seconds of a layer's forward, however few tokens it has
+# Seconds of a layer's forward, however few tokens it has: 41 kernels of a decode step (benchmarks/decode_launches.py) at 5.6 ms of
+# host time for 24 layers, and 2 to 2.5 us for each launch, are 0.33 to 0.4 ms. No GPU has confirmed it.
+_LAYER_LATENCY = {"cuda": 3.6e-4, "cpu": 3e-4}
+_GRAPH_LATENCY = 1.3e-4  # of a layer in a CUDA graph, as vLLM decodes: a third of it; not confirmed either
 _COLLECTIVE_LATENCY = 3e-5  # seconds of a collective inside a host, however small
 _FP32_BYTES = 4
 
@@ -54,6 +57,7 @@ class Work:
     update_bytes               that an optimizer step reads and writes
     host_bytes                 that it copies between device and host
     in_bf16                    whether passes compute in bf16, as they do on every GPU
+    has_graphs                 whether the engine decodes by CUDA graphs
     gradient_bytes             bytes of a gradient that replicas average
     """
 
@@ -84,6 +88,7 @@ class Work:
     engine_parallel: int = 1
     rollout_bytes: int = 0
     activation_bytes: int = 0
+    has_graphs: bool = False
 
     @property
     def score_batches(self) -> int:
@@ -149,8 +154,8 @@ def _flops(work: Work, machine: Machine) -> float:
 
 
 def _pass_latency(work: Work, machine: Machine) -> float:
-    """Return the least seconds of a forward pass: those of its kernels' starts."""
-    return _LAYER_LATENCY[machine.device] * work.layers
+    """Return the least seconds of a decode step: those of its kernels' starts."""
+    return (_GRAPH_LATENCY if work.has_graphs else _LAYER_LATENCY[machine.device]) * work.layers
 
 
 def _score(work: Work, machine: Machine) -> float:
@@ -269,12 +274,18 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
         in_bf16=_computes_in_bf16(inputs),
         gradient_bytes=_gradient_bytes(inputs.storage),
         engine_parallel=engine.parallel,
+        has_graphs=_has_graphs(inputs),
     )
 
 
 def _computes_in_bf16(inputs: Any) -> bool:
     """Return whether a planned run's passes compute in bf16: by autocast, or on bf16 weights of a storage format."""
     return bool(inputs.request.machine.device == "cuda" or inputs.args.bf16 or inputs.storage is not None)
+
+
+def _has_graphs(inputs: Any) -> bool:
+    on_gpu = inputs.is_online and inputs.request.machine.device == "cuda"
+    return bool(on_gpu and (inputs.settings.vllm is not None or inputs.settings.cuda_graphs))
 
 
 def _gradient_bytes(storage: Any) -> int:

@@ -353,7 +353,9 @@ class RunInputs:
         num_prompts = max(1, -(-self.sequences_of_rank // generations))
         prompts = [Prompt(i, (1,) * self.request.prompt_tokens, "") for i in range(num_prompts)]
         cache_bytes = max(self.sizes.kv_cache_bytes, least)
-        return RehearsedRollout(prompts, self.settings.sampling, cache_bytes, gather_budget)
+        is_captured = self.request.mesh.shards == 1 and self.request.quantized_bits is None
+        has_graphs = self.settings.cuda_graphs and self.request.machine.device == "cuda" and is_captured
+        return RehearsedRollout(prompts, self.settings.sampling, cache_bytes, gather_budget, has_graphs)
 
     @property
     def least_cache_bytes(self) -> int:

@@ -158,8 +158,7 @@ def sample_tokens(
     num_slice = max(1, (max_elements or _max_elements(logits_MV.device)) // logits_MV.shape[-1])
     slices = [slice(start, start + num_slice) for start in range(0, len(scores), num_slice)]
     parts = [_sample_slice(scores.raw(rows), sampling, uniforms_N, history_NL, rows, num_candidates) for rows in slices]
-    sums = parts[0].sums if len(parts) == 1 else BlockSums(*map(torch.cat, zip(*(x.sums for x in parts), strict=True)))
-    tokens_N, exact_N = _join([x.tokens_N for x in parts]), _join([x.exact_N for x in parts])
+    sums, tokens_N, exact_N = _SliceDraw.join(parts)
     if tokens_N is None:
         tokens_N = sums.draw(scores, uniforms_N)
     logprobs_N = sums.logprobs(scores.at(tokens_N[:, None]))[:, 0]
@@ -174,17 +173,21 @@ def _select_rows(values_N: Tensor | None, rows: slice | Tensor) -> Tensor | None
     return None if values_N is None else values_N[rows]
 
 
-def _join(parts: list[Tensor | None]) -> Tensor | None:
-    tensors = [part for part in parts if part is not None]
-    return torch.cat(tensors) if len(tensors) > 1 else next(iter(tensors), None)
-
-
 class _SliceDraw(NamedTuple):
     """Sums of a slice; its tokens (None: draw them from the sums); whether each draw is exact (None: all are)."""
 
     sums: BlockSums
     tokens_N: Tensor | None = None
     exact_N: Tensor | None = None
+
+    @classmethod
+    def join(cls, parts: Sequence[_SliceDraw]) -> _SliceDraw:
+        """Return the draw of all sequences; of one slice without a copy."""
+        if len(parts) == 1:
+            return parts[0]
+        sums, tokens, exact = zip(*parts, strict=True)
+        joined = BlockSums(*map(torch.cat, zip(*sums, strict=True)))
+        return cls(joined, *(None if x[0] is None else torch.cat(x) for x in (tokens, exact)))
 
 
 def _sample_slice(

@@ -11,7 +11,7 @@ import torch
 from lowpeak.arguments import Sampling
 from lowpeak.plan import Machine, Work, card_of, measure_cpu, step_seconds
 from lowpeak.records import Prompt
-from lowpeak.rollout.native import bytes_per_token
+from lowpeak.rollout.native import CudaCapture, DecodeGraphs, bytes_per_token
 from lowpeak.selftest.models import HALF_BILLION, even_share, make_model, mib
 from lowpeak.selftest.runs import make_trainer
 from lowpeak.selftest.table import Bench, require, row
@@ -23,7 +23,7 @@ _MAX_FIRST_RATIO = 3.0
 
 @row("decode", seconds=180, quick=True)
 def decoding(bench: Bench) -> str:
-    """Time 64 sequences of a 0.5B model twice, then with top_p; read reserved memory, SDPA's backends and the plan."""
+    """Time 64 sequences of a 0.5B model twice, with top_p, by CUDA graphs, and by the plan; read reserved memory and backends."""
     prompt, completion = bench.pick((256, 64 if bench.quick else 256), (8, 4))
     shape: dict[str, Any] = bench.pick(HALF_BILLION, {"num_ids": 600, "hidden": 32, "layers": 2, "heads": (4, 2)})
     with bench.device:
@@ -39,6 +39,14 @@ def decoding(bench: Bench) -> str:
     filtered = _generate(trainer, prompt, replace(sampling, top_p=0.95), bench)[0]
     planned = _planned_seconds(bench, model, prompt, completion) / completion
     steps = {"first": first, "again": again, "top_p": filtered, "planned": planned}
+    if bench.on_gpu:
+        # A graph is compared with the forward that it repeats, bit for bit, when it is captured.
+        engine: Any = trainer.collector.engine
+        graphs = engine.graphs = DecodeGraphs(CudaCapture())
+        steps["graphs"] = _generate(trainer, prompt, sampling, bench)[0]
+        require(
+            graphs.is_enabled, "a CUDA graph of the decode step failed, or its logits differ: see the warning above"
+        )
     ms = {name: 1000 * seconds for name, seconds in steps.items()}
     rate = _NUM_PROMPTS * _GROUP / again
     backends = [name for name in ("cudnn", "flash", "mem_efficient", "math") if _is_enabled(name)]
@@ -50,9 +58,9 @@ def decoding(bench: Bench) -> str:
         f"the first rollout takes {ms['first']:.1f} ms per step and the next {ms['again']:.1f}: a plan for each length? "
         f"(SDPA backends: {', '.join(backends)})",
     )
+    others = ", ".join(f"{name} {value:.1f}" for name, value in ms.items() if name != "again")
     return (
-        f"{ms['again']:.1f} ms per step (first {ms['first']:.1f}, top_p {ms['top_p']:.1f}, planned {ms['planned']:.1f}), "
-        f"{rate:,.0f} tokens/s, {held}, SDPA backends: {', '.join(backends)}"
+        f"{ms['again']:.1f} ms per step ({others}), {rate:,.0f} tokens/s, {held}, SDPA backends: {', '.join(backends)}"
     )
 
 

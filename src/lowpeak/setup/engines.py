@@ -117,8 +117,7 @@ def make_engine(
     gather_for_function: Callable[[], AbstractContextManager[nn.Module]]
     if parts.settings.vllm is None:
         kv_cache_bytes = lambda: context.run.sizes.kv_cache_bytes  # noqa: E731  # they change
-        has_graphs = parts.args.cuda_graphs and not (strategy.shards_parameters or why_no_graphs(parts.policy))
-        graphs = DecodeGraphs(CudaCapture()) if has_graphs and device.type == "cuda" else None
+        graphs = _decode_graphs(parts, device, strategy.shards_parameters)
         engine = NativeEngine(gather_policy, parts.tokenizer, kv_cache_bytes, stats.add, device, graphs)
         gather_for_function = engine.keep_gathered
     else:
@@ -144,6 +143,11 @@ def make_engine(
         end_ids=lambda sampling: end_token_ids(policy, tokenizer, sampling),
         new_reader=new_reader,
     )
+
+
+def _decode_graphs(parts: OnlineParts, device: torch.device, sharded: bool) -> DecodeGraphs | None:
+    acts = parts.settings.cuda_graphs and device.type == "cuda" and not sharded
+    return DecodeGraphs(CudaCapture()) if acts and not why_no_graphs(parts.policy) else None
 
 
 def vllm_engine(

@@ -63,13 +63,15 @@ _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
 class RehearsedRollout:
     """The prompts that one rank's native engine generates for, and the bytes of its KV cache.
 
-    `gather_budget` are the bytes of a sharded policy that stay gathered meanwhile, or of copies of fp32 weights.
+    `gather_budget` are the bytes of a sharded policy that stay gathered meanwhile, or of copies of fp32 weights; `has_graphs` says
+    whether it captures CUDA graphs.
     """
 
     prompts: Sequence[Prompt]
     sampling: Sampling
     kv_cache_bytes: int
     gather_budget: int = 0
+    has_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -353,7 +355,8 @@ class _Stage:
         """Decode with the policy; a sharded one is gathered within the rollout's budget."""
         self._meter.begin("rollout")
         with torch.no_grad(), eval_mode(self.model), self._gathered(self.model, rollout.gather_budget):
-            rehearse_decoding(self.model, rollout.prompts, rollout.sampling, rollout.kv_cache_bytes, self._meter)
+            engine = (rollout.prompts, rollout.sampling, rollout.kv_cache_bytes)
+            rehearse_decoding(self.model, *engine, self._meter, rollout.has_graphs)
         self._meter.begin(None)
 
     def train(self, batches: Sequence[MicroBatch]) -> None:

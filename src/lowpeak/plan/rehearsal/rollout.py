@@ -13,7 +13,15 @@ from lowpeak.memory import Kind
 from lowpeak.plan.rehearsal.storage_meter import StorageMeter, run_methods_inside
 from lowpeak.records import Prompt
 from lowpeak.rollout import TokenDraw
-from lowpeak.rollout.native import DecodeLoop, OutputBuffer, PromptQueue, SlotCache, StopStrings, bytes_per_token
+from lowpeak.rollout.native import (
+    DecodeLoop,
+    OutputBuffer,
+    PromptQueue,
+    SlotCache,
+    StopStrings,
+    bytes_per_token,
+    text_config,
+)
 
 
 def rehearse_decoding(
@@ -22,10 +30,12 @@ def rehearse_decoding(
     sampling: Sampling,
     kv_cache_bytes: int,
     meter: StorageMeter,
+    has_graphs: bool = False,
 ) -> None:
     """Run the parts of a decode loop in which its memory peaks, with completions of the maximal length.
 
-    When all slots have ended, waiting prompts enter a cache of its full size.
+    When all slots have ended, waiting prompts enter a cache of its full size. CUDA graphs keep the logits of all slots, and their
+    pool as many.
     """
     device, num_rows = torch.device("cpu"), len(prompts) * sampling.num_generations
     output = EndlessOutput(num_rows, sampling.max_new_tokens, frozenset((0,)), StopStrings(None, ()), None, device)
@@ -33,8 +43,11 @@ def rehearse_decoding(
     queue = PromptQueue(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
     with run_methods_inside(SlotCache, {"allocate": partial(meter.counting_as, Kind.KV_CACHE)}):
         loop = DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output)
-        for _ in range(2):
-            loop.rehearse_wave()
+        loop.rehearse_wave()
+        with meter.counting_as(Kind.LOGITS):
+            kept = torch.empty(2, loop.num_slots if has_graphs else 0, text_config(model).vocab_size)
+        loop.rehearse_wave()
+        del kept
 
 
 class EndlessOutput(OutputBuffer):

@@ -81,6 +81,11 @@ class DecodeLoop:
         while self._admit():
             self._step()
 
+    @property
+    def num_slots(self) -> int:
+        """Return the slots of the KV cache, 0 before the first prefill."""
+        return self._cache.num_slots
+
     def rehearse_wave(self) -> None:
         """Admit sequences, run the first step and the last; then end all sequences."""
         last = self.sampling.max_new_tokens - 2
