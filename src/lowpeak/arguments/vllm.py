@@ -147,7 +147,7 @@ class VllmArguments:
     )
     vllm_batch_size: int | None = vllm_argument(
         None,
-        "Completions of one wave (None: as many as fit in the KV cache at full length).",
+        "Completions of one wave (None: as many as the KV cache is expected to hold).",
         at_least(1, "row"),
         USES_VLLM,
     )
@@ -216,7 +216,7 @@ class ServerSettings:
 class VllmSettings:
     """Settings of rollouts by vLLM.
 
-    `batch_size` is the number of completions in a wave (None: as many as fit in the KV cache at full length), `wave_timeout` a
+    `batch_size` is the number of completions in a wave (None: as many as the KV cache is expected to hold), `wave_timeout` a
     wave's time limit in seconds (None: no limit). Weights are sent in buckets of `bucket_bytes` over `transport`; with `verify`
     they are verified after each update and wake-up. Completions match `structured_regex`; `sampling_kwargs` are further sampling
     parameters of vLLM.

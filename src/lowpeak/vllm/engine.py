@@ -20,6 +20,7 @@ from lowpeak.rollout import Pending, SliceForm, check_lengths
 from lowpeak.vllm.engine_args import option_name
 from lowpeak.vllm.protocol import Adapter, EngineInfo, Vllm, call_concurrently, call_workers
 from lowpeak.vllm.requests import (
+    CompletionLengths,
     PartialAnswers,
     SequenceRequest,
     check_answers,
@@ -96,6 +97,7 @@ class VllmEngine:
         self._engine_infos: list[EngineInfo] = []
         self._weights = LoadedWeights()
         self._asleep = False
+        self._lengths = CompletionLengths()
 
     @property
     def policy_version(self) -> int | None:
@@ -141,6 +143,7 @@ class VllmEngine:
             capacity = self._capacity(missing)
             for wave in form_waves(missing, self.settings.batch_size or capacity):
                 self._answer_wave(wave, answers, version)
+            self._lengths.add(answers.of(missing))
         except LostEngineError:
             self._weights = LoadedWeights()
             raise
@@ -275,11 +278,11 @@ class VllmEngine:
             raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
 
     def _capacity(self, sequences: Sequence[SequenceRequest]) -> int:
-        """Return how many sequences of the greatest length fit the engines' caches; all if the engines limit themselves."""
+        """Return how many sequences the engines' caches are expected to hold; all if the engines limit themselves."""
         if all(info.limits_to_cache for info in self._engine_infos):
             return len(sequences)
-        longest = max(len(s.request.prompt_ids) + int(s.request.params["max_tokens"]) for s in sequences)
-        return wave_capacity(self._engine_infos, longest, self.sharing.num_callers, self.settings.where)
+        requests, callers = [sequence.request for sequence in sequences], self.sharing.num_callers
+        return wave_capacity(self._engine_infos, requests, self._lengths, callers, self.settings.where)
 
     def _complete(
         self,
