@@ -30,7 +30,14 @@ from lowpeak.vllm.requests import (
     to_completion,
     wave_capacity,
 )
-from lowpeak.vllm.weight_sync import PushReport, exhaust_slices, push_weights, verify_unchanged
+from lowpeak.vllm.weight_sync import (
+    PushReport,
+    TrainerGroup,
+    exhaust_slices,
+    leave_group,
+    push_weights,
+    verify_unchanged,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +105,7 @@ class VllmEngine:
         self._weights = LoadedWeights()
         self._asleep = False
         self._lengths = CompletionLengths()
+        self._nccl_group = TrainerGroup()
 
     @property
     def policy_version(self) -> int | None:
@@ -205,6 +213,7 @@ class VllmEngine:
         """Free the vLLMs of this process; servers keep running."""
         vllms, self._vllms, self._engine_infos = self._vllms, (), []
         self._weights, self._asleep = LoadedWeights(), False
+        leave_group(vllms, self._nccl_group)
         for vllm in vllms:
             vllm.close()
 
@@ -224,6 +233,7 @@ class VllmEngine:
                 unchanged=unchanged,
                 adapter=adapter,
                 in_process=[info.in_process for info in self._engine_infos],
+                nccl_group=self._nccl_group,
             )
         self.on_push(report)
         return report

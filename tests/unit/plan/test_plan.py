@@ -17,6 +17,7 @@ from lowpeak.errors import ArgumentError
 from lowpeak.memory import COPIES_UNDER_WAY
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.advice import advise
+from lowpeak.plan.computed import margin
 from lowpeak.plan.hardware import GIB, Machine
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
@@ -101,6 +102,21 @@ def test_a_strategy_spreads_weights_gradients_and_states_over_its_devices(strate
     gradients = {"ddp": 4, "fsdp2": 4 / 8, "zero1": 2, "zero2": 2 / 8, "zero3": 2 / 8}[strategy]
     assert found.phases["optimizer"].device[Kind.GRADIENTS] == pytest.approx(gradients * found.counts.total, rel=0.02)
     assert found.phases["rollout"].device[Kind.MARGIN] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "uses_nccl"),
+    [
+        ("grpo", {}, False),
+        ("grpo", {"use_vllm": True}, False),
+        ("grpo", {"use_vllm": True, "vllm_mode": "server"}, True),
+        ("grpo", {"use_vllm": True, "vllm_mode": "server", "vllm_transport": "tcp"}, False),
+        ("sft", {}, False),
+    ],
+)
+def test_one_device_has_nccls_memory_if_it_sends_weights_to_servers(kind, changes, uses_nccl):
+    beside = margin(RunInputs(request(kind, **changes)).request.machine, 0)
+    assert beside == (1_500_000_000 if uses_nccl else 800_000_000)
 
 
 @pytest.mark.extended
