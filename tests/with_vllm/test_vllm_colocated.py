@@ -18,10 +18,12 @@ from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.rollout.native.output import end_token_ids
 from lowpeak.vllm.compatibility import warn_unsupported
 from lowpeak.vllm.engine import EngineSharing, PolicyFacts, VllmEngine
+from lowpeak.vllm.requests import CompletionLengths
 from vllm_in_process import logprobs_of
 from vllm_runs import TOKENIZER, grpo_arguments, grpo_trainer
 
 GREEDY = Sampling(num_generations=2, max_new_tokens=12, temperature=0.0)
+CACHE = 1 << 20  # 8 blocks of 128 tokens, of which vLLM uses one itself
 SAMPLED = Sampling(num_generations=4, max_new_tokens=12, temperature=0.7, seed=5)
 
 
@@ -31,7 +33,7 @@ def trainer_in(folder, **changes):
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    made = trainer_in(tmp_path_factory.mktemp("run"))
+    made = trainer_in(tmp_path_factory.mktemp("run"), kv_cache_bytes=CACHE)
     made.collector.engine.wake()
     made.collector.sync_weights(0)
     yield made
@@ -119,6 +121,50 @@ def test_a_draw_depends_on_neither_waves_nor_order(trainer):
     halves = [tokens(trainer.collector.engine.generate(MANY, part)) for part in parts]
     assert [first + second for first, second in zip(*halves, strict=True)] == whole
     assert tokens(trainer.collector.engine.generate(MANY, replace(SAMPLED, rollout=1))) != whole
+
+
+@pytest.fixture
+def scheduled(trainer, monkeypatch):
+    """Return counts of sequences that ran at once and of preemptions, and an engine that has seen no lengths."""
+    (vllm,) = trainer.collector.engine._vllms
+    scheduler = vllm.llm.llm_engine.engine_core.engine_core.scheduler
+    step, preempt = vllm.llm.llm_engine.step, scheduler._preempt_request
+    counts = {"at_once": 0, "preempted": 0}
+
+    def counting_step():
+        outputs = step()
+        counts["at_once"] = max(counts["at_once"], len(scheduler.running))
+        return outputs
+
+    def counting_preempt(*args, **kwargs):
+        counts["preempted"] += 1
+        return preempt(*args, **kwargs)
+
+    monkeypatch.setattr(vllm.llm.llm_engine, "step", counting_step)
+    monkeypatch.setattr(scheduler, "_preempt_request", counting_preempt)
+
+    def generate(sampling, *, forget=False):
+        if forget:
+            monkeypatch.setattr(vllm, "_lengths", CompletionLengths())
+        counts.update(at_once=0, preempted=0)
+        groups = trainer.collector.engine.generate(MANY, sampling)
+        return tokens(groups), counts["at_once"], counts["preempted"]
+
+    return generate
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_more_rows_run_once_lengths_are_known_and_say_the_same_even_if_vllm_preempts_some(scheduled, sampling):
+    long = replace(sampling, num_generations=4, max_new_tokens=300)
+    short = replace(long, stop_token_ids=tuple(range(3, len(TOKENIZER), 20)))
+    first, at_once, _ = scheduled(short, forget=True)
+    assert at_once == 3  # of 310 tokens at most
+    second, at_once, preempted = scheduled(short)
+    assert (second, at_once, preempted) == (first, 7, 0)  # a block each, of all but one
+    too_many, _, preempted = scheduled(long)
+    assert preempted > 0
+    expected, at_once, preempted = scheduled(long, forget=True)
+    assert (too_many, at_once, preempted) == (expected, 3, 0)
 
 
 def test_a_regular_expression_bounds_completions(trainer):

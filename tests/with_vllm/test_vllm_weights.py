@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import socket
+import threading
+from functools import partial
 
 import pytest
 import torch
 
 from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
+from lowpeak.vllm.protocol import start_thread
+from lowpeak.vllm.serving import free_ports
+from lowpeak.vllm.weight_sync import nccl
 from lowpeak.vllm.weight_sync.push import loaded_version, push_weights, verify_unchanged
 from vllm_in_process import TOLERANCE, engine, gap, policy_of, slices
 
@@ -107,3 +114,25 @@ def test_the_model_runner_is_v2_where_triton_runs(pair):
     asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
     sampler = pair[1].runner.sampler
     assert type(sampler).__module__ == {"0": "vllm.v1.sample.sampler", "1": "vllm.v1.worker.gpu.sample.sampler"}[asked]
+
+
+def test_nobody_reaches_vllms_group_once_its_communicator_has_formed(monkeypatch):
+    """vLLM's own exchange of NCCL's identity, which it does by pickles; without GPUs no communicator is behind it."""
+    from vllm.distributed.device_communicators import pynccl
+
+    met = threading.Barrier(2)
+
+    class Communicator:
+        def __init__(self, group, device):
+            self.group = group
+            self.identity = group.broadcast_obj("of rank 0" if group.rank == 0 else None, src=0)
+            met.wait(30)  # the all-reduce by which vLLM warms up
+
+    monkeypatch.setattr(pynccl, "PyNcclCommunicator", Communicator)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    (port,) = free_ports(1)
+    form = partial(nccl._make_group, "127.0.0.1", port, world_size=2, device=torch.device("cpu"))
+    ends = [start_thread(partial(form, rank)) for rank in (0, 1)]
+    assert {end.result(60).identity for end in ends} == {"of rank 0"}
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5)

@@ -147,7 +147,7 @@ class VllmArguments:
     )
     vllm_batch_size: int | None = vllm_argument(
         None,
-        "Completions of one wave (None: as many as fit in the KV cache at full length).",
+        "Completions of one wave (None: as many as the KV cache is expected to hold).",
         at_least(1, "row"),
         USES_VLLM,
     )
@@ -216,7 +216,7 @@ class ServerSettings:
 class VllmSettings:
     """Settings of rollouts by vLLM.
 
-    `batch_size` is the number of completions in a wave (None: as many as fit in the KV cache at full length), `wave_timeout` a
+    `batch_size` is the number of completions in a wave (None: as many as the KV cache is expected to hold), `wave_timeout` a
     wave's time limit in seconds (None: no limit). Weights are sent in buckets of `bucket_bytes` over `transport`; with `verify`
     they are verified after each update and wake-up. Completions match `structured_regex`; `sampling_kwargs` are further sampling
     parameters of vLLM.
@@ -231,6 +231,10 @@ class VllmSettings:
     adapters: bool = True
     structured_regex: str | None = None
     sampling_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def may_use_nccl(self) -> bool:
+        return isinstance(self.where, ServerSettings) and self.transport != "tcp"
 
     @property
     def mode(self) -> VllmMode:
@@ -249,11 +253,7 @@ def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.env
         f"vllm_max_model_length={length} leaves no room for a prompt, since max_completion_length="
         f"{args.max_completion_length}: raise the former or lower the latter.",
     )
-    remedy = (
-        "a colocated engine is in the training process; remove it"
-        if colocated
-        else "a server is another process; use auto"
-    )
+    remedy = "a colocated engine shares the process; remove it" if colocated else "a server is elsewhere; use auto"
     require(
         args.vllm_transport == "auto" or (args.vllm_transport == "process") == colocated,
         f"vllm_transport={args.vllm_transport!r} conflicts with vllm_mode={args.vllm_mode!r}: {remedy}.",

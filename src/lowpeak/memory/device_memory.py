@@ -73,14 +73,14 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def bytes_outside_allocator(num_devices: int) -> int:
-    """Return the planned bytes of a GPU outside of torch's allocator: 0.8 GB, and 0.7 GB for NCCL with several GPUs."""
-    return _CONTEXT_BYTES + (_NCCL_BYTES if num_devices > 1 else 0)
+def bytes_outside_allocator(uses_nccl: bool) -> int:
+    """Return the planned bytes of a GPU outside of torch's allocator: 0.8 GB, and 0.7 GB for NCCL if the run uses it."""
+    return _CONTEXT_BYTES + (_NCCL_BYTES if uses_nccl else 0)
 
 
-def cap_allocator(device: torch.device, budget: int, num_devices: int) -> None:
+def cap_allocator(device: torch.device, budget: int, uses_nccl: bool) -> None:
     """Let torch refuse allocations beyond `budget` bytes of the GPU, until the process ends."""
-    room = max(1, budget - bytes_outside_allocator(num_devices))
+    room = max(1, budget - bytes_outside_allocator(uses_nccl))
     torch.cuda.set_per_process_memory_fraction(room / total_bytes(device), device)
 
 

@@ -35,7 +35,7 @@ def margin(machine: Machine, tensors: int) -> int:
     """Return the bytes of a device beside tensors; none on a CPU, where resident memory is not planned."""
     if machine.device == "cpu":
         return 0
-    return bytes_outside_allocator(machine.num_devices) + int(FRAGMENTATION * tensors)
+    return bytes_outside_allocator(machine.uses_nccl) + int(FRAGMENTATION * tensors)
 
 
 def state_bytes(row: Sharding, storage: StorageFormat | None, counts: Any, *, bf16: bool) -> dict[Kind, int]:

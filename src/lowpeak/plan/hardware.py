@@ -82,11 +82,16 @@ class Machine:
     network: float = 25e9
     device: Literal["cuda", "cpu"] = "cuda"
     device_memory: int | None = None  # bytes of the whole device, if `memory` is a budget
+    sends_by_nccl: bool = False  # weights, to vLLM servers on other devices
 
     @property
     def total(self) -> int:
         """Bytes of the whole device."""
         return self.memory if self.device_memory is None else self.device_memory
+
+    @property
+    def uses_nccl(self) -> bool:
+        return self.num_devices > 1 or self.sends_by_nccl
 
     @property
     def devices_on_host(self) -> int:

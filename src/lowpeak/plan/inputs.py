@@ -66,6 +66,8 @@ class RunInputs:
         if request.kind in OFFLINE:
             # The run truncates or skips longer rows; a row has a token after its prompt.
             request = replace(request, prompt_tokens=min(request.prompt_tokens, self._longest_row(request) - 1))
+        elif self.settings.vllm is not None and self.settings.vllm.may_use_nccl:
+            request = replace(request, machine=replace(request.machine, sends_by_nccl=True))
         self.request = request
         self.config = shard_config(request.config, request.tensor_parallel)
         self._free_bytes = free_bytes

@@ -268,7 +268,7 @@ class QuickPlanner:
 
     def _room(self) -> int:
         """Return the bytes that tensors may have on a device."""
-        machine = self._request.machine
+        machine = self.inputs.request.machine
         fragmentation = FRAGMENTATION if machine.device == "cuda" else 0.0
         return int((USABLE_SHARE * machine.memory - margin(machine, 0)) / (1 + fragmentation))
 

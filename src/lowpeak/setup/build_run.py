@@ -154,7 +154,7 @@ def make_run(
     storage = acting_storage(settings.model, policy)
     shares = storage_fractions(context, storage)
     sizes, memory_budget, planned = resolve_sizes(
-        context, memory, policy, strategy, choice, shares, storage, prompt_tokens, start_plan
+        context, settings, policy, strategy, choice, shares, storage, prompt_tokens, start_plan
     )
     materialize_meta_params(policy)
     if storage is not None:

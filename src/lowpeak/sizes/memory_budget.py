@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.arguments import MemorySettings, StorageFormat
+from lowpeak.arguments import MemorySettings, OfflineSettings, OnlineSettings, StorageFormat
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import attainable_bytes, cap_allocator, free_bytes, has_device_memory, total_bytes
 from lowpeak.parallel import DeviceFractions, Strategy
@@ -55,7 +55,7 @@ def budget_bytes(memory: MemorySettings, device: torch.device, ranks: Ranks) -> 
 
 def resolve_sizes(
     context: Any,
-    memory: MemorySettings,
+    settings: OnlineSettings | OfflineSettings,
     policy: nn.Module,
     strategy: Strategy,
     choice: LayoutChoice,
@@ -68,11 +68,13 @@ def resolve_sizes(
 
     With an explicit budget on a GPU, torch raises an out-of-memory error from here on where this process would exceed it.
     """
-    device, args = context.accelerator.device, context.acting_args
+    device, args, memory = context.accelerator.device, context.acting_args, settings.memory
     budget = budget_bytes(memory, device, strategy.ranks)
     plan = plan_sizes(context, policy, strategy, budget, prompt_tokens, start_plan)
     if budget is not None and memory.memory_budget != "auto" and device.type == "cuda":
-        cap_allocator(device, budget, strategy.ranks.processes.world_size)
+        vllm = settings.vllm if isinstance(settings, OnlineSettings) else None
+        sends_by_nccl = vllm is not None and vllm.may_use_nccl
+        cap_allocator(device, budget, sends_by_nccl or strategy.ranks.processes.world_size > 1)
     planned = dict(plan.sizes)
     sync_bytes = min(SYNC_BYTES, planned.pop("vllm_bucket_size", SYNC_BYTES))
     sizes = Sizes.of(

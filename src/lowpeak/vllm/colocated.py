@@ -30,7 +30,7 @@ from lowpeak.vllm.process_isolation import (
     undo_vllm_class_patch,
 )
 from lowpeak.vllm.protocol import Answer, EngineInfo, Request, Vllm, check_worker_answers, resumed_after
-from lowpeak.vllm.requests import wave_capacity
+from lowpeak.vllm.requests import CompletionLengths, wave_capacity
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class ColocatedVllm(Vllm):
         self._had_group = has_process_group()
         _check_version()
         self._num_requests = 0
+        self._lengths = CompletionLengths()
         self._model = getattr(spec.config, "_name_or_path", "") or spec.architecture
         on_cpu_ranks = engine_ranks.world_size > 1 and spec.device.type == "cpu"
         with (
@@ -121,6 +122,8 @@ class ColocatedVllm(Vllm):
             )
             lost.finished = answers
             raise lost
+        # The ranks of a team have the same answers, so that they start the same sequences in the next wave.
+        self._lengths.add(list(answers.values()))
         return list(answers.values())
 
     def paused(self) -> AbstractContextManager[None]:
@@ -215,9 +218,8 @@ class ColocatedVllm(Vllm):
         Fills `names` with the started requests and `outputs` with the finished ones.
         """
         engine, steps = self.llm.llm_engine, 0
-        # No more sequences run than the cache fits at full length: vLLM would start others and preempt them later.
-        longest = max((len(request.prompt_ids) + int(request.params["max_tokens"]) for request in requests), default=1)
-        most = wave_capacity([self.info()], longest, 1, self._where)
+        # vLLM would start as many sequences as their prompts allow, and preempt most of them later.
+        most = wave_capacity([self.info()], requests, self._lengths, 1, self._where)
         while len(outputs) < len(requests):
             while len(names) < len(requests) and len(names) - len(outputs) < most:
                 names.append(self._add_request(requests[len(names)]))

@@ -20,6 +20,7 @@ from lowpeak.rollout import Pending, SliceForm, check_lengths
 from lowpeak.vllm.engine_args import option_name
 from lowpeak.vllm.protocol import Adapter, EngineInfo, Vllm, call_concurrently, call_workers
 from lowpeak.vllm.requests import (
+    CompletionLengths,
     PartialAnswers,
     SequenceRequest,
     check_answers,
@@ -29,7 +30,14 @@ from lowpeak.vllm.requests import (
     to_completion,
     wave_capacity,
 )
-from lowpeak.vllm.weight_sync import PushReport, exhaust_slices, push_weights, verify_unchanged
+from lowpeak.vllm.weight_sync import (
+    PushReport,
+    TrainerGroup,
+    exhaust_slices,
+    leave_group,
+    push_weights,
+    verify_unchanged,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +104,8 @@ class VllmEngine:
         self._engine_infos: list[EngineInfo] = []
         self._weights = LoadedWeights()
         self._asleep = False
+        self._lengths = CompletionLengths()
+        self._nccl_group = TrainerGroup()
 
     @property
     def policy_version(self) -> int | None:
@@ -141,6 +151,7 @@ class VllmEngine:
             capacity = self._capacity(missing)
             for wave in form_waves(missing, self.settings.batch_size or capacity):
                 self._answer_wave(wave, answers, version)
+            self._lengths.add(answers.of(missing))
         except LostEngineError:
             self._weights = LoadedWeights()
             raise
@@ -202,6 +213,7 @@ class VllmEngine:
         """Free the vLLMs of this process; servers keep running."""
         vllms, self._vllms, self._engine_infos = self._vllms, (), []
         self._weights, self._asleep = LoadedWeights(), False
+        leave_group(vllms, self._nccl_group)
         for vllm in vllms:
             vllm.close()
 
@@ -221,6 +233,7 @@ class VllmEngine:
                 unchanged=unchanged,
                 adapter=adapter,
                 in_process=[info.in_process for info in self._engine_infos],
+                nccl_group=self._nccl_group,
             )
         self.on_push(report)
         return report
@@ -275,11 +288,11 @@ class VllmEngine:
             raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
 
     def _capacity(self, sequences: Sequence[SequenceRequest]) -> int:
-        """Return how many sequences of the greatest length fit the engines' caches; all if the engines limit themselves."""
+        """Return how many sequences the engines' caches are expected to hold; all if the engines limit themselves."""
         if all(info.limits_to_cache for info in self._engine_infos):
             return len(sequences)
-        longest = max(len(s.request.prompt_ids) + int(s.request.params["max_tokens"]) for s in sequences)
-        return wave_capacity(self._engine_infos, longest, self.sharing.num_callers, self.settings.where)
+        requests, callers = [sequence.request for sequence in sequences], self.sharing.num_callers
+        return wave_capacity(self._engine_infos, requests, self._lengths, callers, self.settings.where)
 
     def _complete(
         self,

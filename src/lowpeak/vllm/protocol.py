@@ -60,7 +60,7 @@ class EngineInfo:
 
     `model` is the name or path that vLLM loaded, `fingerprint` a hash of the configuration's sizes and of the
     tokenizer's vocabulary, `dtype` torch's name of the weights' dtype, `kv_tokens` the KV cache's capacity. With
-    `limits_to_cache` vLLM starts no more sequences than the cache fits at full length, so a wave may have any size.
+    `limits_to_cache` vLLM starts no more sequences than its cache is expected to hold, so a wave may have any size.
     `speculates` means speculative decoding. With `in_process` the workers run in this process, so that arguments of calls
     may be tensors; otherwise they are JSON.
     """

@@ -27,6 +27,9 @@ Route = Literal["/inference/v1/generate", "/v1/completions"]
 GENERATE: Route = "/inference/v1/generate"
 COMPLETIONS: Route = "/v1/completions"
 
+_LENGTH_WINDOW = 256  # completions
+_LENGTH_MARGIN = 1.25
+
 Key = tuple[int, int, tuple[int, ...]]  # prompt serial, completion number, prompt ids
 
 
@@ -238,13 +241,34 @@ def to_completion(answer: Answer) -> Completion:
     )
 
 
-def wave_capacity(engines: Sequence[EngineInfo], longest: int, num_callers: int, where: Location) -> int:
-    """Return the sequences of `longest` tokens that fit the engines' caches at once, divided by `num_callers`.
+@dataclass
+class CompletionLengths:
+    """Mean tokens of about the last 256 completions, by which waves are larger than sequences of full length allow."""
 
-    Raise EngineError if one sequence exceeds an engine's cache.
+    mean: float | None = None
+    _count: int = 0
+
+    def add(self, answers: Sequence[Answer]) -> None:
+        """Add the answers to all requests of a rollout or wave: those that come first are the short ones."""
+        total = self._count + len(answers)
+        tokens = sum(len(answer.ids) for answer in answers)
+        self.mean = (self._count * (self.mean or 0.0) + tokens) / total
+        self._count = min(_LENGTH_WINDOW, total)
+
+
+def wave_capacity(
+    engines: Sequence[EngineInfo],
+    requests: Sequence[Request],
+    lengths: CompletionLengths,
+    num_callers: int,
+    where: Location,
+) -> int:
+    """Return how many sequences the engines' caches are expected to hold at once, divided by `num_callers`.
+
+    Before lengths are known, that is as many as fit at full length. Raise EngineError if one sequence exceeds an engine's cache.
     """
-    # vLLM queues what does not fit and preempts running sequences, dropping their keys and values: a wave that fits is never
-    # computed twice.
+    longest = max(len(request.prompt_ids) + int(request.params["max_tokens"]) for request in requests)
+    tokens = longest if lengths.mean is None else min(longest, _expected_tokens(requests, lengths.mean))
     total = 0
     for info in engines:
         if info.kv_tokens < longest:
@@ -252,8 +276,17 @@ def wave_capacity(engines: Sequence[EngineInfo], longest: int, num_callers: int,
                 f"One sequence of {longest} tokens (prompt and completion) does not fit vLLM's KV cache of {info.kv_tokens} "
                 f"tokens: {cache_size_remedy(where, 'raise')}, or generate fewer tokens."
             )
-        total += min(info.max_num_seqs, info.kv_tokens // longest)
+        total += min(info.max_num_seqs, info.kv_tokens // tokens)
     return max(1, total // num_callers)
+
+
+def _expected_tokens(requests: Sequence[Request], mean_completion: float) -> int:
+    """Return 1.25 times the mean tokens of these sequences, whose completions are expected to be as long as earlier ones."""
+    # If they are longer, vLLM preempts the youngest sequences: it drops their keys and values and computes them again later.
+    total = sum(
+        len(request.prompt_ids) + min(mean_completion, int(request.params["max_tokens"])) for request in requests
+    )
+    return math.ceil(_LENGTH_MARGIN * total / len(requests))
 
 
 def form_waves(sequences: Sequence[SequenceRequest], capacity: int) -> list[list[SequenceRequest]]:

@@ -78,17 +78,19 @@ def test_nccls_lack_of_memory_is_an_error_of_its_own_with_arguments_to_lower():
 
 
 @pytest.mark.parametrize(
-    ("budget", "num_devices", "fraction"),
-    [(20 << 30, 1, (20 * 2**30 - 8e8) / 2**36), (20 << 30, 2, (20 * 2**30 - 15e8) / 2**36), (1 << 29, 1, 2**-36)],
+    ("budget", "uses_nccl", "fraction"),
+    [
+        (20 << 30, False, (20 * 2**30 - 8e8) / 2**36),
+        (20 << 30, True, (20 * 2**30 - 15e8) / 2**36),
+        (1 << 29, False, 2**-36),
+    ],
 )
-def test_torchs_cap_is_the_budget_without_what_lies_outside_of_its_allocator(
-    monkeypatch, budget, num_devices, fraction
-):
+def test_torchs_cap_is_the_budget_without_what_lies_outside_of_its_allocator(monkeypatch, budget, uses_nccl, fraction):
     set_by_torch = []
     monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**35, 2**36))
     monkeypatch.setattr(torch._C, "_cuda_setMemoryFraction", lambda *args: set_by_torch.append(args), raising=False)
-    cap_allocator(torch.device("cuda:0"), budget, num_devices)
+    cap_allocator(torch.device("cuda:0"), budget, uses_nccl)
     assert set_by_torch == [(pytest.approx(fraction), 0)]
 
 

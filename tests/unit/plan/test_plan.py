@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 from transformers import Gemma3TextConfig, Qwen2Config, Qwen3MoeConfig
 
@@ -17,11 +19,15 @@ from lowpeak.errors import ArgumentError
 from lowpeak.memory import COPIES_UNDER_WAY
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.advice import advise
+from lowpeak.plan.computed import margin
 from lowpeak.plan.hardware import GIB, Machine
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
 from lowpeak.plan.plan import ModelCounts, Plan, make_plan
 from lowpeak.plan.request import PlanRequest
+from lowpeak.ranks import Ranks
+from lowpeak.sizes import memory_budget
+from lowpeak.sizes.run_sizes import Sizes
 
 SMALL = Qwen2Config(
     vocab_size=8_192, hidden_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
@@ -101,6 +107,32 @@ def test_a_strategy_spreads_weights_gradients_and_states_over_its_devices(strate
     gradients = {"ddp": 4, "fsdp2": 4 / 8, "zero1": 2, "zero2": 2 / 8, "zero3": 2 / 8}[strategy]
     assert found.phases["optimizer"].device[Kind.GRADIENTS] == pytest.approx(gradients * found.counts.total, rel=0.02)
     assert found.phases["rollout"].device[Kind.MARGIN] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "uses_nccl"),
+    [
+        ("grpo", {}, False),
+        ("grpo", {"use_vllm": True}, False),
+        ("grpo", {"use_vllm": True, "vllm_mode": "server"}, True),
+        ("grpo", {"use_vllm": True, "vllm_mode": "server", "vllm_transport": "tcp"}, False),
+        ("sft", {}, False),
+    ],
+)
+def test_one_device_has_nccls_memory_if_it_sends_weights_to_servers_in_the_plan_and_in_a_runs_cap(
+    monkeypatch, kind, changes, uses_nccl
+):
+    inputs, capped = RunInputs(request(kind, memory_budget="16GiB", **changes)), []
+    assert margin(inputs.request.machine, 0) == (1_500_000_000 if uses_nccl else 800_000_000)
+    monkeypatch.setattr(memory_budget, "budget_bytes", lambda *given: 16 * GIB)
+    monkeypatch.setattr(memory_budget, "plan_sizes", lambda *given: memory_budget.BudgetPlan({}, {}))
+    monkeypatch.setattr(memory_budget.Sizes, "of", lambda *given, **more: Sizes(1, 1, 1, None))
+    monkeypatch.setattr(memory_budget, "cap_allocator", lambda *given: capped.append(given))
+    gpu = torch.device("cuda:0")
+    context = SimpleNamespace(accelerator=SimpleNamespace(device=gpu), acting_args=inputs.args)
+    strategy = SimpleNamespace(ranks=Ranks())
+    memory_budget.resolve_sizes(context, inputs.settings, None, strategy, None, None, None, None, None)
+    assert capped == [(gpu, 16 * GIB, uses_nccl)]
 
 
 @pytest.mark.extended

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fake_vllm import SAMPLING, ScriptedVllm, engine_over, prompts, said, scripted, slices
+from fake_vllm import END, SAMPLING, ScriptedVllm, engine_over, prompts, said, scripted, slices
 from lowpeak.arguments.vllm import ColocateSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.rollout.engine import RolloutEngine
@@ -86,6 +86,20 @@ def test_a_wave_is_as_large_as_the_cache_holds_rows_of_full_length_unless_vllm_k
     for settings in ({}, {"batch_size": 6}):
         engine_over(vllm, **settings).generate(prompts(), SAMPLING)
     assert [len(wave) for wave in vllm.waves] == [12, 6, 6]
+
+
+def test_the_next_waves_are_as_large_as_the_completions_before_were_short_and_say_the_same():
+    sampling = replace(SAMPLING, max_new_tokens=100)
+    vllm = scripted(lambda request: [*said(request)[:2], END], kv_tokens=300)  # the longest row has 106 tokens
+    engine = engine_over(vllm)
+    first, second = (engine.generate(prompts(), sampling) for _ in range(2))
+    assert [len(wave) for wave in vllm.waves] == [2] * 6 + [12]
+    assert tokens(first) == tokens(second)
+    chosen = scripted(vllm._script, kv_tokens=300)
+    engine = engine_over(chosen, batch_size=6)
+    engine.generate(prompts(), sampling)
+    engine.generate(prompts(), sampling)
+    assert [len(wave) for wave in chosen.waves] == [6, 6, 6, 6]
 
 
 def test_a_load_gives_all_slices_and_the_version():

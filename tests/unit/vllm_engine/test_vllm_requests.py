@@ -9,8 +9,8 @@ import pytest
 from fake_vllm import facts
 from lowpeak.arguments.vllm import ColocateSettings, ServerSettings
 from lowpeak.errors import EngineError
-from lowpeak.vllm.protocol import Request
-from lowpeak.vllm.requests import SequenceRequest, form_waves, split_wave, wave_capacity
+from lowpeak.vllm.protocol import Answer, Request
+from lowpeak.vllm.requests import CompletionLengths, SequenceRequest, form_waves, split_wave, wave_capacity
 
 
 def rows(*groups):
@@ -53,13 +53,43 @@ def test_longest_prompts_come_first_and_waves_are_about_even():
     assert lengths == sorted(lengths, reverse=True)
 
 
+def requests(prompt=20, limit=80, count=1):
+    return [Request((1,) * prompt, {"max_tokens": limit})] * count
+
+
+def capacity(*engines, callers=1, seen=(), of=()):
+    """Return the capacity for requests (of 20 + 80 tokens), after completions of the lengths `seen`, wave by wave."""
+    lengths = CompletionLengths()
+    for wave in seen:
+        lengths.add([Answer((1,) * length, (0.0,) * length, "stop") for length in wave])
+    return wave_capacity(engines, of or requests(), lengths, callers, ColocateSettings())
+
+
 def test_what_fits_is_bounded_by_cache_and_slots_and_shared_by_callers():
-    here = ColocateSettings()
-    assert wave_capacity([facts(kv_tokens=1000, max_num_seqs=64)], 100, 1, here) == 10
-    assert wave_capacity([facts(kv_tokens=1000, max_num_seqs=8)], 100, 1, here) == 8
-    assert wave_capacity([facts(kv_tokens=1000), facts(kv_tokens=500)], 100, 1, here) == 15
-    assert wave_capacity([facts(kv_tokens=1000)], 100, 4, here) == 2
-    assert wave_capacity([facts(kv_tokens=100)], 100, 4, here) == 1
+    assert capacity(facts(kv_tokens=1000, max_num_seqs=64)) == 10
+    assert capacity(facts(kv_tokens=1000, max_num_seqs=8)) == 8
+    assert capacity(facts(kv_tokens=1000), facts(kv_tokens=500)) == 15
+    assert capacity(facts(kv_tokens=1000), callers=4) == 2
+    assert capacity(facts(kv_tokens=100), callers=4) == 1
+    assert capacity(facts(kv_tokens=1000), of=[*requests(), *requests(2, 3, 9)]) == 10
+
+
+def test_lengths_that_were_seen_let_more_run_at_once_never_fewer_than_full_length():
+    one = facts(kv_tokens=1000)
+    assert capacity(one, seen=[(10, 10, 40)]) == 20  # 1.25 * (20 + 20) tokens
+    assert capacity(facts(kv_tokens=1000, max_num_seqs=16), seen=[(20,)]) == 16
+    assert capacity(one, facts(kv_tokens=500), callers=2, seen=[(20,)]) == 15
+    assert capacity(one, seen=[(80,)]) == capacity(one, seen=[(1000,)]) == capacity(one)
+    assert capacity(one, seen=[(1000,)], of=requests(20, 4, 10)) == 1000 // 24  # beyond the limit of these
+    assert capacity(one, seen=[(20,)], of=[*requests(60), *requests(20, count=3)]) == 15  # of these prompts
+
+
+def test_new_lengths_replace_those_of_256_completions_ago():
+    one = facts(kv_tokens=1000)
+    assert capacity(one, seen=[(80,), (10,), (10,), (19, 1)]) == 18  # all count: 1.25 * (20 + 24) tokens
+    assert capacity(one, seen=[(80,) * 5000, (20,) * 512]) == 13  # the last third of 80
+    with pytest.raises(EngineError, match="kv_cache_bytes"):
+        capacity(facts(kv_tokens=99), seen=[(1,)])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +101,7 @@ def test_what_fits_is_bounded_by_cache_and_slots_and_shared_by_callers():
 )
 def test_a_row_that_fits_no_cache_is_told_with_what_can_be_changed_there(where, remedy):
     with pytest.raises(EngineError, match=f"101 .*{remedy}"):
-        wave_capacity([facts(kv_tokens=1000), facts(kv_tokens=100)], 101, 1, where)
+        wave_capacity([facts(kv_tokens=1000), facts(kv_tokens=100)], requests(21), CompletionLengths(), 1, where)
 
 
 def test_engines_get_whole_prompts_where_there_are_enough_and_parts_where_not():

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ import torch
 from fused_model import VOCAB, FusedVllm, slices, weights
 from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.vllm.weight_sync.nccl import NcclReceiver, NcclSender, check_communicator
-from lowpeak.vllm.weight_sync.push import loaded_version, open_sender, push_weights, verify_unchanged
+from lowpeak.ranks import Ranks
+from lowpeak.vllm.engine import EngineSharing, PolicyFacts, VllmEngine
+from lowpeak.vllm.weight_sync import nccl, push
+from lowpeak.vllm.weight_sync.nccl import NcclSender, TrainerGroup, check_communicator
+from lowpeak.vllm.weight_sync.push import leave_group, loaded_version, open_sender, push_weights, verify_unchanged
 from lowpeak.vllm.weight_sync.tcp import TcpReceiver, TcpSender, host_addresses
 from vllm_servers import free_port
 from worker_process import RemoteVllm
@@ -85,9 +89,11 @@ def test_a_port_that_is_taken_is_named_with_its_argument():
 def test_a_worker_in_another_network_is_given_this_hosts_addresses():
     vllm, call = FusedVllm(in_process=False), FusedVllm.call
     vllm.call = lambda method, *given: (
-        [{"network": "elsewhere", "device": "cpu"}] if method == "lowpeak_location" else call(vllm, method, *given)
+        [{"network": "elsewhere", "device": "cpu", "group": None}]
+        if method == "lowpeak_location"
+        else call(vllm, method, *given)
     )
-    with contextlib.closing(open_sender("tcp", [vllm], 512, CPU, 5)) as sender:
+    with contextlib.closing(open_sender("tcp", [vllm], 512, CPU, 5, TrainerGroup())) as sender:
         hosts = sender.invitation()["hosts"]
     assert hosts == host_addresses()
 
@@ -111,69 +117,174 @@ def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting_either():
 
 def test_a_transport_that_does_not_reach_the_workers_is_refused_before_anything_waits(remote):
     with pytest.raises(EngineError, match=r"vllm_transport='nccl'.*'auto'"):
-        open_sender("nccl", [remote()], 512, CPU, 5)
+        open_sender("nccl", [remote()], 512, CPU, 5, TrainerGroup())
 
 
-class Group:
-    """Counts its ends."""
+class Communicator:
+    """Rank of a scripted group, which counts its ends; after `lost` a broadcast raises."""
 
-    def __init__(self):
-        self.ends = 0
+    def __init__(self, rank, inbox):
+        self.rank, self.inbox = rank, inbox
+        self.ends, self.lost = 0, False
+
+    def broadcast(self, data, src):
+        if self.lost:
+            raise RuntimeError("NCCL error: ncclInvalidUsage")
+        if self.rank == src:
+            self.inbox.extend([data.clone()] * (self.inbox.world_size - 1))
+        else:
+            data.copy_(self.inbox.next())
 
     def destroy(self):
         self.ends += 1
+        self.inbox.ended = True
 
 
-def nccl_sender(form, timeout=10.0):
-    return NcclSender(64, CPU, "127.0.0.1", 2, timeout, make_group=form)
+class Inbox(list):
+    """Buckets on their way to the workers, in one process."""
+
+    world_size, ended = 0, False
+
+    def next(self):
+        while not self and not self.ended:
+            time.sleep(0.001)
+        return self.pop()
 
 
-def test_both_ends_of_an_update_free_their_communicator_once():
-    theirs, ours, formed = Group(), Group(), []
+@pytest.fixture
+def formed(monkeypatch):
+    """Return the communicators that were formed; pushes over "nccl" reach workers of this process through them."""
+    inboxes, made = {}, []
 
     def form(host, port, rank, world_size, device):
-        formed.append((host, port, rank, world_size))
-        return ours if rank == 0 else theirs
+        inbox = inboxes.setdefault(port, Inbox())
+        inbox.world_size = world_size
+        made.append(Communicator(rank, inbox))
+        return made[-1]
 
-    one = nccl_sender(form)
-    one.wait_connected()
-    given = one.invitation()
-    assert given.pop("transport") == "nccl"
-    other = NcclReceiver(**given, rank=2, device=CPU, make_group=form)
-    for end in (one, other, one, other):
-        end.close()
-    assert (ours.ends, theirs.ends) == (1, 1)
-    assert formed == [("127.0.0.1", given["port"], 0, 3), ("127.0.0.1", given["port"], 2, 3)]
+    monkeypatch.setattr(nccl, "_make_group", form)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    def send_from_gpu(transport, vllms, bucket_bytes, device, timeout, group, port):
+        group.invite(CPU, "127.0.0.1", push._WorkerLocations.of(vllms, timeout).groups, port)
+        return NcclSender(bucket_bytes, CPU, group, timeout)
+
+    monkeypatch.setattr(push, "open_sender", send_from_gpu)
+    return made
 
 
-def test_a_group_that_forms_after_its_update_was_given_up_ends_at_once():
-    group, late, ended = Group(), threading.Event(), threading.Event()
-    group.destroy = ended.set
+def ends(formed):
+    return [(each.rank, each.ends) for each in sorted(formed, key=lambda each: each.rank)]
+
+
+def pushed(vllms, group, version):
+    """Push weights over NCCL; the engines have them."""
+    tensors = weights(version)
+    push_weights(slices(tensors), vllms, _settings("nccl"), version, nccl_group=group, timeout=10)
+    assert loaded_version(vllms) == version
+    for vllm in vllms:
+        assert torch.equal(vllm.model.embed[:VOCAB], tensors["embed.weight"])
+
+
+def two_vllms():
+    return [FusedVllm(in_process=False), FusedVllm(in_process=False)]
+
+
+def test_pushes_share_a_communicator_that_both_ends_free_once_at_the_end(formed):
+    vllms, group = two_vllms(), TrainerGroup()
+    for version in (1, 2, 3):
+        pushed(vllms, group, version)
+    assert ends(formed) == [(0, 0), (1, 0), (2, 0)]
+    for _ in range(2):
+        leave_group(vllms, group)
+        assert ends(formed) == [(0, 1), (1, 1), (2, 1)]
+    assert loaded_version(vllms) == 3
+
+
+def test_an_engine_leaves_the_group_of_its_pushes_when_it_closes(formed):
+    vllm = FusedVllm(in_process=False)
+    vllm.paused, vllm.close = contextlib.nullcontext, lambda: None
+    engine = VllmEngine(
+        lambda: [vllm], _settings("nccl"), PolicyFacts(lambda sampling: (), None), EngineSharing(Ranks())
+    )
+    vllm.workers[0].model_runner.sampler = SimpleNamespace(forward=None, compute_logprobs=None)
+    engine.wake()
+    for version in (1, 2):
+        engine.load(slices(weights(version)), version)
+    assert ends(formed) == [(0, 0), (1, 0)]
+    engine.close()
+    engine.close()
+    assert ends(formed) == [(0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_after_a_failed_push_over_nccl_both_ends_form_anew(formed, end):
+    vllms, group = two_vllms(), TrainerGroup()
+    pushed(vllms, group, 1)
+    next(each for each in formed if each.rank == end).lost = True
+    with pytest.raises((EngineError, RuntimeError), match="ncclInvalidUsage"):
+        push_weights(slices(weights()), vllms, _settings("nccl"), 2, nccl_group=group, timeout=10)
+    assert ends(formed) == [(0, 1), (1, 1), (2, 1)]
+    assert loaded_version(vllms) is None
+    pushed(vllms, group, 3)
+    assert ends(formed) == [(0, 1), (0, 0), (1, 1), (1, 0), (2, 1), (2, 0)]
+
+
+def test_a_worker_that_restarted_or_that_another_run_reached_is_met_by_a_new_group(formed):
+    vllms, group = two_vllms(), TrainerGroup()
+    pushed(vllms, group, 1)
+    vllms[1] = FusedVllm(in_process=False)
+    pushed(vllms, group, 2)
+    assert ends(formed) == [(0, 1), (0, 0), (1, 1), (1, 0), (2, 0), (2, 0)]  # a worker that is gone frees nothing
+    push_weights(slices(weights()), vllms[1:], _settings("nccl"), 3, timeout=10)
+    pushed(vllms, group, 4)
+    assert len(formed) == 6 + 2 + 3
+    leave_group(vllms, group)
+    assert sum(each.ends for each in formed) == len(formed) - 1
+
+
+def test_a_worker_frees_its_group_when_the_weights_come_another_way(formed, monkeypatch):
+    vllm, group = FusedVllm(in_process=False), TrainerGroup()
+    pushed([vllm], group, 1)
+    monkeypatch.setattr(push, "open_sender", open_sender)
+    push_weights(slices(weights()), [vllm], _settings(), 2, nccl_group=group)
+    assert ends(formed) == [(0, 0), (1, 1)]
+
+
+def invited(monkeypatch, form):
+    monkeypatch.setattr(nccl, "_make_group", form)
+    group = TrainerGroup()
+    group.invite(CPU, "127.0.0.1", [None, None])
+    return group
+
+
+def test_a_group_that_forms_after_its_update_was_given_up_ends_at_once(monkeypatch):
+    late, ended = threading.Event(), threading.Event()
 
     def form(*meeting):
         late.wait(10)
-        return group
+        return SimpleNamespace(destroy=ended.set)
 
-    one = nccl_sender(form, timeout=0.01)
+    group = invited(monkeypatch, form)
     with pytest.raises(EngineError, match="vllm_transport='tcp'"):
-        one.wait_connected()
-    one.close()
+        group.wait_formed(0.01)
+    group.close()
     assert not ended.is_set()
     late.set()
     assert ended.wait(10)
 
 
-def test_why_a_group_did_not_form_is_told_and_a_communicator_that_broadcasts_nothing_is_none():
+def test_why_a_group_did_not_form_is_told_and_a_communicator_that_broadcasts_nothing_is_none(monkeypatch):
     def form(*meeting):
         raise OSError("a reason")
 
     with pytest.raises(EngineError, match=r"\(a reason\)"):
-        nccl_sender(form).wait_connected()
-    group = Group()
-    assert check_communicator(group) is group
-    group.disabled = True
+        invited(monkeypatch, form).wait_formed(10)
+    communicator = SimpleNamespace()
+    assert check_communicator(communicator) is communicator
+    communicator.disabled = True
     with pytest.raises(EngineError, match="NCCL"):
-        check_communicator(group)
+        check_communicator(communicator)
 
 
 def test_a_worker_that_does_not_know_the_token_gets_nothing():

@@ -1,13 +1,14 @@
 """Transport to workers on other GPUs: the trainer broadcasts each bucket over NCCL.
 
-The group is vLLM's `StatelessProcessGroup` with its `PyNcclCommunicator`, as in vLLM's weight transfer: it is
-independent of the trainer's process groups and ends with the update. The trainer is rank 0, the workers of all
-engines follow.
+The group is vLLM's `PyNcclCommunicator`, as in vLLM's weight transfer: it is independent of the trainer's process
+groups. The trainer is rank 0, the workers of all engines follow. Forming it takes 0.3 to 2 s, so both ends keep it
+between updates. NCCL's memory is not in the pool of vLLM's sleep mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -20,87 +21,116 @@ from lowpeak.vllm.protocol import start_thread
 from lowpeak.vllm.serving import free_ports
 from lowpeak.vllm.weight_sync.buckets import Bucket, BucketReceiver, BucketSender, ReceiveCall
 
-# Arguments: host, port, rank, world size, device.
-GroupFactory = Callable[[str, int, int, int, torch.device], Any]
 
+class TrainerGroup:
+    """Trainer's end of the group, which updates share as long as every worker keeps its end.
 
-class NcclSender(BucketSender):
-    """Trainer's end; forming the group, and each bucket, may take `timeout` seconds. `port` None is any free port."""
+    invite(device, host, worker_groups)     # in each update; `invitation` is for the workers
+    wait_formed(timeout)                    # once all workers have joined
+    close()                                 # after a failed update, and at the end
+    """
 
-    name = "nccl"
+    def __init__(self) -> None:
+        self.invitation: dict[str, Any] = {}
+        self._members: tuple[torch.device, str, int] | None = None
+        self._future: Future[Any] | None = None
 
-    def __init__(
-        self,
-        bucket_bytes: int,
-        device: torch.device,
-        host: str,
-        num_workers: int,
-        timeout: float,
-        port: int | None = None,
-        make_group: GroupFactory | None = None,
+    @property
+    def is_open(self) -> bool:
+        return self._future is not None
+
+    def invite(
+        self, device: torch.device, host: str, worker_groups: Sequence[str | None], port: int | None = None
     ) -> None:
-        super().__init__(bucket_bytes, device)
-        port, world_size = port or free_ports(1, "")[0], num_workers + 1
-        self._address = {"host": host, "port": port, "world_size": world_size}
-        self._timeout = timeout
-        self._closed = False
-        self._group_future = start_thread(partial(make_group or _make_group, host, port, 0, world_size, device))
+        """Form a group in a thread, unless all workers are in this one (`worker_groups`). `port` None is any free port."""
+        members = device, host, len(worker_groups)
+        if self.is_open and members == self._members and set(worker_groups) == {self.invitation["group"]}:
+            return
+        self.close()
+        port, world_size = port or free_ports(1, "")[0], len(worker_groups) + 1
+        self.invitation = {"group": secrets.token_hex(8), "host": host, "port": port, "world_size": world_size}
+        self._members = members
+        self._future = start_thread(partial(_make_group, host, port, 0, world_size, device))
 
-    def invitation(self) -> dict[str, Any]:
-        return {"transport": self.name, "num_bytes": self._bucket_bytes, **self._address}
-
-    def wait_connected(self) -> None:
+    def wait_formed(self, timeout: float) -> Any:
+        """Return the communicator; raise EngineError if the group is not formed within `timeout` seconds."""
+        assert self._future is not None, "invite() comes first"
         try:
-            self._group = self._group_future.result(self._timeout)
+            return self._future.result(timeout)
         except Exception as error:
-            reason = f"not within {self._timeout:.0f} s" if isinstance(error, TimeoutError) else str(error)
+            reason = f"not within {timeout:.0f} s" if isinstance(error, TimeoutError) else str(error)
             raise EngineError(
                 f"The NCCL group for weights could not be formed ({reason}): set vllm_transport='tcp'."
             ) from error
 
-    def deliver(self, bucket: Bucket, receive: ReceiveCall) -> None:
-        taking = start_thread(partial(receive, {"num_bytes": len(bucket.data)}))
-        self._group.broadcast(bucket.data, src=0)
-        taking.result()
-        torch.cuda.synchronize(self._device)
-
     def close(self) -> None:
-        """Destroy the group, now or once it has formed: nothing else frees its device memory."""
-        if not self._closed:
-            self._closed = True
-            self._group_future.add_done_callback(_destroy_group)
+        """Destroy the communicator, now or once it has formed: nothing else frees its device memory."""
+        future, self._future = self._future, None
+        if future is not None:
+            future.add_done_callback(_destroy_communicator)
 
 
-def _destroy_group(future: Future[Any]) -> None:
+def _destroy_communicator(future: Future[Any]) -> None:
     if future.exception() is None:
         future.result().destroy()
 
 
-class NcclReceiver(BucketReceiver):
-    """Worker's end, as `rank` of the group."""
+class NcclSender(BucketSender):
+    """Trainer's end of an update; forming the group may take `timeout` seconds."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        world_size: int,
-        num_bytes: int,
-        rank: int,
-        device: torch.device,
-        make_group: GroupFactory | None = None,
-    ) -> None:
-        self._group = (make_group or _make_group)(host, port, rank, world_size, device)
+    name = "nccl"
+
+    def __init__(self, bucket_bytes: int, device: torch.device, group: TrainerGroup, timeout: float) -> None:
+        super().__init__(bucket_bytes, device)
+        self._group, self._timeout = group, timeout
+
+    def invitation(self) -> dict[str, Any]:
+        return {"transport": self.name, "num_bytes": self._bucket_bytes, **self._group.invitation}
+
+    def wait_connected(self) -> None:
+        self._communicator = self._group.wait_formed(self._timeout)
+
+    def deliver(self, bucket: Bucket, receive: ReceiveCall) -> None:
+        taking = start_thread(partial(receive, {"num_bytes": len(bucket.data)}))
+        self._communicator.broadcast(bucket.data, src=0)
+        taking.result()
+        torch.cuda.synchronize(self._device)
+
+
+class WorkerGroup:
+    """Worker's end of the group, kept between updates until the trainer invites to another one."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._communicator: Any = None
+
+    def join(self, group: str, host: str, port: int, world_size: int, rank: int, device: torch.device) -> Any:
+        """Return the communicator of the group with this name, as its `rank`."""
+        if group != self.name:
+            self.close()
+            self._communicator = _make_group(host, port, rank, world_size, device)
+            self.name = group
+        return self._communicator
+
+    def close(self) -> None:
+        communicator, self._communicator, self.name = self._communicator, None, None
+        if communicator is not None:
+            communicator.destroy()
+
+
+class NcclReceiver(BucketReceiver):
+    """Worker's end of an update."""
+
+    def __init__(self, communicator: Any, num_bytes: int, device: torch.device) -> None:
+        self._communicator = communicator
         self._data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
         data = self._data[: arguments["num_bytes"]]
-        self._group.broadcast(data, src=0)
+        self._communicator.broadcast(data, src=0)
         return data
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.destroy()
         self._data = torch.empty(0, dtype=torch.uint8)
 
 
@@ -110,7 +140,10 @@ def _make_group(host: str, port: int, rank: int, world_size: int, device: torch.
 
     with torch.cuda.device(device):
         group = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
-        return check_communicator(PyNcclCommunicator(group, device=device))
+        communicator = check_communicator(PyNcclCommunicator(group, device=device))
+    # The group's store listens for pickles, and only forming the communicator needs it.
+    communicator.group = None
+    return communicator
 
 
 def check_communicator(communicator: Any) -> Any:

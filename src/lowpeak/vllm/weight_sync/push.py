@@ -7,6 +7,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from lowpeak.vllm.weight_sync.buckets import (
     ProcessSender,
     fill_buckets,
 )
-from lowpeak.vllm.weight_sync.nccl import NcclSender, device_id
+from lowpeak.vllm.weight_sync.nccl import NcclSender, TrainerGroup, device_id
 from lowpeak.vllm.weight_sync.tcp import TcpSender, host_addresses
 from lowpeak.watchdog import network_id
 
@@ -54,22 +55,24 @@ def push_weights(
     adapter: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT,
     in_process: Sequence[bool] = (),
+    nccl_group: TrainerGroup | None = None,
 ) -> PushReport:
     """Update all engines; on return, all have these weights, verified, as `policy_version`.
 
     `slices` are always consumed, because other ranks wait for them; errors are raised afterwards and leave every engine without a
     version. Tensors that training does not change (`unchanged`) are sent once: an engine that has them verifies their checksums
     instead. Memory holds one bucket here, and one bucket and the largest tensor in a worker. `in_process` are the engines' facts of
-    this name (empty: the engines are asked). Raise EngineError with the names of tensors that vLLM does not accept, that were
-    damaged or that are missing; LostEngineError if a worker died, or has other weights where `unchanged` ones were not sent.
+    this name (empty: the engines are asked). Updates over NCCL share `nccl_group` (None: a group of this
+    update). Raise EngineError with the names of tensors that vLLM does not accept, that were damaged or that are missing;
+    LostEngineError if a worker died, or has other weights where `unchanged` ones were not sent.
     """
     rest, in_process = iter(slices), in_process or [vllm.info().in_process for vllm in vllms]
-    began = time.perf_counter()
+    began, group = time.perf_counter(), nccl_group or TrainerGroup()
     try:
         first = next(rest, None)
         if first is None:
             raise EngineError("There are no weights to push.")
-        with _Update(vllms, settings, adapter, first.values.device, timeout, in_process) as update:
+        with _Update(vllms, settings, adapter, first.values.device, timeout, in_process, group) as update:
             update.send(itertools.chain([first], rest), unchanged)
             update.verify()
             update.commit(policy_version)
@@ -77,6 +80,9 @@ def push_weights(
         if isinstance(error, Exception):
             exhaust_slices(rest)
         raise
+    finally:
+        if nccl_group is None:
+            leave_group(vllms, group)
     return update.report(time.perf_counter() - began)
 
 
@@ -90,6 +96,7 @@ class _Update:
     device: torch.device
     timeout: float
     in_process: Sequence[bool]
+    nccl_group: TrainerGroup
 
     def __post_init__(self) -> None:
         self._sums = ChecksumTable() if self.settings.verify else None
@@ -107,6 +114,7 @@ class _Update:
         if self._sender is not None:
             self._sender.close()
         if error is not None:
+            self.nccl_group.close()
             for vllm in self.vllms:
                 try:
                     vllm.call("lowpeak_abort", {}, min(self.timeout, ABORT_SECONDS))
@@ -121,7 +129,8 @@ class _Update:
         transport = settings.transport
         if transport == "auto" and all(self.in_process):
             transport = "process"
-        sender = open_sender(transport, self.vllms, settings.bucket_bytes, self.device, self.timeout, port)
+        common = self.vllms, settings.bucket_bytes, self.device, self.timeout
+        sender = open_sender(transport, *common, self.nccl_group, port)
         self._sender = sender
         self._skipped = self._begin(sender) & frozenset(unchanged)
         sender.wait_connected()
@@ -239,6 +248,7 @@ def open_sender(
     bucket_bytes: int,
     device: torch.device,
     timeout: float,
+    nccl_group: TrainerGroup,
     port: int | None = None,
 ) -> BucketSender:
     """Return the trainer's end of `transport`; raise EngineError if it cannot reach the workers.
@@ -253,7 +263,18 @@ def open_sender(
         return TcpSender(bucket_bytes, loopback=workers.all_local, timeout=timeout, port=port)
     if device.type != "cuda" or "cpu" in workers.devices:
         raise EngineError("vllm_transport='nccl' needs GPUs, but the trainer or vLLM is on a CPU: use 'auto'.")
-    return NcclSender(bucket_bytes, device, workers.trainer_address, workers.num_workers, timeout, port)
+    nccl_group.invite(device, workers.trainer_address, workers.groups, port)
+    return NcclSender(bucket_bytes, device, nccl_group, timeout)
+
+
+def leave_group(vllms: Sequence[Vllm], nccl_group: TrainerGroup) -> None:
+    """Close the NCCL group at both ends."""
+    if nccl_group.is_open:
+        for vllm in vllms:
+            # A worker that is gone has no group.
+            with suppress(EngineError):
+                vllm.call("lowpeak_disconnect", {}, ABORT_SECONDS)
+    nccl_group.close()
 
 
 def available_transports(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
@@ -265,11 +286,11 @@ def available_transports(vllms: Sequence[Vllm], device: torch.device, timeout: f
 
 @dataclass(frozen=True)
 class _WorkerLocations:
-    """Locations of the workers: whether all are on this host, their devices, and their number."""
+    """Locations of the workers: whether all are on this host, their devices, and each worker's NCCL group."""
 
     all_local: bool
     devices: frozenset[str]
-    num_workers: int
+    groups: tuple[str | None, ...]
 
     @staticmethod
     def of(vllms: Sequence[Vllm], timeout: float) -> _WorkerLocations:
@@ -277,7 +298,8 @@ class _WorkerLocations:
         workers = [worker for engine in engines for worker in engine]
         network = network_id()
         all_local = all(worker["network"] == network for worker in workers)
-        return _WorkerLocations(all_local, frozenset(worker["device"] for worker in workers), len(workers))
+        groups = tuple(worker["group"] for worker in workers)
+        return _WorkerLocations(all_local, frozenset(worker["device"] for worker in workers), groups)
 
     @property
     def trainer_address(self) -> str:

@@ -23,7 +23,7 @@ from lowpeak.records import TensorAssembler
 from lowpeak.vllm.compatibility import disable_cpu_repacking, engine_fingerprint, read_engine_info, score_at_temperature
 from lowpeak.vllm.weight_sync.buckets import BucketReceiver, Piece, ProcessReceiver
 from lowpeak.vllm.weight_sync.lora import AdapterReceiver
-from lowpeak.vllm.weight_sync.nccl import NcclReceiver, device_id
+from lowpeak.vllm.weight_sync.nccl import NcclReceiver, WorkerGroup, device_id
 from lowpeak.vllm.weight_sync.reload import ReloadedModules, modules_to_reload
 from lowpeak.vllm.weight_sync.tcp import TcpReceiver
 from lowpeak.vllm.weight_sync.verification import WriteMap, read_checksums
@@ -68,8 +68,9 @@ class Extension:
 
     @reply_with_errors
     def lowpeak_location(self) -> dict[str, Any]:
-        """Return the worker's network and device, by names that all processes of its host share."""
-        return {"network": network_id(), "device": device_id(_worker_state(self).device)}
+        """Return the worker's network and device, by names that all processes of its host share, and its NCCL group."""
+        state = _worker_state(self)
+        return {"network": network_id(), "device": device_id(state.device), "group": state.nccl_group.name}
 
     @reply_with_errors
     def lowpeak_begin(
@@ -89,7 +90,7 @@ class Extension:
         else:
             state.receiver = state.adapters
             known = state.adapters.begin(adapter)
-        state.transport = open_receiver(invitation, state.device, state.rank)
+        state.transport = open_receiver(invitation, state.device, state.rank, state.nccl_group)
         return {"known": list(known)}
 
     @reply_with_errors
@@ -126,8 +127,14 @@ class Extension:
     def lowpeak_abort(self) -> dict[str, Any]:
         """Abort the update, or drop the version of weights that were lost."""
         state = _worker_state(self)
-        state.close_transport()
+        state.drop_transport()
         state.receiver.abort()
+        return {}
+
+    @reply_with_errors
+    def lowpeak_disconnect(self) -> dict[str, Any]:
+        """End the connection to the trainer; the weights stay."""
+        _worker_state(self).drop_transport()
         return {}
 
     @reply_with_errors
@@ -166,12 +173,14 @@ def _worker_state(worker: Any) -> WorkerState:
     return state
 
 
-def open_receiver(invitation: Mapping[str, Any], device: torch.device, rank: int) -> BucketReceiver:
+def open_receiver(invitation: Mapping[str, Any], device: torch.device, rank: int, group: WorkerGroup) -> BucketReceiver:
     """Return a worker's end for the trainer's invitation; `rank` is the worker's within its engine."""
     arguments = dict(invitation)
     transport, first_rank = arguments.pop("transport"), arguments.pop("first_rank")
     if transport == "nccl":
-        return NcclReceiver(**arguments, rank=first_rank + rank, device=device)
+        num_bytes = arguments.pop("num_bytes")
+        return NcclReceiver(group.join(**arguments, rank=first_rank + rank, device=device), num_bytes, device)
+    group.close()
     return ProcessReceiver() if transport == "process" else TcpReceiver(**arguments)
 
 
@@ -189,11 +198,17 @@ class WorkerState:
     rank: int
     incarnation: str
     transport: BucketReceiver | None = None
+    nccl_group: WorkerGroup = field(default_factory=WorkerGroup)
 
     def close_transport(self) -> None:
         if self.transport is not None:
             self.transport.close()
             self.transport = None
+
+    def drop_transport(self) -> None:
+        """Close the transport and the NCCL group, which updates share otherwise."""
+        self.close_transport()
+        self.nccl_group.close()
 
 
 @dataclass
