@@ -45,6 +45,7 @@ class RunFacts:
     A rollout serves `num_steps` optimizer steps. `has_device_memory`: the device does not use host memory;
     `is_cuda`: it is a GPU of CUDA or ROCm. `num_processes` are the run's.
     `sharded`: parameters are sharded over ranks. `replicated`: several ranks have the same parameters, as under DDP.
+    `casts_weights`: autocast casts fp32 weights.
     `frozen`: the run has a model that is never trained. `passed_optimizer`: the user passed an optimizer to the trainer
     ("instance"), or its class ("class"); `passed_schedule`: a schedule. `idle` maps other arguments without effect, as shown to
     the user, to the reason.
@@ -56,6 +57,7 @@ class RunFacts:
     has_device_memory: bool | None = None
     is_cuda: bool | None = None
     sharded: bool | None = None
+    casts_weights: bool | None = None
     replicated: bool | None = None
     in_fp32: bool | None = None
     states_on_host: bool | None = None

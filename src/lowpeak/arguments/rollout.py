@@ -69,11 +69,12 @@ _HAS_KV_CACHE = replace(
     reason="the KV cache is the server's; set its size with `lowpeak serve` (kv_cache_memory_bytes or "
     "gpu_memory_utilization), and remove it here",
 )
+_NOT_BY_VLLM = EffectCondition(
+    lambda args, facts: not args.use_vllm,
+    "vLLM generates with its copy of the weights, so the policy is not gathered; remove it",
+)
 _GATHERS = (
-    EffectCondition(
-        lambda args, facts: not args.use_vllm,
-        "vLLM generates with its copy of the weights, so the policy is not gathered; remove it",
-    ),
+    _NOT_BY_VLLM,
     EffectCondition(
         lambda args, facts: facts.sharded is not False,
         "it applies to FSDP2 and ZeRO-3, and here each rank has all parameters; remove it",
@@ -163,8 +164,15 @@ class RolloutArguments:
     )
     gather_budget: int | str | None = memory_argument(
         None,
-        "Bytes of a sharded model (FSDP2, ZeRO-3) that stay gathered during generation: 8GiB, 0, or auto (None: auto).",
-        acts_if=_GATHERS,
+        "Bytes of a sharded model (FSDP2, ZeRO-3) that stay gathered during generation, or of bf16 copies of fp32 weights: 8GiB, "
+        "0, or auto (None: auto).",
+        acts_if=(
+            _NOT_BY_VLLM,
+            EffectCondition(
+                lambda args, facts: facts.sharded is not False or facts.casts_weights is not False,
+                "each rank has all parameters, and none are cast; remove it",
+            ),
+        ),
     )
     ds3_gather_for_generation: bool | None = memory_argument(
         None,

@@ -14,6 +14,7 @@ from lowpeak.plan.computed import (
     BF16_BYTES,
     ENGINE_AWAKE,
     VLLM_ASLEEP_BYTES,
+    gatherable_bytes,
     gathered_itemsize,
     margin,
     rollout_copies,
@@ -144,11 +145,15 @@ def _rollout_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> I
     """Yield smaller sizes of the native engine's rollout."""
     held, inputs = plan.phases["rollout"].device, plan.inputs
     cache, gathered = held.get(Kind.KV_CACHE, 0), held.get(Kind.GATHERED, 0)
-    keeps_more = gathered and inputs.settings.memory.gather_budget is None  # layers stay gathered where the cache was
+    is_sharded = bool(gatherable_bytes(inputs))
+    # Layers stay gathered where the cache was.
+    keeps_more = is_sharded and gathered and inputs.settings.memory.gather_budget is None
     slots = min(work.slots, work.sequences)
     if cache and slots > 1 and not keeps_more:
         yield change(f"kv_cache_bytes={cache // 2}", {Kind.KV_CACHE: 0.5}, replace(work, slots=slots // 2))
-    if gathered:
+    if gathered and not is_sharded:
+        yield change("gather_budget=0", {Kind.GATHERED: 0.0}, replace(work, casts_weights=True), phases=("rollout",))
+    elif gathered:
         half = replace(work, gathered_share=work.gathered_share / 2)
         yield change(f"gather_budget={gathered // 2}", {Kind.GATHERED: 0.5}, half, phases=("rollout",))
 

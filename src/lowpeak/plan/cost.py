@@ -58,6 +58,7 @@ class Work:
     host_bytes                 that it copies between device and host
     in_bf16                    whether passes compute in bf16, as they do on every GPU
     has_graphs                 whether the engine decodes by CUDA graphs
+    casts_weights              whether it casts fp32 weights for each token
     gradient_bytes             bytes of a gradient that replicas average
     """
 
@@ -89,6 +90,7 @@ class Work:
     rollout_bytes: int = 0
     activation_bytes: int = 0
     has_graphs: bool = False
+    casts_weights: bool = False
 
     @property
     def score_batches(self) -> int:
@@ -133,6 +135,8 @@ def _rollout(work: Work, machine: Machine) -> float:
     slots = max(1, min(work.slots, work.sequences))
     waves = -(-work.sequences // slots)
     weights = (BF16_BYTES if work.in_bf16 else _FP32_BYTES) * work.parameters / parts
+    if work.casts_weights:  # reads fp32, and writes and reads bf16
+        weights *= 4
     cache = slots * work.kv_bytes / parts * (work.prompt + work.completion / 2)
     gather = _gathered_bytes(work, machine) / _link(machine, work.sharding)
     gathers = (1 - work.gathered_share) * gather
@@ -309,6 +313,7 @@ def add_planned_bytes(work: Work, plan: Any, gather_budget: int) -> Work:
         host_bytes=max(0, plan.to_host + plan.to_device - 2 * activations),
         gathered_share=share,
         activation_bytes=activations,
+        casts_weights=rollout is not None and plan.inputs.casts_weights and not rollout.device.get(Kind.GATHERED),
         rollout_bytes=0 if rollout is None else copied_for_rollout(plan.inputs, plan.phases, work.score_batches),
     )
 

@@ -113,9 +113,10 @@ class RunInputs:
     @property
     def casts_weights(self) -> bool:
         """Whether each rank has the whole model in fp32 and computes in bf16: a rollout then copies what it casts."""
-        trains_bf16 = self.storage is not None and self.storage.weight_bits is not None and not self.request.peft_config
-        is_whole = self.request.mesh.shards == self.request.tensor_parallel == 1
-        return is_whole and bool(self.args.bf16) and self.checkpoint_dtype == torch.float32 and not trains_bf16
+        request, model = self.request, self.settings.model
+        in_fp32 = not model.trains_bf16 if request.peft_config is None else self.checkpoint_dtype == torch.float32
+        is_whole = request.sharding.has_formats and request.mesh.shards == request.tensor_parallel == 1
+        return is_whole and bool(self.args.bf16) and in_fp32
 
     @property
     def is_online(self) -> bool:
@@ -355,8 +356,7 @@ class RunInputs:
         num_prompts = max(1, -(-self.sequences_of_rank // generations))
         prompts = [Prompt(i, (1,) * self.request.prompt_tokens, "") for i in range(num_prompts)]
         cache_bytes = max(self.sizes.kv_cache_bytes, least)
-        is_captured = self.request.mesh.shards == 1 and self.request.quantized_bits is None
-        has_graphs = self.settings.cuda_graphs and self.request.machine.device == "cuda" and is_captured
+        has_graphs = self.settings.cuda_graphs and self.request.mesh.shards == 1 and self.request.quantized_bits is None
         return RehearsedRollout(prompts, self.settings.sampling, cache_bytes, gather_budget, has_graphs)
 
     @property

@@ -339,6 +339,7 @@ def _run_facts(context: BuildContext, parts: OnlineParts, strategy: Strategy) ->
         facts,
         idle={**facts.idle, **{argument: reason for argument, reason in idle.items() if reason}},
         sharded=strategy.shards_parameters,
+        casts_weights=bool(parts.args.bf16) and any(p.dtype == torch.float32 for p in parts.policy.parameters()),
         in_fp32=computes_in_fp32(parts.args, parts.policy, parts.reference_model),
         states_on_host=states_on_host(context.accelerator.state),
         frozen=_has_frozen_models(parts),

@@ -71,9 +71,18 @@ def tensors(found: Plan, phase: str) -> int:
     return found.phases[phase].peak - found.phases[phase].device[Kind.MARGIN]
 
 
+def test_a_rollout_has_bf16_copies_of_fp32_weights_within_the_gather_budget():
+    embeddings_and_norms = SMALL.vocab_size * SMALL.hidden_size + (2 * SMALL.num_hidden_layers + 1) * SMALL.hidden_size
+    copied, cast = (plan("grpo", gather_budget=budget) for budget in (1 << 40, 0))
+    in_products = copied.counts.total - embeddings_and_norms * (not SMALL.tie_word_embeddings)
+    assert copied.phases["rollout"].device[Kind.GATHERED] == pytest.approx(2 * in_products, rel=0.01)
+    assert Kind.GATHERED not in cast.phases["rollout"].device
+    assert copied.work.casts_weights < cast.work.casts_weights
+
+
 @pytest.mark.parametrize("kind", mark_extended(list(CONFIGS), ["grpo", "ppo", "sft"]))
 def test_every_algorithm_has_a_plan_whose_kinds_add_up(kind):
-    found = plan(kind, **({"beta": 0.1} if kind in ONLINE else {}))
+    found = plan(kind, **({"beta": 0.1, "gather_budget": 0} if kind in ONLINE else {}))
     expected = {"load", "forward", "backward", "optimizer", "save"}
     expected |= {"sync", "rollout", "reward", "score"} if kind in ONLINE else set()
     assert set(found.phases) == expected
@@ -343,7 +352,7 @@ def test_advice_is_for_the_phase_that_peaks():
     assert found.peak_phase == "rollout"
     cache = found.phases["rollout"].device[Kind.KV_CACHE]
     settings = [each.setting for each in advise(found, count=None)]
-    assert f"kv_cache_bytes={cache // 2}" in settings
+    assert {f"kv_cache_bytes={cache // 2}", "gather_budget=0"} < set(settings)
     assert "gradient_checkpointing=True" not in settings
 
 
