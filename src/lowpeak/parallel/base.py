@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, cpu_offload
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowpeak.arguments import StorageFormat
+from lowpeak.memory import AsyncHostMover, has_device_memory, offload_frozen
 from lowpeak.models import materialize_meta_params
 from lowpeak.optim import rounding_noise, split_weights
 from lowpeak.parallel.checkpoint_shards import load_torch_state, save_shards
@@ -120,8 +121,9 @@ class AccelerateStrategy(Strategy):
             from_rank_0 = self._only_rank_0_has_weights(model)
             if self.ranks.world_size > 1 and (on_host or too_large):
                 shard_layers(model, None, on_host, self._device if from_rank_0 else None)
-            elif on_host:
-                cpu_offload(model, self._device)
+            # Elsewhere the device's memory is the host's.
+            elif on_host and has_device_memory(self._device):
+                offload_frozen(model, decoder_layers(model), AsyncHostMover(self._device))
             elif from_rank_0:
                 replicate(model, self._device)
             else:
