@@ -262,7 +262,7 @@ def run(case: Case, folder: Path, device: torch.device | None = None) -> dict[st
     reference = getattr(trainer.run.reference, "model", None)
     found = {
         "weights": digest(trainer.model),
-        "reference": None if reference is None or case.device_args == FROZEN_AWAY else digest(reference),
+        "reference": None if reference is None else digest(reference),
         "logs": [without_measures(row) for row in trainer.state.log_history],
         "steps": trainer.state.global_step,
         "devices": sorted({p.device.type for p in trainer.model.parameters()}),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.memory.activation_offload import LEAST_BYTES, AsyncHostMover
-from lowpeak.memory.page_locked import page_locked
+from lowpeak.memory.page_locked import empty_page_locked
 
 _ALIGNMENT = 512  # bytes, as of torch's allocator on CUDA: kernels read aligned weights faster
 
@@ -100,7 +100,7 @@ class _Group:
     def move_to_host(self, mover: AsyncHostMover) -> None:
         self._mover = mover
         # Kept, because the pages are locked as long as this tensor lives.
-        self._host = page_locked(self.num_bytes, torch.uint8, mover.device)
+        self._host = empty_page_locked(self.num_bytes, torch.uint8, mover.device)
         for weight, values in zip(self.weights, self._views(self._host), strict=True):
             weight.move(values.copy_(weight.parameter.detach()))
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 _PAGE = 4096  # bytes
 
 
-def page_locked(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty_page_locked(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a flat buffer that `device` copies from and to without the host waiting; for a CPU, plain memory.
 
     On CUDA it is locked while the returned tensor lives: views of it do not keep the lock.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowpeak.memory import page_locked
+from lowpeak.memory import empty_page_locked
 from lowpeak.optim.formats import TensorStep
 
 PIECE = 1 << 24  # values that are copied at a time
@@ -55,7 +55,7 @@ class HostMemory:
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         """Return a page-locked buffer: copies to and from it run beside the computation."""
-        return page_locked(size, dtype, self._device)
+        return empty_page_locked(size, dtype, self._device)
 
     def add(self, total: Tensor, values: Tensor, overwrite: bool = False) -> None:
         """Begin to add flat values of the device to a sum in host memory, or to `overwrite` the sum with them."""
