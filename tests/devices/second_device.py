@@ -50,9 +50,9 @@ _UNTAGGED = (aten.floor_divide.default, aten.floor_divide.out, aten.floor_divide
 class Ledger:
     """What has crossed between host and device, by the place that `place()` names when it happens.
 
-    `reads` counts operations for which the host waits for the device, and `waits` copies to the device that the host waits for, from
-    memory that is not pinned too;
-    `lines` and `waits` name the innermost line outside torch. `downloaded` and `uploaded` are bytes.
+    `reads` counts operations for which the host waits for the device, and `waits` copies to the device that the host waits for,
+    as it does for those from memory that is not pinned; `lines` and `waits` name the innermost line outside torch.
+    `downloaded` and `uploaded` are bytes.
     """
 
     def __init__(self) -> None:
@@ -120,6 +120,7 @@ class TwinModule:
 
 
 ledger = Ledger()
+refused_dtypes: set[torch.dtype] = set()  # as Apple's GPUs refuse float64
 _library: list[torch.library.Library] = []  # registrations end with the object
 
 
@@ -184,6 +185,8 @@ def _host(tensor: Tensor) -> Tensor:
 
 def _ours(host: Tensor, known: dict[int, torch.UntypedStorage]) -> Tensor:
     """A tensor of ours on the memory of `host`: a view where its storage is one of `known`, by the host storage's address."""
+    if host.dtype in refused_dtypes:
+        raise TypeError(f"the device does not support {host.dtype}")
     made = torch._C._acc.create_empty_tensor((0,), host.dtype)
     memory = host.untyped_storage()
     storage = known.get(memory._cdata)

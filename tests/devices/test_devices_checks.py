@@ -11,6 +11,7 @@ from device_checks import (
     measure_all,
     offload_when_nothing_is_smaller,
     refuse_and_count,
+    train_without_float64,
 )
 
 from child_processes import succeed
@@ -37,6 +38,10 @@ MEASURED = {
 )
 def test_the_device_refuses_what_accelerators_refuse_and_a_rollout_that_raises_leaves_all_as_it_was(tmp_path, check):
     succeed(check, "", tmp_path, seconds=SECONDS)
+
+
+def test_a_device_without_float64_samples_and_trains(tmp_path):
+    succeed(train_without_float64, "", tmp_path, seconds=SECONDS)
 
 
 @pytest.mark.release

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.checkpoint import last_checkpoint
+from lowpeak.device_kind import widest_float
 from lowpeak.errors import NonFiniteError, shorten_names
 from lowpeak.memory import Phase, PhaseUse
 from lowpeak.optim import gradient_of
@@ -76,6 +77,9 @@ def _read(
     device = measured.loss.device if isinstance(measured.loss, Tensor) else torch.device("cpu")
     columns = [torch.as_tensor(column) for values in measured.tokens.values() for column in values]
     numbers = [*scalars, *columns]
+    if widest_float(device) == torch.float32:  # each is read by itself, and none is rounded
+        device = torch.device("cpu")
+        numbers = [torch.as_tensor(each).to(device) for each in numbers]
     flat = [torch.as_tensor(each, dtype=torch.float64, device=device).detach().reshape(-1) for each in numbers]
     read = torch.cat(flat).tolist()
     loss, norm, *rest = read[: len(scalars)]

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from lowpeak.arguments.rollout import Sampling
+from lowpeak.device_kind import rehearse_device
 from lowpeak.records import Prompt
 from lowpeak.rollout.sampling import (
     MAX_DRAWS,
@@ -242,6 +243,19 @@ def test_a_removed_token_is_not_drawn_at_either_end(uniform, vocab_size):
     scores[0, [2, vocab_size - 3]] = torch.tensor([1.0, -20.0])
     token = int(draw_tokens(scores, torch.tensor([uniform], dtype=torch.float64)))
     assert token == (2 if uniform == 0 else vocab_size - 3)
+
+
+def test_without_float64_uniforms_are_the_first_24_bits_and_removed_tokens_are_not_drawn():
+    numbers = (PLAIN, torch.arange(64), torch.arange(64), torch.arange(64))
+    scores = _scores(4096, 3 * 512)
+    scores[:, 1023::512] = -math.inf  # the last token of the second and of the third block
+    second_ends = scores.double().softmax(-1)[:, :1024].sum(-1).float()
+    with rehearse_device("mps"):
+        drawn = uniforms(*numbers)
+        tokens = draw_tokens(scores, second_ends.nextafter(torch.zeros(())))
+    assert drawn.dtype == torch.float32
+    assert torch.equal(drawn.double(), (uniforms(*numbers) * 2.0**24).floor() * 2.0**-24)
+    assert scores.gather(1, tokens[:, None]).isfinite().all()
 
 
 def test_rare_tokens_of_a_large_vocabulary_keep_their_probability():
