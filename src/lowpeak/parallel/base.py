@@ -115,8 +115,9 @@ class AccelerateStrategy(Strategy):
 
     def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> FrozenModel:
         model = freeze(model)
-        # A quantised model stays on the device where its quantiser placed it.
-        if not getattr(model, "is_quantized", False):
+        # A quantised model stays on the device where its quantiser placed it. In a dry run a model may have no weights.
+        has_none = self.ranks.world_size == 1 and any(p.is_meta for p in model.parameters())
+        if not (getattr(model, "is_quantized", False) or has_none):
             too_large = self.ranks.max([float(parameter_bytes(model) > free_bytes)])[0]
             from_rank_0 = self._only_rank_0_has_weights(model)
             if self.ranks.world_size > 1 and (on_host or too_large):

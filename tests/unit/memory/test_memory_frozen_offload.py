@@ -126,10 +126,10 @@ def test_a_forward_that_raises_leaves_the_weights_in_host_memory_and_the_next_on
     logits_of(streamed)
 
     def fail(*_):
-        raise ValueError("out of luck")
+        raise ZeroDivisionError
 
     hook = streamed.model.layers[2].mlp.register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match="out of luck"):
+    with pytest.raises(ZeroDivisionError):
         logits_of(streamed)
     assert mover.live_bytes == 0
     assert all(p is stored[name] for name, p in streamed.named_parameters())
