@@ -81,6 +81,10 @@ def wide() -> nn.Module:
     return tiny_model(hidden=128)
 
 
+def deep() -> nn.Module:
+    return tiny_model(hidden=128, layers=4)
+
+
 def generate(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     ids = [[2 + (i * 7 + len(prompt)) % 9, 3, 5, TOKENIZER.eos_token_id] for i, prompt in enumerate(prompts)]
     return {
@@ -175,8 +179,8 @@ OFFLOADS: dict[str, Case] = {
     "during the rollout, a reference": Case(args={"beta": 0.1}, device_args=AWAY, model=wide),
     "during the rollout, a reward model": Case(device_args=AWAY, model=wide, parts=reward_model),
     "during the rollout, ppo": Case("ppo", args={"critic": "model", "num_iterations": 1}, device_args=AWAY, model=wide),
-    "frozen models, a reference": Case(args=KL, device_args=FROZEN_AWAY, model=wide),
-    "frozen models, a reward model": Case(args=KL, device_args=FROZEN_AWAY, model=wide, parts=reward_model),
+    "frozen models, a reference": Case(args=KL, device_args=FROZEN_AWAY, model=deep),
+    "frozen models, a reward model": Case(args=KL, device_args=FROZEN_AWAY, model=deep, parts=reward_model),
     "activations, grpo": Case(args={**KL, **MANY}, device_args=ACTIVATIONS_AWAY, model=wide),
     "activations, all of them": Case(
         args={"gradient_checkpointing": False, **MANY}, device_args=ACTIVATIONS_AWAY, model=wide
