@@ -146,10 +146,10 @@ class _UnitStream:
     def follow(self, unit: _Unit) -> None:
         """Load the unit for each of its forwards."""
         unit.module.register_forward_pre_hook(lambda *_: self._begin(unit), prepend=True)
-        unit.module.register_forward_hook(lambda *_: self._end(unit), always_call=True)
+        unit.module.register_forward_hook(lambda *_: self._running.remove(unit))
 
     def finish(self) -> None:
-        """End the model's forward."""
+        """End the model's forward, which may have raised inside of units."""
         self._last_order, self._order = self._order, []
         self._running.clear()
         self._unload_except([])
@@ -164,11 +164,6 @@ class _UnitStream:
         following = self._expected()
         if following is not None:
             self._load(following)
-
-    def _end(self, unit: _Unit) -> None:
-        self._running.remove(unit)
-        following = self._expected()
-        self._unload_except([*self._running, *([] if following is None else [following])])
 
     def _expected(self) -> _Unit | None:
         """Return the unit that ran after this one, at the same place, in the last forward."""

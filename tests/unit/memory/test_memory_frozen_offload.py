@@ -136,6 +136,7 @@ def test_a_forward_that_raises_leaves_the_weights_in_host_memory_and_the_next_on
     hook.remove()
     for _ in range(2):
         assert logits_of(streamed).equal(expected)
+    assert mover.most_bytes == most_streamed_bytes(model, layers_of(model), LEAST)
 
 
 def test_units_in_another_order_than_before_are_loaded_when_they_run(monkeypatch):
