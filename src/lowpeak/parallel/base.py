@@ -118,18 +118,21 @@ class AccelerateStrategy(Strategy):
         # A quantised model stays on the device where its quantiser placed it. In a dry run a model may have no weights.
         has_none = self.ranks.world_size == 1 and any(p.is_meta for p in model.parameters())
         if not (getattr(model, "is_quantized", False) or has_none):
-            too_large = self.ranks.max([float(parameter_bytes(model) > free_bytes)])[0]
-            from_rank_0 = self._only_rank_0_has_weights(model)
-            if self.ranks.world_size > 1 and (on_host or too_large):
-                shard_layers(model, None, on_host, self._device if from_rank_0 else None)
-            # Elsewhere the device's memory is the host's.
-            elif on_host and has_device_memory(self._device):
-                offload_frozen(model, decoder_layers(model), AsyncHostMover(self._device))
-            elif from_rank_0:
-                replicate(model, self._device)
-            else:
-                model.to(self._device)
+            self._place_frozen(model, free_bytes, on_host)
         return self._frozen(model)
+
+    def _place_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> None:
+        too_large = self.ranks.max([float(parameter_bytes(model) > free_bytes)])[0]
+        from_rank_0 = self._only_rank_0_has_weights(model)
+        if self.ranks.world_size > 1 and (on_host or too_large):
+            shard_layers(model, None, on_host, self._device if from_rank_0 else None)
+        # Elsewhere the device's memory is the host's.
+        elif on_host and has_device_memory(self._device):
+            offload_frozen(model, decoder_layers(model), AsyncHostMover(self._device))
+        elif from_rank_0:
+            replicate(model, self._device)
+        else:
+            model.to(self._device)
 
     def average(self, reference: nn.Module, policy: nn.Module, share: float, noise_key: str) -> None:
         starts = {name: first_position(parameter) for name, parameter in named_parameters(self._unwrapped(reference))}
