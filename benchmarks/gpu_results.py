@@ -66,7 +66,9 @@ FEATURES: dict[str, Feature] = {
     "activation_offloading": Feature(("activation_offloading",), _has(activation_offloading=True)),
     "offload_optimizer": Feature(("offload_optimizer", "offload_optimizer at 1B"), _has(offload_optimizer=True)),
     "offload_during_rollout": Feature(("offload_during_rollout",), _has(offload_during_rollout=True)),
-    "offload_frozen_models": Feature(("offload_frozen_models",), _has(offload_frozen_models=True)),
+    "offload_frozen_models": Feature(
+        ("offload_frozen_models", "offload_frozen_models at 1B"), _has(offload_frozen_models=True)
+    ),
     "recovery from out-of-memory errors": Feature(
         ("out of memory in training", "out of memory in a rollout"),
         lambda run: bool(run["events"].get("out of memory")),

@@ -218,6 +218,10 @@ class MicroBatch:
 def _to_device(value: Any, device: torch.device | str) -> Any:
     """Return a record with its tensors on `device`, without waiting for the copies."""
     if isinstance(value, Tensor):
+        # A copy from pageable memory waits for the device. torch reuses pinned memory only after the copies from it have ended,
+        # by an event on their stream, so the pinned tensor may be freed here.
+        if value.device.type == "cpu" and torch.device(device).type not in ("cpu", "mps"):
+            value = value.pin_memory()
         return value.to(device, non_blocking=True)
     if isinstance(value, MicroBatch | TokenBatch | Forest):
         return replace(value, **{name: _to_device(each, device) for name, each in vars(value).items()})

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device_runs import AWAY, CASES, KL, Case, build, sliding, twin, wide
-from second_device import TwinModule, ledger
+from device_runs import AWAY, CASES, FILTERED, KL, Case, build, sliding, twin, wide
+from second_device import TwinModule, ledger, refused_dtypes
 from torch import nn
 
+from lowpeak.device_kind import rehearse_device
 from lowpeak.memory.phases import Phase
 from lowpeak.rewards.model import ModelReward
 from tiny_models import digest, footprint
@@ -168,6 +169,25 @@ class Breaking:
 
     def _raise(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of luck")
+
+
+def train_without_float64(name: str, place: Path) -> None:
+    """A device without float64, as Apple's: steps with filtered and with plain sampling, and their metrics."""
+    device = twin()
+    for number, sampling in enumerate((FILTERED, {})):
+        case = Case(args={"beta": 0.1, "padding_free": False, "temperature": 0.9, **sampling})
+        trainers = [build(case, place / f"{number}{kind}", device) for kind in ("plain", "mps")]
+        trainers[0].train()
+        refused_dtypes.add(torch.float64)
+        try:
+            assert "float64" in _said(lambda: torch.zeros(2, device=device).double())
+            with rehearse_device("mps"):
+                trainers[1].train()
+        finally:
+            refused_dtypes.clear()
+        expected, found = ([row["loss"] for row in t.state.log_history if "loss" in row] for t in trainers)
+        assert len(found) == 2, found
+        assert all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(expected, found, strict=True)), (expected, found)
 
 
 def measure_all(names: list[str], place: Path) -> None:

@@ -81,6 +81,10 @@ def wide() -> nn.Module:
     return tiny_model(hidden=128)
 
 
+def deep() -> nn.Module:
+    return tiny_model(hidden=128, layers=4)
+
+
 def generate(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     ids = [[2 + (i * 7 + len(prompt)) % 9, 3, 5, TOKENIZER.eos_token_id] for i, prompt in enumerate(prompts)]
     return {
@@ -175,8 +179,8 @@ OFFLOADS: dict[str, Case] = {
     "during the rollout, a reference": Case(args={"beta": 0.1}, device_args=AWAY, model=wide),
     "during the rollout, a reward model": Case(device_args=AWAY, model=wide, parts=reward_model),
     "during the rollout, ppo": Case("ppo", args={"critic": "model", "num_iterations": 1}, device_args=AWAY, model=wide),
-    "frozen models, a reference": Case(args=KL, device_args=FROZEN_AWAY, model=wide),
-    "frozen models, a reward model": Case(args=KL, device_args=FROZEN_AWAY, model=wide, parts=reward_model),
+    "frozen models, a reference": Case(args=KL, device_args=FROZEN_AWAY, model=deep),
+    "frozen models, a reward model": Case(args=KL, device_args=FROZEN_AWAY, model=deep, parts=reward_model),
     "activations, grpo": Case(args={**KL, **MANY}, device_args=ACTIVATIONS_AWAY, model=wide),
     "activations, all of them": Case(
         args={"gradient_checkpointing": False, **MANY}, device_args=ACTIVATIONS_AWAY, model=wide
@@ -262,7 +266,7 @@ def run(case: Case, folder: Path, device: torch.device | None = None) -> dict[st
     reference = getattr(trainer.run.reference, "model", None)
     found = {
         "weights": digest(trainer.model),
-        "reference": None if reference is None or case.device_args == FROZEN_AWAY else digest(reference),
+        "reference": None if reference is None else digest(reference),
         "logs": [without_measures(row) for row in trainer.state.log_history],
         "steps": trainer.state.global_step,
         "devices": sorted({p.device.type for p in trainer.model.parameters()}),

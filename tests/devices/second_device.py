@@ -50,8 +50,9 @@ _UNTAGGED = (aten.floor_divide.default, aten.floor_divide.out, aten.floor_divide
 class Ledger:
     """What has crossed between host and device, by the place that `place()` names when it happens.
 
-    `reads` counts operations for which the host waits for the device, and `waits` copies to the device that the host waits for;
-    `lines` and `waits` name the innermost line outside torch. `downloaded` and `uploaded` are bytes.
+    `reads` counts operations for which the host waits for the device, and `waits` copies to the device that the host waits for,
+    as it does for those from memory that is not pinned; `lines` and `waits` name the innermost line outside torch.
+    `downloaded` and `uploaded` are bytes.
     """
 
     def __init__(self) -> None:
@@ -119,6 +120,7 @@ class TwinModule:
 
 
 ledger = Ledger()
+refused_dtypes: set[torch.dtype] = set()  # as Apple's GPUs refuse float64
 _library: list[torch.library.Library] = []  # registrations end with the object
 
 
@@ -139,7 +141,7 @@ def register() -> torch.device:
         _library[0].impl("scaled_dot_product_attention", _attend, key)
     _give_storages_methods()
     _keep_parameters()
-    _take_pinned_as_plain()
+    _mark_pinned()
     return torch.device(NAME, 0)
 
 
@@ -183,6 +185,8 @@ def _host(tensor: Tensor) -> Tensor:
 
 def _ours(host: Tensor, known: dict[int, torch.UntypedStorage]) -> Tensor:
     """A tensor of ours on the memory of `host`: a view where its storage is one of `known`, by the host storage's address."""
+    if host.dtype in refused_dtypes:
+        raise TypeError(f"the device does not support {host.dtype}")
     made = torch._C._acc.create_empty_tensor((0,), host.dtype)
     memory = host.untyped_storage()
     storage = known.get(memory._cdata)
@@ -272,7 +276,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     here, there = _is_ours(target), _is_ours(source)
     if here and not there:
         ledger.uploaded[ledger.place()] += source.numel() * source.element_size()
-        if not non_blocking:
+        if not non_blocking or not _is_pinned(source):
             ledger.waits[f"{ledger.place()}: {_caller()}"] += 1
     if there and not here:
         ledger.downloaded[ledger.place()] += source.numel() * source.element_size()
@@ -288,6 +292,8 @@ def _to_copy(
     """A copy on the device that is asked for, by default the tensor's."""
     ours = _is_ours(tensor)
     made = aten._to_copy.default(_host(tensor) if ours else tensor, **changes)
+    if _is_pinned(tensor):
+        _pinned(made)
     if not (ours if device is None else device.type == NAME):
         return _copy(torch.empty_like(made), _ours(made, {}), non_blocking)
     return _ours(made, {}) if ours else _copy(_ours(torch.empty_like(made), {}), made, non_blocking)
@@ -351,10 +357,25 @@ def _keep_parameters() -> None:
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
 
 
-def _take_pinned_as_plain() -> None:
-    """Memory that is asked to be pinned is the host's as it is."""
+def _mark_pinned() -> None:
+    """Let memory that is asked to be pinned be the host's as it is, and known to be pinned."""
     plain = torch.empty
-    torch.empty = lambda *args, pin_memory=False, **kwargs: plain(*args, **kwargs)  # type: ignore[assignment]
+
+    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        made = plain(*args, **kwargs)
+        return _pinned(made) if pin_memory else made
+
+    torch.empty = empty  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda self: _pinned(self.clone())  # type: ignore[assignment, method-assign]
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().is_marked_pinned = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return hasattr(tensor.untyped_storage(), "is_marked_pinned")
 
 
 def _caller() -> str:

@@ -6,11 +6,9 @@ they were formed: the sums are the same in every run. On a CPU, whose memory is 
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from itertools import cycle
@@ -19,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowpeak.memory import empty_page_locked
 from lowpeak.optim.formats import TensorStep
-
-logger = logging.getLogger(__name__)
 
 PIECE = 1 << 24  # values that are copied at a time
 _SCRATCH = 1 << 16  # values that are converted at a time
-_PAGE = 4096  # bytes
 NUM_PIECES = 2  # copies under way: while one piece is computed or added, the next one is copied
 
 
@@ -44,7 +40,7 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.piece, self.num_pieces = PIECE, NUM_PIECES
-        self._device, self._warned = device, False
+        self._device = device
         self._slots = [_Slot(device, self.piece) for _ in range(NUM_PIECES)] if device.type != "cpu" else []
         self._next = cycle(self._slots)
         self._factor: Tensor | None = None
@@ -59,20 +55,7 @@ class HostMemory:
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         """Return a page-locked buffer: copies to and from it run beside the computation."""
-        if self._device.type != "cuda":
-            return torch.empty(size, dtype=dtype)
-        # Whole pages: neighbouring buffers must not share one.
-        num_bytes = -(-size * dtype.itemsize // _PAGE) * _PAGE
-        raw = torch.empty(num_bytes + _PAGE, dtype=torch.uint8)
-        pages = raw[-raw.data_ptr() % _PAGE :][:num_bytes]
-        buffer = pages.view(dtype)[:size]
-        if num_bytes and not _lock_pages(pages, buffer) and not self._warned:
-            self._warned = True
-            # The failed call left an error behind, which the next kernel would raise.
-            with suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
-            logger.warning("offload_optimizer: host memory cannot be page-locked, so copies are slower.")
-        return buffer
+        return empty_page_locked(size, dtype, self._device)
 
     def add(self, total: Tensor, values: Tensor, overwrite: bool = False) -> None:
         """Begin to add flat values of the device to a sum in host memory, or to `overwrite` the sum with them."""
@@ -225,12 +208,3 @@ def add_on_host(total: Tensor, values: Tensor, overwrite: bool) -> None:
 
 def _add_rows(total_VD: Tensor, ids_N: Tensor, values_ND: Tensor) -> None:
     total_VD.index_add_(0, ids_N, values_ND.to(total_VD.dtype))
-
-
-def _lock_pages(pages: Tensor, owner: Tensor) -> bool:
-    """Lock memory for CUDA until its owner is freed; torch's pinned memory would round its size up to a power of two."""
-    cudart = torch.cuda.cudart()
-    if int(cudart.cudaHostRegister(pages.data_ptr(), pages.nbytes, 0)) != 0:
-        return False
-    weakref.finalize(owner, cudart.cudaHostUnregister, pages.data_ptr())
-    return True

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, cpu_offload
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowpeak.arguments import StorageFormat
+from lowpeak.memory import AsyncHostMover, has_device_memory, offload_frozen
 from lowpeak.models import materialize_meta_params
 from lowpeak.optim import rounding_noise, split_weights
 from lowpeak.parallel.checkpoint_shards import load_torch_state, save_shards
@@ -114,19 +115,24 @@ class AccelerateStrategy(Strategy):
 
     def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> FrozenModel:
         model = freeze(model)
-        # A quantised model stays on the device where its quantiser placed it.
-        if not getattr(model, "is_quantized", False):
-            too_large = self.ranks.max([float(parameter_bytes(model) > free_bytes)])[0]
-            from_rank_0 = self._only_rank_0_has_weights(model)
-            if self.ranks.world_size > 1 and (on_host or too_large):
-                shard_layers(model, None, on_host, self._device if from_rank_0 else None)
-            elif on_host:
-                cpu_offload(model, self._device)
-            elif from_rank_0:
-                replicate(model, self._device)
-            else:
-                model.to(self._device)
+        # A quantised model stays on the device where its quantiser placed it. In a dry run a model may have no weights.
+        has_none = self.ranks.world_size == 1 and any(p.is_meta for p in model.parameters())
+        if not (getattr(model, "is_quantized", False) or has_none):
+            self._place_frozen(model, free_bytes, on_host)
         return self._frozen(model)
+
+    def _place_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> None:
+        too_large = self.ranks.max([float(parameter_bytes(model) > free_bytes)])[0]
+        from_rank_0 = self._only_rank_0_has_weights(model)
+        if self.ranks.world_size > 1 and (on_host or too_large):
+            shard_layers(model, None, on_host, self._device if from_rank_0 else None)
+        # Elsewhere the device's memory is the host's.
+        elif on_host and has_device_memory(self._device):
+            offload_frozen(model, decoder_layers(model), AsyncHostMover(self._device))
+        elif from_rank_0:
+            replicate(model, self._device)
+        else:
+            model.to(self._device)
 
     def average(self, reference: nn.Module, policy: nn.Module, share: float, noise_key: str) -> None:
         starts = {name: first_position(parameter) for name, parameter in named_parameters(self._unwrapped(reference))}

@@ -6,13 +6,16 @@ rehearsal, and stays "rehearsed" if they only add a margin.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from lowpeak.arguments import ColocateSettings, MemorySettings, StorageFormat
-from lowpeak.memory import Kind, PhaseMemory, bytes_outside_allocator
-from lowpeak.parallel import Sharding
+from lowpeak.memory import Kind, PhaseMemory, bytes_outside_allocator, most_streamed_bytes
+from lowpeak.parallel import Sharding, decoder_layers
 from lowpeak.plan.hardware import GB, Machine
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.rehearsal import Rehearsal
@@ -27,6 +30,7 @@ PROCESS_BYTES = 3 * GB
 VLLM_BYTES = int(2.5 * GB)
 VLLM_ASLEEP_BYTES = int(1.2 * GB)
 ENGINE_AWAKE = ("sync", "rollout", "reward")  # phases in which an engine is awake
+_RUNS_FROZEN = ("score", "reward")
 _FORWARDS = ("rollout", "score", "forward", "backward")
 BF16_BYTES = 2
 
@@ -281,9 +285,25 @@ def _num_shards(request: PlanRequest) -> int:
     return ranks // request.sharding.num_copies(ranks, request.machine.num_hosts) if request.sharding.gathers else 1
 
 
-def streamed_bytes(inputs: RunInputs) -> int:
-    """Return the bytes of a frozen model on the device while it runs from host memory."""
-    return int(inputs.checkpoint_dtype.itemsize * inputs.counts.in_pass)
+def streamed_bytes(inputs: RunInputs, phase: str) -> int:
+    """Return the bytes of frozen models on a device while a phase runs one of them from host memory."""
+    if inputs.request.world_size > 1:  # gathered by FSDP2
+        return int(inputs.checkpoint_dtype.itemsize * inputs.counts.in_pass) if phase in _RUNS_FROZEN else 0
+    key = (phase, inputs.checkpoint_dtype)
+    if key not in inputs.streamed:
+        makers: list[Callable[[], nn.Module]] = [reward.make_model for reward in inputs.rewards]
+        if phase == "score":
+            makers = [inputs.make_reference] if inputs.has_separate_reference else []
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            models = [make() for make in makers if phase in _RUNS_FROZEN]
+            most = (most_streamed_bytes(model, decoder_layers(model)) for model in models)
+            inputs.streamed[key] = max(most, default=0)
+    return inputs.streamed[key]
+
+
+def most_streamed(inputs: RunInputs) -> int:
+    """Return the bytes of `streamed_bytes` in the phase with most."""
+    return max(streamed_bytes(inputs, phase) for phase in _RUNS_FROZEN)
 
 
 def host_of_process(

@@ -72,12 +72,14 @@ class RunInputs:
         self.config = shard_config(request.config, request.tensor_parallel)
         self._free_bytes = free_bytes
         self.counts: Any = None  # ModelCounts, once the model was counted
+        self.streamed: dict[tuple[str, torch.dtype], int] = {}  # by phase and the checkpoint's dtype, once computed
         self._batches: dict[tuple[int, str, int, int], list[MicroBatch]] = {}
 
     def share_model_of(self, other: RunInputs) -> None:
         """Take what depends on the model and the batch alone from a run with the same ones, so that it is not made again."""
         self.counts, self._plain_model = other.counts, other._plain_model
         self._packing_unsupported, self._batches = other._packing_unsupported, other._batches
+        self.streamed = other.streamed
 
     def with_layers(self, layers: int) -> RunInputs:
         """Return the same run with fewer layers: its sizes stay, the KV cache holds as many tokens."""

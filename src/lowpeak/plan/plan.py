@@ -375,7 +375,7 @@ def _offloaded_kinds(inputs: RunInputs, phase: str, frozen: int) -> dict[Kind, i
         if phase != "reward":
             left[Kind.FROZEN] = 0
     if memory.offload_frozen_models:
-        left[Kind.FROZEN] = min(frozen, streamed_bytes(inputs)) if phase in ("score", "reward") else 0
+        left[Kind.FROZEN] = min(frozen, streamed_bytes(inputs, phase))
     return left
 
 

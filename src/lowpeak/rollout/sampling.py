@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.arguments import Sampling
-from lowpeak.device_kind import device_kind
+from lowpeak.device_kind import device_kind, widest_float
 from lowpeak.records import Prompt
 
 _LOW_16 = 0xFFFF
@@ -61,14 +61,16 @@ def _multiply(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 
 def uniforms(sampling: Sampling, serials_N: Tensor, completions_N: Tensor, positions_K: Tensor) -> Tensor:
-    """Return float64 uniforms [N, K] in [0, 1) with 53 random bits: one per sequence and position.
+    """Return uniforms [N, K] in [0, 1), one per sequence and position: float64 with 53 random bits.
 
-    All arguments are int64 on one device; serials, completions and positions have at most 32 bits. Positions may also
-    be [N, K].
+    Without float64 on the device, the first 24 bits in float32. All arguments are int64 on one device; serials,
+    completions and positions have at most 32 bits. Positions may also be [N, K].
     """
     rollout = torch.full((), sampling.rollout & _LOW_32, dtype=torch.int64, device=serials_N.device)
     counter = (positions_K, completions_N[:, None], serials_N[:, None], rollout)
     first, second, _, _ = philox(counter, (sampling.seed & _LOW_32, (sampling.seed >> 32) & _LOW_32))
+    if widest_float(first.device) == torch.float32:
+        return (first >> 8).float() * 2.0**-24
     return ((first << 21) | (second >> 11)).double() * 2.0**-53
 
 
@@ -82,7 +84,7 @@ class UniformDraws:
         self._sampling = sampling
         self._is_greedy = sampling.temperature == 0
         shape = (0, 0) if self._is_greedy else (num_rows, sampling.max_new_tokens)
-        self._uniforms_RC = torch.empty(shape, dtype=torch.float64, device=device)
+        self._uniforms_RC = torch.empty(shape, dtype=widest_float(device), device=device)
 
     def make(self, rows: Sequence[int], wave: Sequence[tuple[int, int]], prompts: Sequence[Prompt]) -> None:
         """Draw for `rows`, each of which is the (prompt, completion) of the same index in `wave`."""
@@ -290,7 +292,7 @@ class Candidates(NamedTuple):
             units_NR = units_NR.mul_(kept[-1])
         if sampling.top_p < 1:
             sums_NR = units_NR.cumsum(dim=-1)
-            whole_N1 = sums_NR[:, -1:].double() if sampling.top_k > 0 else total_N1 * _UNITS
+            whole_N1 = sums_NR[:, -1:].to(total_N1.dtype) if sampling.top_k > 0 else total_N1 * _UNITS
             # At least one unit, so that the likeliest token stays.
             kept.append(sums_NR > sums_NR[:, -1:] - (whole_N1 * sampling.top_p).long().clamp(min=1))
         if sampling.min_p > 0:
@@ -324,9 +326,9 @@ def draw_tokens(scores_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 class BlockSums(NamedTuple):
     """Sums of `exp(scores - largest)` over blocks of the vocabulary, shared by the draw and the log-prob.
 
-    They are float64, so that rare tokens at the end of a large vocabulary keep their probability, at the cost of an
-    fp32 running sum. The exponential is a power of two: on a CPU `exp` is thirty times slower for results that
-    underflow, as most do in a filtered vocabulary.
+    They are float64 where the device has it, so that rare tokens at the end of a large vocabulary keep their
+    probability, at the cost of an fp32 running sum. The exponential is a power of two: on a CPU `exp` is thirty times
+    slower for results that underflow, as most do in a filtered vocabulary.
     """
 
     largest_N1: Tensor
@@ -345,7 +347,7 @@ class BlockSums(NamedTuple):
         sums = [weights_NV[:, :num_in_blocks].unflatten(-1, (-1, _BLOCK)).sum(dim=-1)] if num_in_blocks else []
         if num_in_blocks < weights_NV.shape[-1]:
             sums.append(weights_NV[:, num_in_blocks:].sum(dim=-1, keepdim=True))
-        return weights_NV, cls(largest_N1, torch.cat(sums, dim=-1).double())
+        return weights_NV, cls(largest_N1, torch.cat(sums, dim=-1).to(widest_float(scores_NV.device)))
 
     @property
     def total_N1(self) -> Tensor:
@@ -360,8 +362,10 @@ class BlockSums(NamedTuple):
             ends_NM, target_N1, block_N1 = _search(self.sums_NM, rest_N1)
             width_N1 = self.sums_NM.gather(-1, block_N1)
             inside_N1 = (target_N1 - (ends_NM.gather(-1, block_N1) - width_N1)) / width_N1
-            tokens_NB, rest_N1 = block_N1 * _BLOCK + tokens_NB, inside_N1.clamp(0.0, 1 - 2.0**-53)
-        inside_NB = _exp_weights(scores.at(tokens_NB.clamp(max=vocab_size - 1)), self.largest_N1).double()
+            tokens_NB = block_N1 * _BLOCK + tokens_NB
+            rest_N1 = inside_N1.clamp(0.0, 1 - torch.finfo(inside_N1.dtype).eps / 2)
+        inside_NB = _exp_weights(scores.at(tokens_NB.clamp(max=vocab_size - 1)), self.largest_N1)
+        inside_NB = inside_NB.to(widest_float(inside_NB.device))
         _, _, item_N1 = _search(inside_NB.masked_fill(tokens_NB >= vocab_size, 0.0), rest_N1)
         return tokens_NB.gather(-1, item_N1).clamp(max=vocab_size - 1)[:, 0]
 

@@ -99,7 +99,7 @@ def _compare_head(
     del wide, exact, expected, gradients
     inputs = (hidden_TD, weight_VD, targets_T)
     calls = [partial(_gradients, way, inputs, settings) for way in (_fused, _full_logits)]
-    (ms, peak), (full_ms, full_peak) = ((_milliseconds(call, bench), peak_of(call, bench)) for call in calls)
+    (ms, peak), (full_ms, full_peak) = ((milliseconds(call, bench), peak_of(call, bench)) for call in calls)
     measured = {"logprob_error": logprob_error, "gradient_error": gradient_error, "ms": ms, "peak_bytes": peak}
     bench.record(**{name: {**measured, "full_logits_ms": full_ms, "full_logits_peak_bytes": full_peak}})
     return (
@@ -207,7 +207,7 @@ def _relative(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def _milliseconds(call: Callable[[], object], bench: Bench) -> float:
+def milliseconds(call: Callable[[], object], bench: Bench) -> float:
     """Return the mean time of a synchronised call in ms, after two warm-up calls."""
     timer = Timer("call()", globals={"call": call})
     timer.timeit(2)

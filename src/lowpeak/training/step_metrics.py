@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.checkpoint import last_checkpoint
+from lowpeak.device_kind import widest_float
 from lowpeak.errors import NonFiniteError, shorten_names
 from lowpeak.memory import Phase, PhaseUse
 from lowpeak.optim import gradient_of
@@ -75,15 +76,22 @@ def _read(
         scalars += [metric.total, metric.count]
     device = measured.loss.device if isinstance(measured.loss, Tensor) else torch.device("cpu")
     columns = [torch.as_tensor(column) for values in measured.tokens.values() for column in values]
-    numbers = [*scalars, *columns]
-    flat = [torch.as_tensor(each, dtype=torch.float64, device=device).detach().reshape(-1) for each in numbers]
-    read = torch.cat(flat).tolist()
+    read = _read_numbers([*scalars, *columns], device)
     loss, norm, *rest = read[: len(scalars)]
     metrics = {
         name: Metric(total, count, metric.kind)
         for (name, metric), total, count in zip(measured.metrics.items(), rest[::2], rest[1::2], strict=True)
     }
     return loss, norm, metrics, _split_columns(measured.tokens, read[len(scalars) :])
+
+
+def _read_numbers(tensors: Sequence[Any], device: torch.device) -> list[float]:
+    """Return the numbers of all tensors, unrounded; by one read of a device that has float64."""
+    if widest_float(device) == torch.float32:
+        tensors, device = [torch.as_tensor(each).cpu() for each in tensors], torch.device("cpu")
+    flat = [torch.as_tensor(each, dtype=torch.float64, device=device).detach().reshape(-1) for each in tensors]
+    numbers: list[float] = torch.cat(flat).tolist()
+    return numbers
 
 
 def _split_columns(

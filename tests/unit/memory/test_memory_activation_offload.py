@@ -12,8 +12,9 @@ from benchmarks.harness.caching_allocator import AllocatedFakes, CachingAllocato
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cpu_as_device import streaming_mover
 from lowpeak import RLOOConfig, RLOOTrainer
-from lowpeak.memory.activation_offload import ActivationOffload, AsyncHostMover
+from lowpeak.memory.activation_offload import ActivationOffload
 from tiny_models import char_tokenizer, tiny_model
 
 
@@ -44,51 +45,6 @@ class CountingMover:
 
     def wait(self, flat):
         pass
-
-
-class Streams:
-    """A device's module whose streams write down what they do, in order."""
-
-    def __init__(self):
-        self.events, self.computing = [], Stream(self, "compute")
-
-    def Stream(self, device):
-        return Stream(self, "copy")
-
-    def current_stream(self, device):
-        return self.computing
-
-    def stream(self, stream):
-        return nullcontext()
-
-
-class Stream:
-    def __init__(self, owner, name):
-        self.owner, self.name, self.recorded = owner, name, 0
-
-    def wait_stream(self, other):
-        self.owner.events.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event):
-        self.owner.events.append(f"{self.name} waits for copy {event}")
-
-    def record_event(self):
-        self.recorded += 1
-        self.owner.events.append(f"copy {self.recorded} begins")
-        return self.recorded
-
-
-class StreamingMover(AsyncHostMover):
-    """The mover of a device whose host memory takes no bytes."""
-
-    def empty_on_host(self, like):
-        return torch.empty(like.shape, dtype=like.dtype, device="meta")
-
-
-def streaming_mover(monkeypatch):
-    streams = Streams()
-    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
-    return StreamingMover(torch.device("cpu")), streams.events
 
 
 def test_the_computing_stream_waits_for_a_copy_before_its_memory_is_free(monkeypatch):

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from lowpeak.arguments.rollout import Sampling
+from lowpeak.device_kind import rehearse_device
 from lowpeak.records import Prompt
 from lowpeak.rollout.sampling import (
     MAX_DRAWS,
@@ -242,6 +243,18 @@ def test_a_removed_token_is_not_drawn_at_either_end(uniform, vocab_size):
     scores[0, [2, vocab_size - 3]] = torch.tensor([1.0, -20.0])
     token = int(draw_tokens(scores, torch.tensor([uniform], dtype=torch.float64)))
     assert token == (2 if uniform == 0 else vocab_size - 3)
+
+
+def test_without_float64_uniforms_are_the_first_24_bits_and_removed_tokens_are_not_drawn():
+    numbers = (PLAIN, torch.arange(64), torch.arange(64), torch.arange(64))
+    scores = _scores(512, 1300)
+    scores[:, 1::3] = -math.inf
+    with rehearse_device("mps"):
+        drawn = uniforms(*numbers)
+        tokens = draw_tokens(scores, torch.full((512,), 1 - 2.0**-24))
+    assert drawn.dtype == torch.float32
+    assert torch.equal(drawn.double(), (uniforms(*numbers) * 2.0**24).floor() * 2.0**-24)
+    assert scores.gather(1, tokens[:, None]).isfinite().all()
 
 
 def test_rare_tokens_of_a_large_vocabulary_keep_their_probability():

@@ -13,7 +13,7 @@ from fused_model import FusedModel, FusedVllm, slices, weights
 from lowpeak.selftest.decode import decoding
 from lowpeak.selftest.kernels import forest_attention, head_sizes, large_head, logprob_core, storage_formats
 from lowpeak.selftest.memory import loading, memory_budget, step_memory
-from lowpeak.selftest.offload import large_optimizer, offloaded_run
+from lowpeak.selftest.offload import large_frozen, large_optimizer, offloaded_run
 from lowpeak.selftest.oom import oom_rollout, oom_training
 from lowpeak.selftest.runs import same_run
 from lowpeak.selftest.table import Bench, MismatchError
@@ -38,6 +38,7 @@ ROWS = [
     (four_bits, r"28 weights of the adapter .+"),
     (partial(offloaded_run, flag="offload_optimizer"), r"the same bits; .+"),
     (large_optimizer, r"\S+B parameters: \S+ s per micro-batch, \S+ s per optimizer step, \d+ host threads, .+"),
+    (large_frozen, r"a forward of 16 tokens takes \S+ ms \(\S+ ms with its \S+ MiB on the device\), .+"),
     (logprob_core, r"fp32: log-probs within .+; bf16: .+; bf16, soft-cap and entropy: .+ MiB\)"),
     (forest_attention, r".+ bf16 .+ fp32 .+"),
     (step_memory, r"\S+ MiB above the weights \(\S+ MiB planned\)"),

@@ -10,6 +10,7 @@ from peft import LoraConfig
 import lowpeak
 from lowpeak.cli.commands import main
 from lowpeak.errors import ArgumentError, DataError, ModelError
+from lowpeak.models.sharded_loading import allow_missing_weights
 from lowpeak.setup.optimization import check_optimizer
 from lowpeak.setup.preflight import check_adapter
 from lowpeak.setup.resume import find_resume_checkpoint
@@ -37,6 +38,12 @@ def build(trainer, folder, data=TABLE, eval_data=None, **changes):
 def test_a_model_without_weights_is_told_where_all_else_is_right(folder, trainer):
     with pytest.raises(ModelError, match=r"'.*model'.*model\.safetensors"):
         build(trainer, folder, eval_data=TABLE, peft_config=LoraConfig(task_type=None), eval_strategy="steps")
+
+
+def test_a_dry_run_without_weights_has_a_reference(folder):
+    with allow_missing_weights():
+        trainer = build("GRPO", folder, beta=0.1)
+    assert trainer.dry_run()["model"]["reference"] == "Qwen2ForCausalLM"
 
 
 @EACH
