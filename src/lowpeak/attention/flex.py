@@ -43,7 +43,7 @@ _FP32_SIZES = {
     256: _block_sizes((32, 16), (16, 16)),
 }
 # For bf16 and fp16: torch's block sizes with more threads, and smaller ones for GPUs with less shared memory than an A100.
-_WARPS = {64: {"fwd_num_warps": 8}, 128: {"bwd_num_warps": 8}, 256: {"bwd_num_warps": 8}}
+_WARPS = {64: {"fwd_num_warps": 8, "bwd_num_warps": 8}, 128: {"bwd_num_warps": 8}, 256: {"bwd_num_warps": 8}}
 _SMALL_SIZES = _block_sizes((64, 32), (32, 32))
 
 
@@ -60,13 +60,15 @@ def attend_flex(
     return out_1HLF.transpose(1, 2).contiguous()
 
 
-def kernel_options(dtype: torch.dtype, width: int, shared_memory: int) -> dict[str, Any]:
-    """Return torch's options, with sizes where its own need too much shared memory or spill 0.5 KB of registers per thread.
+def kernel_options(dtype: torch.dtype, width: int, shared_memory: int | None) -> dict[str, Any]:
+    """Return torch's options for heads of a width, with sizes where its own do not fit or spill.
 
-    `shared_memory` is that of a thread block in bytes.
+    `shared_memory` is in bytes per thread block, and None on ROCm, where torch's own sizes remain.
     """
     # The decoding kernel, which torch would choose for short inputs, lacks this mask's shape and some ratios of heads.
     options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
+    if shared_memory is None:
+        return options
     # The kernels pad heads to a power of two.
     padded = 1 << (width - 1).bit_length()
     if dtype == torch.float32:
@@ -77,9 +79,8 @@ def kernel_options(dtype: torch.dtype, width: int, shared_memory: int) -> dict[s
 
 
 @cache
-def _shared_memory(device: torch.device) -> int:
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+def _shared_memory(device: torch.device) -> int | None:
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
 
 
 def block_mask(trees: tuple[Tree, ...], length: int, device: torch.device) -> Any:

@@ -83,3 +83,7 @@ def test_chosen_block_sizes_divide_a_block_of_the_mask_and_fit_shared_memory(gpu
     forward = (sizes["fwd_BLOCK_M"] + 4 * sizes["fwd_BLOCK_N"]) * row
     backward = (2 * sizes["bwd_BLOCK_N1"] + 4 * sizes["bwd_BLOCK_M1"]) * row
     assert max(forward, backward) <= SHARED_MEMORY[gpu]
+
+
+def test_sizes_are_torchs_own_on_rocm():
+    assert not [name for name in kernel_options(torch.float32, 128, None) if name.startswith(("fwd", "bwd"))]
