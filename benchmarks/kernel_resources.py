@@ -1,7 +1,7 @@
 """Registers, spills and shared memory of every Triton kernel: `python -m benchmarks.kernel_resources [--quick]`.
 
 Compiled for six compute capabilities; no GPU is needed. The project's kernels need Triton, FlexAttention's, which torch
-generates, a CUDA build of torch as well. About 20 minutes on one core; `--quick` compiles fewer variants, and attention for
+generates, a CUDA build of torch as well. About 13 minutes of one core; `--quick` compiles fewer variants, and attention for
 bf16 heads of 128 alone.
 """
 
