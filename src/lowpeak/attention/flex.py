@@ -24,6 +24,27 @@ from torch import Tensor
 from lowpeak.records import Tree
 
 BLOCK = 128
+_A100_SHARED_MEMORY = 166_912  # bytes per thread block
+
+
+def _block_sizes(forward: tuple[int, int], backward: tuple[int, int]) -> dict[str, int]:
+    """Return options for (queries, keys) per block; the backward's dK and dV step over queries, its dQ over keys."""
+    inner, outer = backward
+    sizes = {"fwd_BLOCK_M": forward[0], "fwd_BLOCK_N": forward[1], "fwd_num_stages": 2, "fwd_num_warps": 8}
+    sizes |= {"bwd_BLOCK_M1": inner, "bwd_BLOCK_N1": outer, "bwd_BLOCK_M2": outer, "bwd_BLOCK_N2": inner}
+    return sizes | {"bwd_num_stages": 2, "bwd_num_warps": 8}
+
+
+# By padded width of a head; `python -m benchmarks.kernel_resources` compiles the kernels for each GPU. Without TF32, fp32 has
+# no tensor cores: a thread holds whole rows.
+_FP32_SIZES = {
+    64: _block_sizes((64, 32), (32, 32)),
+    128: _block_sizes((32, 16), (16, 32)),
+    256: _block_sizes((32, 16), (16, 16)),
+}
+# For bf16 and fp16: torch's block sizes with more threads, and smaller ones for GPUs with less shared memory than an A100.
+_WARPS = {64: {"fwd_num_warps": 8, "bwd_num_warps": 8}, 128: {"bwd_num_warps": 8}, 256: {"bwd_num_warps": 8}}
+_SMALL_SIZES = _block_sizes((64, 32), (32, 32))
 
 
 def attend_flex(
@@ -31,12 +52,35 @@ def attend_flex(
 ) -> Tensor:
     """Return the same as `SdpaCalls.attend`, [1, L, H, F], given a `block_mask`."""
     attend = _compiled() if compiled else _flex_attention()
-    # The decoding kernel, which torch would choose for short inputs, lacks this mask's shape and some ratios of heads.
-    options = {"FORCE_USE_FLEX_ATTENTION": True} if compiled else None
+    width = max(query_1HLE.shape[-1], value_1KLF.shape[-1])
+    options = kernel_options(query_1HLE.dtype, width, _shared_memory(query_1HLE.device)) if compiled else None
     out_1HLF = attend(
         query_1HLE, key_1KLE, value_1KLF, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options
     )
     return out_1HLF.transpose(1, 2).contiguous()
+
+
+def kernel_options(dtype: torch.dtype, width: int, shared_memory: int | None) -> dict[str, Any]:
+    """Return torch's options for heads of a width, with sizes where its own do not fit or spill.
+
+    `shared_memory` is in bytes per thread block, and None on ROCm, where torch's own sizes remain.
+    """
+    # The decoding kernel, which torch would choose for short inputs, lacks this mask's shape and some ratios of heads.
+    options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
+    if shared_memory is None:
+        return options
+    # The kernels pad heads to a power of two.
+    padded = 1 << (width - 1).bit_length()
+    if dtype == torch.float32:
+        return options | _FP32_SIZES.get(max(64, padded), {})
+    if padded == 256 and shared_memory < _A100_SHARED_MEMORY:
+        return options | _SMALL_SIZES
+    return options | _WARPS.get(padded, {})
+
+
+@cache
+def _shared_memory(device: torch.device) -> int | None:
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
 
 
 def block_mask(trees: tuple[Tree, ...], length: int, device: torch.device) -> Any:

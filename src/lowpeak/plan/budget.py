@@ -18,7 +18,7 @@ from lowpeak.errors import ArgumentError
 from lowpeak.memory import Kind, PhaseMemory
 from lowpeak.plan.advice import advise
 from lowpeak.plan.candidate import CACHE, GATHER
-from lowpeak.plan.computed import margin
+from lowpeak.plan.computed import casts_weights, margin
 from lowpeak.plan.derived_configs import with_arguments
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.plan import Plan, make_plan
@@ -116,7 +116,7 @@ class _SizeSearch:
             return
         least = inputs.least_cache_bytes
         yield CACHE, _powers(least, inputs.sequences_of_rank * least)
-        if self._request.sharding.sends_weights(self._request.world_size) or inputs.casts_weights:
+        if self._request.sharding.sends_weights(self._request.world_size) or casts_weights(inputs):
             yield GATHER, [0]
 
     def _largest_batch(self, tokens: int) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from lowpeak.memory import Kind
 from lowpeak.parallel import SHARDINGS, Reduces, Sharding
-from lowpeak.plan.computed import BF16_BYTES, copied_for_rollout, engine_memory
+from lowpeak.plan.computed import BF16_BYTES, casts_weights, copied_for_rollout, engine_memory
 from lowpeak.plan.hardware import Card, Machine
 
 # Shares of the data sheets' numbers that kernels of a step reach.
@@ -313,7 +313,7 @@ def add_planned_bytes(work: Work, plan: Any, gather_budget: int) -> Work:
         host_bytes=max(0, plan.to_host + plan.to_device - 2 * activations),
         gathered_share=share,
         activation_bytes=activations,
-        casts_weights=rollout is not None and plan.inputs.casts_weights and not rollout.device.get(Kind.GATHERED),
+        casts_weights=rollout is not None and casts_weights(plan.inputs) and not rollout.device.get(Kind.GATHERED),
         rollout_bytes=0 if rollout is None else copied_for_rollout(plan.inputs, plan.phases, work.score_batches),
     )
 

@@ -113,14 +113,6 @@ class RunInputs:
         return getattr(torch, named) if isinstance(named, str) else named
 
     @property
-    def casts_weights(self) -> bool:
-        """Whether each rank has the whole model in fp32 and computes in bf16: a rollout then copies what it casts."""
-        request, model = self.request, self.settings.model
-        in_fp32 = not model.trains_bf16 if request.peft_config is None else self.checkpoint_dtype == torch.float32
-        is_whole = request.sharding.has_formats and request.mesh.shards == request.tensor_parallel == 1
-        return is_whole and bool(self.args.bf16) and in_fp32
-
-    @property
     def is_online(self) -> bool:
         return self.request.kind not in OFFLINE
 

@@ -18,6 +18,7 @@ from lowpeak.parallel import decoder_layers
 from lowpeak.plan.computed import (
     BF16_BYTES,
     ENGINE_AWAKE,
+    casts_weights,
     decoded_bytes,
     engine_bytes,
     free_bytes,
@@ -310,7 +311,7 @@ def _gathered_in_rollout(inputs: RunInputs) -> tuple[int, int]:
         return 0, 0
     budget = gather_budget_of(inputs)
     if inputs.request.mesh.shards == 1:
-        copied = inputs.counts.total if inputs.casts_weights else inputs.counts.trained
+        copied = inputs.counts.total if casts_weights(inputs) else inputs.counts.trained
         return (budget if budget >= BF16_BYTES * copied else 0), 0
     if budget >= gatherable_bytes(inputs):
         return budget, 0  # all is gathered, of few layers, too

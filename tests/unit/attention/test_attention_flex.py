@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from forest_cases import forest_of, length_of
-from lowpeak.attention.flex import attend_flex, block_mask
+from lowpeak.attention.flex import BLOCK, attend_flex, block_mask, kernel_options
 from lowpeak.attention.self_check import forest_mask
 from rounding import assert_close_to_largest
 
@@ -60,3 +60,30 @@ def test_a_block_mask_is_built_of_tensors_without_numbers_too():
     with FakeTensorMode():
         mask = block_mask(forest.trees, length_of(forest), CPU)
     assert mask.shape == (1, 1, length_of(forest), length_of(forest))
+
+
+SHARED_MEMORY = {"A100": 166_912, "H100": 232_448, "RTX 4090": 101_376, "RTX 5090": 101_376}
+
+
+@pytest.mark.parametrize("gpu", SHARED_MEMORY)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 192, 256])
+def test_chosen_block_sizes_divide_a_block_of_the_mask_and_fit_shared_memory(gpu, dtype, width):
+    options = kernel_options(dtype, width, SHARED_MEMORY[gpu])
+    sizes = {name: value for name, value in options.items() if "BLOCK" in name}
+    is_small = SHARED_MEMORY[gpu] < SHARED_MEMORY["A100"]
+    assert bool(sizes) == (dtype == torch.float32 or (is_small and width > 128))  # else torch's own fit
+    if not sizes:
+        return
+    assert all(BLOCK % size == 0 for size in sizes.values())
+    # The kernels require it.
+    assert sizes["bwd_BLOCK_N1"] % sizes["bwd_BLOCK_M1"] == 0 == sizes["bwd_BLOCK_M2"] % sizes["bwd_BLOCK_N2"]
+    row = (1 << (width - 1).bit_length()) * dtype.itemsize
+    # At most: queries and two stages of keys and values; keys, values and two stages of queries and gradients.
+    forward = (sizes["fwd_BLOCK_M"] + 4 * sizes["fwd_BLOCK_N"]) * row
+    backward = (2 * sizes["bwd_BLOCK_N1"] + 4 * sizes["bwd_BLOCK_M1"]) * row
+    assert max(forward, backward) <= SHARED_MEMORY[gpu]
+
+
+def test_sizes_are_torchs_own_on_rocm():
+    assert not [name for name in kernel_options(torch.float32, 128, None) if name.startswith(("fwd", "bwd"))]
