@@ -145,7 +145,7 @@ def _zero_buckets(inputs: RunInputs) -> dict[str, int]:
 def casts_weights(inputs: RunInputs) -> bool:
     """Return whether each rank has the whole model in fp32 and computes in bf16: a rollout then copies what it casts."""
     request, model = inputs.request, inputs.settings.model
-    in_fp32 = not model.trains_bf16 if request.peft_config is None else inputs.checkpoint_dtype == torch.float32
+    in_fp32 = not model.trains_bf16 if request.peft_config is None else inputs.checkpoint_dtype.itemsize == 4
     is_whole = request.sharding.has_formats and request.mesh.shards == request.tensor_parallel == 1
     return is_whole and bool(inputs.args.bf16) and in_fp32
 
