@@ -218,10 +218,14 @@ def test_an_engine_leaves_the_group_of_its_pushes_when_it_closes(formed):
 
 
 @pytest.mark.parametrize("end", [0, 1])
-def test_after_a_failed_push_over_nccl_both_ends_form_anew(formed, end):
+def test_after_a_failed_push_over_nccl_both_ends_form_anew(formed, end, monkeypatch):
     vllms, group = two_vllms(), TrainerGroup()
     pushed(vllms, group, 1)
     next(each for each in formed if each.rank == end).lost = True
+    call = vllms[1].call
+    monkeypatch.setattr(
+        vllms[1], "call", lambda *args: (time.sleep(0.05 * (args[0] == "lowpeak_receive")), call(*args))[1]
+    )
     with pytest.raises((EngineError, RuntimeError), match="ncclInvalidUsage"):
         push_weights(slices(weights()), vllms, _settings("nccl"), 2, nccl_group=group, timeout=10)
     assert ends(formed) == [(0, 1), (1, 1), (2, 1)]

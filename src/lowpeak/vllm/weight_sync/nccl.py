@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -92,7 +92,13 @@ class NcclSender(BucketSender):
 
     def deliver(self, bucket: Bucket, receive: ReceiveCall) -> None:
         taking = start_thread(partial(receive, {"num_bytes": len(bucket.data)}))
-        self._communicator.broadcast(bucket.data, src=0)
+        try:
+            self._communicator.broadcast(bucket.data, src=0)
+        except BaseException:
+            # A worker that still asks for this bucket would take one of the next update's.
+            self._group.close()
+            wait([taking])
+            raise
         taking.result()
         torch.cuda.synchronize(self._device)
 
