@@ -79,30 +79,26 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two layers, without filters and with top_p")
     quick = parser.parse_args(sys.argv[1:]).quick
     names = ("none", "top_p") if quick else tuple(FILTERS)
+    layers = 2 if quick else None
     found = {
-        shape: {name: count_step(shape, FILTERS[name], 2 if quick else None) for name in names} for shape in SHAPES
+        shape: {
+            **{name: count_step(shape, FILTERS[name], layers) for name in names},
+            **{kind: count_step(shape, {}, layers, kind) for kind in WEIGHTS},
+        }
+        for shape in SHAPES
     }
-    others = {shape: {kind: count_step(shape, {}, 2 if quick else None, kind) for kind in WEIGHTS} for shape in SHAPES}
-    print("| shape | filters | launches | MB copied |\n|---|---|---|---|")
+    launches = {shape: {name: step.total for name, step in rows.items()} for shape, rows in found.items()}
+    print("| shape | filters, or weights | launches | MB copied |\n|---|---|---|---|")
     for shape, rows in found.items():
         for name, step in rows.items():
             print(f"| {shape} | {name} | {step.total} | {step.copied_bytes / 1e6:.1f} |")
-        for name, step in others[shape].items():
-            print(f"| {shape} | none; {name} | {step.total} | {step.copied_bytes / 1e6:.1f} |")
     print_result(
         {
             "benchmark": "decode_launches",
             "unit": "kernel launches per decoded token of all sequences",
-            "launches": {shape: {name: step.total for name, step in rows.items()} for shape, rows in found.items()},
-            "launches_by_weights": {
-                shape: {kind: x.total for kind, x in rows.items()} for shape, rows in others.items()
-            },
+            "launches": launches,
             "copied_bytes": {shape: rows["none"].copied_bytes for shape, rows in found.items()},
-            "is_within_limits": None
-            if quick
-            else is_within_limits(
-                {shape: {k: v.total for k, v in (rows | others[shape]).items()} for shape, rows in found.items()}
-            ),
+            "is_within_limits": None if quick else is_within_limits(launches),
             "versions": versions(),
         }
     )

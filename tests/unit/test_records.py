@@ -24,5 +24,5 @@ def test_a_micro_batch_is_pinned_for_a_device_with_its_own_memory(monkeypatch, d
     tokens = TokenBatch(ids[0], 1, ids[0].float(), ids[0].float())
     MicroBatch(ids, ids[0], ids[0], tokens, (0,), 3, Forest((), ids)).to(device)
     assert len(copied) == 7
-    assert {(str(to), waits) for _, to, waits in copied} == {(device, True)}
+    assert {(str(to), non_blocking) for _, to, non_blocking in copied} == {(device, True)}
     assert all((each.untyped_storage()._cdata == ids.untyped_storage()._cdata) != pins for each, *_ in copied[:3])

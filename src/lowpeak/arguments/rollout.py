@@ -69,12 +69,12 @@ _HAS_KV_CACHE = replace(
     reason="the KV cache is the server's; set its size with `lowpeak serve` (kv_cache_memory_bytes or "
     "gpu_memory_utilization), and remove it here",
 )
-_NOT_BY_VLLM = EffectCondition(
+_NATIVE_ENGINE = EffectCondition(
     lambda args, facts: not args.use_vllm,
     "vLLM generates with its copy of the weights, so the policy is not gathered; remove it",
 )
 _GATHERS = (
-    _NOT_BY_VLLM,
+    _NATIVE_ENGINE,
     EffectCondition(
         lambda args, facts: facts.sharded is not False,
         "it applies to FSDP2 and ZeRO-3, and here each rank has all parameters; remove it",
@@ -167,7 +167,7 @@ class RolloutArguments:
         "Bytes of a sharded model (FSDP2, ZeRO-3) that stay gathered during generation, or of bf16 copies of fp32 weights: 8GiB, "
         "0, or auto (None: auto).",
         acts_if=(
-            _NOT_BY_VLLM,
+            _NATIVE_ENGINE,
             EffectCondition(
                 lambda args, facts: facts.sharded is not False or facts.casts_weights is not False,
                 "each rank has all parameters, and none are cast; remove it",
@@ -184,8 +184,8 @@ class RolloutArguments:
     )
     cuda_graphs: bool = generation_argument(
         False,
-        "Decode by CUDA graphs, one launch for the kernels of a token. No run on a GPU has confirmed it: `lowpeak env "
-        "--selftest --rows decode` compares them.",
+        "Decode by CUDA graphs: one launch for the kernels of a token. Not run on a GPU yet; `lowpeak env --selftest --rows "
+        "decode` compares both ways.",
         acts_if=(
             EffectCondition(lambda args, facts: not args.use_vllm, "vLLM captures its own graphs; remove it"),
             EffectCondition(lambda args, facts: facts.is_cuda is not False, "the device has no CUDA graphs; remove it"),

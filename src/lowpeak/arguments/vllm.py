@@ -253,7 +253,7 @@ def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.env
         f"vllm_max_model_length={length} leaves no room for a prompt, since max_completion_length="
         f"{args.max_completion_length}: raise the former or lower the latter.",
     )
-    remedy = "a colocated engine shares the process; remove it" if colocated else "a server is elsewhere; use auto"
+    remedy = "a colocated engine shares the process; remove it" if colocated else "a server has its own; use auto"
     require(
         args.vllm_transport == "auto" or (args.vllm_transport == "process") == colocated,
         f"vllm_transport={args.vllm_transport!r} conflicts with vllm_mode={args.vllm_mode!r}: {remedy}.",

@@ -28,7 +28,9 @@ _A100_SHARED_MEMORY = 166_912  # bytes per thread block
 
 
 def _block_sizes(forward: tuple[int, int], backward: tuple[int, int]) -> dict[str, int]:
-    """Return options for (queries, keys) per block; the backward's dK and dV step over queries, its dQ over keys."""
+    """Return options. `forward` is (queries, keys) per block, `backward` (stepped over, kept): for dK and dV queries are stepped
+    over and keys kept, for dQ the other way round.
+    """
     inner, outer = backward
     sizes = {"fwd_BLOCK_M": forward[0], "fwd_BLOCK_N": forward[1], "fwd_num_stages": 2, "fwd_num_warps": 8}
     sizes |= {"bwd_BLOCK_M1": inner, "bwd_BLOCK_N1": outer, "bwd_BLOCK_M2": outer, "bwd_BLOCK_N2": inner}

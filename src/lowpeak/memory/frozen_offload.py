@@ -1,4 +1,4 @@
-"""Frozen offloading: a frozen model's weights are in host memory, and visit the device one unit at a time in a forward.
+"""Frozen offloading: a frozen model's weights are in host memory, and are copied to the device unit by unit in each forward.
 
 A unit is a decoder layer, or a module outside of the layers without a layer inside, such as the embeddings and the head. Its
 weights are one flat buffer in page-locked memory, hence one copy. While a unit computes, the next one is copied on a separate
@@ -7,7 +7,7 @@ stream: two are on the device at a time. Buffers, and weights that are too small
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -27,7 +27,7 @@ def offload_frozen(
 
     Between forwards, also after one that raised, the model's parameters are those in host memory, which may be changed in place.
     """
-    units, groups = _find_units(model, layers)
+    units, groups = _find_units(model, layers, least_bytes)
     stream = _UnitStream()
     for group in groups:
         if group.num_bytes < least_bytes:
@@ -36,27 +36,19 @@ def offload_frozen(
         else:
             group.move_to_host(mover)
     for unit in units:
-        unit.groups = [group for group in unit.groups if group.num_bytes >= least_bytes]
-        if unit.groups:
-            stream.follow(unit)
+        stream.follow(unit)
     model.register_forward_hook(lambda *_: stream.finish(), always_call=True)
-    moved: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(mover.device))
+        module._buffers.update(
+            {name: each.to(mover.device) for name, each in module._buffers.items() if each is not None}
+        )
 
 
 def most_streamed_bytes(model: nn.Module, layers: Collection[nn.Module], least_bytes: int = LEAST_BYTES) -> int:
-    """Return the bytes that a forward of an offloaded model copies and has on the device at a time.
-
-    Its units must run in the order of modules.
-    """
-    units, _ = _find_units(model, layers)
-    for unit in units:
-        unit.groups = [group for group in unit.groups if group.num_bytes >= least_bytes]
+    """Return the most bytes of copied weights on the device at a time, if units run in the order of modules."""
+    units, _ = _find_units(model, layers, least_bytes)
     outer = {group for unit in units if unit.has_units for group in unit.groups}
-    inner = [unit.groups for unit in units if unit.groups and not unit.has_units]
+    inner = [unit.groups for unit in units if not unit.has_units]
     pairs = zip(inner, [*inner[1:], []], strict=True)
     return max((sum(group.num_bytes for group in outer.union(*pair)) for pair in pairs), default=0)
 
@@ -83,7 +75,7 @@ class _Weight:
             module._parameters[name] = parameter
 
     def move(self, values: Tensor) -> None:
-        """Let `values`, which are the parameter's, be the model's parameter."""
+        """Replace the parameter by one with `values`."""
         self.parameter = nn.Parameter(values, requires_grad=False)
         self.place(self.parameter)
 
@@ -105,9 +97,8 @@ class _Group:
             weight.move(values.copy_(weight.parameter.detach()))
 
     def load(self) -> None:
-        """Begin to copy the weights to the device, unless they are there."""
-        if self._on_device is None:
-            self._on_device = self._mover.to_device(self._host)
+        """Begin to copy the weights to the device."""
+        self._on_device = self._mover.to_device(self._host)
 
     def place(self) -> None:
         """Let the model compute with the weights on the device, once they have arrived."""
@@ -118,12 +109,12 @@ class _Group:
 
     def unload(self) -> None:
         """Free the memory on the device."""
-        if self._on_device is not None:
-            # If they were loaded in vain: the allocator gives the memory to later computations of the stream that waits.
-            self._mover.wait(self._on_device)
-            self._on_device = None
-            for weight in self.weights:
-                weight.place(weight.parameter)
+        assert self._on_device is not None, "the weights were loaded"
+        # A copy that no unit waited for may be under way, and the freed memory goes to the stream that waits.
+        self._mover.wait(self._on_device)
+        self._on_device = None
+        for weight in self.weights:
+            weight.place(weight.parameter)
 
     def _views(self, flat: Tensor) -> Iterator[Tensor]:
         for weight, start in zip(self.weights, self._starts, strict=True):
@@ -161,21 +152,17 @@ class _UnitStream:
         self._load(unit)
         for group in unit.groups:
             group.place()
-        following = self._expected()
-        if following is not None:
-            self._load(following)
-
-    def _expected(self) -> _Unit | None:
-        """Return the unit that ran after this one, at the same place, in the last forward."""
+        # The unit that ran after this one, at the same place, in the last forward.
         place = len(self._order)
-        repeats = self._last_order[place - 1 : place] == self._order[-1:]
-        return self._last_order[place] if repeats and place < len(self._last_order) else None
+        if self._last_order[place - 1 : place] == [unit]:
+            for following in self._last_order[place : place + 1]:
+                self._load(following)
 
     def _load(self, unit: _Unit) -> None:
         for group in unit.groups:
             if group not in self._loaded:
+                group.load()
                 self._loaded.append(group)
-            group.load()
 
     def _unload_except(self, units: list[_Unit]) -> None:
         needed = {group for unit in units for group in unit.groups}
@@ -184,8 +171,8 @@ class _UnitStream:
             group.unload()
 
 
-def _find_units(model: nn.Module, layers: Collection[nn.Module]) -> tuple[list[_Unit], list[_Group]]:
-    """Return the units in the order of modules, and the groups of their weights."""
+def _find_units(model: nn.Module, layers: Collection[nn.Module], least_bytes: int) -> tuple[list[_Unit], list[_Group]]:
+    """Return the units that have groups of at least `least_bytes`, in the order of modules, and all groups of weights."""
     units: list[_Unit] = []
     weights: dict[int, _Weight] = {}
     # A module may be the child of several.
@@ -199,21 +186,26 @@ def _find_units(model: nn.Module, layers: Collection[nn.Module]) -> tuple[list[_
                     weight.slots.append((holder, name))
                     if unit not in weight.units:
                         weight.units.append(unit)
+    groups = _group_by_units(weights.values(), least_bytes)
+    return [unit for unit in units if unit.groups], groups
+
+
+def _group_by_units(weights: Iterable[_Weight], least_bytes: int) -> list[_Group]:
+    """Return groups of weights that the same units use; units get those of at least `least_bytes`."""
     by_units: dict[tuple[_Unit, ...], list[_Weight]] = {}
-    for weight in weights.values():
+    for weight in weights:
         by_units.setdefault(tuple(weight.units), []).append(weight)
-    groups = []
-    for users, members in by_units.items():
-        groups.append(_Group(members))
-        for unit in users:
-            unit.groups.append(groups[-1])
-    return units, groups
+    groups = [_Group(members) for members in by_units.values()]
+    for users, group in zip(by_units, groups, strict=True):
+        for unit in users if group.num_bytes >= least_bytes else ():
+            unit.groups.append(group)
+    return groups
 
 
 def _modules_with_weights(
     module: nn.Module, layers: Collection[nn.Module]
 ) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Yield modules, and the modules whose weights their forwards need: all inside, or where layers are inside, themselves."""
+    """Yield each unit's module, and the modules whose weights its forward needs: itself if layers are inside, otherwise all."""
     inside = list(module.modules())
     if module in layers or not any(each in layers for each in inside):
         yield module, inside

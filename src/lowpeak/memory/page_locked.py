@@ -1,4 +1,4 @@
-"""Page-locked host memory, which devices copy from and to while they and the host go on."""
+"""Page-locked host memory: copies between it and a device run while both compute."""
 
 from __future__ import annotations
 

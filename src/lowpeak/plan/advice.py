@@ -13,12 +13,13 @@ from lowpeak.parallel import SHARDINGS
 from lowpeak.plan.computed import (
     BF16_BYTES,
     ENGINE_AWAKE,
+    FROZEN_PHASES,
     VLLM_ASLEEP_BYTES,
     gatherable_bytes,
     gathered_itemsize,
     margin,
-    most_streamed,
     rollout_copies,
+    streamed_bytes,
 )
 from lowpeak.plan.cost import Work, step_seconds
 from lowpeak.plan.hardware import Machine
@@ -122,7 +123,8 @@ def _changes(plan: Plan, work: Work) -> Iterator[Change]:
     if frozen and not inputs.settings.memory.offload_frozen_models:
         streamed = rollout_copies(streamed=frozen, passes=work.score_batches)
         moved = replace(work, rollout_bytes=work.rollout_bytes + streamed)
-        yield change("offload_frozen_models=True", {Kind.FROZEN: min(1.0, most_streamed(inputs) / frozen)}, moved)
+        streamed = max(streamed_bytes(inputs, phase) for phase in FROZEN_PHASES)
+        yield change("offload_frozen_models=True", {Kind.FROZEN: min(1.0, streamed / frozen)}, moved)
     yield from _placement_changes(plan, work, change)
 
 

@@ -143,7 +143,7 @@ class _SizeSearch:
             sizes |= good
         for name in (TOKENS, CHUNK, BUCKET):
             self._raise(sizes, name, lambda larger: between.peak(larger) <= self._limit)
-        # With a sharded model the cache leaves half of what is free to gathered layers.
+        # The cache leaves half of what is free to gathered layers, or to copies of fp32 weights.
         free = self._limit - between.rollout(sizes)
         share = 2 if GATHER in self._values else 1
         self._raise(sizes, CACHE, lambda larger: between.rollout(larger) <= self._limit - free + free // share)
@@ -226,7 +226,7 @@ class _Between:
         return self._phase("rollout", sizes) if "rollout" in self._least.phases else 0
 
     def left_in_rollout(self, sizes: Sizes, limit: int) -> int:
-        """Return the bytes that gathered layers may take in a rollout: all of the model at most."""
+        """Return the bytes that gathered or copied weights may take in a rollout: all of the model at most."""
         whole = _WIDEST * self._least.counts.total
         tensors = self._tensors("rollout", sizes)
         left = limit - tensors - margin(self._machine, tensors)

@@ -30,7 +30,7 @@ PROCESS_BYTES = 3 * GB
 VLLM_BYTES = int(2.5 * GB)
 VLLM_ASLEEP_BYTES = int(1.2 * GB)
 ENGINE_AWAKE = ("sync", "rollout", "reward")  # phases in which an engine is awake
-_RUNS_FROZEN = ("score", "reward")
+FROZEN_PHASES = ("score", "reward")  # in which frozen models run
 _FORWARDS = ("rollout", "score", "forward", "backward")
 BF16_BYTES = 2
 
@@ -151,7 +151,7 @@ def casts_weights(inputs: RunInputs) -> bool:
 
 
 def gather_budget_of(inputs: RunInputs) -> int:
-    """Return the bytes of a sharded policy that stay gathered in a rollout: by default half of what the KV cache leaves free."""
+    """Return the bytes for a rollout's gathered layers or copied weights: by default half of what the KV cache leaves free."""
     budget = inputs.settings.memory.gather_budget if inputs.is_online else 0
     free = free_bytes(inputs, gradients=False)
     return max(0, free - inputs.sizes.kv_cache_bytes) // 2 if budget is None else int(budget)
@@ -210,18 +210,21 @@ class EngineMemory:
     """An engine of a run: the devices that it is spread over, the ranks that it generates for, and its KV cache on each device.
 
     `ranks` is fractional for servers, which share the ranks; their `cache_bytes` is None, since they have devices of their own.
+    `has_graphs`: on GPUs it decodes by CUDA graphs.
     """
 
     parallel: int
     ranks: float
     cache_bytes: int | None
+    has_graphs: bool = True
 
 
 def engine_memory(inputs: RunInputs) -> EngineMemory:
     """Return the engine that generates for rank 0."""
     vllm = inputs.settings.vllm if inputs.is_online else None
     if vllm is None:
-        return EngineMemory(inputs.request.tensor_parallel, 1, inputs.sizes.kv_cache_bytes if inputs.is_online else 0)
+        cache_bytes = inputs.sizes.kv_cache_bytes if inputs.is_online else 0
+        return EngineMemory(inputs.request.tensor_parallel, 1, cache_bytes, inputs.has_graphs)
     if not isinstance(vllm.where, ColocateSettings):
         return EngineMemory(1, inputs.request.world_size / len(vllm.where.base_urls), None)
     parallel = vllm.where.tensor_parallel_size
@@ -295,23 +298,20 @@ def _num_shards(request: PlanRequest) -> int:
 
 def streamed_bytes(inputs: RunInputs, phase: str) -> int:
     """Return the bytes of frozen models on a device while a phase runs one of them from host memory."""
+    if phase not in FROZEN_PHASES:
+        return 0
     if inputs.request.world_size > 1:  # gathered by FSDP2
-        return int(inputs.checkpoint_dtype.itemsize * inputs.counts.in_pass) if phase in _RUNS_FROZEN else 0
+        return int(inputs.checkpoint_dtype.itemsize * inputs.counts.in_pass)
     key = (phase, inputs.checkpoint_dtype)
     if key not in inputs.streamed:
         makers: list[Callable[[], nn.Module]] = [reward.make_model for reward in inputs.rewards]
         if phase == "score":
             makers = [inputs.make_reference] if inputs.has_separate_reference else []
         with FakeTensorMode(allow_non_fake_inputs=True):
-            models = [make() for make in makers if phase in _RUNS_FROZEN]
+            models = [make() for make in makers]
             most = (most_streamed_bytes(model, decoder_layers(model)) for model in models)
             inputs.streamed[key] = max(most, default=0)
     return inputs.streamed[key]
-
-
-def most_streamed(inputs: RunInputs) -> int:
-    """Return the bytes of `streamed_bytes` in the phase with most."""
-    return max(streamed_bytes(inputs, phase) for phase in _RUNS_FROZEN)
 
 
 def host_of_process(

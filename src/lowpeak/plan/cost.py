@@ -143,23 +143,16 @@ def _rollout(work: Work, machine: Machine) -> float:
     token = max((weights + cache) / bandwidth, 2 * work.active_parameters / parts * slots / flops)
     sums = 2 * work.layers * _COLLECTIVE_LATENCY if parts > 1 else 0.0
     copies = work.rollout_bytes / (LINK_SHARE * card.host_link)
+    latency = work.layers * _LAYER_LATENCY[machine.device]
+    if work.has_graphs and machine.device == "cuda":
+        latency = work.layers * _GRAPH_LATENCY
     # What stays gathered is gathered once.
-    return (
-        copies
-        + gather
-        + prefill
-        + waves * work.completion * (max(token, _pass_latency(work, machine)) + gathers + sums)
-    )
+    return copies + gather + prefill + waves * work.completion * (max(token, latency) + gathers + sums)
 
 
 def _flops(work: Work, machine: Machine) -> float:
     card = machine.card
     return FLOPS_SHARE * (card.flops if work.in_bf16 or card.fp32_flops is None else card.fp32_flops)
-
-
-def _pass_latency(work: Work, machine: Machine) -> float:
-    """Return the least seconds of a decode step: those of its kernels' starts."""
-    return (_GRAPH_LATENCY if work.has_graphs else _LAYER_LATENCY[machine.device]) * work.layers
 
 
 def _score(work: Work, machine: Machine) -> float:
@@ -173,7 +166,7 @@ def _train(work: Work, machine: Machine) -> float:
     factor = 2 + (4 if work.trained > 0.5 * work.parameters else 2) + (2 if work.checkpointing else 0)
     flops = factor * work.active_parameters / work.tensor_parallel * work.train_tokens
     passes = 3 + work.checkpointing  # a backward has two forwards' kernels
-    latency = work.num_batches * passes * _pass_latency(work, machine)
+    latency = work.num_batches * passes * work.layers * _LAYER_LATENCY[machine.device]
     products = flops / _flops(work, machine)
     # A GPU starts kernels while others run; a CPU does one after the other.
     computing = latency + products if machine.device == "cpu" else max(latency, products)
@@ -278,18 +271,13 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
         in_bf16=_computes_in_bf16(inputs),
         gradient_bytes=_gradient_bytes(inputs.storage),
         engine_parallel=engine.parallel,
-        has_graphs=_has_graphs(inputs),
+        has_graphs=engine.has_graphs,
     )
 
 
 def _computes_in_bf16(inputs: Any) -> bool:
     """Return whether a planned run's passes compute in bf16: by autocast, or on bf16 weights of a storage format."""
     return bool(inputs.request.machine.device == "cuda" or inputs.args.bf16 or inputs.storage is not None)
-
-
-def _has_graphs(inputs: Any) -> bool:
-    on_gpu = inputs.is_online and inputs.request.machine.device == "cuda"
-    return bool(on_gpu and (inputs.settings.vllm is not None or inputs.settings.cuda_graphs))
 
 
 def _gradient_bytes(storage: Any) -> int:

@@ -113,6 +113,13 @@ class RunInputs:
         return getattr(torch, named) if isinstance(named, str) else named
 
     @property
+    def has_graphs(self) -> bool:
+        """Whether the native engine decodes by CUDA graphs."""
+        request, is_on = self.request, self.is_online and self.settings.cuda_graphs
+        is_whole = request.tensor_parallel == 1 and not request.sharding.sends_weights(request.world_size)
+        return is_on and is_whole and request.quantized_bits is None
+
+    @property
     def is_online(self) -> bool:
         return self.request.kind not in OFFLINE
 
@@ -350,8 +357,7 @@ class RunInputs:
         num_prompts = max(1, -(-self.sequences_of_rank // generations))
         prompts = [Prompt(i, (1,) * self.request.prompt_tokens, "") for i in range(num_prompts)]
         cache_bytes = max(self.sizes.kv_cache_bytes, least)
-        has_graphs = self.settings.cuda_graphs and self.request.mesh.shards == 1 and self.request.quantized_bits is None
-        return RehearsedRollout(prompts, self.settings.sampling, cache_bytes, gather_budget, has_graphs)
+        return RehearsedRollout(prompts, self.settings.sampling, cache_bytes, gather_budget, self.has_graphs)
 
     @property
     def least_cache_bytes(self) -> int:

@@ -311,6 +311,8 @@ def _gathered_in_rollout(inputs: RunInputs) -> tuple[int, int]:
         return 0, 0
     budget = gather_budget_of(inputs)
     if inputs.request.mesh.shards == 1:
+        # A run copies all or nothing, and few layers would fit where the model does not. Embeddings count, though they are not
+        # copied; with LoRA the adapter alone is fp32.
         copied = inputs.counts.total if casts_weights(inputs) else inputs.counts.trained
         return (budget if budget >= BF16_BYTES * copied else 0), 0
     if budget >= gatherable_bytes(inputs):

@@ -63,7 +63,7 @@ def _multiply(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 def uniforms(sampling: Sampling, serials_N: Tensor, completions_N: Tensor, positions_K: Tensor) -> Tensor:
     """Return uniforms [N, K] in [0, 1), one per sequence and position: float64 with 53 random bits.
 
-    Without float64 on the device, the first 24 bits in float32. All arguments are int64 on one device; serials,
+    On a device without float64: float32 with the first 24 bits. All arguments are int64 on one device; serials,
     completions and positions have at most 32 bits. Positions may also be [N, K].
     """
     rollout = torch.full((), sampling.rollout & _LOW_32, dtype=torch.int64, device=serials_N.device)
@@ -394,7 +394,7 @@ def shifted_cumulative_sum(values_NM: Tensor) -> Tensor:
 
 
 def _search(weights_NM: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ends of items as wide as their weights, the position of each uniform along them, and the item there."""
+    """Return the running sums of the weights, each uniform's point along them, and the item at that point."""
     ends_NM = cumulative_sum(weights_NM)
     target_N1 = uniforms_N1 * ends_NM[:, -1:]
     return ends_NM, target_N1, torch.searchsorted(ends_NM, target_N1, right=True).clamp(max=weights_NM.shape[-1] - 1)

@@ -243,13 +243,13 @@ def to_completion(answer: Answer) -> Completion:
 
 @dataclass
 class CompletionLengths:
-    """Mean tokens of about the last 256 completions, by which waves are larger than sequences of full length allow."""
+    """Running mean of the tokens of about the last 256 completions."""
 
     mean: float | None = None
     _count: int = 0
 
     def add(self, answers: Sequence[Answer]) -> None:
-        """Add the answers to all requests of a rollout or wave: those that come first are the short ones."""
+        """Add all answers of a wave at once: those that come first are the short ones."""
         total = self._count + len(answers)
         tokens = sum(len(answer.ids) for answer in answers)
         self.mean = (self._count * (self.mean or 0.0) + tokens) / total

@@ -62,7 +62,7 @@ def test_a_block_mask_is_built_of_tensors_without_numbers_too():
     assert mask.shape == (1, 1, length_of(forest), length_of(forest))
 
 
-SHARED_MEMORY = {"A100": 166_912, "H100": 232_448, "RTX 4090": 101_376, "RTX 5090": 101_376}
+SHARED_MEMORY = {"A100": 166_912, "H100": 232_448, "RTX 3090 to 5090": 101_376}
 
 
 @pytest.mark.parametrize("gpu", SHARED_MEMORY)

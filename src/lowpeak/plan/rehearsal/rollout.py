@@ -45,7 +45,7 @@ def rehearse_decoding(
         loop = DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output)
         loop.rehearse_wave()
         with meter.counting_as(Kind.LOGITS):
-            kept = torch.empty(2, loop.num_slots if has_graphs else 0, text_config(model).vocab_size)
+            kept = torch.empty(2, loop.reserved_slots if has_graphs else 0, text_config(model).vocab_size)
         loop.rehearse_wave()
         del kept
 

@@ -26,61 +26,51 @@ def weight_copies(model: nn.Module, dtype: torch.dtype | None, max_bytes: int) -
     copied if the copies take more than `max_bytes`, or if memory runs out.
     """
     weights = [] if dtype is None else list(_cast_weights(model))
+    copies = {} if dtype is None else _copy({parameter for *_, parameter in weights}, dtype, max_bytes)
     with ExitStack() as stack:
-        if dtype is not None and dtype.itemsize * _numel(weights) <= max_bytes:
-            copies = _copy(weights, dtype)
-            for module, name, parameter in weights if copies else []:
-                module._parameters[name] = copies[id(parameter)]
-                stack.callback(module._parameters.__setitem__, name, parameter)
-            if copies:
-                _cast_inputs_once(stack, {module for module, _, _ in weights}, dtype)
+        for module, name, parameter in weights if copies else ():
+            module._parameters[name] = copies[parameter]
+            stack.callback(module._parameters.__setitem__, name, parameter)
+        if copies:
+            _cast_inputs_once(stack, {module for module, *_ in weights})
         yield
 
 
-_Weight = tuple[nn.Module, str, nn.Parameter]
-
-
-def _cast_weights(model: nn.Module) -> Iterator[_Weight]:
+def _cast_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield the fp32 parameters of linear layers, which autocast casts; grouped products of experts take no part in it."""
     for module in model.modules():
         if isinstance(module, nn.Linear | Conv1D) and not getattr(module, "computes_in_fp32", False):
             for name, parameter in module._parameters.items():
                 # Distributed tensors, which wrap others, stay.
-                is_plain = parameter is not None and not hasattr(type(parameter), "__tensor_flatten__")
+                is_plain = not hasattr(type(parameter), "__tensor_flatten__")
                 if parameter is not None and is_plain and parameter.dtype == torch.float32:
                     yield module, name, parameter
 
 
-def _numel(weights: list[_Weight]) -> int:
-    return sum({id(parameter): parameter.numel() for _, _, parameter in weights}.values())
-
-
-def _copy(weights: list[_Weight], dtype: torch.dtype) -> dict[int, nn.Parameter]:
-    """Return a copy of each parameter by its id; none if memory runs out."""
-    copies: dict[int, nn.Parameter] = {}
+def _copy(parameters: set[nn.Parameter], dtype: torch.dtype, max_bytes: int) -> dict[nn.Parameter, nn.Parameter]:
+    """Return a copy of each parameter; none if they exceed `max_bytes` or memory runs out."""
+    if dtype.itemsize * sum(parameter.numel() for parameter in parameters) > max_bytes:
+        return {}
     try:
-        for _, _, parameter in weights:
-            if id(parameter) not in copies:
-                copies[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+        return {each: nn.Parameter(each.detach().to(dtype), requires_grad=False) for each in parameters}
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         _logger.warning("Out of memory for copies of the weights in %s: they are cast again for each token.", dtype)
         return {}
-    return copies
 
 
-def _cast_inputs_once(stack: ExitStack, modules: set[nn.Module], dtype: torch.dtype) -> None:
+def _cast_inputs_once(stack: ExitStack, modules: set[nn.Module]) -> None:
     """Let linear layers in a row that have one input share its cast."""
     last: list[Tensor] = []  # the last input, and its cast
 
     def multiply(linear: Any, hidden: Tensor) -> Tensor:
         if not last or last[0] is not hidden:
-            last[:] = hidden, hidden.to(dtype)
+            last[:] = hidden, hidden.to(linear.weight.dtype)
         return F.linear(last[1], linear.weight, linear.bias)
 
     for module in modules:
         if type(module) is nn.Linear and "forward" not in module.__dict__:
-            setattr(module, "forward", partial(multiply, module))  # noqa: B010
-            stack.callback(module.__delattr__, "forward")
+            module.__dict__["forward"] = partial(multiply, module)
+            stack.callback(module.__dict__.pop, "forward")
     stack.callback(last.clear)

@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,16 +37,16 @@ class _Graph:
 
 @dataclass(eq=False, repr=False)
 class DecodeGraphs:
-    """The graphs of a run's rollouts, of which `clear` drops those of the last one.
+    """CUDA graphs of a rollout's decode steps; `clear` drops them when it ends.
 
     A graph whose logits differ in a bit from those of the forward that it repeats, or a forward that cannot be captured, ends the
-    use of graphs with a warning.
+    use of graphs in the run with a warning.
     """
 
     capture: Capture
     is_enabled: bool = True
-    _graphs: dict[tuple[int, ...], _Graph] = field(default_factory=dict, init=False)
-    _num_steps: Counter[tuple[int, ...]] = field(default_factory=Counter, init=False)
+    _graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict, init=False)
+    _num_steps: Counter[tuple[int, int]] = field(default_factory=Counter, init=False)
     _logits_SV: Tensor | None = field(default=None, init=False)  # of all graphs, for the cache's slots
 
     def clear(self) -> None:
@@ -57,11 +56,12 @@ class DecodeGraphs:
 
     def run(self, step: DecodeStep, cache: SlotCache, tokens_N: Tensor, columns_N: Tensor, num_columns: int) -> Tensor:
         """Return the step's logits [N, V], by a graph once its bucket has one."""
+        if self._logits_SV is not None and len(self._logits_SV) != cache.num_slots:
+            self.clear()  # the cache was laid out anew
         num_rows = len(tokens_N)
         rows = min(cache.num_slots, 1 << (num_rows - 1).bit_length())
         seen = min(cache.num_columns, -(-num_columns // _COLUMNS) * _COLUMNS)
-        key = (rows, seen, cache.num_slots, cache.num_columns)
-        graph = self._graphs.get(key)
+        graph = self._graphs.get((rows, seen))
         if graph is not None:
             graph.tokens_M[:num_rows].copy_(tokens_N)
             graph.columns_M[:num_rows].copy_(columns_N)
@@ -69,36 +69,36 @@ class DecodeGraphs:
             return self._logits_SV[:num_rows]  # type: ignore[index]
         tokens_M, columns_M = _padded(tokens_N, rows), _padded(columns_N, rows)
         logits_MV = step(tokens_M, columns_M, seen)
-        self._num_steps[key] += 1
-        if self._num_steps[key] >= _EAGER_STEPS:
-            self._add(key, step, tokens_M, columns_M, logits_MV)
+        self._num_steps[rows, seen] += 1
+        if self._num_steps[rows, seen] >= _EAGER_STEPS:
+            if self._logits_SV is None:
+                self._logits_SV = logits_MV.new_empty(cache.num_slots, logits_MV.shape[1])
+            self._add(step, tokens_M, columns_M, seen, logits_MV, self._logits_SV[:rows])
         return logits_MV[:num_rows]
 
     def _add(
-        self, key: tuple[int, ...], step: DecodeStep, tokens_M: Tensor, columns_M: Tensor, logits_MV: Tensor
+        self, step: DecodeStep, tokens_M: Tensor, columns_M: Tensor, seen: int, logits_MV: Tensor, out_MV: Tensor
     ) -> None:
-        rows, seen, num_slots, _ = key
-        if self._logits_SV is None or len(self._logits_SV) < num_slots:
-            # The cache has more slots than before, so that no graph fits it any more.
-            self._graphs.clear()
-            self._logits_SV = logits_MV.new_empty(num_slots, logits_MV.shape[1])
-        out_MV = self._logits_SV[:rows]
         try:
             replay = self.capture(lambda: out_MV.copy_(step(tokens_M, columns_M, seen)))
             replay()
-            problem = "" if torch.equal(out_MV, logits_MV) else "its logits differ from those of the forward"
+            problem = "" if torch.equal(out_MV, logits_MV) else "a graph's logits differ from the forward's"
         except RuntimeError as error:
-            problem = str(error).partition("\n")[0]
+            problem = f"no graph was captured ({str(error).partition(chr(10))[0]})"
         if problem:
             self.is_enabled = False
             self.clear()
-            _logger.warning("The rollout goes on without CUDA graphs, of a step of %d sequences: %s.", rows, problem)
+            _logger.warning(
+                "cuda_graphs: the run goes on without graphs, because for %d sequences %s. Set cuda_graphs=False.",
+                len(tokens_M),
+                problem,
+            )
         else:
-            self._graphs[key] = _Graph(tokens_M, columns_M, replay)
+            self._graphs[len(tokens_M), seen] = _Graph(tokens_M, columns_M, replay)
 
 
 def _padded(values_N: Tensor, number: int) -> Tensor:
-    """Return the values and as many zeros as make `number`: rows that compute what nobody reads."""
+    """Return the values, padded with zeros to `number`: nobody reads the rows that they compute."""
     padded = values_N.new_zeros(number)
     padded[: len(values_N)] = values_N
     return padded
@@ -108,11 +108,10 @@ class CudaCapture:
     """Capture on a CUDA device, of all graphs into one pool of memory."""
 
     def __init__(self) -> None:
-        self._pool: Any = None
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
         return graph.replay

@@ -73,7 +73,6 @@ class DecodeLoop:
         num_rows = len(self.prompts) * self.sampling.num_generations
         self._draws = UniformDraws(num_rows, self.sampling, self.output.device)
         self._inputs = DecodeInputs(self.model, [prompt.ids for prompt in self.prompts], self.sampling, self.output)
-        self._inputs.graphs = self.graphs
 
     def run(self) -> None:
         """Generate all sequences into `output`; completion c of prompt p is row `p x generations + c`."""
@@ -82,8 +81,8 @@ class DecodeLoop:
             self._step()
 
     @property
-    def num_slots(self) -> int:
-        """Return the slots of the KV cache, 0 before the first prefill."""
+    def reserved_slots(self) -> int:
+        """Slots of the KV cache; 0 before the first prefill."""
         return self._cache.num_slots
 
     def rehearse_wave(self) -> None:
@@ -114,7 +113,7 @@ class DecodeLoop:
 
     def _step(self) -> None:
         num_columns = self._num_columns()
-        logits_NV = self._inputs.forward(self._cache, num_columns)
+        logits_NV = self._inputs.forward(self._cache, num_columns, self.graphs)
         uniforms_N = self._draws.at(self._inputs.rows_N, self._inputs.written_N)
         history_NL = self._inputs.history(num_columns)
         draw = TokenDraw(logits_NV, self.sampling, uniforms_N, history_NL)
@@ -226,7 +225,6 @@ class DecodeInputs:
         needs_history = sampling.repetition_penalty != 1 and len(prompts) > 0
         self._prompts_PL = left_pad(prompts, self._device) if needs_history else None
         self._mask_dtype = _mask_dtype(model)
-        self.graphs: DecodeGraphs | None = None
         self.rows_N: Tensor
         self.written_N: Tensor
         self._columns_N: Tensor
@@ -243,11 +241,11 @@ class DecodeInputs:
         self._tokens_N = tokens_N
         self.written_N, self._columns_N = self.written_N + 1, self._columns_N + 1
 
-    def forward(self, cache: SlotCache, num_columns: int) -> Tensor:
+    def forward(self, cache: SlotCache, num_columns: int, graphs: DecodeGraphs | None = None) -> Tensor:
         """Return the logits [N, V] of the newest tokens and add these to the cache."""
         step = partial(self._forward, cache)
-        if self.graphs is not None and self.graphs.is_enabled:
-            return self.graphs.run(step, cache, self._tokens_N, self._columns_N, num_columns)
+        if graphs is not None and graphs.is_enabled:
+            return graphs.run(step, cache, self._tokens_N, self._columns_N, num_columns)
         return step(self._tokens_N, self._columns_N, num_columns)
 
     def _forward(self, cache: SlotCache, tokens_N: Tensor, columns_N: Tensor, num_columns: int) -> Tensor:

@@ -153,7 +153,7 @@ class OutputBuffer:
     def completions(self) -> list[Completion]:
         """Return the rows as completions; one that has not ended was truncated by its length."""
         rows_R = torch.arange(len(self._written_R), device=self.device)
-        ended_R = self._is_end(self.newest(rows_R, self._written_R)) & (self._written_R > 0)
+        ended_R = self._is_end(self.newest(rows_R, self._written_R))
         written_R, stopped_R = self._written_R.cpu(), (self._stopped_R | ended_R).tolist()
         is_written_RC = torch.arange(self._ids_RC.shape[1]) < written_R[:, None]
         # Each row is a view of one tensor: separate tensors would take a thousand small copies.

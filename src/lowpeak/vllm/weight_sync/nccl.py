@@ -32,7 +32,6 @@ class TrainerGroup:
 
     def __init__(self) -> None:
         self.invitation: dict[str, Any] = {}
-        self._members: tuple[torch.device, str, int] | None = None
         self._future: Future[Any] | None = None
 
     @property
@@ -42,14 +41,17 @@ class TrainerGroup:
     def invite(
         self, device: torch.device, host: str, worker_groups: Sequence[str | None], port: int | None = None
     ) -> None:
-        """Form a group in a thread, unless all workers are in this one (`worker_groups`). `port` None is any free port."""
-        members = device, host, len(worker_groups)
-        if self.is_open and members == self._members and set(worker_groups) == {self.invitation["group"]}:
+        """Form a group in a thread, unless this one has exactly these workers. `port` None is any free port."""
+        world_size = len(worker_groups) + 1
+        if (
+            self.is_open
+            and {*worker_groups} == {self.invitation["group"]}
+            and world_size == self.invitation["world_size"]
+        ):
             return
         self.close()
-        port, world_size = port or free_ports(1, "")[0], len(worker_groups) + 1
+        port = port or free_ports(1, "")[0]
         self.invitation = {"group": secrets.token_hex(8), "host": host, "port": port, "world_size": world_size}
-        self._members = members
         self._future = start_thread(partial(_make_group, host, port, 0, world_size, device))
 
     def wait_formed(self, timeout: float) -> Any:
@@ -153,9 +155,7 @@ def _make_group(host: str, port: int, rank: int, world_size: int, device: torch.
 
 
 def check_communicator(communicator: Any) -> Any:
-    """Return the communicator; raise EngineError if it found no NCCL library, because its broadcasts would do
-    nothing.
-    """
+    """Return the communicator; raise EngineError if it has no NCCL library: its broadcasts would do nothing."""
     if getattr(communicator, "disabled", False):
         raise EngineError("vLLM finds no NCCL library on this machine.")
     return communicator

@@ -88,6 +88,7 @@ def test_slots_become_narrower_in_place_and_keep_what_the_first_ones_hold(max_co
     monkeypatch.setattr(cache, "MAX_COPIED", max_copied)
     ours, theirs = _filled(num_rows=4, num_columns=100)
     pointers = [buffer.data_ptr() for layer in ours.layers for buffer in layer.buffers]
+    ours.begin(torch.full((4,), 6), 7)
     ours.reserve(10, 40, 4)
     ours.reserve(8, 50, 4)  # fewer slots change nothing
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
@@ -95,6 +96,8 @@ def test_slots_become_narrower_in_place_and_keep_what_the_first_ones_hold(max_co
         assert torch.equal(layer.buffers[1][:4, :6].transpose(1, 2), other.values)
         assert not layer.buffers[1][4:].any()
     assert [buffer.data_ptr() for layer in ours.layers for buffer in layer.buffers] == pointers
+    ours.begin(torch.full((4,), 6), 7)
+    assert torch.equal(ours.layers[1].keys[:, :, :6], theirs.layers[1].keys)
 
 
 def test_one_buffer_has_all_layers_and_no_more_than_the_slots_take():
