@@ -76,8 +76,8 @@ _NATIVE_ENGINE = EffectCondition(
 _GATHERS = (
     _NATIVE_ENGINE,
     EffectCondition(
-        lambda args, facts: facts.sharded is not False,
-        "it applies to FSDP2 and ZeRO-3, and here each rank has all parameters; remove it",
+        lambda args, facts: facts.sharded is not False or facts.casts_weights is not False,
+        "each rank has all parameters, and none are cast; remove it",
     ),
 )
 _HAS_OFFLOADABLE = EffectCondition(
@@ -166,13 +166,7 @@ class RolloutArguments:
         None,
         "Bytes of a sharded model (FSDP2, ZeRO-3) that stay gathered during generation, or of bf16 copies of fp32 weights: 8GiB, "
         "0, or auto (None: auto).",
-        acts_if=(
-            _NATIVE_ENGINE,
-            EffectCondition(
-                lambda args, facts: facts.sharded is not False or facts.casts_weights is not False,
-                "each rank has all parameters, and none are cast; remove it",
-            ),
-        ),
+        acts_if=_GATHERS,
     )
     ds3_gather_for_generation: bool | None = memory_argument(
         None,

@@ -147,7 +147,8 @@ def casts_weights(inputs: RunInputs) -> bool:
     request, model = inputs.request, inputs.settings.model
     in_fp32 = not model.trains_bf16 if request.peft_config is None else inputs.checkpoint_dtype.itemsize == 4
     is_whole = request.sharding.has_formats and request.mesh.shards == request.tensor_parallel == 1
-    return is_whole and bool(inputs.args.bf16) and in_fp32
+    generates = inputs.is_online and inputs.settings.vllm is None
+    return generates and is_whole and bool(inputs.args.bf16) and in_fp32
 
 
 def gather_budget_of(inputs: RunInputs) -> int:

@@ -103,7 +103,8 @@ def make_engine(
     @contextmanager
     def gather_policy(num_bytes: int | None = budget) -> Iterator[nn.Module]:
         num_bytes = _free_in_rollout(context) if num_bytes is None else num_bytes
-        copies = 0 if strategy.shards_parameters else num_bytes
+        # A user's function gets the model with its own weights.
+        copies = 0 if strategy.shards_parameters or rollout_func is not None else num_bytes
         gathered = strategy.gather_for_inference(context.model_wrapped, num_bytes)
         with gathered as model, weight_copies(model, _autocast_dtype(context), copies):
             yield model

@@ -235,11 +235,13 @@ class SlotCache(Cache):
         # The remainder of a shorter prompt's slot is masked until tokens overwrite it.
         longest, device = max(lengths), prefilled.layers[0].keys.device
         padding = torch.tensor([longest - lengths[prompt] for prompt in prompts])[:, None]
-        columns_NL = (torch.arange(longest) + padding).clamp(max=longest - 1)
+        # A longer prompt may have no sequence that goes on, and then the slots need not have its columns.
+        num_columns = max(lengths[prompt] for prompt in prompts)
+        columns_NL = (torch.arange(num_columns) + padding).clamp(max=longest - 1)
         index_NL = (torch.tensor(prompts)[:, None] * longest + columns_NL).to(device, non_blocking=True)
         if not self.layers:
             self.allocate(prefilled)
-        self._clear(longest)
+        self._clear(num_columns)
         for layer, mine in zip(prefilled.layers, self.layers, strict=True):
             for buffer, states in zip(mine.buffers, (layer.keys, layer.values), strict=True):
                 _copy_prompts(buffer[first_slot:], states.transpose(1, 2).flatten(0, 1), index_NL)

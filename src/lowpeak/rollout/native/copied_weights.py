@@ -37,14 +37,27 @@ def weight_copies(model: nn.Module, dtype: torch.dtype | None, max_bytes: int) -
 
 
 def _cast_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield the fp32 parameters of linear layers, which autocast casts; grouped products of experts take no part in it."""
+    """Yield the fp32 parameters that autocast casts in every use: of plain linear layers.
+
+    Subclasses may use theirs otherwise, and grouped products of experts take no part in autocast.
+    """
+    read_by_dora = {part for layer in model.modules() if _is_dora(layer) for part in layer.modules()}
     for module in model.modules():
-        if isinstance(module, nn.Linear | Conv1D) and not getattr(module, "computes_in_fp32", False):
+        is_cast = type(module) in (nn.Linear, Conv1D) and not getattr(module, "computes_in_fp32", False)
+        if is_cast and module not in read_by_dora:
             for name, parameter in module._parameters.items():
-                # Distributed tensors, which wrap others, stay.
-                is_plain = not hasattr(type(parameter), "__tensor_flatten__")
-                if parameter is not None and is_plain and parameter.dtype == torch.float32:
+                if parameter is not None and _is_plain_fp32(parameter):
                     yield module, name, parameter
+
+
+def _is_dora(layer: nn.Module) -> bool:
+    """Return whether a layer is peft's DoRA, which reads the weights inside of it in fp32, for their norms."""
+    return bool(getattr(layer, "lora_magnitude_vector", None))
+
+
+def _is_plain_fp32(parameter: Tensor) -> bool:
+    # Distributed tensors wrap others.
+    return parameter.dtype == torch.float32 and not hasattr(type(parameter), "__tensor_flatten__")
 
 
 def _copy(parameters: set[nn.Parameter], dtype: torch.dtype, max_bytes: int) -> dict[nn.Parameter, nn.Parameter]:

@@ -75,6 +75,14 @@ def test_a_bucket_is_a_multiple_of_eight_and_adds_a_sixteenth_at_most(number):
     assert bucket_size(bucket) == bucket
 
 
+def test_slots_need_not_have_the_columns_of_a_prompt_that_none_continues():
+    ours, theirs = SlotCache(2 * 10), _prefilled(2, 26, layer=PromptLayer)
+    ours.reserve(2, 10, 0)
+    ours.place(theirs, [1, 1], [26, 4], 0)
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        assert torch.equal(mine.buffers[0][:, :4].transpose(1, 2), other.keys[1:, :, -4:].expand(2, -1, -1, -1))
+
+
 def test_slots_that_are_moved_are_read_before_any_is_written():
     ours, theirs = _filled()
     ours.move([0, 4, 1], [4, 0, 3], 6)

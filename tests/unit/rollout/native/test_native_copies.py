@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from lowpeak.heads.lm_head import install_head
@@ -24,6 +26,23 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=2, vocab_size=64, num_local_experts=4))
 
 
+def dora() -> nn.Module:
+    """DoRA reads the weights of its layers for their norms; all other layers are copied."""
+    model = get_peft_model(tiny_model(), LoraConfig(use_dora=True, init_lora_weights=False, target_modules=["q_proj"]))
+    return model.base_model.model
+
+
+def other_linear() -> nn.Module:
+    class AddsBias(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return F.linear(hidden, self.weight).float() + self.bias
+
+    model = tiny_model()
+    attention = model.model.layers[0].self_attn
+    attention.o_proj = AddsBias(attention.o_proj.in_features, attention.o_proj.out_features)
+    return model
+
+
 def logits(model: nn.Module) -> torch.Tensor:
     ids_BL = torch.arange(21).view(3, 7) % 8
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -34,7 +53,7 @@ def state(model: nn.Module) -> list[object]:
     return [(p, module.__dict__.get("forward")) for module in model.modules() for p in module._parameters.values()]
 
 
-@pytest.mark.parametrize("make", [tiny_model, gpt2, mixtral])
+@pytest.mark.parametrize("make", [tiny_model, gpt2, mixtral, dora, other_linear])
 def test_products_read_copies_with_autocasts_values(make: Callable[[], nn.Module]):
     model = install_head(make().eval())
     expected, before = logits(model), state(model)
