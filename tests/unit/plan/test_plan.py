@@ -83,6 +83,15 @@ def test_a_rollout_has_bf16_copies_of_fp32_weights_within_the_gather_budget():
     assert [found.work.casts_weights for found in works] == [True, False, False]
 
 
+def test_graphs_keep_the_logits_of_all_slots_twice_and_only_where_no_pass_gathers():
+    eager, graphs = (plan("grpo", gather_budget=0, cuda_graphs=captured) for captured in (False, True))
+    assert [found.work.has_graphs for found in (eager, graphs)] == [False, True]
+    kept = tensors(graphs, "rollout") - tensors(eager, "rollout")
+    assert kept == pytest.approx(2 * graphs.work.sequences * SMALL.vocab_size * 4, rel=0.05)
+    assert graphs.seconds["rollout"] < eager.seconds["rollout"]
+    assert not plan("grpo", "fsdp2", cuda_graphs=True).work.has_graphs
+
+
 @pytest.mark.parametrize("kind", mark_extended(list(CONFIGS), ["grpo", "ppo", "sft"]))
 def test_every_algorithm_has_a_plan_whose_kinds_add_up(kind):
     found = plan(kind, **({"beta": 0.1, "gather_budget": 0} if kind in ONLINE else {}))

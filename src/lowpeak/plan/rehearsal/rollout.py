@@ -14,13 +14,14 @@ from lowpeak.plan.rehearsal.storage_meter import StorageMeter, run_methods_insid
 from lowpeak.records import Prompt
 from lowpeak.rollout import TokenDraw
 from lowpeak.rollout.native import (
+    DecodeGraphs,
     DecodeLoop,
+    DecodeStep,
     OutputBuffer,
     PromptQueue,
     SlotCache,
     StopStrings,
     bytes_per_token,
-    text_config,
 )
 
 
@@ -34,20 +35,27 @@ def rehearse_decoding(
 ) -> None:
     """Run the parts of a decode loop in which its memory peaks, with completions of the maximal length.
 
-    When all slots have ended, waiting prompts enter a cache of its full size. CUDA graphs keep the logits of all slots, and their
-    pool as many.
+    When all slots have ended, waiting prompts enter a cache of its full size.
     """
     device, num_rows = torch.device("cpu"), len(prompts) * sampling.num_generations
     output = EndlessOutput(num_rows, sampling.max_new_tokens, frozenset((0,)), StopStrings(None, ()), None, device)
     lengths, max_tokens = [len(prompt.ids) for prompt in prompts], kv_cache_bytes // bytes_per_token(model)
     queue = PromptQueue(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
     with run_methods_inside(SlotCache, {"allocate": partial(meter.counting_as, Kind.KV_CACHE)}):
-        loop = DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output)
-        loop.rehearse_wave()
-        with meter.counting_as(Kind.LOGITS):
-            kept = torch.empty(2, loop.reserved_slots if has_graphs else 0, text_config(model).vocab_size)
-        loop.rehearse_wave()
-        del kept
+        graphs = RehearsedGraphs(lambda run: lambda: None) if has_graphs else None
+        loop = DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output, graphs)
+        for _ in range(2):
+            loop.rehearse_wave()
+
+
+class RehearsedGraphs(DecodeGraphs):
+    """Graphs that capture nothing, and keep the logits of all slots: once for the reader, and once in their pool."""
+
+    def run(self, step: DecodeStep, cache: SlotCache, tokens_N: Tensor, columns_N: Tensor, num_columns: int) -> Tensor:
+        logits_NV = step(tokens_N, columns_N, num_columns)
+        if self._logits_SV is None:
+            self._logits_SV = logits_NV.new_empty(2, cache.num_slots, logits_NV.shape[1])
+        return logits_NV
 
 
 class EndlessOutput(OutputBuffer):

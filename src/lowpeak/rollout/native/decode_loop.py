@@ -80,11 +80,6 @@ class DecodeLoop:
         while self._admit():
             self._step()
 
-    @property
-    def reserved_slots(self) -> int:
-        """Slots of the KV cache; 0 before the first prefill."""
-        return self._cache.num_slots
-
     def rehearse_wave(self) -> None:
         """Admit sequences, run the first step and the last; then end all sequences."""
         last = self.sampling.max_new_tokens - 2
