@@ -160,7 +160,7 @@ def count_step(
         model = Qwen2ForCausalLM(Qwen2Config(**settings, max_position_embeddings=32_768)).eval()
     model.to(torch.bfloat16 if "bf16" in weights else torch.float32)
     compute = torch.autocast(device.type, torch.bfloat16, enabled="fp32" in weights, cache_enabled=False)
-    graphs = DecodeGraphs(lambda run: lambda: None) if "graph" in weights else None
+    graphs = DecodeGraphs(lambda: lambda run: lambda: None) if "graph" in weights else None
     sampling = Sampling(num_generations=_GENERATIONS, max_new_tokens=1024, **filters)
     with FakeTensorMode(allow_non_fake_inputs=True), rehearse_device("cuda"), torch.no_grad(), OneKernelAttention():
         model.to_empty(device=device)

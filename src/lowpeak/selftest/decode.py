@@ -42,7 +42,7 @@ def decoding(bench: Bench) -> str:
     if bench.on_gpu:
         # A graph is compared with the forward that it repeats, bit for bit, when it is captured.
         engine: Any = trainer.collector.engine
-        graphs = engine.graphs = DecodeGraphs(CudaCapture())
+        graphs = engine.graphs = DecodeGraphs(CudaCapture)
         steps["graphs"] = _generate(trainer, prompt, sampling, bench)[0]
         require(
             graphs.is_enabled, "a CUDA graph of the decode step failed, or its logits differ: see the warning above"

@@ -148,7 +148,7 @@ def make_engine(
 
 def _decode_graphs(parts: OnlineParts, device: torch.device, sharded: bool) -> DecodeGraphs | None:
     acts = parts.settings.cuda_graphs and device.type == "cuda" and not sharded
-    return DecodeGraphs(CudaCapture()) if acts and not why_no_graphs(parts.policy) else None
+    return DecodeGraphs(CudaCapture) if acts and not why_no_graphs(parts.policy) else None
 
 
 def vllm_engine(

@@ -42,7 +42,7 @@ def rehearse_decoding(
     lengths, max_tokens = [len(prompt.ids) for prompt in prompts], kv_cache_bytes // bytes_per_token(model)
     queue = PromptQueue(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
     with run_methods_inside(SlotCache, {"allocate": partial(meter.counting_as, Kind.KV_CACHE)}):
-        graphs = RehearsedGraphs(lambda run: lambda: None) if has_graphs else None
+        graphs = RehearsedGraphs(lambda: lambda run: lambda: None) if has_graphs else None
         loop = DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output, graphs)
         for _ in range(2):
             loop.rehearse_wave()

@@ -40,11 +40,13 @@ class DecodeGraphs:
     """CUDA graphs of a rollout's decode steps; `clear` drops them when it ends.
 
     A graph whose logits differ in a bit from those of the forward that it repeats, or a forward that cannot be captured, ends the
-    use of graphs in the run with a warning.
+    use of graphs in the run with a warning. `make_capture` is called for each set of graphs: torch refuses captures into a pool
+    whose graphs are gone while tensors are left in it, such as a cache's.
     """
 
-    capture: Capture
+    make_capture: Callable[[], Capture]
     is_enabled: bool = True
+    _capture: Capture | None = field(default=None, init=False)
     _graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict, init=False)
     _num_steps: Counter[tuple[int, int]] = field(default_factory=Counter, init=False)
     _logits_SV: Tensor | None = field(default=None, init=False)  # of all graphs, for the cache's slots
@@ -52,7 +54,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         self._graphs.clear()
         self._num_steps.clear()
-        self._logits_SV = None
+        self._capture = self._logits_SV = None
 
     def run(self, step: DecodeStep, cache: SlotCache, tokens_N: Tensor, columns_N: Tensor, num_columns: int) -> Tensor:
         """Return the step's logits [N, V], by a graph once its bucket has one."""
@@ -80,7 +82,8 @@ class DecodeGraphs:
         self, step: DecodeStep, tokens_M: Tensor, columns_M: Tensor, seen: int, logits_MV: Tensor, out_MV: Tensor
     ) -> None:
         try:
-            replay = self.capture(lambda: out_MV.copy_(step(tokens_M, columns_M, seen)))
+            self._capture = self._capture or self.make_capture()
+            replay = self._capture(lambda: out_MV.copy_(step(tokens_M, columns_M, seen)))
             replay()
             problem = "" if torch.equal(out_MV, logits_MV) else "a graph's logits differ from the forward's"
         except RuntimeError as error:
@@ -105,7 +108,7 @@ def _padded(values_N: Tensor, number: int) -> Tensor:
 
 
 class CudaCapture:
-    """Capture on a CUDA device, of all graphs into one pool of memory."""
+    """Capture on a CUDA device, of a set of graphs into one pool of memory."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
