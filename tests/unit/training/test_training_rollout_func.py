@@ -143,15 +143,17 @@ def contents(completions):
 
 
 def test_the_function_gets_each_prompt_once_per_completion_and_a_model_ready_to_generate(tmp_path):
-    seen = []
+    seen, dtypes = [], set()
 
     def generate(prompts, trainer):
         seen.append((prompts, [module.training for module in trainer.model.model.modules()]))
+        dtypes.update(parameter.dtype for parameter in trainer.model.parameters())
         return answer()
 
-    run, _ = train(tmp_path, generate, max_steps=2)
+    run, _ = train(tmp_path, generate, max_steps=2, bf16=True)
     assert [prompts for prompts, _ in seen] == [["12=", "12="]] * 2
     assert not any(flag for _, flags in seen for flag in flags)
+    assert dtypes == {torch.float32}  # its own weights, not the copies that the native engine decodes with
     assert all(module.training for module in run.model.modules())
 
 
