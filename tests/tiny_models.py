@@ -115,3 +115,23 @@ def footprint(model: nn.Module) -> list[tuple[object, ...]]:
         )
         for module in model.modules()
     ]
+
+
+TOOL_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'tool' %}<tool>{{ message['content'] }}<eos>"
+    "{% else %}<{{ message['role'] }}>{{ message['content'] }}"
+    "{% for call in message.get('tool_calls') or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}<eos>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tool_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, role tokens, and a chat template that writes tool calls as Qwen's does."""
+    tokenizer = char_tokenizer("".join(map(chr, range(32, 127))) + "\n", chat=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]}, replace_extra_special_tokens=False)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer.chat_template = TOOL_TEMPLATE
+    return tokenizer

@@ -58,6 +58,29 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One turn of a conversation: its tokens, the index of its last one, its reward, and the reply's seconds."""
+
+    num_tokens: int
+    last: int
+    reward: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A completion of several turns: its messages after the prompt, and the environment that replied.
+
+    `has_failed`: the environment raised, so the completion has no reward.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    turns: tuple[Turn, ...]
+    environment: Any = None
+    has_failed: bool = False
+
+
+@dataclass(frozen=True)
 class Completion:
     """C generated tokens of one prompt, with the end-of-sequence token if there is one.
 
@@ -73,6 +96,7 @@ class Completion:
     finish_reason: FinishReason
     prompt_ids: tuple[int, ...] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    conversation: Conversation | None = None
 
     def __len__(self) -> int:
         return self.ids.numel()

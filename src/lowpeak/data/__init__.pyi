@@ -1,3 +1,5 @@
+from lowpeak.data.chat import TEMPLATE_ERRORS as TEMPLATE_ERRORS
+from lowpeak.data.chat import template_options as template_options
 from lowpeak.data.cursor import DatasetCursor as DatasetCursor
 from lowpeak.data.cursor import digest_row as digest_row
 from lowpeak.data.cursor import make_cursor as make_cursor

@@ -156,7 +156,7 @@ class BackgroundLoop:
 
         Raises TimeLimitExceeded if it has blocked the loop for `seconds`; the next call then gets a new loop.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._start())
+        future = self.submit(coroutine)
         try:
             return _result(future, seconds)
         except TimeLimitExceeded:
@@ -166,6 +166,10 @@ class BackgroundLoop:
             # Ctrl-C in the waiting thread ends the coroutine too.
             future.cancel()
             raise
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Return the coroutine's future result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._start())
 
     def _start(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:

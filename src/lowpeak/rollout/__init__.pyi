@@ -1,6 +1,13 @@
 from lowpeak.rollout.engine import RolloutEngine as RolloutEngine
 from lowpeak.rollout.engine import SliceForm as SliceForm
+from lowpeak.rollout.engine import TurnEngine as TurnEngine
 from lowpeak.rollout.engine import check_lengths as check_lengths
 from lowpeak.rollout.function import FunctionEngine as FunctionEngine
+from lowpeak.rollout.pending import GeneratedOnResult as GeneratedOnResult
 from lowpeak.rollout.pending import Pending as Pending
 from lowpeak.rollout.sampling import TokenDraw as TokenDraw
+from lowpeak.rollout.turns import Key as Key
+from lowpeak.rollout.turns import SampledTurn as SampledTurn
+from lowpeak.rollout.turns import TurnQueue as TurnQueue
+from lowpeak.rollout.turns import TurnRequest as TurnRequest
+from lowpeak.rollout.turns import turn_key as turn_key

@@ -12,6 +12,7 @@ from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import SLICE_BYTES, Prompt, Weights, WeightSlice
 from lowpeak.rollout.pending import Pending
+from lowpeak.rollout.turns import TurnQueue
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,15 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release everything; `wake` starts again."""
+
+
+@runtime_checkable
+class TurnEngine(RolloutEngine, Protocol):
+    """An engine that also samples single turns of conversations, which arrive while others are under way."""
+
+    def sample_turns(self, queue: TurnQueue, sampling: Sampling) -> None:
+        """Sample the turns that conversations request, until the queue is closed.
+
+        Turns have the temperature and filters of `sampling`, and their own lengths and keys. On an error all unanswered
+        requests fail.
+        """

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lowpeak.arguments import Sampling
 from lowpeak.device_kind import device_kind, widest_float
-from lowpeak.records import Prompt
 
 _LOW_16 = 0xFFFF
 _LOW_32 = 0xFFFFFFFF
@@ -86,14 +85,12 @@ class UniformDraws:
         shape = (0, 0) if self._is_greedy else (num_rows, sampling.max_new_tokens)
         self._uniforms_RC = torch.empty(shape, dtype=widest_float(device), device=device)
 
-    def make(self, rows: Sequence[int], wave: Sequence[tuple[int, int]], prompts: Sequence[Prompt]) -> None:
-        """Draw for `rows`, each of which is the (prompt, completion) of the same index in `wave`."""
+    def make(self, rows: Sequence[int], keys: Sequence[tuple[int, int]]) -> None:
+        """Draw for `rows` with their keys: a prompt's serial and a completion's number, or those of a later turn."""
         if self._is_greedy:
             return
         device, num_positions = self._uniforms_RC.device, self._uniforms_RC.shape[1]
-        serials = [prompts[prompt].serial for prompt, _ in wave]
-        completions = [self._sampling.first_completion + completion for _, completion in wave]
-        counters = torch.tensor([rows, serials, completions]).to(device)
+        counters = torch.tensor([(row, *key) for row, key in zip(rows, keys, strict=True)]).T.to(device)
         positions_C = torch.arange(num_positions, device=device)
         for part in counters.split(max(1, MAX_DRAWS // num_positions), dim=1):
             self._uniforms_RC[part[0]] = uniforms(self._sampling, part[1], part[2], positions_C)

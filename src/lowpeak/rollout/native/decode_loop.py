@@ -34,7 +34,7 @@ from lowpeak.rollout.native.cache import (
 )
 from lowpeak.rollout.native.decode_graphs import DecodeGraphs
 from lowpeak.rollout.native.output import OutputBuffer
-from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId
+from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, sequence_keys
 from lowpeak.rollout.sampling import TokenDraw, UniformDraws
 
 # Attention implementations that add a mask to the scores accept a prepared mask, made once for all layers; flash kernels do not.
@@ -176,7 +176,7 @@ class DecodeLoop:
         size = self.sampling.num_generations
         sequences = [SequenceId(prompt, completion) for prompt in prompts for completion in range(size)]
         rows = [sequence.prompt * size + sequence.completion for sequence in sequences]
-        self._draws.make(rows, sequences, self.prompts)
+        self._draws.make(rows, sequence_keys(sequences, self.prompts, self.sampling))
         self._inputs.restart(rows)
         rows_N, written_N = self._inputs.rows_N, self._inputs.written_N
         sources_N = torch.arange(len(prompts), device=rows_N.device).repeat_interleave(size)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,9 +29,10 @@ from lowpeak.rollout.native.cache import bytes_per_token, cache_argument, left_m
 from lowpeak.rollout.native.decode_graphs import DecodeGraphs
 from lowpeak.rollout.native.decode_loop import DecodeLoop
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
-from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, Wave, form_waves
+from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, form_waves, sequence_keys
 from lowpeak.rollout.pending import GeneratedOnResult, Pending
 from lowpeak.rollout.sampling import TokenDraw, UniformDraws
+from lowpeak.rollout.turns import Key, TurnQueue, TurnRequest, answer_in_rounds
 
 
 @dataclass(eq=False, repr=False)
@@ -66,6 +67,28 @@ class NativeEngine:
             completions = self._complete(model, prompts, sampling) if prompts else []
         size = sampling.num_generations
         return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
+
+    def sample_turns(self, queue: TurnQueue, sampling: Sampling) -> None:
+        if self.policy_version is None:
+            raise EngineError("The engine has no known weights yet: call load() before sample_turns().")
+        with queue.answering(), self.gather_policy() as model, torch.no_grad():
+            answer_in_rounds(queue, partial(self._sample_round, model, sampling))
+
+    def _sample_round(self, model: nn.Module, sampling: Sampling, requests: Sequence[TurnRequest]) -> list[Completion]:
+        """Return the turns of all requests, in waves that fit the KV cache."""
+        new = max(request.max_tokens for request in requests)
+        sampling = replace(sampling, num_generations=1, max_new_tokens=new)
+        max_tokens = self.kv_cache_bytes() // bytes_per_token(model)
+        ends = (end_token_ids(model, self.tokenizer, sampling), StopStrings(self.tokenizer, sampling.stop))
+        device = self.device or next(model.parameters()).device
+        turns: dict[int, Completion] = {}
+        for wave in form_waves([len(request.ids) for request in requests], 1, new, max_tokens):
+            indices = [sequence.prompt for sequence in wave]
+            output = OutputBuffer(len(wave), new, *ends, self.on_tokens, device)
+            ids, keys = [requests[i].ids for i in indices], [requests[i].key for i in indices]
+            decode_by_generate(model, ids, keys, sampling, output)
+            turns.update(zip(indices, output.completions(), strict=True))
+        return [turns[i] for i in range(len(requests))]
 
     @contextmanager
     def keep_gathered(self) -> Iterator[nn.Module]:
@@ -111,7 +134,8 @@ class NativeEngine:
         completions: dict[SequenceId, Completion] = {}
         for wave in form_waves(*shape):
             output = OutputBuffer(len(wave), sampling.max_new_tokens, *ends, self.on_tokens, device)
-            decode_by_generate(model, wave, prompts, sampling, output)
+            ids = [prompts[sequence.prompt].ids for sequence in wave]
+            decode_by_generate(model, ids, sequence_keys(wave, prompts, sampling), sampling, output)
             completions.update(zip(wave, output.completions(), strict=True))
         return [completions[sequence] for sequence in sorted(completions)]
 
@@ -141,17 +165,16 @@ def unsupported_reason(model: nn.Module) -> str | None:
 
 
 def decode_by_generate(
-    model: nn.Module, wave: Wave, prompts: Sequence[Prompt], sampling: Sampling, output: OutputBuffer
+    model: nn.Module, ids: Sequence[Sequence[int]], keys: Sequence[Key], sampling: Sampling, output: OutputBuffer
 ) -> None:
-    """Generate the sequences of `wave` into `output`, as `DecodeLoop.run` does."""
+    """Generate after these prompts into `output`, as `DecodeLoop.run` does; `keys` are those of the random numbers."""
     device = output.device
-    ids = [prompts[sequence.prompt].ids for sequence in wave]
     lengths = [len(x) for x in ids]
     mask_NL = left_mask(lengths, device)
     driver = transformers_model(model)
-    draws = UniformDraws(len(wave), sampling, device)
-    draws.make(range(len(wave)), wave, prompts)
-    chooser = _TokenChooser(sampling, draws, output, len(wave))
+    draws = UniformDraws(len(ids), sampling, device)
+    draws.make(range(len(ids)), keys)
+    chooser = _TokenChooser(sampling, draws, output, len(ids))
     with _use_generation_config(driver, GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)):
         driver.generate(
             input_ids=(input_ids := left_pad(ids, device)),

@@ -6,7 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
+from lowpeak.records import Prompt
+from lowpeak.rollout.turns import Key
 
 
 class SequenceId(NamedTuple):
@@ -17,6 +20,12 @@ class SequenceId(NamedTuple):
 
 
 Wave = list[SequenceId]
+
+
+def sequence_keys(sequences: Sequence[SequenceId], prompts: Sequence[Prompt], sampling: Sampling) -> list[Key]:
+    """Return the keys of the sequences' random numbers: prompt's serial and completion's number."""
+    first = sampling.first_completion
+    return [(prompts[prompt].serial, first + completion) for prompt, completion in sequences]
 
 
 class PromptQueue:

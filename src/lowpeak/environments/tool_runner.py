@@ -1,0 +1,80 @@
+"""Calls of tools off the engine's thread, with a time limit and a bounded number of threads."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from lowpeak.errors import EngineError
+
+
+class ToolTimeoutError(Exception):
+    """A call that did not return within its time limit."""
+
+
+class ToolRunner:
+    """Runs functions on the event loop of its caller (`async def`), or in at most `num_threads` daemon threads.
+
+    A call that exceeds `timeout` seconds is cancelled. Python cannot stop a thread: it is abandoned and counted in
+    `num_abandoned`, and more than `num_threads` of them end the run.
+    """
+
+    def __init__(self, timeout: float | None, num_threads: int = 32) -> None:
+        self.num_abandoned = 0
+        self._timeout, self._num_threads = timeout, num_threads
+        self._threads: asyncio.Semaphore | None = None
+
+    async def run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Return `function(**arguments)`; ToolTimeoutError if it takes too long, EngineError if too many threads hang."""
+        call = partial(function, **arguments)
+        if inspect.iscoroutinefunction(function):
+            return await self._limited(call())
+        if self._threads is None:
+            self._threads = asyncio.Semaphore(self._num_threads)
+        async with self._threads:
+            future = _start(call)
+            try:
+                return await self._limited(asyncio.shield(asyncio.wrap_future(future)))
+            except ToolTimeoutError:
+                self.num_abandoned += not future.done()
+                if self.num_abandoned > self._num_threads:
+                    raise EngineError(
+                        f"{self.num_abandoned} calls of tools exceeded tool_timeout={self._timeout} and still run in their "
+                        "threads: make the tools end by themselves, or set tool_isolation='process'."
+                    ) from None
+                raise
+
+    async def _limited(self, awaitable: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout) as limit:
+                return await awaitable
+        except TimeoutError:
+            if limit.expired():
+                raise ToolTimeoutError(f"no result within {self._timeout:g} seconds") from None
+            raise
+
+
+async def call_method(method: Callable[..., Any], runner: ToolRunner, **arguments: Any) -> Any:
+    """Return an environment's `method(**arguments)`, in a thread of the runner unless it is `async def`."""
+    if inspect.iscoroutinefunction(method):
+        return await method(**arguments)
+    return await runner.run(method, arguments)
+
+
+def _start(call: Callable[[], Any]) -> Future[Any]:
+    """Run the call in a daemon thread, which does not keep the process alive."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="lowpeak-tool", daemon=True).start()
+    return future

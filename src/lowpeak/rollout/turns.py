@@ -1,0 +1,162 @@
+"""Turns of conversations: requests that arrive while a rollout runs, and the queue from which an engine takes them.
+
+A conversation asks for one turn after another. A turn is a pure function of the weights and of its request: neither slots, ranks,
+nor the order of arrival change its random numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lowpeak.errors import EngineError
+from lowpeak.records import Completion, FinishReason
+
+Key = tuple[int, int]  # two 32-bit words of the counter of a turn's random numbers
+
+
+class SampledTurn(NamedTuple):
+    """The tokens of one turn, its end token among them, with their log-probs."""
+
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+
+
+@dataclass(eq=False)
+class TurnRequest:
+    """One turn to sample after `ids`, the whole conversation so far, with at most `max_tokens` tokens.
+
+    `conversation` is its prompt's serial number and its completion's number.
+    """
+
+    conversation: Key
+    ids: Sequence[int]
+    max_tokens: int
+    key: Key
+    answer: Future[SampledTurn] = field(default_factory=Future)
+
+
+class Arrivals(NamedTuple):
+    """What has arrived since the last look: new requests, requests that nobody waits for, conversations that have ended."""
+
+    requests: list[TurnRequest]
+    cancelled: list[TurnRequest]
+    ended: list[Key]
+    is_closed: bool
+
+
+class TurnQueue:
+    """The way from conversations, in any thread, to the engine that samples their turns.
+
+    answer = queue.submit(request)          # any thread; also cancel, end
+    queue.close()                           # once the last conversation has ended
+
+    with queue.answering():                 # the engine's thread
+        while not (arrivals := queue.take(wait=not running)).is_closed:
+            ...
+            request.answer.set_result(turn)
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open: dict[int, TurnRequest] = {}  # unanswered requests by identity
+        self._arrivals = Arrivals([], [], [], False)
+
+    def submit(self, request: TurnRequest) -> Future[SampledTurn]:
+        """Return the request's answer; EngineError is its result if the engine fails, or has ended."""
+        # A future that runs cannot be cancelled by its waiter: the engine alone ends it.
+        request.answer.set_running_or_notify_cancel()
+        with self._changed:
+            if self._arrivals.is_closed:
+                request.answer.set_exception(EngineError("the rollout is over: no further turn is sampled."))
+                return request.answer
+            self._open[id(request)] = request
+            self._arrivals.requests.append(request)
+            self._changed.notify()
+        request.answer.add_done_callback(lambda _: self._open.pop(id(request), None))
+        return request.answer
+
+    def cancel(self, request: TurnRequest) -> None:
+        """Tell the engine that nobody waits for the answer."""
+        with self._changed:
+            self._arrivals.cancelled.append(request)
+            self._changed.notify()
+
+    def end(self, conversation: Key) -> None:
+        """Tell the engine that a conversation makes no further request, so that it can drop what it kept of it."""
+        with self._changed:
+            self._arrivals.ended.append(conversation)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the rollout: no conversation is left."""
+        with self._changed:
+            self._arrivals = self._arrivals._replace(is_closed=True)
+            self._changed.notify()
+
+    def take(self, wait: bool, seconds: float | None = None) -> Arrivals:
+        """Return what has arrived; with `wait` not before something has, or `seconds` have passed."""
+        with self._changed:
+            if wait:
+                self._changed.wait_for(self._has_changed, seconds)
+            taken = self._arrivals
+            self._arrivals = Arrivals([], [], [], taken.is_closed)
+            return taken
+
+    def _has_changed(self) -> bool:
+        return any(self._arrivals)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Close the queue after the block, and fail the requests that it left unanswered."""
+        failure: BaseException = EngineError("the rollout is over: no further turn is sampled.")
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self.close()
+            for request in list(self._open.values()):
+                if not request.answer.done():
+                    request.answer.set_exception(failure)
+
+
+def turn_key(conversation: Key, completion_ids: Sequence[int]) -> Key:
+    """Return the key of the turn after these tokens of a completion; the first turn's is the conversation itself.
+
+    So a conversation of one turn draws what `generate` draws.
+    """
+    if not completion_ids:
+        return conversation
+    digest = hashlib.blake2b(array("q", [*conversation, *completion_ids]).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def answer_in_rounds(queue: TurnQueue, sample: Callable[[Sequence[TurnRequest]], Sequence[Completion]]) -> None:
+    """Answer until the queue is closed, for an engine that cannot admit requests while it samples.
+
+    A round waits until every conversation that began has a request or has ended. A turn is cut to its `max_tokens`.
+    """
+    waiting: dict[Key, TurnRequest] = {}
+    live: set[Key] = set()
+    while True:
+        arrivals = queue.take(wait=not live or len(waiting) < len(live))
+        waiting |= {request.conversation: request for request in arrivals.requests}
+        live = (live | waiting.keys()) - set(arrivals.ended)
+        if waiting and waiting.keys() >= live:
+            requests = list(waiting.values())
+            waiting.clear()
+            for request, turn in zip(requests, sample(requests), strict=True):
+                room = request.max_tokens
+                reason: FinishReason = turn.finish_reason if len(turn) <= room else "length"
+                request.answer.set_result(SampledTurn(turn.ids.tolist()[:room], turn.logprobs.tolist()[:room], reason))
+        elif arrivals.is_closed:
+            return
