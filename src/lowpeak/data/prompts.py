@@ -24,7 +24,12 @@ from lowpeak.records import Prompt
 Overlong = Literal["error", "drop"]
 
 # Keywords of every reward besides the columns; a column of the same name would replace one of them.
-REWARD_KEYWORDS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+REWARD_KEYWORDS = frozenset(
+    {
+        *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
+        *("environments", "conversations"),
+    }
+)
 VISION_COLUMNS = frozenset({"image", "images"})
 
 

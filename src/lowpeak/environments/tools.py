@@ -1,7 +1,8 @@
 """TRL's `tools=` and `environment_factory=` as environments: functions that the policy calls by their schemas.
 
 The contract is TRL's: a tool's result becomes a message with role "tool" and the text of the result, an exception the text of
-{"error": message}. Every public method of an environment but `reset` and `get_reward` is a tool.
+{"error": message}. Every public method of an environment but `reset` and `get_reward` is a tool. Beyond TRL: `get_turn_reward`
+is the reward of the turn whose calls were run, `close` is called at the end, and `reset` gets a `seed` if it names one.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from lowpeak.environments.calls import Call, ParsedTurn
 from lowpeak.environments.environment import Environment, Opening, Reply
 from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError
 from lowpeak.errors import ArgumentError, DataError, EngineError
+from lowpeak.records import Conversation
 from lowpeak.rewards import FunctionReward
 
 logger = logging.getLogger(__name__)
 
-_NOT_TOOLS = ("reset", "get_reward", "close")
+_NOT_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
 
 
 def tool_schemas(functions: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]]:
@@ -95,7 +97,10 @@ class ToolEnvironment(Environment):
         self._num_iterations += 1
         results = await asyncio.gather(*(self._run(call) for call in turn.calls))
         named = zip(turn.calls, results, strict=True)
-        return Reply([{"role": "tool", "name": call.name, "content": text} for call, text in named])
+        messages = [{"role": "tool", "name": call.name, "content": text} for call, text in named]
+        if not hasattr(self.instance, "get_turn_reward"):
+            return Reply(messages)
+        return Reply(messages, await self._runner.run(self.instance.get_turn_reward, {}))
 
     async def _run(self, call: Call) -> str:
         """Return the text of a call's result, or of its error."""
@@ -161,8 +166,11 @@ class Toolset:
         return [*self._tools.values(), *methods]
 
     def rewards(self) -> list[FunctionReward]:
-        """Return a reward for each class of environment that has `get_reward`, with its name."""
-        classes = dict.fromkeys(type(pool[0]) for pool in self._pool.values() if hasattr(pool[0], "get_reward"))
+        """Return a reward for each class of environment that has `get_reward` or `get_turn_reward`, with its name."""
+        names = ("get_reward", "get_turn_reward")
+        classes = dict.fromkeys(
+            type(pool[0]) for pool in self._pool.values() if any(hasattr(pool[0], name) for name in names)
+        )
         return [FunctionReward(_reward_of(cls, self.counts), cls.__name__) for cls in classes]
 
     def start(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[ToolEnvironment, dict[str, Any]]]:
@@ -211,20 +219,32 @@ class Toolset:
 
 
 def _reward_of(cls: type[Any], counts: Counter[str]) -> Callable[..., Any]:
-    """Return a reward function of the environments of a class; None for others, and for one that fails."""
+    """Return a reward function of the environments of a class; None for others, and for one that fails.
 
-    async def read(environment: Any) -> float | None:
+    With rewards of turns the value is a list with one number per token: `get_reward` counts at the last token.
+    """
+
+    async def read(conversation: Conversation, num_tokens: int) -> float | list[float] | None:
+        environment, turns = conversation.environment, conversation.turns
         if type(environment) is not cls:
             return None
         try:
-            reward = environment.get_reward()
-            return await reward if inspect.isawaitable(reward) else reward
+            reward = environment.get_reward() if hasattr(cls, "get_reward") else 0.0
+            reward = await reward if inspect.isawaitable(reward) else reward
         except Exception as error:
             counts["environment_failures"] += 1
             logger.warning("%s.get_reward raised %s: %s", cls.__name__, type(error).__name__, error)
             return None
+        if reward is None or all(turn.reward is None for turn in turns):
+            return reward
+        values = [0.0] * num_tokens
+        for turn in turns:
+            values[turn.last] += turn.reward or 0.0
+        values[turns[-1].last] += reward
+        return values
 
-    async def get_reward(environments: Sequence[Any], **keywords: Any) -> list[float | None]:
-        return list(await asyncio.gather(*map(read, environments)))
+    async def get_reward(conversations: Sequence[Conversation], completion_ids: Sequence[list[int]]) -> list[Any]:
+        pairs = zip(conversations, completion_ids, strict=True)
+        return list(await asyncio.gather(*(read(conversation, len(ids)) for conversation, ids in pairs)))
 
     return get_reward

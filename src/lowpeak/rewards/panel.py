@@ -258,7 +258,7 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     ids = [completion.ids.tolist() for _, completion in pairs]
     texts = tuple(decode(tokens) for tokens in ids)
-    fields = [{**prompt.columns, **completion.extra, **_environment(completion)} for prompt, completion in pairs]
+    fields = [{**prompt.columns, **completion.extra, **_of_conversation(completion)} for prompt, completion in pairs]
     return RewardInputs(
         prompts=[prompt.source for prompt, _ in pairs],
         completions=[_in_format_of(*pair, text) for pair, text in zip(pairs, texts, strict=True)],
@@ -275,10 +275,13 @@ def _columns(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [values.get(name) for values in fields] for name in names}
 
 
-def _environment(completion: Completion) -> dict[str, Any]:
-    """Return the keyword of rewards for the environments, if the completion has one."""
-    environment = None if completion.conversation is None else completion.conversation.environment
-    return {} if environment is None else {"environments": environment}
+def _of_conversation(completion: Completion) -> dict[str, Any]:
+    """Return the keywords of rewards for a conversation: itself, and its environment if it has one."""
+    conversation = completion.conversation
+    if conversation is None:
+        return {}
+    environment = conversation.environment
+    return {"conversations": conversation} | ({} if environment is None else {"environments": environment})
 
 
 def _in_format_of(prompt: Prompt, completion: Completion, text: str) -> str | list[dict[str, Any]]:
