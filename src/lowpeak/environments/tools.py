@@ -18,7 +18,8 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lowpeak.arguments import ToolSettings
-from lowpeak.environments.calls import Call, ParsedTurn
+from lowpeak.environments.append import TurnAppender
+from lowpeak.environments.calls import Call, CallParser, ParsedTurn
 from lowpeak.environments.environment import Environment, Opening, Reply
 from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError
 from lowpeak.errors import ArgumentError, DataError, EngineError
@@ -164,6 +165,14 @@ class Toolset:
         """All tools: functions, and the methods of each environment."""
         methods = [method for pool in self._pool.values() for method in public_methods(pool[0]).values()]
         return [*self._tools.values(), *methods]
+
+    def check_template(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
+        """Raise DataError if the chat template does not write calls in a form that can be read, or no results."""
+        for schemas in self._schemas.values():
+            if schemas:
+                CallParser(tokenizer, (), {**options, "tools": schemas})
+                result = {"role": "tool", "name": schemas[0]["function"]["name"], "content": "43"}
+                TurnAppender(tokenizer, (), {**options, "tools": schemas}).append(0, [result])
 
     def rewards(self) -> list[FunctionReward]:
         """Return a reward for each class of environment that has `get_reward` or `get_turn_reward`, with its name."""

@@ -142,6 +142,8 @@ def prepare_online(
         )
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     check_special_tokens(tokenizer, num_embeddings(policy))
+    if toolset is not None:
+        toolset.check_template(tokenizer, settings.prompts.chat_template_kwargs)
     reference = _load_reference(policy, inputs, settings, args, tokenizer, "reference" in algorithm.needs)
     attach_extra_modules(policy, inputs.model, args)
     convert_trainable(policy, settings.model)

@@ -21,7 +21,7 @@ from lowpeak.checkpoint import (
     capture_rng_state,
     learning_arguments,
 )
-from lowpeak.data import check_prompt_columns, read_eval_prompts
+from lowpeak.data import check_message_prompts, check_prompt_columns, environment_prompts, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
@@ -123,6 +123,10 @@ class OnlineTrainer(StepTrainer):
         **unsupported: Any,
     ) -> None:
         reject_unsupported(self, unsupported)
+        if rollout_func is not None and (tools or environment_factory):
+            raise ArgumentError(
+                "rollout_func generates the completions itself: remove it, or tools and environment_factory."
+            )
         check_kinds(
             reward_processing_classes=reward_processing_classes,
             callbacks=callbacks,
@@ -134,7 +138,10 @@ class OnlineTrainer(StepTrainer):
         args = make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
         with Ranks(args.device).propagate_errors():
-            check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_prompt_columns)
+            if environment_factory is not None:
+                train_dataset = environment_prompts(train_dataset, environment_factory)
+            check_row = check_message_prompts if tools or environment_factory else check_prompt_columns
+            check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_row)
             check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
             inputs = OnlineInputs(
