@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from lowpeak.checkpoint import (
     RunState,
     capture_rng_state,
+    check_none_in_flight,
     check_run_identity,
     load_run_state,
     lock_run_folder,
@@ -144,13 +145,14 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         self.scratch, self.unlogged_metrics = StepScratch(), {}
         self.run.tracker.pop_uses()
         ranks = self.run.strategy.ranks
-        ranks.call_on_first(self.run.journal.check)
+        ranks.call_on_first(self.run.journal.begin_run)
         checkpoint = ranks.call_on_first(lambda: find_resume_checkpoint(output_dir, resume_from_checkpoint, self.args))
         self.resumed = None
         if checkpoint is not None:
             verify_manifest(checkpoint, ranks.processes)
             with ranks.propagate_errors():
                 self.resumed = load_run_state(checkpoint, self.args.process_index)
+                check_none_in_flight(self.resumed, checkpoint)
                 check_checkpoint_name(checkpoint, output_dir, self.resumed.policy_version)
                 check_training_state(checkpoint, self.run)
                 check_run_identity(self.resumed.identity, self.identity(), checkpoint, self.resumed.in_rollout)

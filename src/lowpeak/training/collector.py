@@ -84,11 +84,12 @@ class RolloutCollector:
         if coefficients is None:
             coefficients = algorithm.coefficients()
         records, score_metrics = score_rollout(self.context, records, coefficients, settings)  # stages 7 to 9
-        return self._report(number, rewarded, selected, records, score_metrics)
+        return self._report(number, policy_version, rewarded, selected, records, score_metrics)
 
     def _report(
         self,
         number: int,
+        policy_version: int,
         rewarded: RewardedCompletions,
         selected: Sequence[int],
         records: tuple[Record, ...],
@@ -101,8 +102,9 @@ class RolloutCollector:
         for i, record in zip(selected, records, strict=True):
             reported[i] = record
         num_tokens = sum(len(record.prompt_ids) + record.completion.num_written for record in rewarded.records)
-        rows = completion_rows(rewarded, reported, self.panel.names)
-        return Rollout(number, records, metrics, rows, num_tokens, tuple(selected))
+        rows = completion_rows(rewarded, reported, self.panel.names, policy_version)
+        numbered = tuple({"rollout": number} | row for row in rows)
+        return Rollout(number, records, metrics, numbered, num_tokens, tuple(selected))
 
     def _reset_counters(self) -> None:
         """Exclude the work of an evaluation."""

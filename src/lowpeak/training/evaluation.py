@@ -99,8 +99,11 @@ def evaluate_prompts(
     seconds = time.perf_counter() - start
     metrics[f"{prefix}_runtime"] = seconds
     metrics[f"{prefix}_samples_per_second"] = len(prompts) / seconds
-    rows = [{"decoding": "greedy", **row} for row in completion_rows(one, one.records, names)]
-    rows += [{"decoding": "sampled", **row} for row in completion_rows(many, many.records, names)]
+    rows = [
+        {"decoding": decoding, **row}
+        for decoding, rewarded in (("greedy", one), ("sampled", many))
+        for row in completion_rows(rewarded, rewarded.records, names, trainer_state.global_step)
+    ]
     return Evaluation(metrics, tuple(rows))
 
 

@@ -191,7 +191,7 @@ def test_an_exception_counts_for_every_row_and_its_half_written_log_is_dropped(c
     assert [record.reward for record in result.records] == [1.0] * 4
     assert result.metrics["rewards/breaks/failed"].value() == 4
     assert result.metrics["rewards/<lambda>/failed"].value() == 0
-    assert result.columns == {}
+    assert result.extra == {}
     assert "seen" not in result.metrics
     # asyncio may log the tasks of an earlier test's stopped loop when they are collected.
     (warning,) = [record for record in caplog.records if record.name.startswith("lowpeak")]
