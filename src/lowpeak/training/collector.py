@@ -26,9 +26,10 @@ from lowpeak.rewards import (
 )
 from lowpeak.rollout import Pending, RolloutEngine
 from lowpeak.rollout.native import bytes_per_token
+from lowpeak.training.journal_rows import completion_rows
 from lowpeak.training.memory_errors import explain_out_of_memory
 from lowpeak.training.recovery import Demand, attempts
-from lowpeak.training.rollout import Rollout, RolloutStats, completion_rows, length_metrics, score_rollout
+from lowpeak.training.rollout import Rollout, RolloutStats, length_metrics, score_rollout
 from lowpeak.training.run import RunContext
 from lowpeak.training.weight_sync import WeightSync
 

@@ -28,8 +28,8 @@ from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards import RewardedCompletions, merge_rewarded_completions, warn_of_unrewarded
 from lowpeak.training.collector import RolloutCollector, with_reward_statistics
+from lowpeak.training.journal_rows import completion_rows
 from lowpeak.training.rollout import (
-    completion_rows,
     length_metrics,
     score_records,
     with_advantages,

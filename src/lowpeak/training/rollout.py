@@ -1,12 +1,11 @@
 """A rollout: its records as micro-batches, and its report.
 
 Stages 7 to 9 score the records without gradients and compute their advantages, stage 10 forms the micro-batches of a step. The
-report is metrics of lengths and of the engine, and journal rows.
+report is metrics of lengths and of the engine.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -20,8 +19,7 @@ from lowpeak.arguments import RolloutSettings
 from lowpeak.batching import TokenBudget, assign_to_ranks, masked_batch, num_loss_tokens, pack, scatter
 from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
-from lowpeak.records import Completion, Metric, MicroBatch, Record, Unit, merge_metrics
-from lowpeak.rewards import RewardedCompletions
+from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
 from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.recovery import attempts
 from lowpeak.training.run import Run, RunContext
@@ -344,60 +342,3 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, Metric]:
         f"min_{name}": Metric(min(values), 1.0, "min"),
         f"max_{name}": Metric(max(values), 1.0, "max"),
     }
-
-
-def completion_rows(
-    rewarded: RewardedCompletions, records: Sequence[Record], names: Sequence[str], policy_version: int
-) -> tuple[dict[str, object], ...]:
-    """Return one row per completion, for the journal and for tables; `policy_version` generated those that have no own.
-
-    `turns` are those of a completion with several. `extra` are the values of `log_extra`, `columns` the dataset's.
-    """
-    rows = []
-    for i, record in enumerate(records):
-        counted = record.advantages[record.completion.loss_mask] if record.advantages is not None else torch.zeros(0)
-        generated = rewarded.records[i].completion  # its loss mask is that of before stage 7
-        turns = _turns(generated, policy_version)
-        extra, columns = (_row(values, i) for values in (rewarded.extra, rewarded.columns))
-        rows.append(
-            {
-                "group": record.group,
-                "prompt": rewarded.prompts[i],
-                "completion": rewarded.completions[i],
-                "policy_version": turns[0]["policy_version"] if turns else policy_version,
-                "num_tokens": generated.num_written,
-                "finish_reason": record.completion.finish_reason,
-                **({"turns": turns} if len(turns) > 1 else {}),
-                "rewards": dict(zip(names, map(_or_none, record.rewards), strict=True)),
-                "reward": _or_none(record.reward),
-                "advantage": _rounded(counted.mean()) if counted.numel() else 0.0,
-                **({"extra": extra} if extra else {}),
-                **({"columns": columns} if columns else {}),
-            }
-        )
-    return tuple(rows)
-
-
-def _turns(completion: Completion, policy_version: int) -> list[dict[str, int]]:
-    """Return the policy version and the number of tokens of each range of tokens that the policy generated."""
-    is_generated, lengths = torch.unique_consecutive(completion.loss_mask, return_counts=True)
-    starts = lengths.cumsum(0) - lengths
-    versions = completion.policy_versions
-    return [
-        {"policy_version": policy_version if versions is None else int(versions[start]), "num_tokens": length}
-        for counts, start, length in zip(is_generated.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-        if counts
-    ]
-
-
-def _row(columns: Mapping[str, Sequence[object]], index: int) -> dict[str, object]:
-    return {name: values[index] for name, values in columns.items()}
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
-def _rounded(value: Tensor) -> float:
-    """Return a float32 with the 9 digits that tell it from others."""
-    return float(f"{value.item():.9g}")

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from lowpeak.records import Completion, Record
 from lowpeak.rewards.panel import RewardedCompletions
-from lowpeak.training.rollout import completion_rows
+from lowpeak.training.journal_rows import completion_rows
 from small_runs import SAVED, TOKENIZER, journal, make, ones, rows, trained
 from tiny_models import char_tokenizer, tiny_model
 
