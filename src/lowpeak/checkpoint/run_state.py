@@ -164,7 +164,10 @@ def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
             "extras": _write_records(folder / ROLLOUT_FILE, state.rollout.records),
         }
     if state.in_flight:
-        plain["in_flight"] = [_write_in_flight(folder, each) for each in state.in_flight]
+        plain["in_flight"] = [
+            {**vars(each), "records": _write_records(_in_flight_file(folder, each.number), each.records)}
+            for each in state.in_flight
+        ]
     (folder / STATE_FILE).write_text(json.dumps(plain), encoding="utf-8")
 
 
@@ -181,25 +184,29 @@ def load_run_state(folder: Path, rank: int = 0) -> RunState:
                 "Upgrade lowpeak to the version that wrote it."
             )
         shared = {name: plain[name] for name in (*_PLAIN, "policy_version")}
-        packed, in_flight, world_size = plain["rollout"], plain.get("in_flight", []), plain.get("world_size", 1)
+        packed, others, world_size = plain["rollout"], plain.get("in_flight", []), plain.get("world_size", 1)
     rollout = None
     if packed is not None:
         records = _read_records(folder / ROLLOUT_FILE, packed["extras"])
         rollout = SavedRollout(records, packed["number"], packed["steps_used"])
-    others = tuple(_read_in_flight(folder, each) for each in in_flight)
+    in_flight = tuple(
+        RolloutInFlight(**each | {"records": _read_records(_in_flight_file(folder, each["number"]), each["records"])})
+        for each in others
+    )
     random: dict[str, Any] = {}
     if rank < world_size:
         with explain_read_errors(_random_file(folder, rank)):
             random = torch.load(io.BytesIO(_random_file(folder, rank).read_bytes()), weights_only=True)
-    return RunState(**shared, rollout=rollout, in_flight=others, random=random, world_size=world_size)
+    return RunState(**shared, rollout=rollout, in_flight=in_flight, random=random, world_size=world_size)
 
 
 def check_none_in_flight(state: RunState, checkpoint: Path) -> None:
     """Raise CheckpointError for rollouts in flight, which no trainer of this version continues."""
     if state.in_flight:
+        numbers = ", ".join(str(each.number) for each in state.in_flight)
         raise CheckpointError(
-            f"{checkpoint} has {len(state.in_flight)} rollouts that were under generation, which this version of lowpeak cannot "
-            "continue: resume with the version that wrote it."
+            f"{checkpoint} has rollouts that are not complete ({numbers}), which this version of lowpeak cannot continue: resume "
+            "with the version that wrote it."
         )
 
 
@@ -213,21 +220,6 @@ def _write_records(path: Path, records: Sequence[Record]) -> list[dict[str, Any]
 def _read_records(path: Path, extras: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
     with explain_read_errors(path):
         return unpack_records(safetensors.torch.load(path.read_bytes()), extras)
-
-
-def _write_in_flight(folder: Path, rollout: RolloutInFlight) -> dict[str, Any]:
-    return {
-        "number": rollout.number,
-        "policy_version": rollout.policy_version,
-        "cursor": json_checked("cursor", rollout.cursor),
-        "num_prompts": rollout.num_prompts,
-        "extras": _write_records(_in_flight_file(folder, rollout.number), rollout.records),
-    }
-
-
-def _read_in_flight(folder: Path, entry: Mapping[str, Any]) -> RolloutInFlight:
-    records = _read_records(_in_flight_file(folder, entry["number"]), entry["extras"])
-    return RolloutInFlight(**{name: value for name, value in entry.items() if name != "extras"}, records=records)
 
 
 def _in_flight_file(folder: Path, number: int) -> Path:

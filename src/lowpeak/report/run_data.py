@@ -226,7 +226,8 @@ def _completion(row: Mapping[str, Any], prompts: dict[str, int], tokens: Mapping
 
 def _facts(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the other values of a completion by name: group, policy versions, rewards, extras, dataset columns."""
-    row_format = _number(row.get("format")) or 1
+    # In format 1, a reward of this name is a float.
+    row_format = row["format"] if type(row.get("format")) is int else 1
     if row_format > FORMAT:
         raise ArgumentError(
             f"The journal has completions of format {row_format}, and this version of lowpeak reads up to {FORMAT}: upgrade "

@@ -24,7 +24,7 @@ _NAME = "completions"  # of the table in a tracker, as in TRL
 
 def print_completions(rows: Rows, step: int, *, most: int | None = None, unique: bool = False) -> None:
     """Print a table of the first `most` rows (None: all); with `unique`, one of each group."""
-    shown = _table(rows, unique)[:most]
+    shown = [_cells(row) for row in select_rows(rows, unique=unique)[:most]]
     if not shown:
         return
     columns = [*shown[0]]
@@ -41,7 +41,7 @@ def track_completions(rows: Rows, step: int, callbacks: Iterable[TrainerCallback
 
     A tracker that raises is named in a warning, and training goes on.
     """
-    shown = _table(rows, unique)
+    shown = [_cells(row) for row in select_rows(rows, unique=unique)]
     for callback in callbacks:
         send = next((send for kind, send in _TRACKERS if isinstance(callback, kind)), None)
         if send is None or not shown:
@@ -63,10 +63,6 @@ def select_rows(rows: Rows, *, unique: bool) -> list[Mapping[str, object]]:
     for row in rows:
         firsts.setdefault(row["group"], row)
     return list(firsts.values())
-
-
-def _table(rows: Rows, unique: bool) -> list[dict[str, Any]]:
-    return [_cells(row) for row in select_rows(rows, unique=unique)]
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from lowpeak.records import Completion, Record
 from lowpeak.rewards import RewardedCompletions
@@ -36,7 +35,8 @@ def completion_rows(
                 **({"turns": turns} if len(turns) > 1 else {}),
                 "rewards": dict(zip(names, map(_or_none, record.rewards), strict=True)),
                 "reward": _or_none(record.reward),
-                "advantage": _rounded(counted.mean()) if counted.numel() else 0.0,
+                # Nine digits tell a float32 from all others.
+                "advantage": float(f"{counted.mean().item():.9g}") if counted.numel() else 0.0,
                 **({"extra": extra} if extra else {}),
                 **({"columns": columns} if columns else {}),
             }
@@ -62,8 +62,3 @@ def _row(columns: Mapping[str, Sequence[object]], index: int) -> dict[str, objec
 
 def _or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _rounded(value: Tensor) -> float:
-    """Return a float32 with the 9 digits that tell it from others."""
-    return float(f"{value.item():.9g}")
