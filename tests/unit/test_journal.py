@@ -214,10 +214,13 @@ def test_files_are_bounded_whole_rollouts_in_the_order_of_their_names(tmp_path, 
 
 
 @pytest.mark.parametrize("step", [0, 3, 9, 10, 20])
-def test_a_resumed_run_loses_later_lines_of_all_files(tmp_path, small_files, step):
+@pytest.mark.parametrize("killed_at", ["a line", "the name of a full file"])
+def test_a_resumed_run_loses_later_lines_of_all_files(tmp_path, small_files, step, killed_at):
     write_run(tmp_path, 20)
     with (tmp_path / "rollouts.jsonl").open("a") as file:
         file.write('{"step":21,"comp')
+    if killed_at != "a line":
+        (tmp_path / "rollouts.jsonl").rename(tmp_path / "rollouts.00007.jsonl")
     journal = Journal(tmp_path)
     journal.resume_at(step)
     assert all(path.stat().st_size for path in tmp_path.iterdir())
