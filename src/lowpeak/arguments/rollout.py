@@ -320,9 +320,8 @@ def resolve_sampling(args: Any) -> Sampling:
         f"generation_kwargs has {', '.join(unknown)}, but the native engine accepts only {', '.join(COMMON_KWARGS)}.",
     )
     require(
-        kwargs.get("do_sample") in (None, True),
-        f"generation_kwargs has do_sample={kwargs.get('do_sample')!r}: greedy completions of a prompt are equal, so there is "
-        "nothing to compare; remove it (evaluation is greedy in any case).",
+        kwargs.get("do_sample") in (None, True, False),
+        f"generation_kwargs has do_sample={kwargs.get('do_sample')!r}, which must be True or False.",
     )
     seed = kwargs.get("seed", args.seed)
     require(
