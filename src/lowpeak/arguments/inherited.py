@@ -38,10 +38,8 @@ _CHANGES_NOTHING: dict[str, str] = {
     "auto_find_batch_size": "it would change the rollout's size; set micro_batch_tokens, which changes only memory",
     "do_predict": "the trainer predicts nothing by itself; call predict() after training, and remove it",
     "label_names": _NO_LABELS,
-    **dict.fromkeys(
-        ("use_liger_kernel", "liger_kernel_config"),
-        "the head computes log-probs without full logits as it is; remove it",
-    ),
+    "use_liger_kernel": "the head already computes log-probs without full logits; remove it",
+    "liger_kernel_config": "lowpeak uses no Liger kernel; remove it",
     "length_column_name": "micro-batches are formed under a token budget (micro_batch_tokens); remove it",
     "torch_empty_cache_steps": "the next step allocates the same memory again, so the peak stays; lower micro_batch_tokens",
     "save_on_each_node": "all ranks write one checkpoint to a folder that all hosts share; remove it",

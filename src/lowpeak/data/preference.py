@@ -74,10 +74,10 @@ class PreferenceReader(RowReader[Pair]):
         """Return the token ids of both sequences, without padding at the end."""
         check_preference_columns(row, where)
         is_tokenized = all(f"{side}_ids" in row for side in _SIDES)
-        sequences = {
-            side: list(row[f"{side}_ids"]) if is_tokenized else self._encode(row, side, where) for side in _SIDES
+        sequences = (list(row[f"{side}_ids"]) if is_tokenized else self._encode(row, side, where) for side in _SIDES)
+        return {
+            f"{side}_ids": self._trim_padding(ids, where, side) for side, ids in zip(_SIDES, sequences, strict=True)
         }
-        return {f"{side}_ids": self._trim_padding(ids, where, side) for side, ids in sequences.items()}
 
     def _encode(self, row: Mapping[str, Any], side: str, where: str) -> list[int]:
         """Return the token ids of the answer, after the prompt if there is one."""

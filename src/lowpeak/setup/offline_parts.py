@@ -103,16 +103,13 @@ def _add_end_token(model: Any, end_id: int) -> None:
 
 def _take_template(tokenizer: Any, model: Any, name: str) -> str | None:
     """Set the chat template of a file, or that of a model and its added tokens; return the model's end-of-sequence token."""
-    path = Path(name)
-    if path.suffix in (".jinja", ".j2"):
-        if not path.is_file():
-            raise ArgumentError(f"chat_template_path={name!r} is not an existing file.")
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
-        return None
     try:
+        if name.endswith((".jinja", ".j2")):
+            tokenizer.chat_template = Path(name).read_text(encoding="utf-8")
+            return None
         source = from_pretrained(AutoTokenizer, name)
         tokenizer.chat_template = source.get_chat_template()
-    except (LowpeakError, ValueError) as error:
+    except (LowpeakError, OSError, ValueError) as error:
         raise ArgumentError(
             f"chat_template_path={name!r} must be a .jinja or .j2 file, or the name or folder of a model with a chat template: "
             f"{first_line(error)}"

@@ -13,14 +13,8 @@ from lowpeak.trainers.configs import GRPOConfig, OnlineDPOConfig, PPOConfig, Rew
 _CONFIGS = (GRPOConfig, RLOOConfig, PPOConfig, OnlineDPOConfig, SFTConfig, RewardConfig)
 # Arguments that transformers reads when training starts. The others have acted when the trainer is made.
 _READ_BY_TRAIN = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
-_OF_RUN = (
-    "train_dataset",
-    "rollout_func",
-    "ref_model",
-    "reward_funcs",
-    "reward_func_names",
-    "reward_processing_classes",
-)
+_OF_REWARDS = ("reward_funcs", "reward_func_names", "reward_processing_classes")
+_OF_RUN = ("train_dataset", "rollout_func", "ref_model", *_OF_REWARDS)
 
 
 class RunAttribute:

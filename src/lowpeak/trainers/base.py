@@ -126,13 +126,14 @@ class StepTrainer(TrainerAttributes, ModelCardMixin, CheckpointingTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or resume from a checkpoint (True: the last complete one of output_dir); Ctrl-C saves and stops."""
-        self.take_changed_arguments()
         output_dir, ranks = Path(self.args.output_dir), self.run.strategy.ranks
         # Signal handlers are restored last: a SIGTERM must not end rank 0 before `detect_failures` has reported which rank died.
         with ExitStack() as signals, ExitStack() as stack:
             stack.enter_context(detect_failures(ranks, lambda: self.run.tracker.current_phase))
             stack.callback(setattr, self, "is_in_train", False)  # transformers leaves it True if training fails
             stack.callback(lambda: remove_sums(self.model.parameters()))  # a user's model has no hooks after an error
+            with ranks.propagate_errors():
+                self.take_changed_arguments()
             require_same_arguments(self.args, ranks)
             require_same_data({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}, ranks)
             ranks.call_on_first(lambda: stack.enter_context(lock_run_folder(output_dir)))
@@ -347,9 +348,10 @@ class StepTrainer(TrainerAttributes, ModelCardMixin, CheckpointingTrainer):
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Keep the random state, and watch the other ranks; before `train()` the model computes in its precision, too."""
-        if not self.is_in_train:
-            self.take_changed_arguments()
         strategy, tracker = self.run.strategy, self.run.tracker
+        with strategy.ranks.propagate_errors():
+            if not self.is_in_train:
+                self.take_changed_arguments()
         check_is_sharded(strategy, self.model_wrapped)
         with ExitStack() as stack, detect_failures(strategy.ranks, lambda: tracker.current_phase), preserve_rng_state():
             if not self.accelerator._models:  # accelerate does the same when train() prepares the model

@@ -130,9 +130,8 @@ def make_arguments(config_class: Any, args: Any, model: Any, quantization_config
 
 def _from_plain(config_class: Any, args: TrainingArguments) -> Any:
     """Return the trainer's config with the values of transformers' arguments, their defaults included."""
-    # True is transformers' default, and never acts here.
     values = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
-    del values["remove_unused_columns"]
+    del values["remove_unused_columns"]  # its default, True, never acts here
     config = config_class(**values)
     config.given = frozenset(name for name, value in values.items() if value != default_value(args, name))
     return config

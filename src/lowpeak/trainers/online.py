@@ -160,8 +160,8 @@ class OnlineTrainer(StepTrainer):
         """Train as the base class does, then close the engine; a later use builds it again."""
         require(
             self.parts.settings.evaluation.samples,
-            "generation_kwargs has do_sample=False: greedy completions of a prompt are equal, so there is nothing to learn from "
-            "them; remove it. evaluate() and predict() take it.",
+            "generation_kwargs turns do_sample off: greedy completions of a prompt are equal, so nothing is learned; "
+            "remove it (evaluate() and predict() take it).",
         )
         try:
             return super().train(*args, **kwargs)

@@ -65,13 +65,11 @@ class RewardTrainer(OfflineTrainer):
             of_base = settings.model if peft_config is None else settings.model.of_base()
             loaded, is_new = _load_named(model, of_base, args.seed)
             log_rounding(model, loaded, of_base)
-            if (
-                is_new and peft_config is not None and peft_config.task_type != "SEQ_CLS"
-            ):  # for which peft does the same
+            if is_new and peft_config is not None and peft_config.task_type != "SEQ_CLS":  # peft does it for this task
                 peft_config = copy.copy(peft_config)
                 peft_config.modules_to_save = sorted({*(peft_config.modules_to_save or ()), "score"})
                 logger.warning(
-                    "The adapter trains and saves the new head, too: modules_to_save=%s.", peft_config.modules_to_save
+                    "The new head is trained and saved, too: modules_to_save=%s.", peft_config.modules_to_save
                 )
             policy = load_policy(loaded, peft_config=peft_config)
         else:
@@ -103,9 +101,7 @@ class RewardTrainer(OfflineTrainer):
             report_idle=parts.row_effects.add,
         )
 
-    @staticmethod
-    def records_of(items: Sequence[Any]) -> list[Record]:
-        return flatten_pairs(items)
+    records_of = staticmethod(flatten_pairs)
 
     def num_tokens(self, records: Sequence[Record]) -> int:
         return super().num_tokens(records) - len(records)
