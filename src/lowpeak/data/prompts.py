@@ -1,7 +1,6 @@
 """Prompts of a dataset: the columns of a row, and the reader that tokenizes its prompt.
 
-A row has a `prompt`, a string or a list of messages, or its token ids as `input_ids`; all its other columns are passed to the
-rewards.
+A row has a `prompt`, a string or a list of messages, or its token ids, `input_ids`; rewards get all its other columns.
 """
 
 from __future__ import annotations

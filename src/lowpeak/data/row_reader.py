@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+import pyarrow as pa
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from rich.console import Console
 from rich.progress import track
@@ -32,10 +33,9 @@ class RowReader(ABC, Generic[Item_co]):
     """A reader that turns rows into prompts, records or pairs; None drops a row.
 
     `drop_reason` completes the sentence "3 of 10 rows are dropped: ...". `prepare(row)` returns the columns that TRL's trainer
-    adds to a row, `prepared_columns`. `chat_template_kwargs` are the chat template's
-    arguments; a row's `chat_template_kwargs` have priority. `num_embeddings` is the number of tokens that the model embeds
-    (None: not checked). `report_idle(argument, reason)` is called for each row on which an argument has no effect. An
-    invalid row raises DataError with its index.
+    adds to a row, `prepared_columns`. `chat_template_kwargs` are the chat template's arguments; those of a row have priority.
+    `num_embeddings` is the number of tokens that the model embeds (None: not checked). `report_idle(argument, reason)` is
+    called for each row on which an argument has no effect. An invalid row raises DataError with its index.
     """
 
     drop_reason: str
@@ -198,7 +198,7 @@ def with_prepared_columns(dataset: Any, reader: Any) -> Any:
     added = [name for name in reader.prepared_columns if name not in dataset.column_names]
     # A column of nothing makes the name known. With an index of rows, as after shuffle(), it would copy the dataset.
     for name in added if dataset._indices is None else ():
-        dataset = dataset.add_column(name, [None] * len(dataset))
+        dataset = dataset.add_column(name, pa.nulls(len(dataset)))
     return dataset.with_transform(partial(_prepare_batch, reader, added))
 
 

@@ -10,7 +10,6 @@ from lowpeak.data import check_max_steps
 from lowpeak.errors import ArgumentError
 from lowpeak.trainers.configs import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
-_CONFIGS = (GRPOConfig, RLOOConfig, PPOConfig, OnlineDPOConfig, SFTConfig, RewardConfig)
 # Arguments that transformers reads when training starts. The others have acted when the trainer is made.
 _READ_BY_TRAIN = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
 _OF_REWARDS = ("reward_funcs", "reward_func_names", "reward_processing_classes")
@@ -18,10 +17,7 @@ _OF_RUN = ("train_dataset", "rollout_func", "ref_model", *_OF_REWARDS)
 
 
 class RunAttribute:
-    """An attribute that a run is built with: it can be read, and set until then.
-
-    An argument's value is the acting one; if it changes during the run, such as a list of betas, the present one.
-    """
+    """An attribute that a run is built with and that cannot be set then: a part, or an argument at its present value."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,8 +43,6 @@ class TrainerAttributes:
     """A mixin by which a trainer has its arguments and parts as attributes, and notices arguments that changed."""
 
     args: Any
-    parts: Any
-    train_dataset: Any
 
     def watch_arguments(self, passed: Any, parts: Any) -> None:
         """Remember the values of the arguments that the user passed (None: the defaults), and of the trainer's copy."""
@@ -60,7 +54,7 @@ class TrainerAttributes:
             for source, watched in ((passed, names), (self.args, own_arguments(self.args).union(_READ_BY_TRAIN)))
         ]
 
-    def take_changed_arguments(self) -> None:
+    def take_changed_arguments(self: Any) -> None:
         """Apply arguments that the user has changed; ArgumentError for one that would have no effect any more."""
         for source, before in self.watched_arguments:
             changed = {name: getattr(source, name) for name, value in before.items() if getattr(source, name) != value}
@@ -78,7 +72,7 @@ class TrainerAttributes:
                     self.parts.effects.add(argument, reason)
             before.update(changed)
 
-    def keep_rewards(self, panel: Any, reference: Any, rollout_func: Any) -> None:
+    def keep_rewards(self: Any, panel: Any, reference: Any, rollout_func: Any) -> None:
         """Set TRL's attributes of an online trainer: the functions and models themselves, their tokenizers, the reference."""
         self.reward_funcs = [getattr(x, "function", None) or getattr(x, "model", x) for x in panel.rewards]
         self.reward_func_names, self.reward_weights = list(panel.names), panel.settings.weights
@@ -86,5 +80,6 @@ class TrainerAttributes:
         self.ref_model, self.rollout_func = reference and reference.model, rollout_func
 
 
-for _name in {*_OF_RUN, *(name for config in _CONFIGS for name in own_arguments(config))}:
-    setattr(TrainerAttributes, _name, RunAttribute(_name))
+for _config in (GRPOConfig, RLOOConfig, PPOConfig, OnlineDPOConfig, SFTConfig, RewardConfig):
+    for _name in own_arguments(_config).union(_OF_RUN):
+        setattr(TrainerAttributes, _name, RunAttribute(_name))

@@ -338,9 +338,8 @@ class StepTrainer(TrainerAttributes, ModelCardMixin, CheckpointingTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; logs of training, and the last one of a run, contain the metrics of all steps since the previous log."""
-        if "train_runtime" in logs:
-            logs["epoch"] = self.state.epoch  # of the metrics that train() returns
         if "loss" in logs or "train_runtime" in logs:
+            logs["epoch"] = self.state.epoch  # train() returns this mapping
             metrics, self.unlogged_metrics = self.unlogged_metrics, {}
             logs = {**logs, **{name: x for name, metric in metrics.items() if math.isfinite(x := metric.value())}}
         super().log(logs, start_time)
@@ -349,11 +348,11 @@ class StepTrainer(TrainerAttributes, ModelCardMixin, CheckpointingTrainer):
     def evaluation_context(self) -> Iterator[None]:
         """Keep the random state, and watch the other ranks; before `train()` the model computes in its precision, too."""
         strategy, tracker = self.run.strategy, self.run.tracker
-        with strategy.ranks.propagate_errors():
-            if not self.is_in_train:
-                self.take_changed_arguments()
         check_is_sharded(strategy, self.model_wrapped)
         with ExitStack() as stack, detect_failures(strategy.ranks, lambda: tracker.current_phase), preserve_rng_state():
+            with strategy.ranks.propagate_errors():
+                if not self.is_in_train:
+                    self.take_changed_arguments()
             if not self.accelerator._models:  # accelerate does the same when train() prepares the model
                 in_precision = convert_outputs_to_fp32(self.accelerator.autocast()(self.model.forward))
                 override_forward(stack, self.model, in_precision)

@@ -101,7 +101,9 @@ class RewardTrainer(OfflineTrainer):
             report_idle=parts.row_effects.add,
         )
 
-    records_of = staticmethod(flatten_pairs)
+    @staticmethod
+    def records_of(items: Sequence[Any]) -> list[Record]:
+        return flatten_pairs(items)
 
     def num_tokens(self, records: Sequence[Record]) -> int:
         return super().num_tokens(records) - len(records)
