@@ -14,6 +14,7 @@ from lowpeak.arguments.declare import default_value as default_value
 from lowpeak.arguments.declare import device_argument as device_argument
 from lowpeak.arguments.declare import logging_argument as logging_argument
 from lowpeak.arguments.declare import model_argument as model_argument
+from lowpeak.arguments.declare import own_arguments as own_arguments
 from lowpeak.arguments.declare import redeclared as redeclared
 from lowpeak.arguments.declare import require as require
 from lowpeak.arguments.declare import reward_argument as reward_argument
@@ -90,6 +91,7 @@ from lowpeak.arguments.validation import check_range as check_range
 from lowpeak.arguments.validation import check_type as check_type
 from lowpeak.arguments.validation import check_types as check_types
 from lowpeak.arguments.validation import check_values as check_values
+from lowpeak.arguments.validation import idle_arguments as idle_arguments
 from lowpeak.arguments.validation import reset_idle_arguments as reset_idle_arguments
 from lowpeak.arguments.vllm import NO_KV_CACHE_BYTES as NO_KV_CACHE_BYTES
 from lowpeak.arguments.vllm import SERVER_TOKEN as SERVER_TOKEN

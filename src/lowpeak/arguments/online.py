@@ -221,13 +221,15 @@ class PromptSettings:
 class EvaluationSettings:
     """How evaluations generate and count successes.
 
-    num_generations     sampled completions of each prompt
+    num_generations     completions of each prompt besides the greedy one
+    samples             whether these are sampled; if not, the trainer cannot train
     num_rows            completions that each rank generates together; None for as many as fit in the KV cache
     success_reward      name of the reward that measures success; None for the first
     success_threshold   least reward of a successful completion
     """
 
     num_generations: int
+    samples: bool
     num_rows: int | None
     success_reward: str | None
     success_threshold: float
@@ -284,6 +286,7 @@ def resolve_online(args: Any, world_size: int, num_rewards: int, hardware: Hardw
             EvaluationSettings,
             args,
             num_generations=args.num_generations_eval or args.num_generations,
+            samples=(args.generation_kwargs or {}).get("do_sample") in (None, True),
             num_rows=args.per_device_eval_batch_size,
         ),
         reference_sync=ReferenceSync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)

@@ -319,11 +319,6 @@ def resolve_sampling(args: Any) -> Sampling:
         args.use_vllm or not unknown,
         f"generation_kwargs has {', '.join(unknown)}, but the native engine accepts only {', '.join(COMMON_KWARGS)}.",
     )
-    require(
-        kwargs.get("do_sample") in (None, True),
-        f"generation_kwargs has do_sample={kwargs.get('do_sample')!r}: greedy completions of a prompt are equal, so there is "
-        "nothing to compare; remove it (evaluation is greedy in any case).",
-    )
     seed = kwargs.get("seed", args.seed)
     require(
         isinstance(seed, Integral) and not isinstance(seed, bool) and 0 <= int(seed) < 2**32,

@@ -23,16 +23,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lowpeak.checkpoint import (
+    ARGUMENTS,
     RunState,
     capture_rng_state,
     check_none_in_flight,
     check_run_identity,
+    learning_arguments,
     load_run_state,
     lock_run_folder,
     preserve_rng_state,
     restore_rng_state,
     verify_manifest,
 )
+from lowpeak.data import num_rows
 from lowpeak.errors import DataError, EngineError, MemoryExhaustedError, StoppedError
 from lowpeak.memory import Phase
 from lowpeak.parallel import check_is_sharded, clip_grad_norm, override_forward, remove_sums
@@ -44,6 +47,7 @@ from lowpeak.setup import (
     require_same_arguments,
     require_same_data,
 )
+from lowpeak.trainers.attributes import TrainerAttributes
 from lowpeak.trainers.checkpointing import CheckpointingTrainer
 from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
@@ -71,12 +75,13 @@ from lowpeak.watchdog import detect_failures
 logger = logging.getLogger(__name__)
 
 
-class StepTrainer(ModelCardMixin, CheckpointingTrainer):
+class StepTrainer(TrainerAttributes, ModelCardMixin, CheckpointingTrainer):
     """transformers' Trainer whose step is a list of micro-batches, weighted by the counts of the whole step.
 
     scratch             numbers of the step under way
     algorithm_state     the algorithm's numbers that change during the run, such as an adaptive KL coefficient
     unlogged_metrics    metrics of the steps since the last log
+    rows_per_step       rows (completions, if the trainer generates them) of an optimizer step, over all ranks
     """
 
     control: Any
@@ -84,6 +89,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     scratch: StepScratch
     algorithm_state: Mapping[str, float]
     unlogged_metrics: Mapping[str, Metric]
+    rows_per_step: int
 
     def num_steps_per_epoch(self) -> int | None:
         """Return the optimizer steps that use each row of the data once; None for data without a length."""
@@ -98,7 +104,8 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
 
     def identity(self) -> dict[str, Any]:
         """Return, as JSON, the values that must not change when a run is resumed."""
-        return {"algorithm": self.run.algorithm.name}
+        arguments = learning_arguments(self.acting_args, self.parts.settings.model.storage_name)
+        return {"algorithm": self.run.algorithm.name, "rows of a step": self.rows_per_step, ARGUMENTS: arguments}
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """Return the metrics of one dataset, their names under `prefix`."""
@@ -108,6 +115,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         """Keep the parts of the run, with the state that it starts with."""
         self.run, self.scratch = run, StepScratch()
         self.algorithm_state, self.unlogged_metrics = dict(run.algorithm.state), {}
+        self.model.add_model_tags(["lowpeak", run.algorithm.name])
         self.add_callback(StepCallback(lambda: self.run, self.finish_step))
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -125,6 +133,8 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             stack.enter_context(detect_failures(ranks, lambda: self.run.tracker.current_phase))
             stack.callback(setattr, self, "is_in_train", False)  # transformers leaves it True if training fails
             stack.callback(lambda: remove_sums(self.model.parameters()))  # a user's model has no hooks after an error
+            with ranks.propagate_errors():
+                self.take_changed_arguments()
             require_same_arguments(self.args, ranks)
             require_same_data({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}, ranks)
             ranks.call_on_first(lambda: stack.enter_context(lock_run_folder(output_dir)))
@@ -200,6 +210,17 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         counter: Any = range(max(1, self.num_steps_per_epoch() or self.args.max_steps))
         # A separate generator leaves torch's random state untouched.
         return DataLoader(counter, batch_size=1, generator=torch.Generator())
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Return the rows of the data that the dataloader stands for; of a stream, all rows of the run."""
+        if not isinstance(dataloader.dataset, range):
+            return int(super().num_examples(dataloader))
+        return num_rows(self.train_dataset) or len(dataloader) * self.rows_per_step
+
+    def set_initial_training_values(self, args: Any, dataloader: DataLoader[Any]) -> tuple[Any, ...]:
+        """Return transformers' numbers of a run, with the rows of its steps as samples."""
+        *counts, _, _, steps_in_epoch, max_steps = super().set_initial_training_values(args, dataloader)
+        return (*counts, max_steps * self.rows_per_step, self.rows_per_step, steps_in_epoch, max_steps)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -320,6 +341,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; logs of training, and the last one of a run, contain the metrics of all steps since the previous log."""
         if "loss" in logs or "train_runtime" in logs:
+            logs["epoch"] = self.state.epoch  # train() returns this mapping
             metrics, self.unlogged_metrics = self.unlogged_metrics, {}
             logs = {**logs, **{name: x for name, metric in metrics.items() if math.isfinite(x := metric.value())}}
         super().log(logs, start_time)
@@ -330,6 +352,9 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         strategy, tracker = self.run.strategy, self.run.tracker
         check_is_sharded(strategy, self.model_wrapped)
         with ExitStack() as stack, detect_failures(strategy.ranks, lambda: tracker.current_phase), preserve_rng_state():
+            with strategy.ranks.propagate_errors():
+                if not self.is_in_train:
+                    self.take_changed_arguments()
             if not self.accelerator._models:  # accelerate does the same when train() prepares the model
                 in_precision = convert_outputs_to_fp32(self.accelerator.autocast()(self.model.forward))
                 override_forward(stack, self.model, in_precision)

@@ -260,6 +260,10 @@ class CommonConfig(CommonArguments, TrainingArguments):
         """Turn activation checkpointing on by default, under its name in the installed transformers."""
         newer = any(field.name == "activation_checkpointing" for field in fields(TrainingArguments))
         for old, new in _RENAMED if newer else ():
+            require(
+                getattr(self, old) is None or getattr(self, new) in (None, getattr(self, old)),
+                f"{old}={getattr(self, old)!r} and {new}={getattr(self, new)!r} set the same argument; set one.",
+            )
             if getattr(self, new) is None and getattr(self, old) is not None:
                 setattr(self, new, getattr(self, old))
                 self.alias_of = {**getattr(self, "alias_of", {}), new: old}

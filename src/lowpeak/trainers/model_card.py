@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 import lowpeak
 from lowpeak.arguments import HIDDEN, hide_secrets, is_secret
+from lowpeak.rewards import as_list
 
 # By the algorithm's name: its usual spelling, and the paper's title and number on arXiv.
 _PAPERS: dict[str, tuple[str, str, str]] = {
@@ -70,7 +71,7 @@ class ModelCardMixin:
             license=license,
             model_name=model_name,
             pipeline_tag="text-classification" if algorithm == "reward" else "text-generation",
-            tags=["generated_from_trainer", "lowpeak", algorithm, *([tags] if isinstance(tags, str) else tags or ())],
+            tags=list(dict.fromkeys(("generated_from_trainer", "lowpeak", algorithm, *as_list(tags)))),
         )
         body = "\n\n".join(_sections(self, model_name or Path(self.args.output_dir).name, base, dataset))
         body = _HUB_TOKEN.sub(HIDDEN, body)

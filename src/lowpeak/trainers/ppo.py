@@ -15,12 +15,7 @@ from lowpeak.algorithms import Algorithm, make_ppo
 from lowpeak.arguments import OnlineSettings, resolve_critic, resolve_ppo
 from lowpeak.checkpoint import stage_files, write_configs, write_weights
 from lowpeak.errors import ArgumentError
-from lowpeak.heads import (
-    SeparateCritic,
-    belongs_to_critic,
-    causal_lm,
-    critic_of,
-)
+from lowpeak.heads import SeparateCritic, belongs_to_critic, causal_lm, critic_of
 from lowpeak.records import SLICE_BYTES
 from lowpeak.rewards import as_list
 from lowpeak.setup import attach_critic

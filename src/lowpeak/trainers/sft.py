@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms import Algorithm, make_supervised
 from lowpeak.arguments import SupervisedSettings, resolve_supervised
-from lowpeak.data import SupervisedReader, check_supervised_columns, read_records
+from lowpeak.data import SupervisedReader, check_supervised_columns
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.heads import num_embeddings
 from lowpeak.models import load_policy
@@ -122,9 +122,6 @@ class SFTTrainer(OfflineTrainer):
     def check_row(self, row: Any, where: str, settings: SupervisedSettings) -> None:
         if self.formatting_func is None:
             check_supervised_columns(row, settings.dataset_text_field, where)
-
-    def read(self, data: Any) -> list[Record]:
-        return read_records(data, self.reader)
 
     def predict_rows(self, step: StepBatches, records: Sequence[Record]) -> EvalPrediction:
         """Return the preprocessed logits of every row, and its labels; rows are padded with -100, as in transformers."""

@@ -81,6 +81,8 @@ def evaluate_prompts(
         seed=collector.settings.sampling.seed + _EVAL_SEED,
     )
     greedy = replace(sampling, num_generations=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    if not collector.settings.evaluation.samples:
+        sampling = replace(greedy, num_generations=sampling.num_generations)
     with collector.engine_awake():
         collector.sync_weights(trainer_state.global_step)
         one = _complete(collector, prompts, greedy, trainer_state)

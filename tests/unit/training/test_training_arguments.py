@@ -84,7 +84,6 @@ def test_a_rollout_that_would_fill_a_part_of_a_step_fills_the_step(tmp_path):
         ({"generation_kwargs": {"stop_strings": 5}}, "generation_kwargs.* 5"),
         ({"generation_kwargs": {"stop_token_ids": 5}}, "stop_token_ids=5"),
         ({"generation_kwargs": {"stop_token_ids": ["a"]}}, r"stop_token_ids=\['a'\]"),
-        ({"generation_kwargs": {"do_sample": False}}, "do_sample=False"),
         ({"generation_kwargs": {"stop": ["1"], "stop_strings": ["2"]}}, "generation_kwargs.* stop .*stop_strings"),
         ({"generation_kwargs": {"stop_token_ids": [True]}}, r"stop_token_ids=\[True\]"),
         ({"generation_kwargs": {"seed": -5}}, r"generation_kwargs.* seed=-5"),
