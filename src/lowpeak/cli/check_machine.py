@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ import psutil  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
 
 from lowpeak.arguments import show_bytes
+from lowpeak.cli.devices import num_devices
 from lowpeak.cli.env import installed_version
 from lowpeak.cli.plan import plan_within_budget
 from lowpeak.cli.plan_request import PlanArguments, machine_of, parse_plan, plan_request
@@ -62,6 +63,8 @@ def check_machine(argv: Sequence[str]) -> int:
             raise ArgumentError(
                 f"--{name} has no effect: `lowpeak env CONFIG` checks this machine; use `lowpeak plan`."
             )
+    if not (num_devices() or job.launch.num_processes or job.launch.accelerate_config):
+        job = replace(job, given={**job.given, "use_cpu": True})  # where the command would train, too
     machine, devices = _this_machine(options, job)
     checks = [devices, *_versions(job), *_limits(job, machine)]
     for check in checks:
@@ -82,7 +85,9 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
     wanted = options.gpus or job.launch.num_processes or 1
     host = psutil.virtual_memory().total
     if job.given.get("use_cpu"):
-        return machine_of(options, job), Check("devices", True, f"{wanted} process{'es' if wanted > 1 else ''} on CPUs")
+        why = "" if num_devices() else ": torch finds no GPU, so the run trains there"
+        text = f"{wanted} process{'es' if wanted > 1 else ''} on CPUs{why}"
+        return machine_of(options, job), Check("devices", True, text)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hosts = job.launch.num_machines or 1
     enough = found * hosts >= wanted

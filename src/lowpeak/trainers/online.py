@@ -22,11 +22,12 @@ from lowpeak.checkpoint import (
     learning_arguments,
 )
 from lowpeak.data import check_prompt_columns, read_eval_prompts
-from lowpeak.errors import ArgumentError, CheckpointError
+from lowpeak.errors import ArgumentError, CheckpointError, RewardError
 from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
+from lowpeak.rewards import check_rewards
 from lowpeak.setup import (
     OnlineInputs,
     check_adapter,
@@ -130,8 +131,14 @@ class OnlineTrainer(StepTrainer):
         reject_virtual_tokens(model, peft_config)
         args = make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
+
+        def check_row(row: Any, where: str) -> None:
+            check_prompt_columns(row, where)
+            if rollout_func is None:  # which may return further columns
+                check_rewards(reward_funcs, row, where)
+
         with Ranks(args.device).propagate_errors():
-            check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_prompt_columns)
+            check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_row)
             check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
             inputs = OnlineInputs(
@@ -178,6 +185,8 @@ class OnlineTrainer(StepTrainer):
         """Train as the base class does, then close the engine; a later use builds it again."""
         try:
             return super().train(*args, **kwargs)
+        except RewardError as error:
+            raise error.with_traceback(None) from error.__cause__  # without these frames, which hide the reward's
         finally:
             self.collector.engine.close()
 

@@ -83,6 +83,8 @@ class CheckpointedTrainer(ExportedModel, TrainingStates, Protocol):
 
     def save_extra(self, folder: Path) -> None: ...
 
+    def create_model_card(self, *, stage: Path, folder: Path) -> None: ...
+
     def record_callbacks(self) -> None: ...
 
     def store_flos(self) -> None: ...
@@ -100,6 +102,7 @@ def save_checkpoint(trainer: CheckpointedTrainer, trial: Any, state: RunState) -
     trainer.store_flos()
     with stage_checkpoint(final, ranks) as stage:
         export_model(trainer, stage)
+        trainer.create_model_card(stage=stage, folder=final)
         if not args.save_only_model:
             _save_training(trainer, stage)
         trainer.save_extra(stage)
