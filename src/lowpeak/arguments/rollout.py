@@ -261,15 +261,15 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
     rows = batch * per_generation
     larger = _larger_rollout(args, batch)
     require(
+        per_generation % accumulation == 0,
+        f"steps_per_generation={per_generation} is not a multiple of gradient_accumulation_steps={accumulation}, but a rollout "
+        f"must serve whole steps: use {larger}.",
+    )
+    require(
         rows % args.num_generations == 0,
         f"a rollout has per_device_train_batch_size x ranks x steps_per_generation = {args.per_device_train_batch_size} x "
         f"{world_size} x {per_generation} = {rows} completions, which num_generations={args.num_generations} must divide: use "
         f"{_sizes_with_groups(args, batch, rows)}, or {larger}.",
-    )
-    require(
-        per_generation % accumulation == 0,
-        f"steps_per_generation={per_generation} is not a multiple of gradient_accumulation_steps={accumulation}, but a rollout "
-        f"must serve whole steps: use {larger}.",
     )
     return make_settings(
         RolloutSettings,

@@ -186,7 +186,7 @@ class OnlineTrainer(StepTrainer):
         try:
             return super().train(*args, **kwargs)
         except RewardError as error:
-            raise error.with_traceback(None) from error.__cause__  # without these frames, which hide the reward's
+            raise error.with_traceback(None) from error.__cause__  # lowpeak's frames would hide the reward's
         finally:
             self.collector.engine.close()
 
@@ -307,9 +307,12 @@ class OnlineTrainer(StepTrainer):
             self.model_wrapped.eval()
             with ranks.propagate_errors():
                 prompts = read_eval_prompts(data, self.collector.new_reader())
-            return evaluate_prompts(
-                self.collector, prompts, self.parts.success, prefix, self.state, self.coefficients()
-            )
+            try:
+                return evaluate_prompts(
+                    self.collector, prompts, self.parts.success, prefix, self.state, self.coefficients()
+                )
+            except RewardError as error:
+                raise error.with_traceback(None) from error.__cause__
 
     # checkpoints
 
