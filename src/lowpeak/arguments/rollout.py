@@ -283,20 +283,17 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
 
 def _sizes_with_groups(args: Any, batch: int, rows: int) -> str:
     """Return the nearest sizes with which a rollout has whole groups and serves as many steps as before."""
-    group, sizes = args.num_generations, {}
-    # Completions that one more of an argument adds.
-    added = {
-        "per_device_train_batch_size": rows // args.per_device_train_batch_size,
-        "gradient_accumulation_steps": batch,
-    }
-    for name, completions in {} if args.generation_batch_size else added.items():
+    group, added = args.num_generations, {}  # completions that one more of each argument adds
+    if args.generation_batch_size is None:
+        added["per_device_train_batch_size"] = rows // args.per_device_train_batch_size
+        added |= {} if args.steps_per_generation else {"gradient_accumulation_steps": batch}
+    sizes = {}
+    for name, completions in added.items():
         multiple = group // gcd(group, completions)
         below = getattr(args, name) // multiple * multiple
         sizes[name] = [size for size in (below, below + multiple) if size]
-    if args.steps_per_generation is not None:
-        sizes.pop("gradient_accumulation_steps", None)
     divisors = [size for size in range(2, rows + 1) if rows % size == 0]
-    sizes["num_generations"] = [size for size in divisors if size < group][-1:] + [d for d in divisors if d > group][:1]
+    sizes["num_generations"] = sorted(sorted(divisors, key=lambda size: abs(size - group))[:2])
     return ", ".join(f"{name}={' or '.join(map(str, each))}" for name, each in sizes.items() if each)
 
 

@@ -16,7 +16,7 @@ class ErrorParser(argparse.ArgumentParser):
     """An argparse parser that raises ArgumentError instead of printing the usage of two hundred arguments."""
 
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument (\S+): must", r"\1 must", message)
+        message = re.sub(r"^argument (\S+): invalid (\w+) value: ", r"\1 must be of type \2, got ", message)
         raise ArgumentError(f"{message[:1].upper()}{message[1:]}; `{self.prog} --help` lists the arguments.")
 
 

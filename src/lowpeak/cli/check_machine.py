@@ -26,16 +26,7 @@ if TYPE_CHECKING:
     from lowpeak.plan import Machine, Plan
 
 _OF_PLAN = (
-    "gpu",
-    "gpu_memory",
-    "gpus_per_host",
-    "host_memory",
-    "fit",
-    "format",
-    "plot",
-    "emit",
-    "output",
-    "journal",
+    *("gpu", "gpu_memory", "gpus_per_host", "host_memory", "fit", "format", "plot", "emit", "output", "journal"),
     "price_per_hour",
 )
 _SHARED_MEMORY = GIB  # that NCCL and data loaders of several processes share in /dev/shm
@@ -85,8 +76,7 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
     wanted = options.gpus or job.launch.num_processes or 1
     host = psutil.virtual_memory().total
     if job.given.get("use_cpu"):
-        why = "" if num_devices() else ": torch finds no GPU, so the run trains there"
-        text = f"{wanted} process{'es' if wanted > 1 else ''} on CPUs{why}"
+        text = f"{wanted} process{'es' if wanted > 1 else ''} on CPUs (torch finds {num_devices() or 'no'} GPUs)"
         return machine_of(options, job), Check("devices", True, text)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hosts = job.launch.num_machines or 1

@@ -27,10 +27,7 @@ from lowpeak.watchdog import exit_training_with_parent
 
 STARTED_WITH_SERVERS = "LOWPEAK_STARTED_WITH_SERVERS"  # set in the environment of a trainer that this module started
 SERVER_ARGUMENTS = (
-    "vllm_tensor_parallel_size",
-    "vllm_gpu_memory_utilization",
-    "vllm_model_impl",
-    "vllm_engine_kwargs",
+    *("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_engine_kwargs"),
     "kv_cache_bytes",
 )
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's max_lora_rank

@@ -159,9 +159,7 @@ def load_reward(spec: str) -> Callable[..., Any] | str:
     names = ", ".join([*BUILTIN_REWARDS, *(f"{name}(...)" for name in REWARD_FACTORIES)])
     reward = load_object(spec, "Reward", f", or one of {names}")
     if not callable(reward) or inspect.isclass(reward):
-        kind = (
-            "a class; name an object or a function" if inspect.isclass(reward) else f"of type {type(reward).__name__}"
-        )
+        kind = "a class; name an object or function" if inspect.isclass(reward) else f"of type {type(reward).__name__}"
         raise ArgumentError(f"Reward '{spec}' must be callable, but it is {kind}.")
     return reward
 

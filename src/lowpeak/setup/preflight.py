@@ -59,13 +59,9 @@ def check_outputs(args: Any) -> None:
         get_reporting_integration_callbacks(args.report_to)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
-    # transformers does not always list these if they are installed.
-    for tracker in {*(args.report_to or ())} - {
-        *get_available_reporting_integrations(),
-        "azure_ml",
-        "flyte",
-        "kubeflow",
-    }:
+    # transformers does not always list the last three if they are installed.
+    known = (*get_available_reporting_integrations(), "azure_ml", "flyte", "kubeflow")
+    for tracker in [name for name in args.report_to or () if name not in known]:
         raise MissingPackageError(
             f"report_to={tracker!r} needs {tracker}, which is not installed: run pip install {tracker}, or remove it."
         )
@@ -133,14 +129,7 @@ def silence_nonzero_ranks(args: Any) -> None:
 
 # Arguments that may differ between ranks: a rank's place, its output, and what only rank 0 uses.
 _PER_RANK = frozenset(
-    (
-        "local_rank",
-        "disable_tqdm",
-        "report_to",
-        "project",
-        "resume_from_checkpoint",
-        "num_completions_to_print",
-    )
+    ("local_rank", "disable_tqdm", "report_to", "project", "resume_from_checkpoint", "num_completions_to_print")
 )
 
 

@@ -160,14 +160,8 @@ def _load_reference(
     policy: nn.Module, inputs: OnlineInputs, settings: OnlineSettings, args: Any, tokenizer: Any, is_needed: bool
 ) -> nn.Module | None:
     if is_needed:
-        reference = load_reference(
-            policy,
-            inputs.model,
-            settings.model,
-            inputs.ref_model,
-            model_parallel=args.model_parallel,
-            device=args.device,
-        )
+        placed = {"model_parallel": args.model_parallel, "device": args.device}
+        reference = load_reference(policy, inputs.model, settings.model, inputs.ref_model, **placed)
         if reference is not None:
             remedy = "pass a reference with the same tokenizer"
             check_embedded_tokens("ref_model", reference, policy, tokenizer, remedy)
@@ -181,6 +175,6 @@ def _success_criterion(args: Any, settings: EvaluationSettings, rewards: Sequenc
     names, name = [reward.name for reward in rewards], settings.success_reward
     if name is not None and name not in names:
         raise ArgumentError(f"success_reward={name!r} is not one of the rewards: {', '.join(names)}.")
-    is_chosen = not args.given.isdisjoint(("success_reward", "success_threshold"))
     compared = any(metric in (args.metric_for_best_model or "") for metric in ("accuracy", "pass@"))
-    return SuccessCriterion(0 if name is None else names.index(name), settings.success_threshold, is_chosen or compared)
+    is_chosen = compared or not args.given.isdisjoint(("success_reward", "success_threshold"))
+    return SuccessCriterion(0 if name is None else names.index(name), settings.success_threshold, is_chosen)

@@ -18,8 +18,6 @@ from huggingface_hub import ModelCardData
 import lowpeak
 from lowpeak.arguments import HIDDEN, hide_secrets, is_secret
 
-logger = logging.getLogger(__name__)
-
 # By the algorithm's name: its usual spelling, and the paper's title and number on arXiv.
 _PAPERS: dict[str, tuple[str, str, str]] = {
     "grpo": (
@@ -63,18 +61,17 @@ class ModelCardMixin:
         stage: Path | None = None,
         folder: Path | None = None,
     ) -> None:
-        """Write `README.md` on one rank, into the `stage` of a `folder`, by default into `output_dir`.
-
-        Arguments are TRL's and two of transformers'. A card that lowpeak did not write, or that was changed, stays.
-        """
+        """Write `README.md` into `output_dir`, or a folder's `stage`; a card that the user wrote or changed stays."""
         if not self.is_world_process_zero():
             return
         existing = (folder or Path(self.args.output_dir)) / _CARD
         card = existing if stage is None else stage / _CARD
         if stage is not None:
             card.unlink(missing_ok=True)  # peft's template
-        if existing.exists() and (found := existing.read_text("utf-8")) != _sealed(found.rpartition(_SEAL)[0]):
-            logger.info("%s stays: lowpeak did not write it, or it was changed.", existing)
+        if existing.exists() and (found := existing.read_text("utf-8", "replace")) != _sealed(
+            found.rpartition(_SEAL)[0]
+        ):
+            logging.getLogger(__name__).info("%s stays: lowpeak did not write it, or it was changed.", existing)
             return
         named = self.model.config._name_or_path
         base = named if named and not Path(named).exists() else None

@@ -70,14 +70,7 @@ logger = logging.getLogger(__name__)
 
 # Arguments that TRL's trainers have as attributes, too.
 _READ_BY_FUNCTIONS = (
-    "max_completion_length",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "use_vllm",
-    "vllm_mode",
+    *("max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "use_vllm", "vllm_mode"),
 )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -80,10 +80,9 @@ class CheckpointedTrainer(ExportedModel, TrainingStates, Protocol):
 
     acting_args: Any
     state: Any
+    create_model_card: Callable[..., None]
 
     def save_extra(self, folder: Path) -> None: ...
-
-    def create_model_card(self, *, stage: Path, folder: Path) -> None: ...
 
     def record_callbacks(self) -> None: ...
 
