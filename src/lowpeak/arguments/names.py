@@ -5,11 +5,10 @@ A TRL name that is set to TRL's default is ignored, so that configurations that 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, closest_name
 
 # Commands, and the beginning of the names of their config and trainer.
 CLASS_PREFIXES = {
@@ -48,6 +47,7 @@ REJECTED: dict[str, str] = {
     "max_prompt_length": "prompts are never truncated; set overlong_prompts='drop' to skip those that do not fit",
     "use_liger_loss": "the log-prob core never forms the logits; remove it",
     "steps_per_eval": "use eval_steps",
+    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
     "warmup_ratio": "set warmup_steps to the fraction of all steps, such as warmup_steps=0.1",
     "save_safetensors": "weights are always saved as safetensors; remove it",
     "group_by_length": "micro-batches are formed under a token budget (micro_batch_tokens); remove it",
@@ -83,8 +83,7 @@ def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[st
                 f"The argument {name!r} is TRL's or an older transformers' and does not exist in lowpeak: {rejected[name]}."
             )
             continue
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-        hint = f"did you mean {close[0]!r}?" if close else "see --help for all arguments."
+        hint = closest_name(name, names) or "--help on the command line and help() of the config list all arguments."
         messages.append(f"Unknown argument {name!r}; {hint}")
     if messages:
         raise ArgumentError(" ".join(messages))

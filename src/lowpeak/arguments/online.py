@@ -45,13 +45,13 @@ GATHER_ALL = 1 << 62  # a gather budget larger than any model
 
 GROUP_SIZE = Check(lambda x: x >= 2, "must be at least 2: each completion is compared with others of its group")
 HAS_REFERENCE = EffectCondition(
-    lambda args, facts: args.beta != 0, "beta is 0, so there is no reference model; set beta or remove it"
+    lambda args, facts: args.beta != 0, "beta is 0, so there is no reference model; remove it, or set beta"
 )
-HAS_KL = EffectCondition(HAS_REFERENCE.holds, "beta is 0, so there is no KL; set beta or remove it")
+HAS_KL = EffectCondition(HAS_REFERENCE.holds, "beta is 0, so there is no KL; remove it, or set beta")
 REUSES_ROLLOUTS = EffectCondition(
     lambda args, facts: facts.num_steps != 1,
-    "each rollout serves one step, so the ratio is exactly 1 and never clipped; raise num_iterations or "
-    "steps_per_generation, or remove it",
+    "each rollout serves one step, so the ratio is exactly 1 and never clipped; remove it, or train off-policy with more "
+    "num_iterations or steps_per_generation",
 )
 _SYNCS_REFERENCE = (
     if_on("sync_ref_model"),

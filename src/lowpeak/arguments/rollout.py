@@ -259,24 +259,17 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
     batch, accumulation = args.per_device_train_batch_size * world_size, args.gradient_accumulation_steps
     per_generation = _steps_per_generation(args, batch)
     rows = batch * per_generation
-    # The least number of batches that has whole groups and whole steps.
-    batches = lcm(args.num_generations // gcd(args.num_generations, batch), accumulation)
-    name = shown_name(args, "steps_per_generation")
-    # A mini-batch of PPO has gradient_accumulation_steps batches.
-    multiple = batches // accumulation if name == "num_mini_batches" else batches
-    remedy = f"{name}={multiple}, or another multiple of {multiple}"
-    if args.generation_batch_size is not None:
-        remedy = f"generation_batch_size={batch * batches}, or another multiple of {batch * batches}"
+    larger = _larger_rollout(args, batch)
+    require(
+        per_generation % accumulation == 0,
+        f"steps_per_generation={per_generation} is not a multiple of gradient_accumulation_steps={accumulation}, but a rollout "
+        f"must serve whole steps: use {larger}.",
+    )
     require(
         rows % args.num_generations == 0,
         f"a rollout has per_device_train_batch_size x ranks x steps_per_generation = {args.per_device_train_batch_size} x "
         f"{world_size} x {per_generation} = {rows} completions, which num_generations={args.num_generations} must divide: use "
-        f"{remedy}.",
-    )
-    require(
-        per_generation % accumulation == 0,
-        f"steps_per_generation={per_generation} is not a multiple of gradient_accumulation_steps={accumulation}, but a rollout "
-        f"must serve whole steps: use {remedy}.",
+        f"{_sizes_with_groups(args, batch, rows)}, or {larger}.",
     )
     return make_settings(
         RolloutSettings,
@@ -286,6 +279,34 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
         steps_per_pass=per_generation // accumulation,
         max_refills=args.dynamic_sampling_rounds,
     )
+
+
+def _sizes_with_groups(args: Any, batch: int, rows: int) -> str:
+    """Return the nearest sizes with which a rollout has whole groups and serves as many steps as before."""
+    group, added = args.num_generations, {}  # completions that one more of each argument adds
+    if args.generation_batch_size is None:
+        added["per_device_train_batch_size"] = rows // args.per_device_train_batch_size
+        added |= {} if args.steps_per_generation else {"gradient_accumulation_steps": batch}
+    sizes = {}
+    for name, completions in added.items():
+        multiple = group // gcd(group, completions)
+        below = getattr(args, name) // multiple * multiple
+        sizes[name] = [size for size in (below, below + multiple) if size]
+    divisors = [size for size in range(2, rows + 1) if rows % size == 0]
+    sizes["num_generations"] = sorted(sorted(divisors, key=lambda size: abs(size - group))[:2])
+    return ", ".join(f"{name}={' or '.join(map(str, each))}" for name, each in sizes.items() if each)
+
+
+def _larger_rollout(args: Any, batch: int) -> str:
+    """Return the least rollout with whole groups and whole steps as an argument, with the steps that it would serve."""
+    accumulation, name = args.gradient_accumulation_steps, shown_name(args, "steps_per_generation")
+    batches = lcm(args.num_generations // gcd(args.num_generations, batch), accumulation)
+    # A mini-batch of PPO has gradient_accumulation_steps batches.
+    size = batches // accumulation if name == "num_mini_batches" else batches
+    if args.generation_batch_size is not None:
+        name, size = "generation_batch_size", batch * batches
+    served = f"{batches // accumulation} steps, off-policy after the first" if batches > accumulation else "one step"
+    return f"{name}={size} or another multiple of it (a rollout of {batch * batches} completions serves {served})"
 
 
 def _steps_per_generation(args: Any, batch: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ class ErrorParser(argparse.ArgumentParser):
     """An argparse parser that raises ArgumentError instead of printing the usage of two hundred arguments."""
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (\S+): invalid (\w+) value: ", r"\1 must be of type \2, got ", message)
         raise ArgumentError(f"{message[:1].upper()}{message[1:]}; `{self.prog} --help` lists the arguments.")
 
 

@@ -32,7 +32,7 @@ def check_prompt_columns(row: Any, where: str) -> None:
     """Raise DataError if the row has neither `prompt` nor `input_ids`, or a column with a reserved name."""
     if not isinstance(row, Mapping):
         raise DataError(
-            f"{where} must be a mapping of columns, got a {type(row).__name__}: set the dataset's format to None."
+            f"{where} must be a mapping of columns, got type {type(row).__name__}: set the dataset's format to None."
         )
     if not {"prompt", "input_ids"} & row.keys():
         raise DataError(f"{where} has no 'prompt' column, only {_names(row)}; rename the column with the prompt.")

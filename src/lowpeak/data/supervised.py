@@ -113,7 +113,7 @@ class SupervisedReader(RowReader[Record]):
                 except Exception as error:  # the user's function may raise any class
                     raise DataError(f"{where}: formatting_func raised {type(error).__name__}: {error}") from error
             if not isinstance(text, str):
-                raise DataError(f"{where}: formatting_func must return a string, got a {type(text).__name__}.")
+                raise DataError(f"{where}: formatting_func must return a string, got type {type(text).__name__}.")
             return self._read_text(text, where)
         columns = check_supervised_columns(row, self._text_field, where)
         if columns == (self._text_field,):

@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lowpeak.data import REWARD_KEYWORDS
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
 
 
@@ -69,6 +70,12 @@ class FunctionReward:
                 raise self._timeout_error() from None
             # The function itself raised it.
             raise
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise RewardError for a parameter that is no column, and what a built-in reward raises without completions."""
+        keywords = self._select_keywords(dict.fromkeys([*columns, *REWARD_KEYWORDS], ()))
+        if getattr(self.function, "__module__", "") == f"{__package__}.builtin":
+            self.function(**keywords)
 
     def _select_keywords(self, keywords: dict[str, Any]) -> dict[str, Any]:
         missing = sorted(self._required - keywords.keys())

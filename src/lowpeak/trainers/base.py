@@ -49,7 +49,6 @@ from lowpeak.setup import (
 )
 from lowpeak.trainers.attributes import TrainerAttributes
 from lowpeak.trainers.checkpointing import CheckpointingTrainer
-from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
     CONTROL_FLAGS,
     STOP_FLAGS,
@@ -75,7 +74,7 @@ from lowpeak.watchdog import detect_failures
 logger = logging.getLogger(__name__)
 
 
-class StepTrainer(TrainerAttributes, ModelCardMixin, CheckpointingTrainer):
+class StepTrainer(TrainerAttributes, CheckpointingTrainer):
     """transformers' Trainer whose step is a list of micro-batches, weighted by the counts of the whole step.
 
     scratch             numbers of the step under way
@@ -148,6 +147,7 @@ class StepTrainer(TrainerAttributes, ModelCardMixin, CheckpointingTrainer):
                 self._check_weights()  # an engine can fail because of NaN weights: then report those, with the last good ones
                 raise
         self.run.interrupts.raise_if_stopped(output_dir, self.state.global_step)
+        ranks.call_on_first(self.create_model_card)
         return result
 
     def _start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path | None:

@@ -261,6 +261,6 @@ def _named_numbers(computed: Any) -> Mapping[str, float]:
     """Return the result of compute_metrics; raise ArgumentError if it is not a mapping."""
     if not isinstance(computed, Mapping):
         raise ArgumentError(
-            f"compute_metrics returned {computed!r:.80}, a {type(computed).__name__}; it must return a dict of names and numbers."
+            f"compute_metrics returned {computed!r:.80} of type {type(computed).__name__}; return a dict of names and numbers."
         )
     return computed

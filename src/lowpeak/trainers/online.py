@@ -16,11 +16,12 @@ from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineSettings, Sampling, require
 from lowpeak.checkpoint import RunState, SavedRollout, capture_rng_state
 from lowpeak.data import check_prompt_columns, read_eval_prompts
-from lowpeak.errors import ArgumentError, CheckpointError
+from lowpeak.errors import ArgumentError, CheckpointError, RewardError
 from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
+from lowpeak.rewards import check_rewards
 from lowpeak.setup import (
     OnlineInputs,
     check_adapter,
@@ -112,8 +113,14 @@ class OnlineTrainer(StepTrainer):
         reject_virtual_tokens(model, peft_config)
         passed, args = args, make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
+
+        def check_row(row: Any, where: str) -> None:
+            check_prompt_columns(row, where)
+            if rollout_func is None:  # which may return further columns
+                check_rewards(reward_funcs, row, where)
+
         with Ranks(args.device).propagate_errors():
-            check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_prompt_columns)
+            check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_row)
             check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
             inputs = OnlineInputs(
@@ -165,6 +172,8 @@ class OnlineTrainer(StepTrainer):
         )
         try:
             return super().train(*args, **kwargs)
+        except RewardError as error:
+            raise error.with_traceback(None) from error.__cause__  # lowpeak's frames would hide the reward's
         finally:
             self.collector.engine.close()
 
@@ -285,9 +294,12 @@ class OnlineTrainer(StepTrainer):
             self.model_wrapped.eval()
             with ranks.propagate_errors():
                 prompts = read_eval_prompts(data, self.collector.new_reader())
-            return evaluate_prompts(
-                self.collector, prompts, self.parts.success, prefix, self.state, self.coefficients()
-            )
+            try:
+                return evaluate_prompts(
+                    self.collector, prompts, self.parts.success, prefix, self.state, self.coefficients()
+                )
+            except RewardError as error:
+                raise error.with_traceback(None) from error.__cause__
 
     # checkpoints
 

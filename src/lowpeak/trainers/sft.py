@@ -61,6 +61,7 @@ class SFTTrainer(OfflineTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
+        **unsupported: Any,
     ) -> None:
         check_kinds(
             compute_metrics=compute_metrics,
@@ -84,6 +85,7 @@ class SFTTrainer(OfflineTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
             compute_loss_func=compute_loss_func,
+            **unsupported,
         )
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
 

@@ -116,14 +116,30 @@ def test_what_is_out_of_range_or_contradicts_itself_raises(tmp_path, changes, to
         grpo(tmp_path, **changes)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 4, 6, 8, 12])
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_the_size_of_a_rollout_that_an_error_names_is_taken(tmp_path, batch, accumulation):
-    sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
-    with pytest.raises(ArgumentError, match="steps_per_generation=") as refused:
-        online(tmp_path, **sizes, steps_per_generation=5, num_generations=9)
-    remedy = int(re.search(r"use steps_per_generation=(\d+)", str(refused.value))[1])
-    assert online(tmp_path, **sizes, steps_per_generation=remedy, num_generations=9).rollout.num_sequences % 9 == 0
+@pytest.mark.parametrize("steps", [None, 6])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("batch", [1, 4, 8, 11])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_each_size_that_an_error_names_is_taken_and_only_the_last_changes_the_steps_of_a_rollout(
+    tmp_path, batch, accumulation, world_size, steps
+):
+    sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "num_generations": 9}
+    sizes |= {} if steps is None else {"steps_per_generation": steps}
+    with pytest.raises(ArgumentError) as refused:
+        online(tmp_path, world_size, **sizes)
+    advice = str(refused.value).split(": use ")[1]
+    advised = re.findall(r"(\w+)=(\d+)(?: or (\d+))?", advice)
+    assert [name for name, *_ in advised][0 :: len(advised) - 1] == [
+        "per_device_train_batch_size",
+        "steps_per_generation",
+    ]
+    for name, *values in advised:
+        for value in filter(None, values):
+            served = online(tmp_path, world_size, **{**sizes, name: int(value)}).rollout.num_steps
+            if name == "steps_per_generation":
+                assert f"serves {served} steps, off-policy after the first" in advice or served == 1
+            else:
+                assert served == (1 if steps is None else steps // accumulation)
 
 
 def test_what_names_what_happens_anyway_is_taken(tmp_path):
