@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import PartialState
@@ -45,6 +45,7 @@ from lowpeak.setup import (
 )
 from lowpeak.trainers.checkpointing import CheckpointingTrainer
 from lowpeak.trainers.model_card import ModelCardMixin
+from lowpeak.trainers.overrides import check_overrides
 from lowpeak.training import (
     CONTROL_FLAGS,
     STOP_FLAGS,
@@ -83,6 +84,11 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     scratch: StepScratch
     algorithm_state: Mapping[str, float]
     unlogged_metrics: Mapping[str, Metric]
+    trl_methods: ClassVar[frozenset[str]] = frozenset()  # methods of TRL's trainer that this trainer does not have
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        check_overrides(cls, cls.trl_methods)
 
     def num_steps_per_epoch(self) -> int | None:
         """Return the optimizer steps that use each row of the data once; None for data without a length."""
