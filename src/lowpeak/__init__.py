@@ -16,19 +16,23 @@ if "torch" not in sys.modules:
 _load, __dir__, __all__ = lazy_exports(__name__, __file__)
 
 # TRL's other public names.
-_TRL_NAMES = """
-add_response_schema apply_chat_template clone_chat_template create_reference_model extract_prompt
-get_training_chat_template init_zero_verbose is_conversational is_conversational_from_value maybe_apply_chat_template
-maybe_convert_to_chatml maybe_extract_prompt maybe_unpair_preference_dataset pack_dataset prepare_multimodal_messages
-supports_tool_calling unpair_preference_dataset BEMACallback DPOConfig DPOTrainer DistillationConfig DistillationTrainer
-KTOConfig KTOTrainer LogCompletionsCallback RichProgressCallback SyncRefModelCallback WeaveCallback experimental
-""".split()
+_TRL_NAMES = (
+    *(f"{kind}{part}" for kind in ("DPO", "KTO", "Distillation") for part in ("Trainer", "Config")),
+    *("add_response_schema", "apply_chat_template", "clone_chat_template", "create_reference_model", "extract_prompt"),
+    *("get_training_chat_template", "init_zero_verbose", "is_conversational", "is_conversational_from_value"),
+    *(
+        "maybe_apply_chat_template",
+        "maybe_convert_to_chatml",
+        "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset",
+    ),
+    *("pack_dataset", "prepare_multimodal_messages", "supports_tool_calling", "unpair_preference_dataset"),
+    *("BEMACallback", "LogCompletionsCallback", "RichProgressCallback", "SyncRefModelCallback", "WeaveCallback"),
+)
 
 
 def __getattr__(name: str) -> Any:
     if name in _TRL_NAMES:
-        trains = name.endswith(("Trainer", "Config"))
-        why = "does not train by this algorithm" if trains else "has none of its own"
         # `from lowpeak import name` would replace the message of an AttributeError.
-        raise ImportError(f"lowpeak has no {name}: it {why}; `from trl import {name}` works next to lowpeak's trainers.")
+        raise ImportError(f"lowpeak has no {name}: `from trl import {name}` works next to lowpeak's trainers.")
     return _load(name)

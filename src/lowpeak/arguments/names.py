@@ -6,7 +6,7 @@ A TRL name that is set to TRL's default is ignored, so that configurations that 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from lowpeak.errors import ArgumentError
@@ -62,7 +62,7 @@ TRL_DEFAULTS: dict[str, Any] = {
 }
 
 
-def drop_trl_defaults(settings: Mapping[str, Any], known: Mapping[str, Any] | set[str]) -> dict[str, Any]:
+def drop_trl_defaults(settings: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return `settings` without names that are not `known` and have TRL's default."""
     return {
         name: value

@@ -286,6 +286,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def json_or_path(text: str) -> dict[str, Any]:
+    """Return the mapping of a JSON text, or `{"path": text}`."""
     return _json(text) if text.lstrip()[:1] == "{" else {"path": text}
 
 

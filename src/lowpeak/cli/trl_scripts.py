@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import BitsAndBytesConfig
@@ -31,7 +31,9 @@ class ScriptArguments:
     dataset_train_split: str = _data("train", "split to train on")
     dataset_test_split: str = _data("test", "split to evaluate on")
     dataset_streaming: bool = _data(False, "read the dataset as a stream")
-    ignore_bias_buffers: bool = _data(False, "always False: lowpeak's models do not raise the error that it works around")
+    ignore_bias_buffers: bool = _data(
+        False, "always False: lowpeak's models do not raise the error that it works around"
+    )
 
     def __post_init__(self) -> None:
         if self.ignore_bias_buffers:
@@ -68,19 +70,11 @@ class ModelConfig(ModelArguments):
 class TrlParser(ErrorParser, HfArgumentParser):
     """HfArgumentParser whose defaults may come from the YAML file that `--config` names."""
 
-    def __init__(self, dataclass_types: Any = (), **keywords: Any) -> None:
-        types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
-        self.known = {declared.name for each in types for declared in fields(each)}
-        if "config" in self.known:
-            raise ArgumentError("a class of arguments has a field 'config', the name of the YAML file: rename it.")
-        super().__init__(types, **keywords)
-
     def parse_args_and_config(
         self,
         args: Iterable[str] | None = None,
         return_remaining_strings: bool = False,
         fail_with_unknown_args: bool = True,
-        separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
         """Return one object per class, from the command line and from the file of `--config`, as TRL does."""
         words, settings = list(sys.argv[1:] if args is None else args), dict[str, Any]()
@@ -89,27 +83,27 @@ class TrlParser(ErrorParser, HfArgumentParser):
             settings = load_yaml(*words[index + 1 : index + 2])
             del words[index : index + 2]
             set_environment(settings.pop("env", {}))
-        from_file = self.set_defaults_with_config(**drop_trl_defaults(settings, self.known))
+        from_file = self.set_defaults_with_config(**settings)
         *parsed, from_line = self.parse_args_into_dataclasses(words, return_remaining_strings=True)
         if return_remaining_strings:
-            return (*parsed, *([from_file, from_line] if separate_remaining_strings else [from_file + from_line]))
-        rejected = [getattr(each, "rejected", {}) for each in self.dataclass_types]
+            return (*parsed, from_file + from_line)
+        known = {action.dest for action in self._actions}
+        rejected = dict(pair for each in self.dataclass_types for pair in getattr(each, "rejected", {}).items())
         unknown = [*from_line, *(from_file if fail_with_unknown_args else ())]
-        names = [word[2:].split("=")[0] for word in unknown if word.startswith("--")]
-        check_names(names, self.known, {name: text for each in (REJECTED, *rejected) for name, text in each.items()})
+        check_names([word[2:].split("=")[0] for word in unknown if word[:2] == "--"], known, REJECTED | rejected)
         if from_file:
             logger.warning("The config file has names that are no argument of the script: %s.", " ".join(from_file))
         return tuple(parsed)
 
     def set_defaults_with_config(self, **settings: Any) -> list[str]:
         """Make the settings the defaults of this parser's arguments; return the others as words of a command line."""
-        actions = {action.dest: action for action in self._actions}
-        for name in settings.keys() & actions.keys():
-            action, value = actions[name], settings[name]
-            # argparse converts a default that is text to one value, not to a list.
-            action.default = [value] if action.nargs in ("+", "*") and isinstance(value, str) else value
-            action.required = False
-        return [word for name in settings if name not in actions for word in (f"--{name}", str(settings[name]))]
+        for action in self._actions:
+            if action.dest in settings:
+                value, action.required = settings.pop(action.dest), False
+                # argparse converts a default that is text to one value, not to a list.
+                action.default = [value] if action.nargs in ("+", "*") and isinstance(value, str) else value
+        unread = drop_trl_defaults(settings, ())
+        return [word for name, value in unread.items() for word in (f"--{name}", str(value))]
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
@@ -121,8 +115,10 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     if not entries:
         raise ArgumentError("datasets is empty: name at least one, such as {'path': 'data.jsonl'}.")
     rows = load_mixture([each if isinstance(each, dict) else vars(each) for each in entries], streaming=streaming)
-    parts = {"train": rows} if size is None else dict(zip(("train", "test"), hold_out(rows, size, DataArguments(), 42)))
-    return (IterableDatasetDict if streaming else DatasetDict)(parts)
+    if size is None:
+        return (IterableDatasetDict if streaming else DatasetDict)({"train": rows})
+    train, test = hold_out(rows, size, DataArguments(), seed=42)
+    return DatasetDict({"train": train, "test": test})
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:
@@ -133,4 +129,6 @@ def get_peft_config(model_args: ModelConfig) -> Any:
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
     """Return bitsandbytes' config; None for a model that is not quantized."""
     options = load_options(model_args).get("quantization_config", {})
-    return BitsAndBytesConfig(**{name: options[name] for name in options if name != "quant_method"}) if options else None
+    return (
+        BitsAndBytesConfig(**{name: options[name] for name in options if name != "quant_method"}) if options else None
+    )

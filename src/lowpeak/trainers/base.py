@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -84,11 +84,10 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     scratch: StepScratch
     algorithm_state: Mapping[str, float]
     unlogged_metrics: Mapping[str, Metric]
-    trl_methods: ClassVar[frozenset[str]] = frozenset()  # methods of TRL's trainer that this trainer does not have
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        check_overrides(cls, cls.trl_methods)
+        check_overrides(cls)
 
     def num_steps_per_epoch(self) -> int | None:
         """Return the optimizer steps that use each row of the data once; None for data without a length."""

@@ -56,7 +56,6 @@ from lowpeak.trainers.constructor import (
     reject_unsupported,
     reject_virtual_tokens,
 )
-from lowpeak.trainers.overrides import TRL_OFFLINE_METHODS
 from lowpeak.training import (
     GuardedPasses,
     StepBatches,
@@ -79,7 +78,6 @@ class OfflineTrainer(StepTrainer):
     A subclass resolves its settings, loads its model, reads a row and names its algorithm. `parts` has the settings and models.
     """
 
-    trl_methods: ClassVar[frozenset[str]] = TRL_OFFLINE_METHODS
     config_class: ClassVar[type[CommonConfig]]
     columns: ClassVar[str]  # columns of its data, for the error if there is no dataset
     head: ClassVar[HeadKind] = LOGPROB_HEAD

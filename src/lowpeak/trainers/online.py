@@ -47,7 +47,6 @@ from lowpeak.trainers.constructor import (
     reject_unsupported,
     reject_virtual_tokens,
 )
-from lowpeak.trainers.overrides import TRL_ONLINE_METHODS
 from lowpeak.training import (
     REFERENCE_FOLDER,
     Evaluation,
@@ -92,7 +91,6 @@ class OnlineTrainer(StepTrainer):
     unsupported             other arguments of TRL's trainers: each raises ArgumentError with a remedy
     """
 
-    trl_methods: ClassVar[frozenset[str]] = TRL_ONLINE_METHODS
     config_class: ClassVar[type[OnlineConfig]]
 
     @staticmethod

@@ -47,20 +47,20 @@ def define(kind, name, value=lambda self, *args: None):
         ("GRPO", "_get_train_sampler", "shuffle_dataset"),
         ("GRPO", "get_train_dataloader", "train_dataset"),
         ("Reward", "_set_signature_columns_if_needed", "train_dataset"),
-        ("OnlineDPO", "_move_model_to_vllm", "callback"),
+        ("OnlineDPO", "_move_model_to_vllm", "vllm_"),
     ],
 )
 def test_a_method_that_would_never_be_called_raises_when_it_is_defined_with_the_place_for_it(kind, name, place):
-    with pytest.raises(ArgumentError, match=rf"Mine overrides {name}, which {kind}Trainer never calls.*{place}"):
+    with pytest.raises(ArgumentError, match=rf"Mine .*{name}.*{kind}Trainer .*{place}"):
         define(kind, name)
 
 
 def test_methods_of_mixins_count_and_helpers_of_ones_own_do_not():
     mixin = type("Mixin", (), {"compute_loss": lambda self: None})
-    with pytest.raises(ArgumentError, match="Mixin overrides compute_loss"):
+    with pytest.raises(ArgumentError, match=r"Mixin .*compute_loss"):
         type("Mine", (mixin, lowpeak.GRPOTrainer), {})
     own = define("GRPO", "_my_helper")
-    with pytest.raises(ArgumentError, match="Mine overrides _prepare_inputs"):
+    with pytest.raises(ArgumentError, match=r"Mine .*_prepare_inputs"):
         type("Mine", (own,), {"_prepare_inputs": lambda self: None})
     define("SFT", "_generate")  # TRL's SFTTrainer has none
 
@@ -100,7 +100,7 @@ def test_a_refused_method_is_never_called_and_every_other_one_is(kind, tmp_path,
     assert {name for name in refused if calls[name]} == {"get_train_dataloader"}
     methods = {name: value.__code__.co_names for name, value in vars(Trainer).items() if inspect.isfunction(value)}
     called = {name for names in methods.values() for name in names if name in methods}
-    assert called - refused - ELSEWHERE - {"__init__"} <= {name for name in calls if calls[name]}
+    assert called - refused.keys() - ELSEWHERE - {"__init__"} <= {name for name in calls if calls[name]}
 
 
 @needs_trl
@@ -108,5 +108,5 @@ def test_a_refused_method_is_never_called_and_every_other_one_is(kind, tmp_path,
 def test_each_method_of_trls_trainers_is_refused_or_exists(kind):
     base = getattr(lowpeak, f"{kind}Trainer")
     names = methods_of(kind) - {"__init__"}
-    assert names - uncalled_methods(base) - base.trl_methods <= set(dir(base))
+    assert names - uncalled_methods(base).keys() <= set(dir(base))
     assert len(names) > 5
