@@ -20,13 +20,8 @@ _TRL_NAMES = (
     *(f"{kind}{part}" for kind in ("DPO", "KTO", "Distillation") for part in ("Trainer", "Config")),
     *("add_response_schema", "apply_chat_template", "clone_chat_template", "create_reference_model", "extract_prompt"),
     *("get_training_chat_template", "init_zero_verbose", "is_conversational", "is_conversational_from_value"),
-    *(
-        "maybe_apply_chat_template",
-        "maybe_convert_to_chatml",
-        "maybe_extract_prompt",
-        "maybe_unpair_preference_dataset",
-    ),
-    *("pack_dataset", "prepare_multimodal_messages", "supports_tool_calling", "unpair_preference_dataset"),
+    *("maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt", "unpair_preference_dataset"),
+    *("maybe_unpair_preference_dataset", "pack_dataset", "prepare_multimodal_messages", "supports_tool_calling"),
     *("BEMACallback", "LogCompletionsCallback", "RichProgressCallback", "SyncRefModelCallback", "WeaveCallback"),
 )
 

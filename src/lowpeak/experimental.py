@@ -1,6 +1,3 @@
-"""An error for TRL's `experimental`, whose trainers are in `lowpeak` itself or in TRL."""
+"""An error for TRL's `experimental`."""
 
-raise ImportError(
-    "lowpeak has no experimental: import OnlineDPOTrainer, PPOTrainer and their configs from lowpeak itself, and other trainers "
-    "from trl.experimental, which works next to lowpeak."
-)
+raise ImportError("lowpeak.experimental does not exist: lowpeak has OnlineDPOTrainer and PPOTrainer, TRL the others.")

@@ -34,7 +34,6 @@ _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
         None,
         "completions are in <output_dir>/journal/rollouts.jsonl; upload that folder, and remove it",
     ),
-    ("dataset_num_proc", None, "rows are tokenised on demand; remove it"),
     (
         "dataset_kwargs",
         None,
@@ -55,7 +54,6 @@ REJECTED: dict[str, str] = {
 # TRL's defaults of these names, and of arguments with another default here.
 TRL_DEFAULTS: dict[str, Any] = {
     **{name: default for name, default, _ in _TRL_REJECTED},
-    "reward_model_path": None,
     "per_device_eval_batch_size": 8,
     "ds3_gather_for_generation": True,
     "vllm_group_port": 51216,

@@ -33,6 +33,8 @@ from lowpeak.errors import ArgumentError
 # Names of TRL's command line, and those of the same arguments here.
 ALIASES = {
     "model_name_or_path": "model",
+    "sft_model_path": "model",
+    "reward_model_path": "reward_model_name_or_path",
     "dataset_name": "dataset",
     "dataset_train_split": "dataset_split",
     "dataset_test_split": "eval_split",

@@ -60,21 +60,12 @@ class ModelConfig(ModelArguments):
     lora_dropout: float = redeclared(ModelArguments, "lora_dropout", 0.05)
     lora_task_type: str | None = redeclared(ModelArguments, "lora_task_type", "CAUSAL_LM")
 
-    def __post_init__(self) -> None:
-        load_options(self)
-        targets: Any = self.lora_target_modules
-        if isinstance(targets, list) and len(targets) == 1:
-            self.lora_target_modules = targets[0]
-
 
 class TrlParser(ErrorParser, HfArgumentParser):
     """HfArgumentParser whose defaults may come from the YAML file that `--config` names."""
 
     def parse_args_and_config(
-        self,
-        args: Iterable[str] | None = None,
-        return_remaining_strings: bool = False,
-        fail_with_unknown_args: bool = True,
+        self, args: Iterable[str] | None = None, *, fail_with_unknown_args: bool = True
     ) -> tuple[Any, ...]:
         """Return one object per class, from the command line and from the file of `--config`, as TRL does."""
         words, settings = list(sys.argv[1:] if args is None else args), dict[str, Any]()
@@ -85,8 +76,6 @@ class TrlParser(ErrorParser, HfArgumentParser):
             set_environment(settings.pop("env", {}))
         from_file = self.set_defaults_with_config(**settings)
         *parsed, from_line = self.parse_args_into_dataclasses(words, return_remaining_strings=True)
-        if return_remaining_strings:
-            return (*parsed, from_file + from_line)
         known = {action.dest for action in self._actions}
         rejected = dict(pair for each in self.dataclass_types for pair in getattr(each, "rejected", {}).items())
         unknown = [*from_line, *(from_file if fail_with_unknown_args else ())]
@@ -108,7 +97,7 @@ class TrlParser(ErrorParser, HfArgumentParser):
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     """Return the mixture as a mapping with the split `train`, and `test` if rows are held out."""
-    from datasets import DatasetDict, IterableDatasetDict
+    from datasets import DatasetDict
 
     size, streaming = mixture_config.test_split_size, mixture_config.streaming
     entries = [json_or_path(each) if isinstance(each, str) else each for each in mixture_config.datasets]
@@ -116,7 +105,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
         raise ArgumentError("datasets is empty: name at least one, such as {'path': 'data.jsonl'}.")
     rows = load_mixture([each if isinstance(each, dict) else vars(each) for each in entries], streaming=streaming)
     if size is None:
-        return (IterableDatasetDict if streaming else DatasetDict)({"train": rows})
+        return DatasetDict({"train": rows})
     train, test = hold_out(rows, size, DataArguments(), seed=42)
     return DatasetDict({"train": train, "test": test})
 
