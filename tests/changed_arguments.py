@@ -15,7 +15,7 @@ SERVED = {**VLLM, "vllm_mode": "server"}
 # Of a config, given the arguments beside: another value than its default for each argument.
 CHANGED = [
     (GRPOConfig, {}, {"learning_rate": 0.5, "logging_steps": 3, "bf16": True, "gradient_checkpointing": False,
-        "remove_unused_columns": True, "per_device_eval_batch_size": 3, "activation_offloading": True, "plan_memory": True,
+        "remove_unused_columns": True, "per_device_eval_batch_size": 3, "activation_offloading": True, "plan_memory": True, "dataset_num_proc": 2,
         "memory_budget": 0.5,
         "model_init_kwargs": {"revision": "a"}, "trust_remote_code": True, "disable_dropout": True,
         "cast_lm_head_to_fp32": True, "chat_template_kwargs": {"a": 1}, "shuffle_dataset": False,
@@ -57,12 +57,13 @@ CHANGED = [
         "entropy_target": 0.5}),
     (RLOOConfig, {}, {"normalize_advantages": True, "reward_clip_range": (-1.0, 1.0)}),
     (PPOConfig, {}, {"kl_coef": 0.5, "num_ppo_epochs": 2, "cliprange": 0.1, "num_mini_batches": 2, "kl_target": 1.0,
+        "total_episodes": 64, "sft_model_path": "a", "reward_model_path": "a",
         "early_stop_kl": 0.5, "gamma": 0.5, "lam": 0.5, "whiten_rewards": True, "whiten_advantages": False,
         "missing_eos_penalty": 1.0, "critic": "model", "value_learning_rate": 0.5, "value_warmup_steps": 2,
         "vf_coef": 0.5, "cliprange_value": 0.5}),
     (PPOConfig, {"kl_target": 1.0}, {"kl_horizon": 5}),
     (PPOConfig, {"critic": "model"}, {"value_model_path": "a"}),
-    (OnlineDPOConfig, {}, {"missing_eos_penalty": 1.0, "loss_type": "ipo", "beta": [0.5]}),
+    (OnlineDPOConfig, {}, {"missing_eos_penalty": 1.0, "loss_type": "ipo", "beta": [0.5], "reward_model_path": "a"}),
     (SFTConfig, {}, {"dataset_text_field": "a", "max_length": 9, "completion_only_loss": True,
         "assistant_only_loss": True, "loss_type": "dft", "eos_token": "a", "pad_token": "a",
         "chat_template_path": "a.jinja", "packing": True, "packing_strategy": "wrapped", "eval_packing": True}),

@@ -196,9 +196,8 @@ def test_a_wrong_argument_of_the_algorithm_costs_no_loading(tmp_path):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        *(("total_episodes", "max_steps"), ("response_length", "max_completion_length")),
-        *(("num_total_batches", "rollouts"), ("mini_batch_size", "per_device_train_batch_size")),
-        *(("reward_model_path", "reward_funcs"), ("stop_token_id", "generation_kwargs"), ("world_size", "launcher")),
+        *(("response_length", "max_completion_length"), ("mini_batch_size", "per_device_train_batch_size")),
+        ("stop_token_id", "generation_kwargs"),
     ],
 )
 def test_an_argument_of_trls_former_trainer_names_its_remedy(name, remedy):
