@@ -15,8 +15,8 @@ SERVED = {**VLLM, "vllm_mode": "server"}
 # Of a config, given the arguments beside: another value than its default for each argument.
 CHANGED = [
     (GRPOConfig, {}, {"learning_rate": 0.5, "logging_steps": 3, "bf16": True, "gradient_checkpointing": False,
-        "remove_unused_columns": True, "per_device_eval_batch_size": 3, "activation_offloading": True, "plan_memory": True, "dataset_num_proc": 2,
-        "memory_budget": 0.5,
+        "remove_unused_columns": True, "per_device_eval_batch_size": 3, "activation_offloading": True, "plan_memory": True,
+        "memory_budget": 0.5, "dataset_num_proc": 2,
         "model_init_kwargs": {"revision": "a"}, "trust_remote_code": True, "disable_dropout": True,
         "cast_lm_head_to_fp32": True, "chat_template_kwargs": {"a": 1}, "shuffle_dataset": False,
         "micro_batch_tokens": 100, "logprob_chunk_size": 10, "weight_bits": 16, "state_bits": 8,

@@ -168,7 +168,7 @@ def test_a_reward_model_and_a_reference_are_taken_by_trls_names(tmp_path):
         ({"num_mini_batches": 2, "generation_batch_size": 8}, "generation_batch_size=8 .*num_mini_batches"),
         ({"critic": "adapter"}, "critic='adapter'.*LoRA"),
         ({"critic": "none"}, "critic='none'"),
-        ({"value_model": tiny_model()}, "value_model.*critic='head'"),
+        ({"value_model": tiny_model(), "critic": "head"}, "value_model.*critic='head'"),
         ({"critic": "model", "value_model": tiny_model()}, "value_model.*Qwen2ForCausalLM"),
         ({"beta": 0.0, "ref_model": tiny_model()}, "ref_model.*beta"),
         ({"kl_target": -1.0}, "kl_target=-1.0"),

@@ -73,10 +73,8 @@ def test_paths_load_the_models_that_are_not_passed_and_contradict_others(tmp_pat
     assert pairs.reward_model_path == reward
 
 
-def test_a_value_model_is_the_critic_unless_another_one_is_chosen(tmp_path):
+def test_a_value_model_is_the_critic(tmp_path):
     assert isinstance(critic_of(causal_lm(make("PPO", tmp_path, value_model=tiny_classifier()).model)), SeparateCritic)
-    with pytest.raises(ArgumentError, match="critic='head'"):
-        make("PPO", tmp_path, value_model=tiny_classifier(), critic="head")
 
 
 @pytest.mark.parametrize("kind", ["ppo", "online-dpo"])
