@@ -72,6 +72,7 @@ from lowpeak.arguments.rloo import resolve_rloo as resolve_rloo
 from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG as ARGUMENT_OF_KWARG
 from lowpeak.arguments.rollout import RolloutSettings as RolloutSettings
 from lowpeak.arguments.rollout import Sampling as Sampling
+from lowpeak.arguments.rollout import resolve_rollout as resolve_rollout
 from lowpeak.arguments.storage import STORAGE_ARGUMENTS as STORAGE_ARGUMENTS
 from lowpeak.arguments.storage import StorageFormat as StorageFormat
 from lowpeak.arguments.storage import rename_dtype as rename_dtype

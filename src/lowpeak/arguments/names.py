@@ -5,7 +5,7 @@ A TRL name that is set to TRL's default is ignored, so that configurations that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from lowpeak.errors import ArgumentError, closest_name
@@ -33,7 +33,6 @@ _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
         None,
         "completions are in <output_dir>/journal/rollouts.jsonl; upload that folder, and remove it",
     ),
-    ("dataset_num_proc", None, "rows are tokenised on demand; remove it"),
     (
         "dataset_kwargs",
         None,
@@ -55,14 +54,13 @@ REJECTED: dict[str, str] = {
 # TRL's defaults of these names, and of arguments with another default here.
 TRL_DEFAULTS: dict[str, Any] = {
     **{name: default for name, default, _ in _TRL_REJECTED},
-    "reward_model_path": None,
     "per_device_eval_batch_size": 8,
     "ds3_gather_for_generation": True,
     "vllm_group_port": 51216,
 }
 
 
-def drop_trl_defaults(settings: Mapping[str, Any], known: Mapping[str, Any] | set[str]) -> dict[str, Any]:
+def drop_trl_defaults(settings: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return `settings` without names that are not `known` and have TRL's default."""
     return {
         name: value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lowpeak.arguments.base import RunSettings, resolve_memory, resolve_model, resolve_passes, run_facts
@@ -54,7 +54,7 @@ REUSES_ROLLOUTS = EffectCondition(
     "num_iterations or steps_per_generation",
 )
 _SYNCS_REFERENCE = (
-    if_on("sync_ref_model"),
+    replace(if_on("sync_ref_model"), keeps_value=True),  # TRL's SyncRefModelCallback reads the value
     HAS_REFERENCE,
 )
 _PRINTS_COMPLETIONS = if_on("log_completions")

@@ -35,11 +35,14 @@ ARGUMENT_OF_KWARG = {
     "max_tokens": "max_completion_length",
 }
 # Names in generation_kwargs that both engines accept.
-COMMON_KWARGS = ("seed", "stop", "stop_strings", "stop_token_ids", "eos_token_id", "do_sample", *ARGUMENT_OF_KWARG)
+COMMON_KWARGS = (
+    *("seed", "stop", "stop_strings", "stop_token_ids", "eos_token_id", "do_sample", "min_new_tokens", "min_tokens"),
+    *ARGUMENT_OF_KWARG,
+)
 
 # vLLM's other sampling parameters that are accepted. An explicit list, because a server ignores names that it does not know.
 _VLLM_KWARGS = (
-    *("presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("thinking_token_budget", "skip_reading_prefix_cache"),
 )
 _ENDS_COMPLETIONS = (
@@ -47,7 +50,12 @@ _ENDS_COMPLETIONS = (
 )
 # Refused names with the reason: another argument sets them, lowpeak sets them, or they end completions unknown to the run.
 _REFUSED_KWARGS = {
-    "n": "use num_generations",
+    **dict.fromkeys(("n", "num_return_sequences"), "use num_generations"),
+    **dict.fromkeys(("num_beams", "penalty_alpha"), "completions are sampled token by token; remove it"),
+    **dict.fromkeys(("typical_p", "epsilon_cutoff", "eta_cutoff"), "use top_k, top_p or min_p"),
+    **dict.fromkeys(("suppress_tokens", "bad_words_ids"), "only vLLM can ban tokens (logit_bias, bad_words)"),
+    "no_repeat_ngram_size": "use repetition_penalty, or the reward get_repetition_penalty_reward(ngram_size=3)",
+    **dict.fromkeys(("min_length", "max_length"), "it counts the prompt; use min_new_tokens, max_completion_length"),
     "structured_outputs": "use vllm_structured_outputs_regex",
     **dict.fromkeys(
         (
@@ -210,8 +218,8 @@ class Sampling:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. They apply in the order of
     transformers' `generate()`: repetition penalty, temperature, top-k, top-p, min-p. A random number is a hash of (seed,
     rollout, prompt serial, completion, position), so it does not depend on waves, slots or order. A `stop` string ends a
-    completion with the token that completes the string. `first_completion` is the index of the first completion in its group,
-    since a group may be generated in several calls.
+    completion with the token that completes the string; the first `min_new_tokens` tokens end none. `first_completion` is the
+    index of the first completion in its group, since a group may be generated in several calls.
     """
 
     num_generations: int
@@ -223,6 +231,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
     seed: int = 0
     rollout: int = 0
     first_completion: int = 0
@@ -335,11 +344,15 @@ def _whole_step(args: Any, batches: int) -> int:
 def resolve_sampling(args: Any) -> Sampling:
     """Return the sampling parameters from the arguments and from the engine-independent part of generation_kwargs."""
     kwargs = dict(args.generation_kwargs or {})
-    unknown = sorted(set(kwargs) - set(COMMON_KWARGS))
+    least = kwargs.get("min_new_tokens", kwargs.get("min_tokens", 0))
     require(
-        args.use_vllm or not unknown,
-        f"generation_kwargs has {', '.join(unknown)}, but the native engine accepts only {', '.join(COMMON_KWARGS)}.",
+        type(least) is int and 0 <= least <= args.max_completion_length,
+        f"generation_kwargs has min_new_tokens={least!r}, which must be from 0 to max_completion_length.",
     )
+    accepted = (*COMMON_KWARGS, *(_VLLM_KWARGS if args.use_vllm else ()))
+    for name in kwargs:
+        reason = _REFUSED_KWARGS.get(name, f"the engine does not accept it; it accepts {', '.join(accepted)}")
+        require(name in accepted, f"generation_kwargs has {name}: {reason}.")
     seed = kwargs.get("seed", args.seed)
     require(
         isinstance(seed, Integral) and not isinstance(seed, bool) and 0 <= int(seed) < 2**32,
@@ -354,6 +367,7 @@ def resolve_sampling(args: Any) -> Sampling:
         min_p=args.min_p or 0.0,
         stop=stop,
         stop_token_ids=stop_token_ids,
+        min_new_tokens=least,
         seed=int(seed),
     )
 
@@ -388,11 +402,8 @@ def _token_ids(kwargs: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def sampling_kwargs(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of generation_kwargs that only vLLM accepts; ArgumentError for names that it must not have."""
+    """Return the part of generation_kwargs that only vLLM accepts, of names that `resolve_sampling` has checked."""
     kwargs = {name: value for name, value in generation_kwargs.items() if name not in COMMON_KWARGS}
-    unknown = f"vLLM does not accept it; it accepts {', '.join((*COMMON_KWARGS, *_VLLM_KWARGS))}"
-    for name in kwargs:
-        require(name in _VLLM_KWARGS, f"generation_kwargs has {name}: {_REFUSED_KWARGS.get(name, unknown)}.")
     if "logit_bias" in kwargs:
         bias = kwargs["logit_bias"]
         require(

@@ -20,7 +20,7 @@ class ErrorParser(argparse.ArgumentParser):
         raise ArgumentError(f"{message[:1].upper()}{message[1:]}; `{self.prog} --help` lists the arguments.")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelArguments:
     """The model, its adapters, and the precision it is loaded in."""
 

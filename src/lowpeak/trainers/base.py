@@ -49,6 +49,7 @@ from lowpeak.setup import (
 )
 from lowpeak.trainers.attributes import TrainerAttributes
 from lowpeak.trainers.checkpointing import CheckpointingTrainer
+from lowpeak.trainers.overrides import check_overrides
 from lowpeak.training import (
     CONTROL_FLAGS,
     STOP_FLAGS,
@@ -89,6 +90,10 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
     algorithm_state: Mapping[str, float]
     unlogged_metrics: Mapping[str, Metric]
     rows_per_step: int
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        check_overrides(cls)
 
     def num_steps_per_epoch(self) -> int | None:
         """Return the optimizer steps that use each row of the data once; None for data without a length."""

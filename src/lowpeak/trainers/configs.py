@@ -54,6 +54,7 @@ from lowpeak.arguments import (
     require_deepspeed,
     resolve_collective_timeout,
     resolve_model_parallel,
+    resolve_rollout,
     show,
     sync_deepspeed_config,
 )
@@ -331,6 +332,11 @@ class PPOConfig(PPOArguments, OnlineConfig):
             check_range(self, "num_mini_batches")  # checked early, because it is used below
             steps = self.num_mini_batches * self.gradient_accumulation_steps
             self._set_alias("num_mini_batches", "steps_per_generation", steps)
+        if self.total_episodes is not None:
+            check_range(self, "total_episodes")
+            rollout = resolve_rollout(self, self.world_size // self.model_parallel.tensor)
+            num_rollouts = -(-self.total_episodes // rollout.num_sequences)
+            self._set_alias("total_episodes", "max_steps", num_rollouts * rollout.num_steps)
         zero = getattr(self, "deepspeed_plugin", None)
         require(
             self.value_learning_rate is None or zero is None or "optimizer" not in zero.hf_ds_config.config,

@@ -80,6 +80,15 @@ def check_kinds(**arguments: Any) -> None:
             raise ArgumentError(f"{name} must be {kind}, got {value!r:.80} of type {type(value).__name__}.")
 
 
+def passed_or_named(models: list[Any], args: Any, name: str) -> list[Any]:
+    """Return the models that are passed, or else the one whose path is the argument `name`; ArgumentError for another path."""
+    path = getattr(args, name, None)
+    paths = [getattr(getattr(each, "config", None), "_name_or_path", each) for each in models]
+    if models and path is not None and path not in paths:
+        raise ArgumentError(f"{name}={path!r} is no model that is passed to the trainer: remove one of the two.")
+    return models or ([] if path is None else [path])
+
+
 def check_optimized(optimizer: Any, policy: nn.Module) -> None:
     """Raise ArgumentError for a passed optimizer that has no trainable parameter of the policy."""
     if optimizer is None:
@@ -149,6 +158,8 @@ def base_arguments(args: Any, policy: nn.Module | None = None) -> Any:
     # The pipeline removes old checkpoints: transformers deletes in place, and at the end of a run also the last one.
     inner.save_total_limit = None
     inner.logging_nan_inf_filter = False
+    # Callbacks of TRL generate in batches of this size.
+    inner.per_device_eval_batch_size = args.eval_batch_size
     inner.saves_no_tokens = True  # transformers pickles the arguments with every model that it saves or uploads
     return inner
 

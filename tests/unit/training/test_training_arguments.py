@@ -79,7 +79,22 @@ def test_a_rollout_that_would_fill_a_part_of_a_step_fills_the_step(tmp_path):
         ({"epsilon_high": -1.0, "num_iterations": 2}, "epsilon_high=-1.0"),
         *(({"temperature": value}, f"temperature={value} .*1e-6") for value in (0.0, 1e-300, -1.0)),
         ({"generation_kwargs": {"temperature": INF}}, r"generation_kwargs\['temperature'\]=inf"),
-        ({"generation_kwargs": {"num_beams": 4}}, "num_beams"),
+        *(
+            ({"generation_kwargs": {name: value}}, f"{name}.*{remedy}")
+            for name, value, remedy in (
+                ("num_beams", 4, "token"),
+                ("no_repeat_ngram_size", 3, "repetition_penalty"),
+                ("typical_p", 0.9, "top_p"),
+                ("suppress_tokens", [3], "logit_bias"),
+                ("num_return_sequences", 2, "num_generations"),
+                ("min_length", 5, "min_new_tokens"),
+                ("banana", 1, "min_new_tokens"),
+            )
+        ),
+        *(
+            ({"generation_kwargs": {"min_new_tokens": value}}, f"min_new_tokens={value!r}")
+            for value in (-1, 1.5, 999999)
+        ),
         ({"generation_kwargs": {"stop_strings": [""]}}, r"generation_kwargs.*\[''\]"),
         ({"generation_kwargs": {"stop_strings": 5}}, "generation_kwargs.* 5"),
         ({"generation_kwargs": {"stop_token_ids": 5}}, "stop_token_ids=5"),
@@ -162,6 +177,8 @@ def test_generation_kwargs_say_what_arguments_say_in_transformers_names(tmp_path
     assert args.generation_kwargs == {**told, "do_sample": True, "max_new_tokens": 9}
     copied = dataclasses.replace(args, learning_rate=1e-4)
     assert resolve_online(copied, 1, 1).sampling == sampling
+    for name in ("min_new_tokens", "min_tokens"):
+        assert online(tmp_path, generation_kwargs={name: 4}).sampling.min_new_tokens == 4
 
 
 def test_tokens_that_end_a_completion_are_told_in_either_way(tmp_path):

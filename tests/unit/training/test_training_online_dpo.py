@@ -184,8 +184,7 @@ def test_an_argument_that_online_dpo_cannot_take_is_named(tmp_path, changes, nam
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        *(("max_length", "overlong_prompts"), ("reward_model_path", "reward_funcs")),
-        *(("judge", "trainer"), ("cache_implementation", "engine")),
+        *(("max_length", "overlong_prompts"), ("judge", "trainer"), ("cache_implementation", "engine")),
     ],
 )
 def test_names_of_trl_that_have_another_place_say_so(name, remedy):
