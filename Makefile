@@ -70,9 +70,11 @@ $(CORE): pyproject.toml constraints.txt requirements.txt
 	@$(PIP) --no-deps --editable .
 	@touch $@
 
-$(READY): $(CORE) requirements-test.txt
+# TRL's wheel is unpacked beside the packages: tests read its scripts and import its callbacks, lowpeak never does.
+$(READY): $(CORE) requirements-test.txt requirements-trl.txt
 	@echo "installing what the tests need"
 	@$(LOCKED) requirements-test.txt
+	@$(LOCKED) requirements-trl.txt --upgrade --target $(VENV)/trl
 	@echo "compiling what DeepSpeed needs on CPUs (once, with gcc)"
 	@DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
 	@touch $@
@@ -174,6 +176,7 @@ test-newest:
 update-locks: $(UV)
 	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra examples --no-emit-package triton -o requirements.txt
 	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra examples --extra test -o requirements-test.txt
+	echo 'trl==1.16.0' | $(UV) pip compile --quiet --no-deps --no-header - -o requirements-trl.txt
 	echo mkdocs | $(UV) pip compile --quiet --upgrade --no-header - -o requirements-docs.txt
 	{ $(OLDEST_PINS); printf '%s\n' pytest pytest-timeout pytest-xdist; } | $(UV) pip compile --quiet --upgrade \
 		pyproject.toml - -c constraints.txt --extra peft --no-emit-package triton -o requirements-oldest.txt

@@ -102,7 +102,7 @@ def test_a_run_killed_before_its_first_checkpoint_says_so_and_can_be_started_aga
         build(STANDARD, tmp_path / "run").train(resume_from_checkpoint=True)
     succeed(run_alone, STANDARD, tmp_path)
     assert ending(tmp_path) == left_alone(STANDARD)
-    assert (tmp_path / "run/journal/steps.1.jsonl").exists()
+    assert (tmp_path / "run/earlier-1/journal/steps.jsonl").exists()
 
 
 @pytest.mark.extended
@@ -149,8 +149,10 @@ def test_a_new_run_beside_old_checkpoints_keeps_its_own_and_warns(tmp_path, left
 def test_the_journal_has_the_columns_that_readers_rely_on(left_alone):
     _, steps, rows = left_alone(STANDARD)
     assert all({"loss", "grad_norm", "entropy"} <= row.keys() for row in steps)
-    assert {"group", "prompt", "completion", "ones", "short", "reward", "advantage", "finish_reason"} <= rows[0].keys()
-    assert [row["reward"] for row in rows] == pytest.approx([row["ones"] + (row["short"] or 0) for row in rows])
+    names = "format rollout group prompt completion policy_version num_tokens finish_reason rewards reward advantage"
+    assert [*rows[0]] == ["step", *names.split()]
+    summed = [row["rewards"]["ones"] + (row["rewards"]["short"] or 0) for row in rows]
+    assert [row["reward"] for row in rows] == pytest.approx(summed)
 
 
 def note_sizes(case: Case, place: Path) -> None:

@@ -165,6 +165,9 @@ class CommonArguments:
         "Compute the LM head's matrix product in fp32.",
         acts_if=EffectCondition(lambda args, facts: not facts.in_fp32, "the run already computes in fp32; remove it"),
     )
+    dataset_num_proc: int | None = data_argument(
+        None, "No effect: rows are tokenised on demand.", acts_if=never("rows are tokenised on demand; remove it")
+    )
     chat_template_kwargs: dict[str, Any] | str | None = data_argument(
         None, "Keyword arguments of the chat template (JSON).", MAPPING
     )

@@ -17,6 +17,7 @@ from lowpeak.checkpoint.run_state import ARGUMENTS as ARGUMENTS
 from lowpeak.checkpoint.run_state import RunState as RunState
 from lowpeak.checkpoint.run_state import SavedRollout as SavedRollout
 from lowpeak.checkpoint.run_state import capture_rng_state as capture_rng_state
+from lowpeak.checkpoint.run_state import check_none_in_flight as check_none_in_flight
 from lowpeak.checkpoint.run_state import check_run_identity as check_run_identity
 from lowpeak.checkpoint.run_state import learning_arguments as learning_arguments
 from lowpeak.checkpoint.run_state import load_run_state as load_run_state

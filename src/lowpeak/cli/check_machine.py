@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ import psutil  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
 
 from lowpeak.arguments import show_bytes
+from lowpeak.cli.devices import num_devices
 from lowpeak.cli.env import installed_version
 from lowpeak.cli.plan import plan_within_budget
 from lowpeak.cli.plan_request import PlanArguments, machine_of, parse_plan, plan_request
@@ -25,16 +26,7 @@ if TYPE_CHECKING:
     from lowpeak.plan import Machine, Plan
 
 _OF_PLAN = (
-    "gpu",
-    "gpu_memory",
-    "gpus_per_host",
-    "host_memory",
-    "fit",
-    "format",
-    "plot",
-    "emit",
-    "output",
-    "journal",
+    *("gpu", "gpu_memory", "gpus_per_host", "host_memory", "fit", "format", "plot", "emit", "output", "journal"),
     "price_per_hour",
 )
 _SHARED_MEMORY = GIB  # that NCCL and data loaders of several processes share in /dev/shm
@@ -62,6 +54,8 @@ def check_machine(argv: Sequence[str]) -> int:
             raise ArgumentError(
                 f"--{name} has no effect: `lowpeak env CONFIG` checks this machine; use `lowpeak plan`."
             )
+    if not (num_devices() or job.launch.num_processes or job.launch.accelerate_config):
+        job = replace(job, given={**job.given, "use_cpu": True})  # where the command would train, too
     machine, devices = _this_machine(options, job)
     checks = [devices, *_versions(job), *_limits(job, machine)]
     for check in checks:
@@ -82,7 +76,8 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
     wanted = options.gpus or job.launch.num_processes or 1
     host = psutil.virtual_memory().total
     if job.given.get("use_cpu"):
-        return machine_of(options, job), Check("devices", True, f"{wanted} process{'es' if wanted > 1 else ''} on CPUs")
+        text = f"{wanted} process{'es' if wanted > 1 else ''} on CPUs (torch finds {num_devices() or 'no'} GPUs)"
+        return machine_of(options, job), Check("devices", True, text)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hosts = job.launch.num_machines or 1
     enough = found * hosts >= wanted

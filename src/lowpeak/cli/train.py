@@ -39,10 +39,7 @@ Part = TypeVar("Part")
 ANSWER_COLUMNS = {"sft": ("completion",), "reward": ("chosen", "rejected")}
 # Arguments that a script's own call of evaluate() reads, and a command only if eval_strategy is set.
 _EVALUATION_ARGUMENTS = ("per_device_eval_batch_size", "num_generations_eval", "success_reward", "success_threshold")
-_ADAPTER_ARGUMENTS = (
-    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
-    *("lora_task_type", "use_rslora", "use_dora"),
-)
+_ADAPTER_ARGUMENTS = [name for name in ModelArguments.__annotations__ if name.startswith(("lora_", "use_rs", "use_do"))]
 _QUANTIZATION_ARGUMENTS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 # TRL's defaults where lowpeak's differ: a file that spells them out is not told that they have no effect.
 _TRL_DEFAULTS = {"model_revision": "main", "eval_split": "test", "lora_dropout": 0.05, "per_device_eval_batch_size": 8}
@@ -360,25 +357,10 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
             *([model] if model else []),
             *(load_reward(spec) for spec in job.rewards.reward or []),
         ]
-        keywords["tools"] = [load_object(spec, "Tool") for spec in job.tools.tools or []]
-        keywords["environment_factory"] = load_environments(job.tools.environment or [])
+        keywords |= job.tools.load()
     if isinstance(job.rewards, JudgeArguments) and job.rewards.judge is not None:
         keywords["judge"] = load_object(job.rewards.judge, "Judge")
     return getattr(library, f"{CLASS_PREFIXES[job.kind]}Trainer")(**keywords)
-
-
-def load_environments(specs: Sequence[str]) -> Any:
-    """Return the class of the only environment, a mapping of classes by name, or None without environments."""
-    from lowpeak.rewards import load_object
-
-    if not specs:
-        return None
-    named = [spec.partition("=") for spec in specs]
-    if len(specs) == 1 and not named[0][1]:
-        return load_object(specs[0], "Environment")
-    if not all(equals for _, equals, _ in named):
-        raise ArgumentError("--environment has several values: write each as NAME=path/to/file.py:Class.")
-    return {name: load_object(spec, "Environment") for name, _, spec in named}
 
 
 def lora_config(model: ModelArguments, task: str) -> Any:

@@ -19,6 +19,7 @@ from lowpeak.memory import Phase
 from lowpeak.optim import clear_low_bits, loading_states
 from lowpeak.parallel import has_shards, prepare_without_ddp
 from lowpeak.setup import clear_output_dir, num_restarts, warn_of_overridden_arguments
+from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
     Run,
     apply_recorded_sizes,
@@ -36,7 +37,7 @@ from lowpeak.watchdog import detect_failures
 logger = logging.getLogger(__name__)
 
 
-class CheckpointingTrainer(Trainer):
+class CheckpointingTrainer(ModelCardMixin, Trainer):
     """transformers' Trainer whose checkpoints have the state of a run.
 
     run                 the parts of the run
@@ -79,6 +80,7 @@ class CheckpointingTrainer(Trainer):
         staging = stage_files(folder, ranks.processes)
         with detect_failures(ranks, lambda: tracker.current_phase), tracker.phase(Phase.SAVE), staging as stage:
             export_model(self, stage, merged=merged)
+            self.create_model_card(stage=stage, folder=folder)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Load sharded states, on any number of ranks, and clear the output folder for the run.

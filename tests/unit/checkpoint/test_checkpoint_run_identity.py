@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from datasets import Dataset
 
-from lowpeak.checkpoint.run_state import check_run_identity
+from lowpeak.checkpoint.run_state import RolloutInFlight, check_run_identity
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.journal import read_steps
 from lowpeak.setup.resume import check_checkpoint_name
@@ -66,6 +67,16 @@ def test_a_resume_within_a_rollout_refuses_another_shape_of_rollouts(tmp_path, f
         run(tmp_path, num_iterations=2).train(resume_from_checkpoint=True)
     with pytest.raises(CheckpointError, match=r" 8 .* 16"):
         run(tmp_path, num_iterations=3, per_device_train_batch_size=16).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_refuses_a_checkpoint_with_rollouts_in_flight(tmp_path, monkeypatch):
+    writer = run(tmp_path, max_steps=1)
+    present = writer.run_state
+    in_flight = (RolloutInFlight(1, 1, {}, 2, ()),)
+    monkeypatch.setattr(writer, "run_state", lambda: replace(present(), in_flight=in_flight))
+    writer.train()
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 .*\(1\)"):
+        run(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
 def contents(folder):

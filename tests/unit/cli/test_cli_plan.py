@@ -321,17 +321,21 @@ def test_a_plan_needs_a_model_and_the_memory_of_a_gpu(model):
 
 
 @pytest.mark.extended
-def test_a_machine_is_checked_against_a_config(model, tmp_path, capsys):
+def test_a_machine_is_checked_against_a_config_and_one_without_gpus_as_the_cpus_that_the_run_would_use(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("lowpeak.cli.check_machine.num_devices", lambda: 0)
     run = tmp_path / "run.yaml"
-    settings = {"model": model, "use_cpu": True, "max_completion_length": 16, "output_dir": str(tmp_path)}
+    settings = {"model": model, "max_completion_length": 16, "output_dir": str(tmp_path)}
     run.write_text(yaml.safe_dump(settings))
     assert dispatch(["env", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     checked = {line.split(": ")[0] for line in lines}
-    assert checked >= {f"ok    {each}" for each in ("devices", "torch", "device memory", "disk")}
+    assert checked >= {f"ok    {each}" for each in ("devices", "torch", "generation", "device memory", "disk")}
+    assert "ok    devices: 1 process on CPUs (torch finds no GPUs)" in lines
     with pytest.raises(ArgumentError, match="plot"):
         dispatch(["env", "--config", str(run), "--plot", "page.html"])
-    run.write_text(yaml.safe_dump({**settings, "use_cpu": False, "num_processes": 512}))
+    run.write_text(yaml.safe_dump({**settings, "num_processes": 512}))
     assert dispatch(["env", str(run)]) == 1
     assert "FAIL  devices" in capsys.readouterr().out
 

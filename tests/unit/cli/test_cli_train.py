@@ -90,7 +90,7 @@ def test_a_list_of_betas_is_several_words_or_a_list_in_the_file(library, folder)
     assert found == [[0.1, 0.2], [0.3], [0.1, 0.4]]
 
 
-@pytest.mark.parametrize("name", ["max_length", "reward_model_path"])
+@pytest.mark.parametrize("name", ["max_length", "gpu_memory_utilization"])
 def test_names_of_trls_online_dpo_say_what_to_use_instead(name, library, folder):
     with pytest.raises(ArgumentError, match=f"'{name}'"):
         run_training("online-dpo", argv(folder, f"--{name}", "5"), library)

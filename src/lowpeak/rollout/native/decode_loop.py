@@ -111,7 +111,8 @@ class DecodeLoop:
         logits_NV = self._inputs.forward(self._cache, num_columns, self.graphs)
         uniforms_N = self._draws.at(self._inputs.rows_N, self._inputs.written_N)
         history_NL = self._inputs.history(num_columns)
-        draw = TokenDraw(logits_NV, self.sampling, uniforms_N, history_NL)
+        banned = self.output.banned(self._inputs.written_N)
+        draw = TokenDraw(logits_NV, self.sampling, uniforms_N, history_NL, banned=banned)
         self._ended = self.output.add(self._inputs.rows_N, draw, len(self._running))
         self._inputs.advance(draw.tokens_N)
         self._num_steps += 1
@@ -181,7 +182,8 @@ class DecodeLoop:
         rows_N, written_N = self._inputs.rows_N, self._inputs.written_N
         sources_N = torch.arange(len(prompts), device=rows_N.device).repeat_interleave(size)
         uniforms_N = self._draws.at(rows_N, written_N)
-        draw = TokenDraw(logits_PV, self.sampling, uniforms_N, self._inputs.history(0), sources_N)
+        banned = self.output.banned(written_N)
+        draw = TokenDraw(logits_PV, self.sampling, uniforms_N, self._inputs.history(0), sources_N, banned)
         ended = self.output.add(rows_N, draw, len(rows))
         return [(row, sequence.prompt) for row, sequence, end in zip(rows, sequences, ended, strict=True) if not end]
 

@@ -118,7 +118,8 @@ class NativeEngine:
         kv_cache_bytes = self.kv_cache_bytes()
         max_tokens = kv_cache_bytes // bytes_per_token(model)
         shape = ([len(prompt.ids) for prompt in prompts], sampling.num_generations, sampling.max_new_tokens, max_tokens)
-        ends = (end_token_ids(model, self.tokenizer, sampling), StopStrings(self.tokenizer, sampling.stop))
+        stops = StopStrings(self.tokenizer, sampling.stop, sampling.min_new_tokens)
+        ends = (end_token_ids(model, self.tokenizer, sampling), stops)
         device = self.device or next(model.parameters()).device
         if unsupported_reason(model) is None:
             num_rows = len(prompts) * sampling.num_generations
@@ -198,8 +199,9 @@ class _TokenChooser(LogitsProcessor):
         # Ended sequences stay in the batch until all have ended; any token will do for them.
         running = [row for row, ended in enumerate(self.ended) if not ended]
         rows_n = torch.tensor(running).to(scores.device)
-        uniforms_n = self._draws.at(rows_n, torch.full_like(rows_n, self._position))
-        draw = TokenDraw(scores, self._sampling, uniforms_n, input_ids[rows_n], rows_n)
+        written_n = torch.full_like(rows_n, self._position)
+        uniforms_n, banned = self._draws.at(rows_n, written_n), self._output.banned(written_n)
+        draw = TokenDraw(scores, self._sampling, uniforms_n, input_ids[rows_n], rows_n, banned)
         ended = self._output.add(rows_n, draw, len(scores))
         self._position += 1
         for row, has_ended in zip(running, ended, strict=True):
