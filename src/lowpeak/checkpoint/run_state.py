@@ -89,12 +89,13 @@ class RunState:
         return self.rollout is not None and bool(self.rollout.records)
 
 
-def learning_arguments(args: Any, storage: str) -> dict[str, Any]:
+def learning_arguments(args: Any, storage: str, model: str) -> dict[str, Any]:
     """Return the arguments that change the learned weights, as JSON; those that JSON cannot store are left out.
 
-    `storage` is the format of weights and optimizer states that they resolved to, in words.
+    `storage` is the format of weights and optimizer states that they resolved to, in words; `model` a name or path, of which
+    the last part counts.
     """
-    arguments: dict[str, Any] = {"storage": storage}
+    arguments: dict[str, Any] = {"storage": storage, "model": Path(model).name}
     for each in fields(args):
         name, declared = each.name, declaration(each)
         is_learning = declared.group in _LEARNING_GROUPS and not declared.alias_of
@@ -104,14 +105,17 @@ def learning_arguments(args: Any, storage: str) -> dict[str, Any]:
     return arguments
 
 
-def check_run_identity(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, in_rollout: bool) -> None:
+def check_run_identity(saved: RunState, now: RunState, checkpoint: Path, *, strict: bool = False) -> None:
     """Raise CheckpointError if the algorithm changed, or, within a rollout, another value of the identity.
 
-    Otherwise one warning names the changed values, and the arguments that change what is learned.
+    Otherwise one warning names the changed values, the arguments that change what is learned, and other data. With `strict`
+    each of them is an error.
     """
-    changed = _changes(saved, now)
-    changes = ", ".join([*changed.values(), *_changes(saved.get(ARGUMENTS, {}), now.get(ARGUMENTS, {})).values()])
-    if "algorithm" in changed or (in_rollout and changed):
+    changed = _changes(saved.identity, now.identity)
+    changes = ", ".join([*changed.values(), *_changes(_arguments_and_data(saved), _arguments_and_data(now)).values()])
+    if strict and changes:
+        raise other_arguments_error(checkpoint, changes)
+    if "algorithm" in changed or (saved.in_rollout and changed):
         raise CheckpointError(
             f"{checkpoint} is of another run: {changes}. Resume with the arguments that it was made with, or start a new run "
             "from its weights (model=that folder)."
@@ -120,6 +124,21 @@ def check_run_identity(saved: Mapping[str, Any], now: Mapping[str, Any], checkpo
         logger.warning(
             "%s is resumed with other arguments, whose new values act from here on: %s.", checkpoint, changes
         )
+
+
+def other_arguments_error(checkpoint: Path, changes: str) -> CheckpointError:
+    """Return the error of `resume_from_checkpoint="auto"` for arguments or data that differ from the checkpoint's."""
+    return CheckpointError(
+        f"resume_from_checkpoint='auto': {checkpoint} is of a run with other arguments or data: {changes}. Start with those of "
+        "that run, choose another output_dir for a new run, or set resume_from_checkpoint=True to continue nevertheless."
+    )
+
+
+def _arguments_and_data(state: RunState) -> dict[str, Any]:
+    """Return the values that may change on resume; earlier versions saved no digest of the data."""
+    digest = state.cursor.get("digest")
+    data = {} if digest is None else {"train_dataset": f"rows with digest {digest}"}
+    return {**state.identity.get(ARGUMENTS, {}), **data}
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

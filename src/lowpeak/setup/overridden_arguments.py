@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lowpeak.arguments import EffectReport
+from lowpeak.checkpoint import other_arguments_error
 from lowpeak.optim import find_compact
 from lowpeak.training import CheckpointedTrainer, TrainingStates
 
@@ -29,8 +31,13 @@ Settings = dict[tuple[str, int], Any]
 
 
 @contextmanager
-def warn_of_overridden_arguments(trainer: CheckpointedTrainer, checkpoint: str) -> Iterator[None]:
-    """Warn of arguments that the optimizer and schedule states of `checkpoint`, loaded in the block, replace."""
+def warn_of_overridden_arguments(
+    trainer: CheckpointedTrainer, checkpoint: str, *, strict: bool = False
+) -> Iterator[None]:
+    """Warn of arguments that the optimizer and schedule states of `checkpoint`, loaded in the block, replace.
+
+    With `strict` such arguments are a CheckpointError.
+    """
     requested = _settings(trainer)
     yield
     loaded = _settings(trainer)
@@ -41,8 +48,12 @@ def warn_of_overridden_arguments(trainer: CheckpointedTrainer, checkpoint: str) 
         trainer.acting_args,
         f"because states in {checkpoint} replace them (a new run with model={checkpoint} begins without these states)",
     )
+    names = {key: _argument_name(key[0], requested[key], trainer) for key in changed}
+    if strict and changed:
+        texts = [f"{names[key]} was {loaded[key]!r} and is {requested[key]!r}" for key in changed]
+        raise other_arguments_error(Path(checkpoint), ", ".join(dict.fromkeys(texts)))
     for key in changed:
-        effects.add(f"{_argument_name(key[0], requested[key], trainer)}={requested[key]!r}", f"{loaded[key]!r} acts")
+        effects.add(f"{names[key]}={requested[key]!r}", f"{loaded[key]!r} acts")
     effects.report()
 
 

@@ -4,44 +4,77 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowpeak.arguments import EffectReport
-from lowpeak.checkpoint import clean_up_checkpoints, last_checkpoint, move_later_checkpoints, resolve_checkpoint
+from lowpeak.checkpoint import (
+    clean_up_checkpoints,
+    complete_checkpoints,
+    last_checkpoint,
+    move_later_checkpoints,
+    resolve_checkpoint,
+    verify_manifest,
+)
 from lowpeak.errors import CheckpointError
 from lowpeak.journal import Journal
+from lowpeak.ranks import Ranks
 from lowpeak.setup.elastic_restart import is_of_this_launch, num_restarts, record_launch
 
 logger = logging.getLogger(__name__)
 
+AUTO = "auto"  # resume from the last undamaged checkpoint if there is one, else start a new run
 
-def find_resume_checkpoint(
-    output_dir: Path, resume_from_checkpoint: str | bool | None, args: Any = None
-) -> Path | None:
-    """Remove partial checkpoints of a killed run, and return the checkpoint to resume from; one process calls it.
 
-    After a restart (`num_restarts`) that is the last complete checkpoint of the same launch, if
-    there is one, whatever the arguments are. Warns, or raises with strict_arguments, if only the argument in `args` asks to resume.
+def requested_checkpoint(args: Any, argument: str | bool | None = None) -> Any:
+    """Return what a run resumes from: the `argument` of train(), else the config's; AUTO, True, None or a path."""
+    value = args.resume_from_checkpoint if argument is None else argument
+    return {"auto": AUTO, "true": True, "false": None, "none": None}.get(str(value).lower(), value)
+
+
+def find_resume_checkpoints(output_dir: Path, requested: Any) -> list[Path]:
+    """Remove partial checkpoints of a killed run, and return those to resume from; one process calls it.
+
+    That is one checkpoint or none, and with AUTO all complete ones, the newest first. After a restart (`num_restarts`) without
+    AUTO it is the last one of the same launch, if there is one, whatever is requested.
     """
-    argument = getattr(args, "resume_from_checkpoint", None)
-    if resume_from_checkpoint is None and str(argument).lower() not in ("none", "false"):
-        effects = EffectReport(args)
-        effects.add(f"resume_from_checkpoint={argument!r}", "only train(resume_from_checkpoint=...) resumes a run")
-        effects.report()
     clean_up_checkpoints(output_dir)
+    if requested == AUTO:
+        return complete_checkpoints(output_dir)[::-1]
     restarts = num_restarts()
     last = last_checkpoint(output_dir)
     if restarts and last is not None and is_of_this_launch(last):
         logger.warning("Restart %d: resuming from %s.", restarts, last)
-        return resolve_checkpoint(output_dir, True)
-    return resolve_checkpoint(output_dir, resume_from_checkpoint)
+        requested = True
+    checkpoint = resolve_checkpoint(output_dir, requested)
+    return [] if checkpoint is None else [checkpoint]
 
 
-def check_resume(output_dir: Path, resume_from_checkpoint: str | bool | None) -> None:
+def choose_undamaged(checkpoints: Sequence[Path], ranks: Ranks) -> Path | None:
+    """Return the first checkpoint whose files are whole, and warn of those before it; None if there are no checkpoints.
+
+    Raises CheckpointError if all are damaged. All processes call it.
+    """
+    for number, checkpoint in enumerate(checkpoints, 1):
+        try:
+            verify_manifest(checkpoint, ranks)
+        except CheckpointError as error:
+            if number == len(checkpoints) == 1:
+                raise
+            if number == len(checkpoints):
+                raise CheckpointError(
+                    f"all {number} checkpoints in {checkpoint.parent} are damaged: {error}"
+                ) from error
+            logger.warning("%s is not used, and an older checkpoint is tried: %s", checkpoint, error)
+        else:
+            return checkpoint
+    return None
+
+
+def check_resume(output_dir: Path, requested: Any) -> None:
     """Raise CheckpointError if there is no such checkpoint; a restarted run finds its checkpoint itself."""
-    if not num_restarts():
-        resolve_checkpoint(output_dir, resume_from_checkpoint)
+    if requested != AUTO and not num_restarts():
+        resolve_checkpoint(output_dir, requested)
 
 
 def check_checkpoint_name(checkpoint: Path, output_dir: Path, step: int) -> None:

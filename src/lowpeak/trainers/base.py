@@ -23,27 +23,31 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lowpeak.checkpoint import (
+    ARGUMENTS,
     RunState,
     capture_rng_state,
     check_run_identity,
+    learning_arguments,
     load_run_state,
     lock_run_folder,
     preserve_rng_state,
     restore_rng_state,
-    verify_manifest,
 )
 from lowpeak.errors import DataError, EngineError, MemoryExhaustedError, StoppedError
 from lowpeak.memory import Phase
 from lowpeak.parallel import check_is_sharded, clip_grad_norm, override_forward, remove_sums
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
+    AUTO,
     check_best_metric,
     check_checkpoint_name,
-    find_resume_checkpoint,
+    choose_undamaged,
+    find_resume_checkpoints,
+    requested_checkpoint,
     require_same_arguments,
     require_same_data,
 )
-from lowpeak.trainers.checkpointing import CheckpointingTrainer
+from lowpeak.trainers.checkpointing import CheckpointingTrainer, FinishedRunError
 from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
     CONTROL_FLAGS,
@@ -97,7 +101,11 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
 
     def identity(self) -> dict[str, Any]:
         """Return, as JSON, the values that must not change when a run is resumed."""
-        return {"algorithm": self.run.algorithm.name}
+        storage, model = self.parts.settings.model.storage_name, self.model.config._name_or_path
+        return {
+            "algorithm": self.run.algorithm.name,
+            ARGUMENTS: learning_arguments(self.acting_args, storage, model),
+        }
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """Return the metrics of one dataset, their names under `prefix`."""
@@ -117,7 +125,11 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             state.device = self.args.device
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, or resume from a checkpoint (True: the last complete one of output_dir); Ctrl-C saves and stops."""
+        """Train, or resume from a checkpoint; Ctrl-C saves and stops.
+
+        None means the config's argument, False a new run, True the last complete checkpoint of output_dir, "auto" the last
+        undamaged one or a new run, other text a folder. A finished run loads its weights and changes no file.
+        """
         output_dir, ranks = Path(self.args.output_dir), self.run.strategy.ranks
         # Signal handlers are restored last: a SIGTERM must not end rank 0 before `detect_failures` has reported which rank died.
         with ExitStack() as signals, ExitStack() as stack:
@@ -133,6 +145,8 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
                 with self._save_when_run_fails(output_dir):
                     result = super().train(None if checkpoint is None else os.fspath(checkpoint), *args, **kwargs)
                     self._agree_to_stop(0.0)
+            except FinishedRunError:
+                result = self.restore_finished()
             except EngineError:
                 self._check_weights()  # an engine can fail because of NaN weights: then report those, with the last good ones
                 raise
@@ -145,16 +159,21 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         self.run.tracker.pop_uses()
         ranks = self.run.strategy.ranks
         ranks.call_on_first(self.run.journal.check)
-        checkpoint = ranks.call_on_first(lambda: find_resume_checkpoint(output_dir, resume_from_checkpoint, self.args))
-        self.resumed = None
+        requested = ranks.call_on_first(lambda: requested_checkpoint(self.args, resume_from_checkpoint))
+        checkpoints = ranks.call_on_first(lambda: find_resume_checkpoints(output_dir, requested))
+        self.resumed, self.was_finished, self.resumes_strictly = None, False, requested == AUTO
+        checkpoint = choose_undamaged(checkpoints, ranks.processes)
         if checkpoint is not None:
-            verify_manifest(checkpoint, ranks.processes)
             with ranks.propagate_errors():
                 self.resumed = load_run_state(checkpoint, self.args.process_index)
                 check_checkpoint_name(checkpoint, output_dir, self.resumed.policy_version)
                 check_training_state(checkpoint, self.run)
-                check_run_identity(self.resumed.identity, self.identity(), checkpoint, self.resumed.in_rollout)
+                check_run_identity(self.resumed, self.run_state(), checkpoint, strict=self.resumes_strictly)
                 self.restore_run_state(self.resumed, checkpoint)
+        if self.resumes_strictly:
+            logger.info(
+                "resume_from_checkpoint='auto': %s.", f"resuming from {checkpoint}" if checkpoint else "a new run"
+            )
         return checkpoint
 
     @contextmanager
@@ -208,9 +227,6 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         if self.resumed is not None:
             restore_rng_state(self.resumed.random)
             self.resumed = None
-        if self.state.global_step >= self.state.max_steps:  # the base would take one more step of a finished run
-            self.control.should_training_stop = True
-            return [], None
         start = time.perf_counter()
         self.scratch = StepScratch(start_state=self.run_state())
         return [{"step": self.next_step(), "start": start}], None

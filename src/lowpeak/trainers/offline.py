@@ -19,12 +19,7 @@ from lowpeak.arguments import (
     RunFacts,
     run_facts,
 )
-from lowpeak.checkpoint import (
-    ARGUMENTS,
-    RunState,
-    capture_rng_state,
-    learning_arguments,
-)
+from lowpeak.checkpoint import RunState, capture_rng_state
 from lowpeak.data import RowReader, make_cursor
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.memory import Phase
@@ -265,8 +260,7 @@ class OfflineTrainer(StepTrainer):
         )
 
     def identity(self) -> dict[str, Any]:
-        arguments = learning_arguments(self.acting_args, self.parts.settings.model.storage_name)
-        return {**super().identity(), "rows of a step": self.rows_per_step, ARGUMENTS: arguments}
+        return {**super().identity(), "rows of a step": self.rows_per_step}
 
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
         self.cursor.load_state_dict(state.cursor)

@@ -15,11 +15,9 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineSettings, Sampling
 from lowpeak.checkpoint import (
-    ARGUMENTS,
     RunState,
     SavedRollout,
     capture_rng_state,
-    learning_arguments,
 )
 from lowpeak.data import check_prompt_columns, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError
@@ -328,7 +326,6 @@ class OnlineTrainer(StepTrainer):
             "completions of a rollout": rollout.num_sequences,
             "rows of a step": rollout.rows_per_step,
             "num_iterations": rollout.num_iterations,
-            ARGUMENTS: learning_arguments(self.acting_args, self.parts.settings.model.storage_name),
         }
 
     def save_extra(self, folder: Path) -> None:
