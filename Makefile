@@ -128,7 +128,7 @@ test-wheel: $(READY)
 	bash .ci/wheel
 
 test-release:
-	@echo "make test-release: about 50 minutes on two cores; before a release, and after a change of its subject"
+	@echo "make test-release: about an hour on two cores; before a release, and after a change of its subject"
 	@$(MAKE) --no-print-directory $(READY) $(VLLM_READY) smollm2
 	$(PYTEST) $(BY_FILE) -m release $(IN_OTHER_TARGETS)
 	$(VLLM_PYTEST) -m release tests/with_vllm

@@ -107,8 +107,7 @@ class CommonArguments:
     )
     resume_from_checkpoint: Annotated[str | None, bool] = logging_argument(
         None,
-        "What train() resumes from: auto (the last undamaged checkpoint of output_dir if it has one, else a new run; an error "
-        "if arguments or data changed), true (the last checkpoint), or a checkpoint's folder.",
+        "What to resume from: auto (output_dir's last undamaged checkpoint, else a new run), true (its last one), or a folder.",
     )
     strict_arguments: bool = training_argument(
         False, "Raise an error for arguments without effect in the run (False: log a warning)."

@@ -10,7 +10,6 @@ checkpoint and no other. Here a folder's name shows its state:
 
 A kill at any moment leaves folders in these states; `clean_up_checkpoints` completes or removes them when the run starts again.
 
-
 One run at a time writes into the folder: two would mix their journals and remove each other's checkpoints."""
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def resolve_checkpoint(run_dir: Path, resume_from_checkpoint: bool | str | os.Pa
         return last
     if not isinstance(resume_from_checkpoint, str | os.PathLike):
         raise CheckpointError(
-            f"resume_from_checkpoint must be True, False, None or a checkpoint's folder, got {resume_from_checkpoint!r}."
+            f"resume_from_checkpoint must be 'auto', True, False, None or a checkpoint's folder, got {resume_from_checkpoint!r}."
         )
     _check_is_checkpoint(Path(resume_from_checkpoint), last)
     return Path(resume_from_checkpoint)

@@ -92,8 +92,7 @@ class RunState:
 def learning_arguments(args: Any, storage: str, model: str) -> dict[str, Any]:
     """Return the arguments that change the learned weights, as JSON; those that JSON cannot store are left out.
 
-    `storage` is the format of weights and optimizer states that they resolved to, in words; `model` a name or path, of which
-    the last part counts.
+    `storage` is the resolved format of weights and optimizer states, in words; of the path or name `model` the last part counts.
     """
     arguments: dict[str, Any] = {"storage": storage, "model": Path(model).name}
     for each in fields(args):
@@ -108,29 +107,29 @@ def learning_arguments(args: Any, storage: str, model: str) -> dict[str, Any]:
 def check_run_identity(saved: RunState, now: RunState, checkpoint: Path, *, strict: bool = False) -> None:
     """Raise CheckpointError if the algorithm changed, or, within a rollout, another value of the identity.
 
-    Otherwise one warning names the changed values, the arguments that change what is learned, and other data. With `strict`
-    each of them is an error.
+    Otherwise one warning names changed values, arguments that change what is learned, and data; `strict`: each is an error.
     """
     changed = _changes(saved.identity, now.identity)
-    changes = ", ".join([*changed.values(), *_changes(_arguments_and_data(saved), _arguments_and_data(now)).values()])
-    if strict and changes:
-        raise other_arguments_error(checkpoint, changes)
+    all_changed = changed | _changes(_arguments_and_data(saved), _arguments_and_data(now))
+    if strict and all_changed:
+        raise other_arguments_error(checkpoint, all_changed)
     if "algorithm" in changed or (saved.in_rollout and changed):
         raise CheckpointError(
-            f"{checkpoint} is of another run: {changes}. Resume with the arguments that it was made with, or start a new run "
-            "from its weights (model=that folder)."
+            f"{checkpoint} is of another run: {_listed(all_changed)}. Resume with the arguments that it was made with, or start a "
+            "new run from its weights (model=that folder)."
         )
-    if changes:
+    if all_changed:
         logger.warning(
-            "%s is resumed with other arguments, whose new values act from here on: %s.", checkpoint, changes
+            "%s is resumed with other arguments, whose new values act from here on: %s.",
+            *(checkpoint, _listed(all_changed)),
         )
 
 
-def other_arguments_error(checkpoint: Path, changes: str) -> CheckpointError:
-    """Return the error of `resume_from_checkpoint="auto"` for arguments or data that differ from the checkpoint's."""
+def other_arguments_error(checkpoint: Path, changed: Mapping[str, tuple[Any, Any]]) -> CheckpointError:
+    """Return the error of `resume_from_checkpoint="auto"` for other arguments or data: saved and new values by name."""
     return CheckpointError(
-        f"resume_from_checkpoint='auto': {checkpoint} is of a run with other arguments or data: {changes}. Start with those of "
-        "that run, choose another output_dir for a new run, or set resume_from_checkpoint=True to continue nevertheless."
+        f"resume_from_checkpoint='auto': {checkpoint} is of a run with other arguments or data: {_listed(changed)}. Start with "
+        "those of that run, choose another output_dir for a new run, or set resume_from_checkpoint=True to continue nevertheless."
     )
 
 
@@ -141,10 +140,14 @@ def _arguments_and_data(state: RunState) -> dict[str, Any]:
     return {**state.identity.get(ARGUMENTS, {}), **data}
 
 
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values that differ, by name and as text; those that an earlier version did not save are left out."""
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the values that differ; those that an earlier version did not save are left out."""
     names = [name for name in now if name != ARGUMENTS and name in saved and saved[name] != now[name]]
-    return {name: f"{name} was {saved[name]!r} and is {now[name]!r}" for name in names}
+    return {name: (saved[name], now[name]) for name in names}
+
+
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name} was {saved!r} and is {now!r}" for name, (saved, now) in changed.items())
 
 
 def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:

@@ -101,12 +101,12 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
 
 def _cpu_without_gpu(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
     """Return this host's CPU, on which a run in one process trains if torch finds no GPU and no argument needs one."""
-    machine, reason = machine_of(options, replace(job, given={**job.given, "use_cpu": True})), ""
+    machine = machine_of(options, replace(job, given={**job.given, "use_cpu": True}))
     try:
         with_config(job)
     except LowpeakError as error:
-        reason = str(error)
-    return machine, Check("devices", not reason, f"torch finds no GPU: {reason or 'the run trains on CPUs'}")
+        return machine, Check("devices", False, f"torch finds no GPU: {error}")
+    return machine, Check("devices", True, "torch finds no GPU: the run trains on CPUs")
 
 
 def _versions(job: Job) -> Iterator[Check]:

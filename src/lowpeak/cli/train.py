@@ -92,9 +92,9 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
 
 
 def _train(job: Job, library: Any) -> None:
-    from lowpeak.setup import check_resume, requested_checkpoint
+    from lowpeak.setup import check_resume
 
-    check_resume(Path(job.config.output_dir), requested_checkpoint(job.config))
+    check_resume(job.config)
     from lowpeak.models import allow_missing_weights
 
     with _explain_setup_errors(job.config.device), allow_missing_weights() if job.run.dry_run else nullcontext():
@@ -104,16 +104,12 @@ def _train(job: Job, library: Any) -> None:
         if is_rank_zero(os.environ):
             print(to_yaml({"arguments": job.given} | resolved), end="")
         return
-    earlier, is_complete = _read_steps(job), _has_results(job) and not job.config.push_to_hub
+    earlier, is_complete = _read_steps(job), _has_results(job)
     trainer.train()
     if not (trainer.was_finished and is_complete):
-        _save(job, trainer, earlier)
-
-
-def _save(job: Job, trainer: Any, earlier: Sequence[Mapping[str, Any]]) -> None:
-    trainer.save_model()
-    if is_rank_zero(os.environ):
-        write_results(job, earlier)
+        trainer.save_model()
+        if is_rank_zero(os.environ):
+            write_results(job, earlier)
     if job.config.push_to_hub:
         from lowpeak.data import is_on_hub
 
@@ -142,18 +138,19 @@ def _explain_setup_errors(device: Any) -> Iterator[None]:
         ) from error
 
 
-def _read_steps(job: Job) -> list[dict[str, Any]]:
+def _read_steps(job: Job, earlier: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return the journal's steps without the `earlier` ones, or all if there are no others."""
     from lowpeak.journal import read_steps
 
-    return list(read_steps(Path(job.config.output_dir) / "journal"))
+    rows = list(read_steps(Path(job.config.output_dir) / "journal"))
+    return [row for row in rows if row not in earlier] or rows
 
 
 def _has_results(job: Job) -> bool:
     """Return whether the results of the last checkpoint exist, which are written after the model."""
     from lowpeak.checkpoint import last_checkpoint
 
-    folder = Path(job.config.output_dir)
-    results, last = folder / _RESULTS, last_checkpoint(folder)
+    last, results = last_checkpoint(Path(job.config.output_dir)), Path(job.config.output_dir, _RESULTS)
     return last is not None and results.is_file() and results.stat().st_mtime >= last.stat().st_mtime
 
 
@@ -163,13 +160,13 @@ def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
     `step_time`, `tokens_per_second` and `seconds` by phase are medians without the first value; `peak_memory` and
     `reserved_memory` by phase are the largest bytes. `outside_bytes` of the device are not torch's allocator's, but CUDA's, NCCL's
     and other processes'. `reward` is the mean of the last ten that the journal has. The steps of `earlier` invocations
-    count only if there are no others and no file: a kill may have come before it was written.
+    count only if there are no others: a kill may have come before they were written.
     """
     from lowpeak.cli.env import environment_facts
     from lowpeak.journal import EVALUATIONS, EVENTS, read_rows
 
     folder = Path(job.config.output_dir)
-    steps = _steps_to_report(job, earlier)
+    steps = _read_steps(job, earlier)
     evaluations = list(read_rows(folder / "journal", EVALUATIONS))
     if not steps:
         return
@@ -194,13 +191,6 @@ def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
         "events": Counter(row["event"] for row in read_rows(folder / "journal", EVENTS)),
     }
     (folder / _RESULTS).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
-
-
-def _steps_to_report(job: Job, earlier: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    rows = _read_steps(job)
-    return [row for row in rows if row not in earlier] or (
-        [] if Path(job.config.output_dir, _RESULTS).exists() else rows
-    )
 
 
 def _typical(values: Sequence[float]) -> float:

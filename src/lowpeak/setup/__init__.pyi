@@ -25,10 +25,8 @@ from lowpeak.setup.prepare_run import OnlineInputs as OnlineInputs
 from lowpeak.setup.prepare_run import RunParts as RunParts
 from lowpeak.setup.prepare_run import prepare_online as prepare_online
 from lowpeak.setup.prompts import max_prompt_tokens as max_prompt_tokens
-from lowpeak.setup.resume import AUTO as AUTO
 from lowpeak.setup.resume import check_checkpoint_name as check_checkpoint_name
 from lowpeak.setup.resume import check_resume as check_resume
 from lowpeak.setup.resume import choose_undamaged as choose_undamaged
 from lowpeak.setup.resume import clear_output_dir as clear_output_dir
 from lowpeak.setup.resume import find_resume_checkpoints as find_resume_checkpoints
-from lowpeak.setup.resume import requested_checkpoint as requested_checkpoint

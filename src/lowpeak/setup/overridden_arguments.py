@@ -31,13 +31,8 @@ Settings = dict[tuple[str, int], Any]
 
 
 @contextmanager
-def warn_of_overridden_arguments(
-    trainer: CheckpointedTrainer, checkpoint: str, *, strict: bool = False
-) -> Iterator[None]:
-    """Warn of arguments that the optimizer and schedule states of `checkpoint`, loaded in the block, replace.
-
-    With `strict` such arguments are a CheckpointError.
-    """
+def warn_of_overridden_arguments(trainer: CheckpointedTrainer, checkpoint: str, strict: bool) -> Iterator[None]:
+    """Warn of arguments that the optimizer and schedule states of `checkpoint`, loaded in the block, replace; `strict`: raise."""
     requested = _settings(trainer)
     yield
     loaded = _settings(trainer)
@@ -48,12 +43,11 @@ def warn_of_overridden_arguments(
         trainer.acting_args,
         f"because states in {checkpoint} replace them (a new run with model={checkpoint} begins without these states)",
     )
-    names = {key: _argument_name(key[0], requested[key], trainer) for key in changed}
-    if strict and changed:
-        texts = [f"{names[key]} was {loaded[key]!r} and is {requested[key]!r}" for key in changed]
-        raise other_arguments_error(Path(checkpoint), ", ".join(dict.fromkeys(texts)))
-    for key in changed:
-        effects.add(f"{names[key]}={requested[key]!r}", f"{loaded[key]!r} acts")
+    changes = {_argument_name(key[0], requested[key], trainer): (loaded[key], requested[key]) for key in changed}
+    if strict and changes:
+        raise other_arguments_error(Path(checkpoint), changes)
+    for name, (acting, given) in changes.items():
+        effects.add(f"{name}={given!r}", f"{acting!r} acts")
     effects.report()
 
 

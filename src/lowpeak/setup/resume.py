@@ -26,55 +26,49 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"  # resume from the last undamaged checkpoint if there is one, else start a new run
 
 
-def requested_checkpoint(args: Any, argument: str | bool | None = None) -> Any:
-    """Return what a run resumes from: the `argument` of train(), else the config's; AUTO, True, None or a path."""
-    value = args.resume_from_checkpoint if argument is None else argument
-    return {"auto": AUTO, "true": True, "false": None, "none": None}.get(str(value).lower(), value)
-
-
-def find_resume_checkpoints(output_dir: Path, requested: Any) -> list[Path]:
+def find_resume_checkpoints(args: Any, argument: str | bool | None = None) -> tuple[bool, list[Path]]:
     """Remove partial checkpoints of a killed run, and return those to resume from; one process calls it.
 
-    That is one checkpoint or none, and with AUTO all complete ones, the newest first. After a restart (`num_restarts`) without
-    AUTO it is the last one of the same launch, if there is one, whatever is requested.
+    `argument` is that of train(). The result says whether AUTO acts: then it has all complete checkpoints, the newest first, else
+    one or none, after a restart (`num_restarts`) the last one of the same launch, if there is one.
     """
+    output_dir, requested, restarts = Path(args.output_dir), _requested(args, argument), num_restarts()
     clean_up_checkpoints(output_dir)
     if requested == AUTO:
-        return complete_checkpoints(output_dir)[::-1]
-    restarts = num_restarts()
+        return True, complete_checkpoints(output_dir)[::-1]
     last = last_checkpoint(output_dir)
     if restarts and last is not None and is_of_this_launch(last):
         logger.warning("Restart %d: resuming from %s.", restarts, last)
         requested = True
     checkpoint = resolve_checkpoint(output_dir, requested)
-    return [] if checkpoint is None else [checkpoint]
+    return False, [] if checkpoint is None else [checkpoint]
+
+
+def _requested(args: Any, argument: str | bool | None = None) -> Any:
+    """Return AUTO, True, None or a path: the `argument` of train(), or the config's if that is None."""
+    value = args.resume_from_checkpoint if argument is None else argument
+    return {"auto": AUTO, "true": True, "false": None, "none": None}.get(str(value).lower(), value)
 
 
 def choose_undamaged(checkpoints: Sequence[Path], ranks: Ranks) -> Path | None:
-    """Return the first checkpoint whose files are whole, and warn of those before it; None if there are no checkpoints.
-
-    Raises CheckpointError if all are damaged. All processes call it.
-    """
+    """Return the first undamaged checkpoint or None; raise CheckpointError if all are damaged."""
     for number, checkpoint in enumerate(checkpoints, 1):
         try:
             verify_manifest(checkpoint, ranks)
         except CheckpointError as error:
-            if number == len(checkpoints) == 1:
-                raise
             if number == len(checkpoints):
-                raise CheckpointError(
-                    f"all {number} checkpoints in {checkpoint.parent} are damaged: {error}"
-                ) from error
+                several = f"all {number} checkpoints in {checkpoint.parent} are damaged: " if number > 1 else ""
+                raise CheckpointError(f"{several}{error}") from error
             logger.warning("%s is not used, and an older checkpoint is tried: %s", checkpoint, error)
         else:
             return checkpoint
     return None
 
 
-def check_resume(output_dir: Path, requested: Any) -> None:
-    """Raise CheckpointError if there is no such checkpoint; a restarted run finds its checkpoint itself."""
-    if requested != AUTO and not num_restarts():
-        resolve_checkpoint(output_dir, requested)
+def check_resume(args: Any) -> None:
+    """Raise CheckpointError if the requested checkpoint does not exist; a restarted run finds its checkpoint itself."""
+    if (requested := _requested(args)) != AUTO and not num_restarts():
+        resolve_checkpoint(Path(args.output_dir), requested)
 
 
 def check_checkpoint_name(checkpoint: Path, output_dir: Path, step: int) -> None:

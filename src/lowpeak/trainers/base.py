@@ -38,12 +38,10 @@ from lowpeak.memory import Phase
 from lowpeak.parallel import check_is_sharded, clip_grad_norm, override_forward, remove_sums
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
-    AUTO,
     check_best_metric,
     check_checkpoint_name,
     choose_undamaged,
     find_resume_checkpoints,
-    requested_checkpoint,
     require_same_arguments,
     require_same_data,
 )
@@ -102,10 +100,8 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     def identity(self) -> dict[str, Any]:
         """Return, as JSON, the values that must not change when a run is resumed."""
         storage, model = self.parts.settings.model.storage_name, self.model.config._name_or_path
-        return {
-            "algorithm": self.run.algorithm.name,
-            ARGUMENTS: learning_arguments(self.acting_args, storage, model),
-        }
+        arguments = learning_arguments(self.acting_args, storage, model)
+        return {"algorithm": self.run.algorithm.name, ARGUMENTS: arguments}
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """Return the metrics of one dataset, their names under `prefix`."""
@@ -127,8 +123,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or resume from a checkpoint; Ctrl-C saves and stops.
 
-        None means the config's argument, False a new run, True the last complete checkpoint of output_dir, "auto" the last
-        undamaged one or a new run, other text a folder. A finished run loads its weights and changes no file.
+        None means the config's argument, False a new run. A finished run loads its weights and changes no file.
         """
         output_dir, ranks = Path(self.args.output_dir), self.run.strategy.ranks
         # Signal handlers are restored last: a SIGTERM must not end rank 0 before `detect_failures` has reported which rank died.
@@ -159,9 +154,8 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         self.run.tracker.pop_uses()
         ranks = self.run.strategy.ranks
         ranks.call_on_first(self.run.journal.check)
-        requested = ranks.call_on_first(lambda: requested_checkpoint(self.args, resume_from_checkpoint))
-        checkpoints = ranks.call_on_first(lambda: find_resume_checkpoints(output_dir, requested))
-        self.resumed, self.was_finished, self.resumes_strictly = None, False, requested == AUTO
+        found = ranks.call_on_first(lambda: find_resume_checkpoints(self.args, resume_from_checkpoint))
+        self.resumed, self.was_finished, (self.resumes_strictly, checkpoints) = None, False, found
         checkpoint = choose_undamaged(checkpoints, ranks.processes)
         if checkpoint is not None:
             with ranks.propagate_errors():
@@ -171,9 +165,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
                 check_run_identity(self.resumed, self.run_state(), checkpoint, strict=self.resumes_strictly)
                 self.restore_run_state(self.resumed, checkpoint)
         if self.resumes_strictly:
-            logger.info(
-                "resume_from_checkpoint='auto': %s.", f"resuming from {checkpoint}" if checkpoint else "a new run"
-            )
+            logger.info("resume_from_checkpoint='auto': %s.", checkpoint or "no checkpoint, a new run")
         return checkpoint
 
     @contextmanager

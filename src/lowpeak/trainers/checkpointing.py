@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,8 @@ class CheckpointingTrainer(Trainer):
         if sharded:
             self.run.strategy.place_optimizer(self.model, self.optimizer, self.run.storage)
         if sharded and resume_from_checkpoint is not None:
-            with ranks.propagate_errors(), self._overridden(resume_from_checkpoint):
+            warned = warn_of_overridden_arguments(self, resume_from_checkpoint, self.resumes_strictly)
+            with ranks.propagate_errors(), warned:
                 self.load_states(Path(resume_from_checkpoint))
         step = None if resumed is None else resumed.policy_version
         if step is not None and step >= max_steps:
@@ -111,9 +111,6 @@ class CheckpointingTrainer(Trainer):
         ranks.call_on_first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
         apply_recorded_sizes(self, is_new=step is None and not num_restarts())
         return prepared
-
-    def _overridden(self, checkpoint: str) -> AbstractContextManager[None]:
-        return warn_of_overridden_arguments(self, checkpoint, strict=self.resumes_strictly)
 
     def restore_finished(self) -> TrainOutput:
         """Restore what the run ended with, the best weights if it loads them, and say that no step is left."""
@@ -165,7 +162,8 @@ class CheckpointingTrainer(Trainer):
             return
         self.run.strategy.place_optimizer(self.model, self.optimizer, self.run.storage)
         explained = explain_load_errors(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
-        warned, loading = self._overridden(checkpoint), loading_states(self.optimizer)
+        warned = warn_of_overridden_arguments(self, checkpoint, self.resumes_strictly)
+        loading = loading_states(self.optimizer)
         with self.run.strategy.ranks.propagate_errors(), explained, warned, loading:
             super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -14,11 +14,7 @@ from transformers import AutoModelForCausalLM, EvalPrediction
 from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import (
-    OfflineSettings,
-    RunFacts,
-    run_facts,
-)
+from lowpeak.arguments import OfflineSettings, RunFacts, run_facts
 from lowpeak.checkpoint import RunState, capture_rng_state
 from lowpeak.data import RowReader, make_cursor
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit

@@ -14,11 +14,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineSettings, Sampling
-from lowpeak.checkpoint import (
-    RunState,
-    SavedRollout,
-    capture_rng_state,
-)
+from lowpeak.checkpoint import RunState, SavedRollout, capture_rng_state
 from lowpeak.data import check_prompt_columns, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.parallel import has_shards
