@@ -41,7 +41,7 @@ MODEL ?=
 TASK ?=
 # torch's, oneDNN's and MKL's kernels for the oldest processors, which every x86-64 processor runs.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
-KILLS ?= 30 # of runs, at random moments
+KILLS ?= 30 # of runs at random moments, and two thirds as many of the quickstart's command
 NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/logprobs
 # A file's tests stay in one process, for what they have made together; the files in their order, which has the longest first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
@@ -130,7 +130,7 @@ test-wheel: $(READY)
 	bash .ci/wheel
 
 test-release:
-	@echo "make test-release: about 50 minutes on two cores; before a release, and after a change of its subject"
+	@echo "make test-release: about an hour on two cores; before a release, and after a change of its subject"
 	@$(MAKE) --no-print-directory $(READY) $(VLLM_READY) smollm2
 	$(PYTEST) $(BY_FILE) -m release $(IN_OTHER_TARGETS)
 	$(VLLM_PYTEST) -m release tests/with_vllm

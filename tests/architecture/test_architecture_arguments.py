@@ -52,7 +52,7 @@ ALWAYS_ACT = {
         report_to eval_strategy eval_on_start push_to_hub restore_callback_states_from_checkpoint full_determinism
         skip_memory_metrics tf32 use_cpu""",
     "accelerate": "accelerator_config parallelism_config fsdp deepspeed local_rank",
-    "scripts": "do_train resume_from_checkpoint",
+    "scripts": "do_train",
 }
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import random_kills
 from fault_kills import KILLS, kill_at_event, renaming, run_killed_in_training
 from fault_runs import STANDARD, Case, build, checkpoints, ending, finish, run_alone, run_resumed
 
@@ -94,6 +97,16 @@ def test_a_run_killed_again_while_it_resumes_ends_as_if_left_alone(tmp_path, lef
     assert call(run_killed_in_training, STANDARD, tmp_path, 5) == KILLED
     assert call(run_killed_while_it_resumes, STANDARD, tmp_path, target) == KILLED
     assert resume(STANDARD, tmp_path) == left_alone(STANDARD)
+
+
+@pytest.mark.extended
+def test_a_command_killed_by_each_signal_and_started_again_ends_as_if_left_alone(tmp_path, monkeypatch):
+    """The short form of what `make test-release` does 20 times to the quickstart's whole run."""
+    monkeypatch.setattr(random_kills.quickstart, "WARM_STEPS", 1)
+    monkeypatch.setitem(random_kills.KINDS, "quickstart", replace(random_kills.KINDS["quickstart"], latest=0.6))
+    (tmp_path / "quickstart").mkdir()
+    random_kills.prepare_quickstart(tmp_path / "quickstart", steps=12)
+    random_kills.try_kind("quickstart", 3, random.Random(0), tmp_path)
 
 
 def test_a_run_killed_before_its_first_checkpoint_says_so_and_can_be_started_again(tmp_path, left_alone):

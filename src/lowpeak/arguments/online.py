@@ -55,7 +55,8 @@ REUSES_ROLLOUTS = EffectCondition(
     "num_iterations or steps_per_generation",
 )
 _SYNCS_REFERENCE = (
-    replace(if_on("sync_ref_model"), keeps_value=True),  # TRL's SyncRefModelCallback reads the value
+    # TRL's SyncRefModelCallback reads the values.
+    replace(if_on("sync_ref_model"), keeps_value=True),
     HAS_REFERENCE,
 )
 _PRINTS_COMPLETIONS = if_on("log_completions")

@@ -79,9 +79,7 @@ class PPOArguments(OnlineArguments):
     num_ppo_epochs: int | None = argument(None, "TRL's name of num_iterations.", alias_of="num_iterations")
     cliprange: float | None = argument(None, "TRL's name of epsilon.", alias_of="epsilon")
     num_mini_batches: int | None = argument(
-        None,
-        "Steps per pass (TRL's name): sets steps_per_generation to this x gradient_accumulation_steps.",
-        _COUNT,
+        None, "Steps per pass (TRL's name): sets steps_per_generation to this x gradient_accumulation_steps.", _COUNT
     )
     total_episodes: int | None = argument(None, "Completions of the run (TRL's name): sets max_steps.", _COUNT)
     sft_model_path: str | None = model_argument(None, "TRL's name of the model.")

@@ -100,12 +100,12 @@ class RunState:
         return self.rollout is not None and bool(self.rollout.records)
 
 
-def learning_arguments(args: Any, storage: str) -> dict[str, Any]:
+def learning_arguments(args: Any, storage: str, model: str) -> dict[str, Any]:
     """Return the arguments that change the learned weights, as JSON; those that JSON cannot store are left out.
 
-    `storage` is the format of weights and optimizer states that they resolved to, in words.
+    `storage` is the resolved format of weights and optimizer states, in words; of the path or name `model` the last part counts.
     """
-    arguments: dict[str, Any] = {"storage": storage}
+    arguments: dict[str, Any] = {"storage": storage, "model": Path(model).name}
     for each in fields(args):
         name, declared = each.name, declaration(each)
         is_learning = declared.group in _LEARNING_GROUPS and not declared.alias_of
@@ -115,28 +115,50 @@ def learning_arguments(args: Any, storage: str) -> dict[str, Any]:
     return arguments
 
 
-def check_run_identity(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, in_rollout: bool) -> None:
+def check_run_identity(saved: RunState, now: RunState, checkpoint: Path, *, strict: bool = False) -> None:
     """Raise CheckpointError if the algorithm changed, or, within a rollout, another value of the identity.
 
-    Otherwise one warning names the changed values, and the arguments that change what is learned.
+    Otherwise one warning names changed values, arguments that change what is learned, and data; `strict`: each is an error.
     """
-    changed = _changes(saved, now)
-    changes = ", ".join([*changed.values(), *_changes(saved.get(ARGUMENTS, {}), now.get(ARGUMENTS, {})).values()])
-    if "algorithm" in changed or (in_rollout and changed):
+    changed = _changes(saved.identity, now.identity)
+    all_changed = changed | _changes(_arguments_and_data(saved), _arguments_and_data(now))
+    if strict and all_changed:
+        raise other_arguments_error(checkpoint, all_changed)
+    if "algorithm" in changed or (saved.in_rollout and changed):
         raise CheckpointError(
-            f"{checkpoint} is of another run: {changes}. Resume with the arguments that it was made with, or start a new run "
-            "from its weights (model=that folder)."
+            f"{checkpoint} is of another run: {_listed(all_changed)}. Resume with the arguments that it was made with, or start a "
+            "new run from its weights (model=that folder)."
         )
-    if changes:
+    if all_changed:
         logger.warning(
-            "%s is resumed with other arguments, whose new values act from here on: %s.", checkpoint, changes
+            "%s is resumed with other arguments, whose new values act from here on: %s.",
+            *(checkpoint, _listed(all_changed)),
         )
 
 
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values that differ, by name and as text; those that an earlier version did not save are left out."""
+def other_arguments_error(checkpoint: Path, changed: Mapping[str, tuple[Any, Any]]) -> CheckpointError:
+    """Return the error of `resume_from_checkpoint="auto"` for other arguments or data: saved and new values by name."""
+    return CheckpointError(
+        f"resume_from_checkpoint='auto': {checkpoint} is of a run with other arguments or data: {_listed(changed)}. Start with "
+        "those of that run, choose another output_dir for a new run, or set resume_from_checkpoint=True to continue nevertheless."
+    )
+
+
+def _arguments_and_data(state: RunState) -> dict[str, Any]:
+    """Return the values that may change on resume; earlier versions saved no digest of the data."""
+    digest = state.cursor.get("digest")
+    data = {} if digest is None else {"train_dataset": f"rows with digest {digest}"}
+    return {**state.identity.get(ARGUMENTS, {}), **data}
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the values that differ; those that an earlier version did not save are left out."""
     names = [name for name in now if name != ARGUMENTS and name in saved and saved[name] != now[name]]
-    return {name: f"{name} was {saved[name]!r} and is {now[name]!r}" for name in names}
+    return {name: (saved[name], now[name]) for name in names}
+
+
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name} was {saved!r} and is {now!r}" for name, (saved, now) in changed.items())
 
 
 def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:

@@ -14,10 +14,10 @@ import psutil  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
 
 from lowpeak.arguments import show_bytes
-from lowpeak.cli.devices import num_devices
 from lowpeak.cli.env import installed_version
 from lowpeak.cli.plan import plan_within_budget
 from lowpeak.cli.plan_request import PlanArguments, machine_of, parse_plan, plan_request
+from lowpeak.cli.train import with_config
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.plan import GIB
 
@@ -54,8 +54,6 @@ def check_machine(argv: Sequence[str]) -> int:
             raise ArgumentError(
                 f"--{name} has no effect: `lowpeak env CONFIG` checks this machine; use `lowpeak plan`."
             )
-    if not (num_devices() or job.launch.num_processes or job.launch.accelerate_config):
-        job = replace(job, given={**job.given, "use_cpu": True})  # where the command would train, too
     machine, devices = _this_machine(options, job)
     checks = [devices, *_versions(job), *_limits(job, machine)]
     for check in checks:
@@ -76,9 +74,10 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
     wanted = options.gpus or job.launch.num_processes or 1
     host = psutil.virtual_memory().total
     if job.given.get("use_cpu"):
-        text = f"{wanted} process{'es' if wanted > 1 else ''} on CPUs (torch finds {num_devices() or 'no'} GPUs)"
-        return machine_of(options, job), Check("devices", True, text)
+        return machine_of(options, job), Check("devices", True, f"{wanted} process{'es' if wanted > 1 else ''} on CPUs")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (found, wanted, job.launch.accelerate_config) == (0, 1, None):
+        return _cpu_without_gpu(options, job)
     hosts = job.launch.num_machines or 1
     enough = found * hosts >= wanted
     text = f"{wanted} needed, this host has {found} GPUs that torch can use"
@@ -89,6 +88,16 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
     properties = torch.cuda.get_device_properties(0)
     machine = Machine(wanted, properties.total_memory, host, -(-wanted // hosts), card_of(properties.name))
     return machine, Check("devices", enough, text)
+
+
+def _cpu_without_gpu(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
+    """Return this host's CPU, on which a run in one process trains if torch finds no GPU and no argument needs one."""
+    machine = machine_of(options, replace(job, given={**job.given, "use_cpu": True}))
+    try:
+        with_config(job)
+    except LowpeakError as error:
+        return machine, Check("devices", False, f"torch finds no GPU: {error}")
+    return machine, Check("devices", True, "torch finds no GPU: the run trains on CPUs")
 
 
 def _versions(job: Job) -> Iterator[Check]:

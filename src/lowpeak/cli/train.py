@@ -43,6 +43,7 @@ _ADAPTER_ARGUMENTS = [name for name in ModelArguments.__annotations__ if name.st
 _QUANTIZATION_ARGUMENTS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 # TRL's defaults where lowpeak's differ: a file that spells them out is not told that they have no effect.
 _TRL_DEFAULTS = {"model_revision": "main", "eval_split": "test", "lora_dropout": 0.05, "per_device_eval_batch_size": 8}
+_RESULTS = "results.json"
 _PEAKS = ("peak_memory", "reserved_memory", "planned_memory")
 _NUM_FINAL_REWARDS = 10  # steps whose mean reward is that of the run's end
 _PEFT_TASKS = {"reward": "SEQ_CLS"}
@@ -92,8 +93,7 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
 def _train(job: Job, library: Any) -> None:
     from lowpeak.setup import check_resume
 
-    resume = parse_resume(job.config.resume_from_checkpoint)
-    check_resume(Path(job.config.output_dir), resume)
+    check_resume(job.config)
     from lowpeak.models import allow_missing_weights
 
     with _explain_setup_errors(job.config.device), allow_missing_weights() if job.run.dry_run else nullcontext():
@@ -103,11 +103,12 @@ def _train(job: Job, library: Any) -> None:
         if is_rank_zero(os.environ):
             print(to_yaml({"arguments": job.given} | resolved), end="")
         return
-    earlier = _read_steps(job)
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
-    if is_rank_zero(os.environ):
-        write_results(job, earlier)
+    earlier, is_complete = _read_steps(job), _has_results(job)
+    trainer.train()
+    if not (trainer.was_finished and is_complete):
+        trainer.save_model()
+        if is_rank_zero(os.environ):
+            write_results(job, earlier)
     if job.config.push_to_hub:
         from lowpeak.data import is_on_hub
 
@@ -136,10 +137,20 @@ def _explain_setup_errors(device: Any) -> Iterator[None]:
         ) from error
 
 
-def _read_steps(job: Job) -> list[dict[str, Any]]:
+def _read_steps(job: Job, earlier: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return the journal's steps without the `earlier` ones, or all if there are no others."""
     from lowpeak.journal import read_steps
 
-    return list(read_steps(Path(job.config.output_dir) / "journal"))
+    rows = list(read_steps(Path(job.config.output_dir) / "journal"))
+    return [row for row in rows if row not in earlier] or rows
+
+
+def _has_results(job: Job) -> bool:
+    """Return whether the results of the last checkpoint exist, which are written after the model."""
+    from lowpeak.checkpoint import last_checkpoint
+
+    last, results = last_checkpoint(Path(job.config.output_dir)), Path(job.config.output_dir, _RESULTS)
+    return last is not None and results.is_file() and results.stat().st_mtime >= last.stat().st_mtime
 
 
 def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
@@ -147,14 +158,14 @@ def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
 
     `step_time`, `tokens_per_second` and `seconds` by phase are medians without the first value; `peak_memory` and
     `reserved_memory` by phase are the largest bytes. `outside_bytes` of the device are not torch's allocator's, but CUDA's, NCCL's
-    and other processes'. `reward` is the mean of the last ten that the journal has. The steps of `earlier` invocations do
-    not count, and without other steps nothing is written.
+    and other processes'. `reward` is the mean of the last ten that the journal has. The steps of `earlier` invocations
+    count only if there are no others: a kill may have come before they were written.
     """
     from lowpeak.cli.env import environment_facts
     from lowpeak.journal import EVALUATIONS, EVENTS, read_rows
 
     folder = Path(job.config.output_dir)
-    steps = [row for row in _read_steps(job) if row not in earlier]
+    steps = _read_steps(job, earlier)
     evaluations = list(read_rows(folder / "journal", EVALUATIONS))
     if not steps:
         return
@@ -178,7 +189,7 @@ def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
         "evaluation": evaluations[-1] if evaluations else {},
         "events": Counter(row["event"] for row in read_rows(folder / "journal", EVENTS)),
     }
-    (folder / "results.json").write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
+    (folder / _RESULTS).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def _typical(values: Sequence[float]) -> float:
@@ -380,8 +391,3 @@ def lora_config(model: ModelArguments, task: str) -> Any:
         use_rslora=model.use_rslora,
         use_dora=model.use_dora,
     )
-
-
-def parse_resume(value: str | bool | None) -> str | bool | None:
-    """Return True for `true` (the newest checkpoint), None for `false` and `none` (start anew), or a path unchanged."""
-    return {"true": True, "false": None, "none": None}.get(str(value).lower(), value)

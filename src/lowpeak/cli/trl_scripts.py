@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from datasets import DatasetDict
 from transformers import BitsAndBytesConfig
 from transformers.hf_argparser import HfArgumentParser
 
@@ -31,9 +31,7 @@ class ScriptArguments:
     dataset_train_split: str = _data("train", "split to train on")
     dataset_test_split: str = _data("test", "split to evaluate on")
     dataset_streaming: bool = _data(False, "read the dataset as a stream")
-    ignore_bias_buffers: bool = _data(
-        False, "always False: lowpeak's models do not raise the error that it works around"
-    )
+    ignore_bias_buffers: bool = _data(False, "always False: it works around an error that lowpeak does not raise")
 
     def __post_init__(self) -> None:
         if self.ignore_bias_buffers:
@@ -64,9 +62,7 @@ class ModelConfig(ModelArguments):
 class TrlParser(ErrorParser, HfArgumentParser):
     """HfArgumentParser whose defaults may come from the YAML file that `--config` names."""
 
-    def parse_args_and_config(
-        self, args: Iterable[str] | None = None, *, fail_with_unknown_args: bool = True
-    ) -> tuple[Any, ...]:
+    def parse_args_and_config(self, args: Any = None, *, fail_with_unknown_args: bool = True) -> tuple[Any, ...]:
         """Return one object per class, from the command line and from the file of `--config`, as TRL does."""
         words, settings = list(sys.argv[1:] if args is None else args), dict[str, Any]()
         if "--config" in words:
@@ -91,18 +87,13 @@ class TrlParser(ErrorParser, HfArgumentParser):
                 value, action.required = settings.pop(action.dest), False
                 # argparse converts a default that is text to one value, not to a list.
                 action.default = [value] if action.nargs in ("+", "*") and isinstance(value, str) else value
-        unread = drop_trl_defaults(settings, ())
-        return [word for name, value in unread.items() for word in (f"--{name}", str(value))]
+        return [word for item in drop_trl_defaults(settings, ()).items() for word in (f"--{item[0]}", str(item[1]))]
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     """Return the mixture as a mapping with the split `train`, and `test` if rows are held out."""
-    from datasets import DatasetDict
-
     size, streaming = mixture_config.test_split_size, mixture_config.streaming
     entries = [json_or_path(each) if isinstance(each, str) else each for each in mixture_config.datasets]
-    if not entries:
-        raise ArgumentError("datasets is empty: name at least one, such as {'path': 'data.jsonl'}.")
     rows = load_mixture([each if isinstance(each, dict) else vars(each) for each in entries], streaming=streaming)
     if size is None:
         return DatasetDict({"train": rows})
@@ -118,6 +109,5 @@ def get_peft_config(model_args: ModelConfig) -> Any:
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
     """Return bitsandbytes' config; None for a model that is not quantized."""
     options = load_options(model_args).get("quantization_config", {})
-    return (
-        BitsAndBytesConfig(**{name: options[name] for name in options if name != "quant_method"}) if options else None
-    )
+    options.pop("quant_method", None)
+    return BitsAndBytesConfig(**options) if options else None

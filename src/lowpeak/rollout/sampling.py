@@ -106,11 +106,8 @@ class BannedTokens(NamedTuple):
     tokens_E: Tensor
     applies_N: Tensor
 
-    def select(self, rows: slice | Tensor) -> BannedTokens:
-        return self._replace(applies_N=self.applies_N[rows])
-
-    def remove(self, logits_NV: Tensor) -> Tensor:
-        kept_NE = logits_NV[:, self.tokens_E].masked_fill(self.applies_N[:, None], -math.inf)
+    def remove(self, logits_NV: Tensor, rows: slice) -> Tensor:
+        kept_NE = logits_NV[:, self.tokens_E].masked_fill(self.applies_N[rows, None], -math.inf)
         return logits_NV.index_copy(-1, self.tokens_E, kept_NE)
 
 
@@ -146,7 +143,7 @@ class TokenDraw:
         rows = (_select_rows(self._uniforms_N, index_n), _select_rows(self._history_NL, index_n), sources_n)
         # A sort takes about 48 bytes per score, four times what the first draw takes.
         max_elements = _max_elements(self._logits_MV.device) // 4
-        banned = self._banned and self._banned.select(index_n)
+        banned = self._banned and self._banned._replace(applies_N=self._banned.applies_N[index_n])
         drawn = sample_tokens(self._logits_MV, self._sampling, *rows, max_elements, banned=banned)
         self.tokens_N[index_n], self.logprobs_N[index_n] = drawn
 
@@ -224,7 +221,7 @@ def _sample_slice(
         assert history_NL is not None, "a repetition penalty needs the tokens so far"
         logits_NV = apply_repetition_penalty(logits_NV, history_NL, sampling.repetition_penalty)
     if banned is not None:
-        logits_NV = banned.select(rows).remove(logits_NV)
+        logits_NV = banned.remove(logits_NV, rows)
     if sampling.temperature == 0:
         return _SliceDraw(sums, logits_NV.argmax(dim=-1))
     assert uniforms_N is not None, "sampling needs one uniform per row"

@@ -28,5 +28,6 @@ from lowpeak.setup.prepare_run import prepare_online as prepare_online
 from lowpeak.setup.prompts import max_prompt_tokens as max_prompt_tokens
 from lowpeak.setup.resume import check_checkpoint_name as check_checkpoint_name
 from lowpeak.setup.resume import check_resume as check_resume
+from lowpeak.setup.resume import choose_undamaged as choose_undamaged
 from lowpeak.setup.resume import clear_output_dir as clear_output_dir
-from lowpeak.setup.resume import find_resume_checkpoint as find_resume_checkpoint
+from lowpeak.setup.resume import find_resume_checkpoints as find_resume_checkpoints

@@ -33,7 +33,6 @@ from lowpeak.checkpoint import (
     lock_run_folder,
     preserve_rng_state,
     restore_rng_state,
-    verify_manifest,
 )
 from lowpeak.data import num_rows
 from lowpeak.errors import DataError, EngineError, MemoryExhaustedError, StoppedError
@@ -43,12 +42,13 @@ from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_best_metric,
     check_checkpoint_name,
-    find_resume_checkpoint,
+    choose_undamaged,
+    find_resume_checkpoints,
     require_same_arguments,
     require_same_data,
 )
 from lowpeak.trainers.attributes import TrainerAttributes
-from lowpeak.trainers.checkpointing import CheckpointingTrainer
+from lowpeak.trainers.checkpointing import CheckpointingTrainer, FinishedRunError
 from lowpeak.trainers.overrides import check_overrides
 from lowpeak.training import (
     CONTROL_FLAGS,
@@ -108,7 +108,8 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
 
     def identity(self) -> dict[str, Any]:
         """Return, as JSON, the values that must not change when a run is resumed."""
-        arguments = learning_arguments(self.acting_args, self.parts.settings.model.storage_name)
+        storage, model = self.parts.settings.model.storage_name, self.model.config._name_or_path
+        arguments = learning_arguments(self.acting_args, storage, model)
         return {"algorithm": self.run.algorithm.name, "rows of a step": self.rows_per_step, ARGUMENTS: arguments}
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
@@ -130,7 +131,10 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
             state.device = self.args.device
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, or resume from a checkpoint (True: the last complete one of output_dir); Ctrl-C saves and stops."""
+        """Train, or resume from a checkpoint; Ctrl-C saves and stops.
+
+        None means the config's argument, False a new run. A finished run loads its weights and changes no file.
+        """
         output_dir, ranks = Path(self.args.output_dir), self.run.strategy.ranks
         # Signal handlers are restored last: a SIGTERM must not end rank 0 before `detect_failures` has reported which rank died.
         with ExitStack() as signals, ExitStack() as stack:
@@ -148,6 +152,8 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
                 with self._save_when_run_fails(output_dir):
                     result = super().train(None if checkpoint is None else os.fspath(checkpoint), *args, **kwargs)
                     self._agree_to_stop(0.0)
+            except FinishedRunError:
+                result = self.restore_finished()
             except EngineError:
                 self._check_weights()  # an engine can fail because of NaN weights: then report those, with the last good ones
                 raise
@@ -161,17 +167,19 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
         self.run.tracker.pop_uses()
         ranks = self.run.strategy.ranks
         ranks.call_on_first(self.run.journal.begin_run)
-        checkpoint = ranks.call_on_first(lambda: find_resume_checkpoint(output_dir, resume_from_checkpoint, self.args))
-        self.resumed = None
+        found = ranks.call_on_first(lambda: find_resume_checkpoints(self.args, resume_from_checkpoint))
+        self.resumed, self.was_finished, (self.resumes_strictly, checkpoints) = None, False, found
+        checkpoint = choose_undamaged(checkpoints, ranks.processes)
         if checkpoint is not None:
-            verify_manifest(checkpoint, ranks.processes)
             with ranks.propagate_errors():
                 self.resumed = load_run_state(checkpoint, self.args.process_index)
                 check_none_in_flight(self.resumed, checkpoint)
                 check_checkpoint_name(checkpoint, output_dir, self.resumed.policy_version)
                 check_training_state(checkpoint, self.run)
-                check_run_identity(self.resumed.identity, self.identity(), checkpoint, self.resumed.in_rollout)
+                check_run_identity(self.resumed, self.run_state(), checkpoint, strict=self.resumes_strictly)
                 self.restore_run_state(self.resumed, checkpoint)
+        if self.resumes_strictly:
+            logger.info("resume_from_checkpoint='auto': %s.", checkpoint or "no checkpoint, a new run")
         return checkpoint
 
     @contextmanager
@@ -236,9 +244,6 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
         if self.resumed is not None:
             restore_rng_state(self.resumed.random)
             self.resumed = None
-        if self.state.global_step >= self.state.max_steps:  # the base would take one more step of a finished run
-            self.control.should_training_stop = True
-            return [], None
         start = time.perf_counter()
         self.scratch = StepScratch(start_state=self.run_state())
         return [{"step": self.next_step(), "start": start}], None

@@ -37,7 +37,7 @@ def check_overrides(trainer: type) -> None:
     base = next(each for each in trainer.__mro__ if each.__module__.startswith("lowpeak."))
     places = uncalled_methods(base)
     for owner in trainer.__mro__[: trainer.__mro__.index(base)]:
-        for name in vars(owner).keys() & places.keys():
+        for name in sorted(vars(owner).keys() & places.keys()):
             raise ArgumentError(
                 f"{owner.__name__} overrides {name}, which {base.__name__} never calls, so it would have no effect: "
                 f"{places[name]}. Rename it if it is a helper of your own."
@@ -46,6 +46,5 @@ def check_overrides(trainer: type) -> None:
 
 def uncalled_methods(trainer: type) -> dict[str, str]:
     """Return the methods that a trainer never calls, each with the place where its code belongs."""
-    generates = hasattr(trainer, "num_generations")
-    table = (*_UNCALLED, *(_UNCALLED_ONLINE if generates else ()))
+    table = (*_UNCALLED, *(_UNCALLED_ONLINE if hasattr(trainer, "num_generations") else ()))
     return {name: place for place, names in table for name in names.split()}

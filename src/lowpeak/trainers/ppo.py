@@ -74,7 +74,7 @@ class PPOTrainer(OnlineTrainer):
 
     def attach_extra_modules(self, policy: nn.Module, origin: Any, args: Any) -> None:
         self.critic_settings = resolve_critic(args)
-        if self.value_model is not None and "critic" not in args.given:
+        if self.value_model is not None and "critic" not in getattr(args, "given", ()):
             self.critic_settings = replace(self.critic_settings, critic="model")
         attach_critic(policy, origin, self.value_model, self.critic_settings)
 

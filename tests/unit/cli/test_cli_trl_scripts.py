@@ -24,7 +24,7 @@ from lowpeak import (
     get_peft_config,
     get_quantization_config,
 )
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, DataError
 from small_runs import saved, steps
 from tiny_models import char_tokenizer, tiny_model
 from trl_wheel import needs_trl, text_of
@@ -163,7 +163,7 @@ def test_a_mixture_is_a_dataset_with_a_split_that_may_be_held_out(folder):
     held = get_dataset(DatasetMixtureConfig([path], test_split_size=0.25))
     assert {name: split.num_rows for name, split in held.items()} == {"train": 12, "test": 4}
     assert next(iter(get_dataset(DatasetMixtureConfig([path], streaming=True))["train"])) == ROWS["sft"][0]
-    with pytest.raises(ArgumentError, match="datasets"):
+    with pytest.raises(DataError, match="datasets"):
         get_dataset(DatasetMixtureConfig())
 
 

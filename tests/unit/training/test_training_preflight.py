@@ -15,7 +15,6 @@ from lowpeak.models.sharded_loading import allow_missing_weights
 from lowpeak.rewards.builtin import get_cosine_scaled_reward
 from lowpeak.setup.optimization import check_optimizer
 from lowpeak.setup.preflight import check_adapter
-from lowpeak.setup.resume import find_resume_checkpoint
 from small_runs import KINDS, TOKENIZER, make, saved
 from tiny_models import tiny_model
 
@@ -214,16 +213,3 @@ def test_the_command_says_first_that_there_is_nothing_to_resume_from(folder, cap
         assert named in capsys.readouterr().err
         assert main([*words, "--use_cpu", "--resume_from_checkpoint", given]) == 2
         assert named in capsys.readouterr().err
-
-
-def test_a_configuration_that_asks_to_resume_is_named_if_train_is_not_asked(tmp_path, caplog):
-    args = lowpeak.SFTConfig(output_dir=str(tmp_path), use_cpu=True, resume_from_checkpoint="a/checkpoint-3")
-    assert find_resume_checkpoint(tmp_path, None, args) is None
-    assert "resume_from_checkpoint='a/checkpoint-3'" in caplog.text
-    caplog.clear()
-    args.strict_arguments = True
-    with pytest.raises(ArgumentError, match="resume_from_checkpoint='a/checkpoint-3'"):
-        find_resume_checkpoint(tmp_path, None, args)
-    args.resume_from_checkpoint = "false"
-    assert find_resume_checkpoint(tmp_path, None, args) is None
-    assert not caplog.text
