@@ -78,8 +78,27 @@ class EngineInfo:
     in_process: bool = False
 
 
+class RequestRunner(Protocol):
+    """A vLLM that takes single requests at any time.
+
+    future = vllm.start(request)
+    while not future.done():
+        vllm.step()
+    """
+
+    def start(self, request: Request, timeout: float | None = None) -> Future[Answer]:
+        """Start a request and return its future answer; cancelling the future aborts the request.
+
+        The answer is an EngineError if vLLM refuses the request, LostEngineError if it dies or exceeds the timeout.
+        """
+
+    def step(self) -> None:
+        """Compute one step of the requests if vLLM is in this process, and raise what they would."""
+        return
+
+
 @runtime_checkable
-class Vllm(Protocol):
+class Vllm(RequestRunner, Protocol):
     """One vLLM engine whose workers have the methods of `weight_sync/worker.py`.
 
     Methods that an implementation does not need do nothing: a server keeps its memory.
