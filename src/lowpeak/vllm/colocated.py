@@ -72,7 +72,10 @@ class ColocatedVllm(Vllm):
         self._engine_ranks = engine_ranks
         self._device = spec.device
         self._had_group = has_process_group()
-        _check_version()
+        require_vllm()
+        import vllm
+
+        warn_unsupported(vllm.__version__)
         self._num_requests = self._num_steps = 0
         self._running: dict[str, tuple[Future[Answer], float]] = {}  # and their deadlines, the oldest first
         self._lengths = CompletionLengths()
@@ -268,14 +271,6 @@ class ColocatedVllm(Vllm):
 def num_host_ranks(engine_ranks: Ranks, environ: Mapping[str, str]) -> int:
     """Return how many ranks sleep on this host at once: those that a launcher started here, otherwise the engine_ranks."""
     return int(environ.get("LOCAL_WORLD_SIZE") or engine_ranks.world_size)
-
-
-def _check_version() -> None:
-    """Raise MissingPackageError without vLLM; warn if its version is unsupported."""
-    require_vllm()
-    import vllm
-
-    warn_unsupported(vllm.__version__)
 
 
 def _is_building_vllm() -> bool:

@@ -16,20 +16,18 @@ from lowpeak.arguments import ColocateSettings, Sampling, ServerSettings, VllmSe
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import SLICE_BYTES, Group, Prompt, Weights, WeightSlice
-from lowpeak.rollout import Pending, SliceForm, TurnQueue, TurnRequest
+from lowpeak.rollout import Pending, SliceForm, TurnQueue, TurnRequest, check_lengths
+from lowpeak.vllm.engine_args import option_name
 from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Vllm, call_concurrently, call_workers
 from lowpeak.vllm.requests import (
     CompletionLengths,
     PartialAnswers,
     SequenceRequest,
     check_answers,
-    check_sampling,
     form_waves,
-    sampling_params,
     sequence_requests,
     split_wave,
     to_completion,
-    turn_sequence,
     wave_capacity,
 )
 from lowpeak.vllm.turns import TurnLoop
@@ -130,7 +128,8 @@ class VllmEngine:
         """Return the groups to be; raise EngineError for a sequence that cannot fit."""
         with self.sharing.engine_ranks.propagate_errors():
             self._known_version()
-            check_sampling(self._engine_infos, self.settings.where, prompts, sampling)
+            self._check_lengths(prompts, sampling)
+            self._check_speculation(sampling)
         return VllmPending(self, prompts, sampling)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
@@ -149,9 +148,8 @@ class VllmEngine:
             missing = answers.missing(sequences, version)
             if not missing:
                 return
-            # Computed in any case, because it raises for a sequence that can never fit.
-            capacity = self._capacity(missing)
-            for wave in form_waves(missing, self.settings.batch_size or capacity):
+            size = self.settings.batch_size or len(missing) if self._limits_to_cache else self._capacity(missing)
+            for wave in form_waves(missing, size):
                 self._answer_wave(wave, answers, version)
             self._lengths.add([len(answer.ids) for answer in answers.of(missing)])
         except LostEngineError:
@@ -159,27 +157,20 @@ class VllmEngine:
             raise
 
     def sample_turns(self, queue: TurnQueue, sampling: Sampling) -> None:
-        ranks, settings = self.sharing.engine_ranks, self.settings
         with queue.answering():
-            with ranks.propagate_errors():
-                version = self._known_version()
-            params = sampling_params(
-                sampling, self.policy.end_ids(sampling), settings.structured_regex, settings.sampling_kwargs
-            )
+            make, check = partial(self._turn_sequence, sampling), partial(self._check_turns, self._known_version())
+            self._check_speculation(sampling)
+            vllms = list(zip(self._vllms, self._weights.adapters, strict=True))
+            ranks, timeout = self.sharing.engine_ranks, self.settings.wave_timeout
+            loop = TurnLoop(queue, ranks, vllms, self._limits_to_cache, make, self._capacity, check, timeout)
             try:
                 self._check_identities()
-                lengths = TurnLoop(
-                    *(queue, ranks, list(zip(self._vllms, self._weights.adapters, strict=True))),
-                    make=partial(self._turn_sequence, sampling, params),
-                    capacity=self._turn_capacity,
-                    check=partial(self._check_turns, version),
-                    timeout=settings.wave_timeout,
-                    steps=self._is_in_process,
-                ).run()
+                loop.run()
             except LostEngineError:
                 self._weights = LoadedWeights()
                 raise
-            self._lengths.add(lengths)
+            if loop.lengths:
+                self._lengths.add(loop.lengths)
 
     def _known_version(self) -> int:
         if self.policy_version is None:
@@ -313,35 +304,33 @@ class VllmEngine:
             raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
 
     def _capacity(self, sequences: Sequence[SequenceRequest]) -> int:
-        """Return how many sequences the engines' caches are expected to hold; all if the engines limit themselves."""
-        if all(info.limits_to_cache for info in self._engine_infos):
-            return len(sequences)
+        """Return how many of these sequences may run at once, by the setting or by what the caches are expected to hold."""
         requests, callers = [sequence.request for sequence in sequences], self.sharing.num_callers
-        return wave_capacity(self._engine_infos, requests, self._lengths, callers, self.settings.where)
-
-    def _turn_sequence(self, sampling: Sampling, params: Mapping[str, Any], turn: TurnRequest) -> SequenceRequest:
-        """Return the request for a turn; raise EngineError if it cannot fit."""
-        prompt = Prompt(turn.conversation[0], tuple(turn.ids), "")
-        sampling = replace(sampling, max_new_tokens=turn.max_tokens)
-        check_sampling(self._engine_infos, self.settings.where, [prompt], sampling)
-        return turn_sequence(turn, sampling, params)
-
-    @property
-    def _is_in_process(self) -> bool:
-        return all(info.in_process for info in self._engine_infos)
-
-    def _turn_capacity(self, sequences: Sequence[SequenceRequest]) -> int:
-        """Return how many of these turns may run at once."""
-        requests, callers = [sequence.request for sequence in sequences], self.sharing.num_callers
+        # Computed in any case, because it raises for a sequence that can never fit.
         capacity = wave_capacity(self._engine_infos, requests, self._lengths, callers, self.settings.where)
         size = self.settings.batch_size or capacity
-        return min(size, capacity) if all(info.limits_to_cache for info in self._engine_infos) else size
+        return min(size, capacity) if self._limits_to_cache else size
+
+    @property
+    def _limits_to_cache(self) -> bool:
+        return all(info.limits_to_cache for info in self._engine_infos)
+
+    def _turn_sequence(self, sampling: Sampling, turn: TurnRequest) -> SequenceRequest:
+        """Return the request for a turn, drawn as completion `key[1]` of prompt `key[0]`."""
+        sampling = replace(sampling, num_generations=1, first_completion=turn.key[1], max_new_tokens=turn.max_tokens)
+        settings, prompt = self.settings, Prompt(turn.conversation[0], tuple(turn.ids), "")
+        self._check_lengths([prompt], sampling)
+        # vLLM refuses a min_tokens above max_tokens, which is small in a last turn.
+        more = {k: min(v, turn.max_tokens) if k == "min_tokens" else v for k, v in settings.sampling_kwargs.items()}
+        prompt, end_ids = replace(prompt, serial=turn.key[0]), self.policy.end_ids(sampling)
+        (sequence,) = sequence_requests([prompt], sampling, end_ids, settings.structured_regex, more)
+        return replace(sequence, serial=turn.conversation[0], number=turn.conversation[1])
 
     def _check_turns(
         self, version: int, sequences: Sequence[SequenceRequest], answers: Sequence[Answer]
     ) -> list[Answer]:
         """Return the answers if they are valid and no server has restarted since it began them."""
-        if not self._is_in_process:
+        if not self._limits_to_cache:
             self._check_identities()
         return check_answers(sequences, answers, version, self.policy.num_tokens)
 
@@ -366,6 +355,21 @@ class VllmEngine:
             valid, failure = {}, error
         answers.add(sequences, valid)
         return failure
+
+    def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        context, where = min(info.max_model_len for info in self._engine_infos), self.settings.where
+        remedy = f"raise {option_name(where, 'max_model_length')} or shorten completions"
+        if isinstance(where, ServerSettings):
+            remedy += f", or set vllm_max_model_length={context}, which rejects such prompts at the start"
+        check_lengths(prompts, sampling, context, "vLLM's", remedy)
+
+    def _check_speculation(self, sampling: Sampling) -> None:
+        """Raise EngineError for speculative decoding at a temperature other than 0 or 1."""
+        if sampling.temperature not in (0.0, 1.0) and any(info.speculates for info in self._engine_infos):
+            raise EngineError(
+                f"vLLM's speculative decoding returns log-probs at temperature 1, but temperature={sampling.temperature}: start "
+                "vLLM without speculative_config, or sample at temperature 1."
+            )
 
 
 class VllmPending:

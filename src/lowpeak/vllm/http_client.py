@@ -14,7 +14,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from functools import cache
 from typing import Any, TypeVar
@@ -161,24 +161,6 @@ def run_on_loop(coroutine: Coroutine[Any, Any, Result], stopping: Callable[[], b
 def start_on_loop(coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
     """Start a coroutine on the background loop and return its future, whose `cancel` cancels it."""
     return asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid()))
-
-
-def run_each(
-    coroutines: Sequence[Coroutine[Any, Any, Result]],
-) -> tuple[list[Result | None], BaseException | None]:
-    """Run all on the background loop and return their results and the first error, which cancels the others."""
-
-    async def run_all() -> tuple[list[Result | None], BaseException | None]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(coroutine) for coroutine in coroutines]
-        except* EngineError:
-            pass
-        completed = [task for task in tasks if not task.cancelled()]
-        failure = next((error for task in completed if (error := task.exception()) is not None), None)
-        return [None if task.cancelled() or task.exception() else task.result() for task in tasks], failure
-
-    return run_on_loop(run_all())
 
 
 @cache

@@ -79,21 +79,13 @@ class EngineInfo:
 
 
 class RequestRunner(Protocol):
-    """A vLLM that takes single requests at any time.
-
-    future = vllm.start(request)
-    while not future.done():
-        vllm.step()
-    """
+    """A vLLM that takes single requests at any time."""
 
     def start(self, request: Request, timeout: float | None = None) -> Future[Answer]:
-        """Start a request and return its future answer; cancelling the future aborts the request.
-
-        The answer is an EngineError if vLLM refuses the request, LostEngineError if it dies or exceeds the timeout.
-        """
+        """Start a request and return its answer, or LostEngineError if vLLM dies or is late; `cancel` aborts it."""
 
     def step(self) -> None:
-        """Compute one step of the requests if vLLM is in this process, and raise what they would."""
+        """Compute one step of all requests; a server does so by itself."""
         return
 
 

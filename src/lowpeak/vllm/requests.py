@@ -16,12 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from lowpeak.arguments import Sampling, ServerSettings
+from lowpeak.arguments import Sampling
 from lowpeak.batching import balanced_partition
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Completion, Prompt
-from lowpeak.rollout import TurnRequest, check_lengths
-from lowpeak.vllm.engine_args import Location, cache_size_remedy, option_name
+from lowpeak.vllm.engine_args import Location, cache_size_remedy
 from lowpeak.vllm.protocol import Answer, EngineInfo, Request
 
 Route = Literal["/inference/v1/generate", "/v1/completions"]
@@ -81,32 +80,16 @@ def sequence_requests(
 
     `regex` is what a completion must match; `more` are additional sampling parameters of vLLM.
     """
-    params = sampling_params(sampling, end_ids, regex, more)
+    common = {**sampling_params(sampling, end_ids, regex), **(more or {})}
     sequences = []
     for prompt in prompts:
         for number in range(sampling.first_completion, sampling.first_completion + sampling.num_generations):
-            request = Request(prompt.ids, params | seed_param(sampling, prompt.serial, number))
-            sequences.append(SequenceRequest(prompt.serial, number, request))
+            seed = {} if sampling.temperature == 0 else {"seed": completion_seed(sampling, prompt.serial, number)}
+            sequences.append(SequenceRequest(prompt.serial, number, Request(prompt.ids, {**common, **seed})))
     return sequences
 
 
-def turn_sequence(turn: TurnRequest, sampling: Sampling, params: Mapping[str, Any]) -> SequenceRequest:
-    """Return the request for one turn, where `params` are the rollout's; the first turn's is that for a completion."""
-    own = {**params, "max_tokens": turn.max_tokens, **seed_param(sampling, *turn.key)}
-    if "min_tokens" in own:
-        # vLLM refuses more than max_tokens, of which the last turns have few.
-        own["min_tokens"] = min(own["min_tokens"], turn.max_tokens)
-    return SequenceRequest(*turn.conversation, Request(tuple(turn.ids), own))
-
-
-def seed_param(sampling: Sampling, serial: int, number: int) -> dict[str, int]:
-    """Return the parameter with the seed of `completion_seed`; none if greedy."""
-    return {} if sampling.temperature == 0 else {"seed": completion_seed(sampling, serial, number)}
-
-
-def sampling_params(
-    sampling: Sampling, end_ids: Iterable[int], regex: str | None, more: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def sampling_params(sampling: Sampling, end_ids: Iterable[int], regex: str | None) -> dict[str, Any]:
     """Return vLLM's sampling parameters as JSON.
 
     A completion includes the token that ends it, as in the native engine.
@@ -129,7 +112,7 @@ def sampling_params(
         params |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
     if regex is not None:
         params["structured_outputs"] = {"regex": regex}
-    return params | dict(more or {})
+    return params
 
 
 def completion_seed(sampling: Sampling, serial: int, number: int) -> int:
@@ -139,22 +122,6 @@ def completion_seed(sampling: Sampling, serial: int, number: int) -> int:
     """
     name = f"{sampling.seed}/{sampling.rollout}/{serial}/{number}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 2
-
-
-def check_sampling(
-    engines: Sequence[EngineInfo], where: Location, prompts: Sequence[Prompt], sampling: Sampling
-) -> None:
-    """Raise EngineError for a sequence beyond an engine's context, or log-probs that it cannot return."""
-    context = min(info.max_model_len for info in engines)
-    remedy = f"raise {option_name(where, 'max_model_length')} or shorten completions"
-    if isinstance(where, ServerSettings):
-        remedy += f", or set vllm_max_model_length={context}, which rejects such prompts at the start"
-    check_lengths(prompts, sampling, context, "vLLM's", remedy)
-    if sampling.temperature not in (0.0, 1.0) and any(info.speculates for info in engines):
-        raise EngineError(
-            f"vLLM's speculative decoding returns log-probs at temperature 1, but temperature={sampling.temperature}: start "
-            "vLLM without speculative_config, or sample at temperature 1."
-        )
 
 
 def request_body(request: Request, route: Route) -> dict[str, Any]:
@@ -283,8 +250,6 @@ class CompletionLengths:
 
     def add(self, lengths: Sequence[int]) -> None:
         """Add all answers of a wave at once: those that come first are the short ones."""
-        if not lengths:
-            return
         total = self._count + len(lengths)
         self.mean = (self._count * (self.mean or 0.0) + sum(lengths)) / total
         self._count = min(_LENGTH_WINDOW, total)

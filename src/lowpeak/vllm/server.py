@@ -10,14 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
 from lowpeak.arguments import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
-from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run_each, run_on_loop, start_on_loop
+from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run_on_loop, start_on_loop
 from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Request, Vllm, check_worker_answers, resumed_after
 from lowpeak.vllm.requests import COMPLETIONS, GENERATE, Route, parse_answer, request_body
 from lowpeak.vllm.serving import ADAPTER_ROUTE
@@ -99,15 +99,21 @@ class ServerVllm(Vllm):
         if not requests:
             return []
         self._check_incarnation()
-        self._register(next((request.adapter for request in requests if request.adapter is not None), None))
-        until = deadline(timeout)
-        answers, failure = run_each([self._answer(request, until) for request in requests])
-        if isinstance(failure, LostEngineError):
-            failure.finished = {i: answer for i, answer in enumerate(answers) if answer is not None}
-        if failure is not None:
-            raise failure
+        futures = [self.start(request, timeout) for request in requests]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            for future in futures:
+                future.cancel()
+        completed = {i: future for i, future in enumerate(futures) if not future.cancelled()}
+        finished = {i: future.result() for i, future in completed.items() if future.exception() is None}
+        for future in completed.values():
+            if isinstance(error := future.exception(), LostEngineError):
+                error.finished = finished
+            if error is not None:
+                raise error
         self._check_incarnation()
-        return [answer for answer in answers if answer is not None]
+        return list(finished.values())
 
     def start(self, request: Request, timeout: float | None = None) -> Future[Answer]:
         self._register(request.adapter)
