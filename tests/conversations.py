@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lowpeak.arguments import Sampling
+from lowpeak.errors import EngineError
 from lowpeak.records import Prompt
 from lowpeak.rollout.engine import TurnEngine
 from lowpeak.rollout.turns import Key, SampledTurn, TurnQueue, TurnRequest, turn_key
@@ -36,6 +37,8 @@ def converse(
                 turns.append((tuple(ids), answer))
                 time.sleep(seconds(key, turn))
                 ids += [*answer.ids, *REPLY]
+        except EngineError:
+            pass  # sample_turns raises it
         finally:
             queue.end(key)
 
@@ -51,3 +54,8 @@ def converse(
     threading.Thread(target=close, daemon=True).start()
     engine.sample_turns(queue, sampling)
     return {key: said[key] for key in sorted(said)}
+
+
+def ids_of(said: dict[Key, Turns]) -> list[list[tuple[list[int], list[int]]]]:
+    """The token ids before and of each turn."""
+    return [[(list(ids), turn.ids) for ids, turn in turns] for turns in said.values()]
