@@ -249,11 +249,10 @@ class CompletionLengths:
     mean: float | None = None
     _count: int = 0
 
-    def add(self, answers: Sequence[Answer]) -> None:
+    def add(self, lengths: Sequence[int]) -> None:
         """Add all answers of a wave at once: those that come first are the short ones."""
-        total = self._count + len(answers)
-        tokens = sum(len(answer.ids) for answer in answers)
-        self.mean = (self._count * (self.mean or 0.0) + tokens) / total
+        total = self._count + len(lengths)
+        self.mean = (self._count * (self.mean or 0.0) + sum(lengths)) / total
         self._count = min(_LENGTH_WINDOW, total)
 
 
