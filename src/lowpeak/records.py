@@ -74,7 +74,7 @@ class Conversation:
     `has_failed`: the environment raised, so the completion has no reward.
     """
 
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[dict[str, Any], ...]
     turns: tuple[Turn, ...]
     environment: Any = None
     has_failed: bool = False

@@ -57,7 +57,8 @@ from lowpeak.algorithms.loss_terms import (
     value_per_sequence,
 )
 from lowpeak.algorithms.metrics import clip_ratios, masked_mean, mean_over_step, measure_pass, weighted_tokens
-from lowpeak.arguments import EntropyBonus, GRPOSettings, SAPOGate, VESPOWeight
+from lowpeak.algorithms.turn_credit import turn_advantages
+from lowpeak.arguments import EntropyBonus, GRPOSettings, SAPOGate, TurnCredit, VESPOWeight
 from lowpeak.records import Metric, Record, TokenBatch
 
 _STD_EPSILON = 1e-4  # added to a std before it divides
@@ -104,16 +105,17 @@ def _needs_full_sequence(settings: GRPOSettings) -> bool:
 
 
 def grpo_advantages(settings: GRPOSettings, records: Sequence[Record]) -> Advantages:
-    """Return the advantages of a whole rollout, the same for all tokens of a completion.
+    """Return the advantages of a whole rollout, the same for all tokens of a completion, or of a turn with `turn_credit`.
 
     The std is the group's, the rollout's, or absent (`scale_rewards`). A sequence without a reward or alone in its group
     gets 0, and so do all sequences of a group whose rewards are equal. Truncated completions count in the statistics.
     """
-    if settings.aggregation == "normalize_then_sum":
-        advantages_N = _normalize_then_sum(records, settings.reward_weights)
+    if settings.turn_credit is not None:
+        per_token = _per_turn(settings.turn_credit, records, settings.scale_rewards)
+    elif settings.aggregation == "normalize_then_sum":
+        per_token = constant_per_token(_normalize_then_sum(records, settings.reward_weights), records)
     else:
-        advantages_N = _sum_then_normalize(records, settings.scale_rewards)
-    per_token = constant_per_token(advantages_N, records)
+        per_token = constant_per_token(_sum_then_normalize(records, settings.scale_rewards), records)
     if settings.top_entropy_quantile < 1.0:
         per_token = _mask_low_entropy(per_token, records, settings.top_entropy_quantile)
     return Advantages(per_token, reward_metrics(records))
@@ -126,6 +128,19 @@ def _sum_then_normalize(records: Sequence[Record], scale: str) -> Tensor:
         divisor = unbiased_std(rewards_N[group]) + _STD_EPSILON if scale == "group" else 1.0
         advantages_N[group] = centered(rewards_N[group]) / divisor
     return advantages_N / (unbiased_std(rewards_N) + _STD_EPSILON) if scale == "batch" else advantages_N
+
+
+def _per_turn(credit: TurnCredit, records: Sequence[Record], scale: str) -> tuple[Tensor, ...]:
+    """Return the advantages of turns, divided by the std of the completions' rewards as an outcome's are."""
+    rewards_N = total_rewards(records)
+    advantages = [torch.zeros(0)] * len(records)
+    for group in indices_by_group(records).values():
+        divisor = unbiased_std(rewards_N[group]) + _STD_EPSILON if scale == "group" else 1.0
+        for i, values in zip(group, turn_advantages(credit, [records[i] for i in group]), strict=True):
+            advantages[i] = values / divisor
+    if scale == "batch":
+        advantages = [values / (unbiased_std(rewards_N) + _STD_EPSILON) for values in advantages]
+    return tuple(values.nan_to_num(nan=0.0).float() for values in advantages)
 
 
 def _normalize_then_sum(records: Sequence[Record], weights: Sequence[float]) -> Tensor:

@@ -13,6 +13,7 @@ from lowpeak.arguments.declare import declaration as declaration
 from lowpeak.arguments.declare import default_value as default_value
 from lowpeak.arguments.declare import device_argument as device_argument
 from lowpeak.arguments.declare import logging_argument as logging_argument
+from lowpeak.arguments.declare import make_settings as make_settings
 from lowpeak.arguments.declare import model_argument as model_argument
 from lowpeak.arguments.declare import redeclared as redeclared
 from lowpeak.arguments.declare import require as require
@@ -84,6 +85,8 @@ from lowpeak.arguments.text import read_object as read_object
 from lowpeak.arguments.text import show as show
 from lowpeak.arguments.text import show_bytes as show_bytes
 from lowpeak.arguments.text import show_seconds as show_seconds
+from lowpeak.arguments.tools import ToolSettings as ToolSettings
+from lowpeak.arguments.tools import TurnCredit as TurnCredit
 from lowpeak.arguments.validation import EffectReport as EffectReport
 from lowpeak.arguments.validation import check_finite as check_finite
 from lowpeak.arguments.validation import check_range as check_range

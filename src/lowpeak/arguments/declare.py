@@ -47,8 +47,8 @@ class RunFacts:
     `sharded`: parameters are sharded over ranks. `replicated`: several ranks have the same parameters, as under DDP.
     `casts_weights`: autocast casts fp32 weights.
     `frozen`: the run has a model that is never trained. `passed_optimizer`: the user passed an optimizer to the trainer
-    ("instance"), or its class ("class"); `passed_schedule`: a schedule. `idle` maps other arguments without effect, as shown to
-    the user, to the reason.
+    ("instance"), or its class ("class"); `passed_schedule`: a schedule. `has_tools`: the policy talks to tools or
+    environments. `idle` maps other arguments without effect, as shown to the user, to the reason.
     """
 
     num_processes: int | None = None
@@ -64,6 +64,7 @@ class RunFacts:
     frozen: bool | None = None
     passed_optimizer: str | None = None
     passed_schedule: bool | None = None
+    has_tools: bool | None = None
     idle: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -27,7 +27,6 @@ _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
     ("use_transformers_continuous_batching", False, _NATIVE),
     ("transformers_continuous_batching_config", None, _NATIVE),
     ("use_transformers_paged", False, _NATIVE),
-    ("max_tool_calling_iterations", None, "run tools in a rollout_func; remove it"),
     ("log_multimodal", True, "lowpeak trains text models; remove it"),
     (
         "log_completions_hub_repo",

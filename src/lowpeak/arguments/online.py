@@ -35,6 +35,7 @@ from lowpeak.arguments.rollout import (
     resolve_sampling,
 )
 from lowpeak.arguments.text import parse_bytes
+from lowpeak.arguments.tools import ToolArguments, ToolSettings
 from lowpeak.arguments.validation import check_values, reset_idle_arguments
 from lowpeak.arguments.vllm import USES_VLLM, VllmArguments, VllmSettings, resolve_vllm
 
@@ -92,7 +93,7 @@ class CorrectionArguments:
 
 
 @dataclass(repr=False)
-class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
+class OnlineArguments(CorrectionArguments, VllmArguments, ToolArguments, RolloutArguments):
     """Arguments of all online trainers."""
 
     num_generations_eval: int | None = evaluation_argument(
@@ -262,18 +263,29 @@ class OnlineSettings(RunSettings):
     num_completions_with_tokens: int
     vllm: VllmSettings | None
     cuda_graphs: bool
+    tools: ToolSettings
     facts: RunFacts
 
 
-def resolve_online(args: Any, world_size: int, num_rewards: int, hardware: Hardware | None = None) -> OnlineSettings:
+def resolve_online(
+    args: Any,
+    world_size: int,
+    num_rewards: int,
+    hardware: Hardware | None = None,
+    num_own_rewards: int = 0,
+    has_tools: bool | None = None,
+) -> OnlineSettings:
     """Return the settings of an online run on `world_size` ranks with `num_rewards` reward functions.
 
-    `hardware` is where it will run; None: what this process has.
+    `hardware` is where it will run; None: what this process has. Environments have `num_own_rewards` further rewards, with
+    weight 1. `has_tools` is None if it is not known.
     """
     check_values(args)
-    require(num_rewards > 0, "reward_funcs is empty: pass at least one function or reward model.")
+    require(num_rewards + num_own_rewards > 0, "reward_funcs is empty: pass at least one function or reward model.")
     rollout = resolve_rollout(args, world_size)
-    facts = run_facts(args, hardware, num_rewards=num_rewards, num_steps=rollout.num_steps)
+    facts = run_facts(
+        args, hardware, num_rewards=num_rewards + num_own_rewards, num_steps=rollout.num_steps, has_tools=has_tools
+    )
     _check_online(args, world_size)
     args = reset_idle_arguments(args, facts)
     return OnlineSettings(
@@ -290,7 +302,7 @@ def resolve_online(args: Any, world_size: int, num_rewards: int, hardware: Hardw
         if args.sync_ref_model
         else None,
         memory=resolve_memory(args, hardware, gather_budget=resolve_gather_budget(args)),
-        reward_weights=_resolve_weights(args, num_rewards),
+        reward_weights=(*_resolve_weights(args, num_rewards), *(1.0,) * num_own_rewards),
         mask_truncated=args.mask_truncated_completions,
         passes=resolve_passes(args),
         prompts=make_settings(PromptSettings, args, chat_template_kwargs=args.chat_template_kwargs or {}),
@@ -300,6 +312,7 @@ def resolve_online(args: Any, world_size: int, num_rewards: int, hardware: Hardw
         reward_timeout=args.reward_timeout,
         vllm=resolve_vllm(args, world_size),
         cuda_graphs=args.cuda_graphs,
+        tools=make_settings(ToolSettings, args),
         facts=facts,
     )
 

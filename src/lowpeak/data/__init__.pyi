@@ -12,7 +12,9 @@ from lowpeak.data.preference import flatten_pairs as flatten_pairs
 from lowpeak.data.preference import read_pairs as read_pairs
 from lowpeak.data.prompts import REWARD_KEYWORDS as REWARD_KEYWORDS
 from lowpeak.data.prompts import PromptReader as PromptReader
+from lowpeak.data.prompts import check_message_prompts as check_message_prompts
 from lowpeak.data.prompts import check_prompt_columns as check_prompt_columns
+from lowpeak.data.prompts import environment_prompts as environment_prompts
 from lowpeak.data.row_reader import RowReader as RowReader
 from lowpeak.data.row_reader import check_max_steps as check_max_steps
 from lowpeak.data.row_reader import check_special_tokens as check_special_tokens

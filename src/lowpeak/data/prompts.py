@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
+from datasets import Dataset
+
 from lowpeak.data.chat import (
     TEMPLATE_ERRORS,
     Messages,
@@ -24,7 +26,13 @@ from lowpeak.records import Prompt
 Overlong = Literal["error", "drop"]
 
 # Keywords of every reward besides the columns; a column of the same name would replace one of them.
-REWARD_KEYWORDS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+REWARD_KEYWORDS = frozenset(
+    {
+        *("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
+        *("environments", "conversations"),
+    }
+)
+_NUM_ENVIRONMENT_ROWS = 4096  # of a dataset that environments take the place of
 VISION_COLUMNS = frozenset({"image", "images"})
 
 
@@ -42,6 +50,32 @@ def check_prompt_columns(row: Any, where: str) -> None:
         raise DataError(
             f"{where}: the columns {_names(vision)} contain images; lowpeak trains on text only, remove them."
         )
+
+
+def check_message_prompts(row: Any, where: str) -> None:
+    """Raise DataError unless the row's prompt is a list of messages, as conversations with tools need it."""
+    check_prompt_columns(row, where)
+    if isinstance(row["prompt"], str):
+        raise DataError(
+            f"{where} has a string as its prompt, but tools need messages: [{{'role': 'user', 'content': ...}}]."
+        )
+
+
+def environment_prompts(dataset: Any, environment_factory: Any) -> Any:
+    """Return the dataset with an empty user message as the prompt where environments open the conversations themselves.
+
+    Without a dataset there are 4,096 such rows. Raises DataError if environments are chosen by a column of the dataset.
+    """
+    empty = [{"role": "user", "content": ""}]
+    if dataset is None:
+        if isinstance(environment_factory, Mapping):
+            raise DataError(
+                "environment_factory has several environments, and a dataset's column 'environment' chooses among them: pass "
+                "train_dataset, or one factory."
+            )
+        return Dataset.from_dict({"prompt": [empty] * _NUM_ENVIRONMENT_ROWS})
+    names = getattr(dataset, "column_names", None)
+    return dataset if not names or "prompt" in names else dataset.add_column("prompt", [empty] * len(dataset))
 
 
 def _names(names: Any) -> str:

@@ -1,0 +1,2 @@
+from lowpeak.environments.engine import EnvironmentEngine as EnvironmentEngine
+from lowpeak.environments.tools import Toolset as Toolset

@@ -15,7 +15,7 @@ from typing import Any
 from lowpeak.data import TEMPLATE_ERRORS
 from lowpeak.errors import DataError
 
-Message = Mapping[str, Any]
+Message = dict[str, Any]
 
 _CALL_ID = "call00000"  # Mistral's templates accept ids of nine letters and digits only
 USER: Message = {"role": "user", "content": "x"}

@@ -301,7 +301,7 @@ def find_call_format(tokenizer: Any, options: Mapping[str, Any]) -> CallFormat:
 
 def _turn_opening(tokenizer: Any, previous_role: str, options: Mapping[str, Any]) -> str:
     """Return what the template writes to open an assistant's turn after a message of `previous_role`."""
-    messages: list[Mapping[str, Any]] = [USER]
+    messages = [USER]
     if previous_role == "tool":
         call = tool_call(_PROBE_CALL.name, dict(_PROBE_CALL.arguments))
         messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "x"}]

@@ -115,7 +115,9 @@ class ConversationRun:
 
     def completion(self, prompt_ids: tuple[int, ...] | None = None) -> Completion:
         """Return the conversation as one completion; `prompt_ids` replaces the prompt of its group, if given."""
-        conversation = Conversation(tuple(self._messages), tuple(self._turns), self.environment, self.has_failed)
+        conversation = Conversation(
+            tuple(self._messages), tuple(self._turns), self.environment.instance, self.has_failed
+        )
         return Completion(
             ids=torch.tensor(self._ids, dtype=torch.int32),
             logprobs=torch.tensor(self._logprobs, dtype=torch.float32),
@@ -128,4 +130,5 @@ class ConversationRun:
 
 def warn_of_failure(environment: Environment, method: str, error: Exception) -> None:
     """Log which method of an environment failed, and how."""
-    logger.warning("%s.%s raised %s: %s", type(environment).__name__, method, type(error).__name__, error)
+    name = type(environment.instance or environment).__name__
+    logger.warning("%s.%s raised %s: %s", name, method, type(error).__name__, error)

@@ -31,7 +31,7 @@ Row = Mapping[str, Any]
 class EnvironmentEngine:
     """Engine whose groups are conversations: `engine` samples their turns, an environment replies to each.
 
-    environments    returns one environment per row; rows are repeated for the completions of a prompt
+    start           returns each row's environment, with the row that its `reset` gets; a prompt's row is repeated
     template        the run's arguments of the chat template
     new_reader      returns a reader of prompts with these arguments
     end_ids         returns the tokens that end a turn
@@ -40,7 +40,7 @@ class EnvironmentEngine:
 
     engine: TurnEngine
     tokenizer: Any
-    environments: Callable[[Sequence[Row]], Sequence[Environment]]
+    start: Callable[[Sequence[Row]], Sequence[tuple[Environment, Row]]]
     runner: ToolRunner
     template: Mapping[str, Any]
     new_reader: Callable[[Mapping[str, Any]], PromptReader]
@@ -104,13 +104,15 @@ class EnvironmentEngine:
         """Return a conversation for each completion, with its environment reset."""
         owners = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
         rows = [{"prompt": copy.deepcopy(prompt.source), **prompt.columns} for prompt in owners]
-        environments = self.environments(rows)
-        seeds = [_reset_seed(sampling, prompt) for prompt in owners]
-        pairs = zip(environments, seeds, rows, strict=True)
-        openings = await asyncio.gather(*(self._reset(each, seed, row) for each, seed, row in pairs))
+        started = self.start(rows)
+        resets = [
+            self._reset(environment, _reset_seed(sampling, prompt), row)
+            for prompt, (environment, row) in zip(owners, started, strict=True)
+        ]
+        openings = await asyncio.gather(*resets)
         opened: dict[tuple[int, str, str], Prompt] = {}
         runs = []
-        for index, (prompt, environment, opening) in enumerate(zip(owners, environments, openings, strict=True)):
+        for index, (prompt, (environment, _), opening) in enumerate(zip(owners, started, openings, strict=True)):
             # The completions of a prompt mostly have equal openings.
             key = (prompt.serial, "" if opening is None else opening.text, json.dumps(list(_tools(opening))))
             if key not in opened:
@@ -163,13 +165,16 @@ class EnvironmentEngine:
         counts, per = self.counts, float(num_conversations)
         shares = {
             "tools/call_frequency": Metric(counts["calls"], per),
-            "tools/failure_frequency": Metric(counts["failures"], counts["calls"]),
             "tools/malformed_frequency": Metric(counts["malformed"], per),
         }
-        totals = {"tools/timeouts": counts["timeouts"], "environments/failures": counts["environment_failures"]}
-        sums = {name: Metric(count, 1.0, "sum") for name, count in totals.items() if count}
-        abandoned = self.runner.num_abandoned
-        return shares | sums | ({"tools/abandoned": Metric(abandoned, 1.0, "sum")} if abandoned else {})
+        if counts["calls"]:
+            shares["tools/failure_frequency"] = Metric(counts["failures"], counts["calls"])
+        totals = {
+            "tools/timeouts": counts["timeouts"],
+            "tools/abandoned": self.runner.num_abandoned,
+            "environments/failures": counts["environment_failures"],
+        }
+        return shares | {name: Metric(count, 1.0, "sum") for name, count in totals.items() if count}
 
 
 def _tools(opening: Opening | None) -> Sequence[Mapping[str, Any]]:

@@ -30,8 +30,11 @@ class Reply:
 class Environment(ABC):
     """The surroundings of one conversation; it is reset for each conversation that it serves.
 
-    Methods run in a thread of their own, or, if they are `async def`, on an event loop.
+    Methods run in a thread of their own, or, if they are `async def`, on an event loop. `instance` is what rewards get as
+    the conversation's environment.
     """
+
+    instance: Any = None
 
     @abstractmethod
     def reset(self, seed: int, row: Mapping[str, Any]) -> Opening | Awaitable[Opening]:
@@ -40,6 +43,3 @@ class Environment(ABC):
     @abstractmethod
     def step(self, turn: ParsedTurn) -> Reply | Awaitable[Reply]:
         """Return what follows a turn that the policy ended itself."""
-
-    def close(self) -> None:  # noqa: B027  # most hold nothing
-        """Release what the environment holds; nothing is called after it."""

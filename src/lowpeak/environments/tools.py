@@ -1,13 +1,15 @@
 """TRL's `tools=` and `environment_factory=` as environments: functions that the policy calls by their schemas.
 
 The contract is TRL's: a tool's result becomes a message with role "tool" and the text of the result, an exception the text of
-{"error": message}. Every public method of an environment but `reset` and `get_reward` is a tool.
+{"error": message}. Every public method of an environment but `reset` and `get_reward` is a tool. Beyond TRL: `get_turn_reward`
+is the reward of the turn whose calls were run, `close` is called at the end, and `reset` gets a `seed` if it names one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,12 +17,18 @@ from typing import Any
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from lowpeak.environments.calls import Call, ParsedTurn
+from lowpeak.arguments import ToolSettings
+from lowpeak.environments.append import TurnAppender
+from lowpeak.environments.calls import Call, CallParser, ParsedTurn
 from lowpeak.environments.environment import Environment, Opening, Reply
 from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError
-from lowpeak.errors import ArgumentError, EngineError
+from lowpeak.errors import ArgumentError, DataError, EngineError
+from lowpeak.records import Conversation
+from lowpeak.rewards import FunctionReward
 
-_NOT_TOOLS = ("reset", "get_reward", "close")
+logger = logging.getLogger(__name__)
+
+_NOT_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
 
 
 def tool_schemas(functions: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]]:
@@ -57,25 +65,22 @@ def public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
 
 
 class ToolEnvironment(Environment):
-    """The tools of one conversation, with an environment of the user's class or None.
+    """The tools of one conversation, with an environment of the user's class or None; `schemas` are those of `functions`.
 
-    `max_iterations` bounds the turns whose calls are run (None: no bound). `counts` has `calls`, `failures` and `timeouts`.
+    `max_iterations` bounds the turns whose calls are run (None: no bound). `counts` gets `calls`, `failures`, `timeouts`.
     """
 
     def __init__(
         self,
-        tools: Mapping[str, Callable[..., Any]],
+        functions: Mapping[str, Callable[..., Any]],
+        schemas: Sequence[Mapping[str, Any]],
         instance: Any,
         runner: ToolRunner,
         max_iterations: int | None,
         counts: Counter[str],
     ) -> None:
         self.instance = instance
-        methods = {} if instance is None else public_methods(instance)
-        if both := sorted(tools.keys() & methods.keys()):
-            raise ArgumentError(f"{both[0]!r} is a tool and a method of {type(instance).__name__}: rename one.")
-        self._functions = {**tools, **methods}
-        self._schemas = tool_schemas(self._functions)
+        self._functions, self._schemas = functions, schemas
         self._runner, self._max_iterations, self._counts = runner, max_iterations, counts
         self._num_iterations = 0
 
@@ -93,7 +98,10 @@ class ToolEnvironment(Environment):
         self._num_iterations += 1
         results = await asyncio.gather(*(self._run(call) for call in turn.calls))
         named = zip(turn.calls, results, strict=True)
-        return Reply([{"role": "tool", "name": call.name, "content": text} for call, text in named])
+        messages = [{"role": "tool", "name": call.name, "content": text} for call, text in named]
+        if not hasattr(self.instance, "get_turn_reward"):
+            return Reply(messages)
+        return Reply(messages, await self._runner.run(self.instance.get_turn_reward, {}))
 
     async def _run(self, call: Call) -> str:
         """Return the text of a call's result, or of its error."""
@@ -110,11 +118,6 @@ class ToolEnvironment(Environment):
             self._counts["timeouts"] += isinstance(error, ToolTimeoutError)
             return str({"error": str(error)})
 
-    def close(self) -> None:
-        close = getattr(self.instance, "close", None)
-        if callable(close):
-            close()
-
 
 def _observation_text(observation: Any, name: str) -> str:
     """Return what `reset` adds to the prompt; TypeError unless it is a string, parts of text, or None."""
@@ -124,3 +127,133 @@ def _observation_text(observation: Any, name: str) -> str:
     if all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     raise TypeError(f"{name}.reset() returned {observation!r:.80}; return a string, or None.")
+
+
+class Toolset:
+    """The tools of a run: functions, and the factories of environments, by the name in a row's column `environment`.
+
+    Raises ArgumentError for a tool without a schema, two of one name, or an environment without `reset`.
+    """
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], environment_factory: Any, settings: ToolSettings) -> None:
+        self._tools = named_tools(tools)
+        self._max_iterations = settings.max_tool_calling_iterations
+        self.is_routed = isinstance(environment_factory, Mapping)
+        factories = environment_factory if self.is_routed else {None: environment_factory}
+        self._factories: dict[str | None, Callable[[], Any]] = {
+            n: make for n, make in factories.items() if make is not None
+        }
+        # Environments are made once and reset for each conversation.
+        self._pool = {name: [make()] for name, make in self._factories.items()}
+        self._schemas = {name: tool_schemas(self._functions(name, pool[0])) for name, pool in self._pool.items()}
+        self._schemas.setdefault(None, tool_schemas(self._tools))
+        self.runner = ToolRunner(settings.tool_timeout)
+        self.counts = Counter[str]()
+        self.environments: list[Any] | None = None  # of the last rollout, in the order of its completions
+
+    @property
+    def has_environments(self) -> bool:
+        return bool(self._factories)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The schemas of the tools that every conversation has."""
+        return self._schemas[None]
+
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """All tools: functions, and the methods of each environment."""
+        methods = [method for pool in self._pool.values() for method in public_methods(pool[0]).values()]
+        return [*self._tools.values(), *methods]
+
+    def check_template(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
+        """Raise DataError if the chat template does not write calls in a form that can be read, or no results."""
+        for schemas in self._schemas.values():
+            if schemas:
+                CallParser(tokenizer, (), {**options, "tools": schemas})
+                result = {"role": "tool", "name": schemas[0]["function"]["name"], "content": "43"}
+                TurnAppender(tokenizer, (), {**options, "tools": schemas}).append(0, [result])
+
+    def rewards(self) -> list[FunctionReward]:
+        """Return a reward for each class of environment that has `get_reward` or `get_turn_reward`, with its name."""
+        names = ("get_reward", "get_turn_reward")
+        classes = dict.fromkeys(
+            type(pool[0]) for pool in self._pool.values() if any(hasattr(pool[0], name) for name in names)
+        )
+        return [FunctionReward(_reward_of(cls, self.counts), cls.__name__) for cls in classes]
+
+    def start(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[ToolEnvironment, dict[str, Any]]]:
+        """Return an environment for each row, and the row that its `reset` gets; DataError for a name without a factory."""
+        used = Counter[str | None]()
+        started = []
+        for row in rows:
+            name = row.get("environment") if self.is_routed else None
+            if self.is_routed and name not in self._factories:
+                known = ", ".join(map(repr, self._factories))
+                raise DataError(
+                    f"a row has environment={name!r}, which is not among those of environment_factory: {known}."
+                )
+            instance = self._instance(name, used[name]) if name in self._factories else None
+            used[name] += 1
+            functions = self._functions(name, instance)
+            environment = ToolEnvironment(
+                functions, self._schemas[name], instance, self.runner, self._max_iterations, self.counts
+            )
+            columns = {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
+            started.append((environment, columns))
+        self.environments = [each.instance for each, _ in started] if self._factories else None
+        return started
+
+    def _instance(self, name: str | None, number: int) -> Any:
+        pool = self._pool[name]
+        while len(pool) <= number:
+            pool.append(self._factories[name]())
+        return pool[number]
+
+    def _functions(self, name: str | None, instance: Any) -> dict[str, Callable[..., Any]]:
+        if instance is None:
+            return self._tools
+        methods, kind = public_methods(instance), type(instance).__name__
+        if not callable(getattr(instance, "reset", None)):
+            raise ArgumentError(f"environment_factory returns a {kind}, which has no method reset.")
+        if both := sorted(self._tools.keys() & methods.keys()):
+            raise ArgumentError(f"{both[0]!r} is a tool and a method of {kind}: rename one.")
+        return {**self._tools, **methods}
+
+    def close(self) -> None:
+        """Close the environments that have a method `close`."""
+        for instance in (each for pool in self._pool.values() for each in pool):
+            if callable(getattr(instance, "close", None)):
+                instance.close()
+
+
+def _reward_of(cls: type[Any], counts: Counter[str]) -> Callable[..., Any]:
+    """Return a reward function of the environments of a class; None for others, and for one that fails.
+
+    With rewards of turns the value is a list with one number per token: `get_reward` counts at the last token.
+    """
+
+    async def read(conversation: Conversation, num_tokens: int) -> float | list[float] | None:
+        environment, turns = conversation.environment, conversation.turns
+        if type(environment) is not cls:
+            return None
+        try:
+            reward = environment.get_reward() if hasattr(cls, "get_reward") else 0.0
+            reward = await reward if inspect.isawaitable(reward) else reward
+        except Exception as error:
+            counts["environment_failures"] += 1
+            logger.warning("%s.get_reward raised %s: %s", cls.__name__, type(error).__name__, error)
+            return None
+        if reward is None or all(turn.reward is None for turn in turns):
+            return reward
+        values = [0.0] * num_tokens
+        for turn in turns:
+            values[turn.last] += turn.reward or 0.0
+        values[turns[-1].last] += reward
+        return values
+
+    async def get_reward(conversations: Sequence[Conversation], completion_ids: Sequence[list[int]]) -> list[Any]:
+        pairs = zip(conversations, completion_ids, strict=True)
+        return list(await asyncio.gather(*(read(conversation, len(ids)) for conversation, ids in pairs)))
+
+    return get_reward

@@ -19,6 +19,7 @@ from lowpeak.rewards.factory import load_object as load_object
 from lowpeak.rewards.factory import load_reward as load_reward
 from lowpeak.rewards.factory import make_rewards as make_rewards
 from lowpeak.rewards.function import BackgroundLoop as BackgroundLoop
+from lowpeak.rewards.function import FunctionReward as FunctionReward
 from lowpeak.rewards.judge import resolve_reward_funcs as resolve_reward_funcs
 from lowpeak.rewards.model import REWARD_BATCH_TOKENS as REWARD_BATCH_TOKENS
 from lowpeak.rewards.model import ModelReward as ModelReward

@@ -21,7 +21,7 @@ import torch
 
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
 from lowpeak.ranks import Ranks
-from lowpeak.records import Group, Metric, Prompt, Record, merge_metrics
+from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
 from lowpeak.rewards.factory import unique_names
 from lowpeak.rewards.function import BackgroundLoop, FunctionReward, TimeLimitExceeded
 from lowpeak.rewards.model import ModelReward
@@ -224,7 +224,9 @@ class RewardPanel:
         pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
         records = []
         for index, (prompt, completion) in enumerate(pairs):
-            rewards = tuple(call.values[index] for call in calls)
+            failed = completion.conversation is not None and completion.conversation.has_failed
+            rewards = tuple(NO_REWARD if failed else call.values[index] for call in calls)
+            completion = replace(completion, conversation=None)
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
             group = inputs.positions[index][0]
             reward = weighted_sum(rewards, self.settings.weights)
@@ -256,10 +258,10 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     ids = [completion.ids.tolist() for _, completion in pairs]
     texts = tuple(decode(tokens) for tokens in ids)
-    fields = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
+    fields = [{**prompt.columns, **completion.extra, **_of_conversation(completion)} for prompt, completion in pairs]
     return RewardInputs(
         prompts=[prompt.source for prompt, _ in pairs],
-        completions=[_in_format_of(prompt, text) for (prompt, _), text in zip(pairs, texts, strict=True)],
+        completions=[_in_format_of(*pair, text) for pair, text in zip(pairs, texts, strict=True)],
         completion_ids=ids,
         columns=_columns(fields),
         texts=texts,
@@ -273,8 +275,19 @@ def _columns(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [values.get(name) for values in fields] for name in names}
 
 
-def _in_format_of(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
-    """Return a completion's text as a string or a message, like the prompt."""
+def _of_conversation(completion: Completion) -> dict[str, Any]:
+    """Return the keywords of rewards for a conversation: itself, and its environment if it has one."""
+    conversation = completion.conversation
+    if conversation is None:
+        return {}
+    environment = conversation.environment
+    return {"conversations": conversation} | ({} if environment is None else {"environments": environment})
+
+
+def _in_format_of(prompt: Prompt, completion: Completion, text: str) -> str | list[dict[str, Any]]:
+    """Return a completion's text as a string or a message, like the prompt; a conversation as its messages."""
+    if completion.conversation is not None:
+        return copy.deepcopy(list(completion.conversation.messages))
     if not prompt.conversational:
         return text
     return [{"role": "assistant", "content": prompt.assistant_prefix + text}]

@@ -90,7 +90,7 @@ def connect_online(
     new_reader = partial(
         PromptReader,
         parts.tokenizer,
-        chat_template_kwargs=prompts.chat_template_kwargs,
+        chat_template_kwargs=_template_options(parts),
         max_prompt_tokens=limit,
         overlong=prompts.overlong_prompts,
         limit_reason=f"{context_name(prompts, critic)} less max_completion_length {max_new_tokens}",
@@ -119,10 +119,17 @@ def connect_online(
         cursor=cursor,
         new_reader=new_reader,
         stats=stats,
-        splits_groups=rollout_func is None,  # a function may need all entries of a group
+        # A function may need all entries of a group, and environments stay in their process.
+        splits_groups=rollout_func is None and not (parts.toolset is not None and parts.toolset.has_environments),
         offloader=offloader,
     )
     return run, collector
+
+
+def _template_options(parts: OnlineParts) -> dict[str, Any]:
+    """Return the run's arguments of the chat template, the tools' schemas among them."""
+    options = dict(parts.settings.prompts.chat_template_kwargs)
+    return options if parts.toolset is None else {**options, "tools": parts.toolset.schemas}
 
 
 def make_run(

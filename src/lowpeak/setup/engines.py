@@ -14,13 +14,14 @@ from torch import nn
 
 from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.data import PromptReader
+from lowpeak.environments import EnvironmentEngine
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.heads import causal_lm, is_peft, num_embeddings, transformers_model
 from lowpeak.memory import free_bytes
 from lowpeak.models import context_length, longrope_switch_length
 from lowpeak.parallel import unchanged_names, unties_head
 from lowpeak.ranks import Ranks
-from lowpeak.rollout import FunctionEngine, RolloutEngine
+from lowpeak.rollout import FunctionEngine, RolloutEngine, TurnEngine
 from lowpeak.rollout.native import (
     CudaCapture,
     DecodeGraphs,
@@ -114,7 +115,7 @@ def make_engine(
     is_slow = parts.settings.vllm is None and not by_function and unsupported_reason(parts.policy) is not None
     path = describe_generation(parts.policy, parts.settings.vllm, by_function=by_function)
     _logger.log(logging.WARNING if is_slow else logging.INFO, "Generation: %s.", path)
-    engine: RolloutEngine
+    engine: TurnEngine
     gather_for_function: Callable[[], AbstractContextManager[nn.Module]]
     if parts.settings.vllm is None:
         kv_cache_bytes = lambda: context.run.sizes.kv_cache_bytes  # noqa: E731  # they change
@@ -126,23 +127,31 @@ def make_engine(
             check_function(parts.settings.vllm)
         engine = vllm_engine(context, parts, run, device, stats)
         gather_for_function = partial(gather_policy, 0)
+    policy, tokenizer, template = causal_lm(parts.policy), parts.tokenizer, parts.settings.prompts.chat_template_kwargs
+    new_reader = partial(
+        PromptReader, tokenizer, num_embeddings=num_embeddings(policy), report_idle=parts.row_effects.add
+    )
+    if parts.toolset is not None:
+        return EnvironmentEngine(
+            engine,
+            tokenizer,
+            parts.toolset.start,
+            parts.toolset.runner,
+            template,
+            lambda options: new_reader(chat_template_kwargs=options),
+            lambda sampling: end_token_ids(policy, tokenizer, sampling),
+            parts.toolset.counts,
+            stats.add_conversations,
+        )
     if rollout_func is None:
         return engine
-    policy, tokenizer = causal_lm(parts.policy), parts.tokenizer
-    new_reader = partial(
-        PromptReader,
-        tokenizer,
-        chat_template_kwargs=parts.settings.prompts.chat_template_kwargs,
-        num_embeddings=num_embeddings(policy),
-        report_idle=parts.row_effects.add,
-    )
     return FunctionEngine(
         rollout_func,
         context,
         engine,
         gather_for_function,
         end_ids=lambda sampling: end_token_ids(policy, tokenizer, sampling),
-        new_reader=new_reader,
+        new_reader=partial(new_reader, chat_template_kwargs=template),
     )
 
 

@@ -16,11 +16,14 @@ from lowpeak.arguments import (
     EffectReport,
     EvaluationSettings,
     OnlineSettings,
+    ToolSettings,
     VllmSettings,
+    make_settings,
     reset_idle_arguments,
     resolve_online,
 )
 from lowpeak.data import check_special_tokens
+from lowpeak.environments import Toolset
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import check_embedded_tokens, is_peft, num_embeddings
 from lowpeak.models import convert_trainable, disable_dropout, load_policy, load_reference, load_tokenizer
@@ -41,6 +44,8 @@ class OnlineInputs:
     reward_processing_classes: Any
     peft_config: Any
     ref_model: Any
+    tools: Sequence[Callable[..., Any]] = ()
+    environment_factory: Any = None
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,14 @@ class RunParts:
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineParts(RunParts):
-    """Settings and loaded parts of an online run; `success` is what an evaluation counts as a success."""
+    """Settings and loaded parts of an online run; `success` is what an evaluation counts as a success.
+
+    `toolset` is None if completions are single turns.
+    """
 
     settings: OnlineSettings
     success: SuccessCriterion
+    toolset: Toolset | None
 
 
 def prepare_online(
@@ -93,8 +102,16 @@ def prepare_online(
     """
     # Arguments come first, so that a wrong one costs no loading.
     check_devices(bool(user_args.fsdp), user_args.model_parallel.tensor > 1)
+    has_tools = bool(inputs.tools or inputs.environment_factory)
+    toolset = (
+        Toolset(inputs.tools, inputs.environment_factory, make_settings(ToolSettings, user_args)) if has_tools else None
+    )
+    own_rewards = [] if toolset is None else toolset.rewards()
     num_rewards = len(as_list(inputs.reward_funcs))
-    settings = resolve_online(user_args, user_args.world_size // user_args.model_parallel.tensor, num_rewards)
+    num_replicas = user_args.world_size // user_args.model_parallel.tensor
+    settings = resolve_online(
+        user_args, num_replicas, num_rewards, num_own_rewards=len(own_rewards), has_tools=has_tools
+    )
     args = reset_idle_arguments(user_args, settings.facts)
     algorithm = make_algorithm(args, settings)
     if not isinstance(algorithm, Algorithm):
@@ -102,9 +119,10 @@ def prepare_online(
     set_seed(args.seed)  # before anything is made: an adapter's first weights are random
     check_engine(settings.vllm, args.model_parallel.tensor)
     check_outputs(args)
+    tokenizers = inputs.reward_processing_classes
     rewards = make_rewards(
-        inputs.reward_funcs,
-        inputs.reward_processing_classes,
+        [*as_list(inputs.reward_funcs), *own_rewards],
+        None if tokenizers is None else [*as_list(tokenizers), *[None] * len(own_rewards)],
         model_kwargs={"trust_remote_code": True} if settings.model.trust_remote_code else {},
         chat_template_kwargs=settings.prompts.chat_template_kwargs,
         device=args.device,
@@ -124,6 +142,8 @@ def prepare_online(
         )
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     check_special_tokens(tokenizer, num_embeddings(policy))
+    if toolset is not None:
+        toolset.check_template(tokenizer, settings.prompts.chat_template_kwargs)
     reference = _load_reference(policy, inputs, settings, args, tokenizer, "reference" in algorithm.needs)
     attach_extra_modules(policy, inputs.model, args)
     convert_trainable(policy, settings.model)
@@ -131,7 +151,10 @@ def prepare_online(
         for model in filter(None, (policy, reference)):
             disable_dropout(model)
     return OnlineParts(
-        *(user_args, args, algorithm, policy, tokenizer, reference, rewards), settings=settings, success=success
+        *(user_args, args, algorithm, policy, tokenizer, reference, rewards),
+        settings=settings,
+        success=success,
+        toolset=toolset,
     )
 
 

@@ -15,9 +15,6 @@ from lowpeak.errors import ArgumentError
 
 # Arguments of TRL's trainers that have no effect here, each with the reason and the remedy.
 UNSUPPORTED: dict[str, str] = {
-    "tools": "an engine generates each completion in one turn; call tools in a rollout_func",
-    "environment_factory": "an engine generates each completion in one turn; step environments in a rollout_func, and return what "
-    "their rewards read as extra fields",
     "data_collator": "the trainer reads rows itself and packs them under a token budget; prepare the dataset instead (SFTTrainer "
     "and RewardTrainer take train_dataset as the fourth argument, as in TRL)",
     "compute_loss_func": "the loss is computed in the model's head, without logits; override make_algorithm in a subclass",

@@ -21,12 +21,13 @@ from lowpeak.checkpoint import (
     capture_rng_state,
     learning_arguments,
 )
-from lowpeak.data import check_prompt_columns, read_eval_prompts
+from lowpeak.data import check_message_prompts, check_prompt_columns, environment_prompts, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
+from lowpeak.rewards import as_list
 from lowpeak.setup import (
     OnlineInputs,
     check_adapter,
@@ -86,7 +87,9 @@ class OnlineTrainer(StepTrainer):
     model                   name, path or instance of a causal language model (or peft model)
     reward_funcs            a function, a reward model, or a list of these
     quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
-    rollout_func            `rollout_func(prompts, trainer) -> dict` returns the completions (tools, environments)
+    tools                   functions that the policy calls by their schemas, from annotations and docstrings
+    rollout_func            `rollout_func(prompts, trainer) -> dict` returns the completions
+    environment_factory     a function that makes an environment, or a mapping of these by the column `environment`
     ref_model               name, path or instance of the reference (None: the untrained model, or the one without its adapter)
     unsupported             other arguments of TRL's trainers: each raises ArgumentError with a remedy
     """
@@ -119,7 +122,11 @@ class OnlineTrainer(StepTrainer):
         ref_model: Any = None,
         **unsupported: Any,
     ) -> None:
-        reject_unsupported(self, {"tools": tools, "environment_factory": environment_factory, **unsupported})
+        reject_unsupported(self, unsupported)
+        if rollout_func is not None and (tools or environment_factory):
+            raise ArgumentError(
+                "rollout_func generates the completions itself: remove it, or tools and environment_factory."
+            )
         check_kinds(
             reward_processing_classes=reward_processing_classes,
             callbacks=callbacks,
@@ -131,11 +138,16 @@ class OnlineTrainer(StepTrainer):
         args = make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
         with Ranks(args.device).propagate_errors():
-            check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_prompt_columns)
+            if environment_factory is not None:
+                train_dataset = environment_prompts(train_dataset, environment_factory)
+            check_row = check_message_prompts if tools or environment_factory else check_prompt_columns
+            check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_row)
             check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
             inputs = OnlineInputs(
-                model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model
+                *(model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model),
+                tools=as_list(tools),
+                environment_factory=environment_factory,
             )
             parts = prepare_online(inputs, args, self.make_algorithm, self.attach_extra_modules)
         check_optimized(optimizers[0], parts.policy)
@@ -171,6 +183,16 @@ class OnlineTrainer(StepTrainer):
         """Completions per prompt of an evaluation; inside its `rollout_func`, those that it must return."""
         evaluates = self.rollout_func_sampling is not None and not self.model.training
         return self.num_generations if evaluates else self.parts.settings.evaluation.num_generations
+
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """All tools: those that were passed, and the methods of the environments."""
+        return [] if self.parts.toolset is None else self.parts.toolset.tools
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """This rank's environments of the last rollout, in the order of its completions; None without environments."""
+        return None if self.parts.toolset is None else self.parts.toolset.environments
 
     # a run
 

@@ -276,8 +276,9 @@ class OwnedShare:
             groups = self.generate()
         with _reward_errors(), run.tracker.phase(Phase.REWARD if is_training else self.phase):
             rewarded = panel.compute_rewards(groups if ranks.is_tp_leader else [], trainer_state=self.state)
-        useful = self.collector.stats.pop_useful_share() if is_training else {}
-        self.rewarded = replace(rewarded, metrics=rewarded.metrics | useful)
+        stats = self.collector.stats
+        useful = stats.pop_useful_share() if is_training else {}
+        self.rewarded = replace(rewarded, metrics=rewarded.metrics | useful | stats.pop_conversations())
         return self.rewarded
 
 

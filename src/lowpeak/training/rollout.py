@@ -296,11 +296,13 @@ class RolloutStats:
     useful      tokens that the engine added to completions
     computed    positions that its forwards computed for them
     pushes      metrics of the weights that were sent to it
+    turns       metrics of conversations with tools
     """
 
     useful: int = 0
     computed: int = 0
     pushes: dict[str, Metric] = field(default_factory=dict)
+    turns: dict[str, Metric] = field(default_factory=dict)
 
     def add(self, useful: int, computed: int) -> None:
         self.useful += useful
@@ -311,6 +313,14 @@ class RolloutStats:
         metric = Metric(float(self.useful), float(self.computed))
         self.useful = self.computed = 0
         return {"useful_tokens/rollout": metric} if metric.count else {}
+
+    def add_conversations(self, metrics: dict[str, Metric]) -> None:
+        self.turns = merge_metrics(self.turns, metrics)
+
+    def pop_conversations(self) -> dict[str, Metric]:
+        """Return the metrics of conversations since the last call."""
+        turns, self.turns = self.turns, {}
+        return turns
 
     def add_push(self, report: PushReport) -> None:
         sums = {"bytes": report.num_bytes, "seconds": report.seconds, "proof_seconds": report.proof_seconds}

@@ -1,0 +1,46 @@
+"""Tools and environments: arguments and settings of conversations of several turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lowpeak.arguments.declare import EffectCondition, above_zero, at_least, generation_argument
+
+TurnCreditKind = Literal["outcome", "turn", "discounted"]
+
+HAS_TOOLS = EffectCondition(
+    lambda args, facts: facts.has_tools is not False,
+    "the run has no tools; pass tools or environment_factory to the trainer, or remove it",
+)
+
+
+@dataclass(repr=False)
+class ToolArguments:
+    """Arguments of conversations with tools and environments."""
+
+    max_tool_calling_iterations: int | None = generation_argument(
+        None, "Most turns of a conversation whose tool calls are run (None: no limit).", at_least(0), HAS_TOOLS
+    )
+    tool_timeout: float | None = generation_argument(
+        60.0,
+        "Time limit of one call of a tool or environment, in seconds (None: no limit).",
+        above_zero("a number of seconds"),
+        HAS_TOOLS,
+    )
+
+
+@dataclass(frozen=True)
+class TurnCredit:
+    """How rewards of turns become advantages: algorithms/turn_credit.py has the formulas."""
+
+    kind: Literal["turn", "discounted"]
+    discount: float
+
+
+@dataclass(frozen=True)
+class ToolSettings:
+    """Most turns whose calls are run, and the seconds of one call; None: no limit."""
+
+    max_tool_calling_iterations: int | None
+    tool_timeout: float | None

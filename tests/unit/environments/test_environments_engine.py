@@ -1,0 +1,260 @@
+"""Conversations with tools and environments: TRL's contract on written transcripts, and what ends a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from lowpeak.errors import DataError, EngineError, LostEngineError
+from scripted_turns import Talk, call
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+async def wait(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def fail() -> str:
+    """Fail."""
+    raise ValueError("broken")
+
+
+class Score:
+    """An environment that counts."""
+
+    def reset(self, **row: object) -> str:
+        self.total, self.row = 0, row
+        return " start"
+
+    def increase(self, by: int) -> int:
+        """Add to the total.
+
+        Args:
+            by: How much.
+        """
+        self.total += by
+        return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
+def test_results_are_appended_as_context_and_sampled_tokens_stay():
+    talk = Talk([[call("add", a=1, b=2) + "<eos>", "3<eos>"], ["no<eos>"]], [add])
+    group = talk.run()
+    assert talk.texts(group) == [call("add", a=1, b=2) + "<eos><tool>3<eos><assistant>3<eos>", "no<eos>"]
+    assert talk.sampled(group) == [call("add", a=1, b=2) + "<eos>3<eos>", "no<eos>"]
+    first = group.completions[0]
+    assert first.logprobs[~first.loss_mask].tolist() == [0.0] * int((~first.loss_mask).sum())
+    assert [message["role"] for message in first.conversation.messages] == ["assistant", "tool", "assistant"]
+    assert first.conversation.messages[1] == {"role": "tool", "name": "add", "content": "3"}
+    assert talk.metrics["tools/call_frequency"].value() == 0.5
+    assert talk.metrics["tools/failure_frequency"].value() == 0
+    # Each turn has its own room and random numbers; the first turn's key is that of a rollout of one turn.
+    room = {(r.conversation[1], len(r.ids)): r.max_tokens for r in talk.turns.requests}
+    assert max(room.values()) == 300
+    assert min(room.values()) == 300 - len(first.ids) + 2
+    assert [r.key for r in talk.turns.requests if r.max_tokens == 300] == [(7, 0), (7, 1)]
+
+
+@pytest.mark.parametrize(
+    ("written", "content"),
+    [
+        (call("multiply", a=1), "{'error': 'Tool multiply not found.'}"),
+        (call("fail"), "{'error': 'broken'}"),
+        (call("add", a=1), "missing 1 required positional argument"),
+        (call("add", a=1, c=2), "unexpected keyword argument"),
+    ],
+)
+def test_a_failed_call_is_text_and_counted(written, content):
+    talk = Talk([[written + "<eos>", "sorry<eos>"]], [add, fail])
+    messages = talk.run().completions[0].conversation.messages
+    assert content in messages[1]["content"]
+    assert talk.metrics["tools/failure_frequency"].value() == 1
+
+
+def test_parallel_calls_of_a_turn_run_at_once_and_answer_in_order():
+    calls = "".join(call("wait", seconds=0.3) for _ in range(3)) + call("add", a=1, b=1)
+    talk = Talk([[calls + "<eos>", "x<eos>"]], [wait, add], max_tokens=1000)
+    start = time.perf_counter()
+    messages = talk.run().completions[0].conversation.messages
+    assert time.perf_counter() - start < 0.8
+    assert [message["content"] for message in messages[1:5]] == ["done", "done", "done", "2"]
+
+
+@pytest.mark.parametrize("end", ["", "<eos>"])
+def test_an_unfinished_call_is_not_executed(end):
+    ran = []
+
+    def note(text: str) -> str:
+        """Note.
+
+        Args:
+            text: What.
+        """
+        ran.append(text)
+        return "ok"
+
+    talk = Talk([['<tool_call>{"name": "note", "arguments": {"text": "a"' + end]], [note])
+    completion = talk.run().completions[0]
+    assert not ran
+    assert completion.finish_reason == ("stop" if end else "length")
+    assert talk.metrics["tools/malformed_frequency"].value() == (1 if end else 0)
+
+
+def test_a_call_whose_result_cannot_fit_is_not_executed_and_a_long_result_is_rolled_back():
+    ran = []
+
+    def spell(count: int) -> str:
+        """Spell.
+
+        Args:
+            count: How many.
+        """
+        ran.append(count)
+        return "a" * count
+
+    turn = call("spell", count=40)
+    length = len(Talk([["x"]]).turns.turn(turn + "<eos>").ids)
+    short = Talk([[turn + "<eos>"]], [spell], max_tokens=length + 3)
+    assert (len(short.run().completions[0]), ran) == (length, [])
+    long = Talk([[turn + "<eos>"]], [spell], max_tokens=length + 20)
+    completion = long.run().completions[0]
+    assert (len(completion), ran, completion.finish_reason) == (length, [40], "stop")
+    assert [message["role"] for message in completion.conversation.messages] == ["assistant"]
+
+
+@pytest.mark.parametrize(("most", "num_calls"), [(0, 0), (1, 1), (None, 2)])
+def test_the_number_of_tool_iterations_is_bounded(most, num_calls):
+    turns = [call("add", a=1, b=2) + "<eos>", call("add", a=3, b=3) + "<eos>", "6<eos>"]
+    talk = Talk([turns], [add], max_iterations=most, max_tokens=400)
+    messages = talk.run().completions[0].conversation.messages
+    assert sum(message["role"] == "tool" for message in messages) == num_calls
+    if most is not None:
+        assert messages[-1]["tool_calls"], "the last call stays in the conversation"
+
+
+def test_control_tokens_of_a_result_stay_text():
+    def page() -> str:
+        """Read."""
+        return "<eos><assistant><tool_call>"
+
+    talk = Talk([[call("page") + "<eos>", "x<eos>"]], [page])
+    completion = talk.run().completions[0]
+    given = completion.ids[~completion.loss_mask].tolist()
+    control = talk.tokenizer.convert_tokens_to_ids(["<eos>", "<assistant>", "<tool_call>"])
+    assert [given.count(token) for token in control] == [1, 1, 0]
+    assert "<eos><assistant><tool_call>" in talk.tokenizer.decode(given)
+
+
+def test_an_environment_opens_replies_and_is_reused():
+    talk = Talk([[call("increase", by=2) + "<eos>", "x<eos>"], ["y<eos>"]], [add], Score)
+    group = talk.run(answer="5")
+    assert group.prompt.source == [{"role": "user", "content": "1+2 start"}]
+    environments = [completion.conversation.environment for completion in group.completions]
+    assert [environment.total for environment in environments] == [2, 0]
+    assert environments[0].row == {"prompt": [{"role": "user", "content": "1+2"}], "answer": "5"}
+    assert [reward.name for reward in talk.toolset.rewards()] == ["Score"]
+    again = talk.run(answer="6")
+    assert [completion.conversation.environment for completion in again.completions] == environments
+
+
+def test_a_row_names_its_environment():
+    class Other(Score):
+        def lower(self) -> str:
+            """Lower."""
+            return "low"
+
+    talk = Talk([["x<eos>"]], [], {"a": Score, "b": Other})
+    group = talk.run(environment="b")
+    assert type(group.completions[0].conversation.environment) is Other
+    assert "environment" not in group.completions[0].conversation.environment.row
+    with pytest.raises(DataError, match="environment='c', which is not among those of environment_factory: 'a', 'b'"):
+        talk.run(environment="c")
+
+
+def test_a_failing_environment_leaves_its_conversation_without_reward(caplog):
+    class Broken(Score):
+        def reset(self, **row: object) -> str:
+            raise OSError("no display")
+
+    talk = Talk([["x<eos>"]], [], Broken)
+    assert talk.run().completions[0].conversation.has_failed
+    assert talk.metrics["environments/failures"].value() == 1
+    assert "Broken.reset raised OSError: no display" in caplog.text
+
+
+def test_groups_have_equal_seeds_and_a_reset_that_differs_keeps_its_own_prompt():
+    class Seeded(Score):
+        def reset(self, seed: int, **row: object) -> str:
+            self.seed = seed
+            return ""
+
+    group = Talk([["x<eos>"], ["y<eos>"]], [], Seeded).run()
+    assert len({completion.conversation.environment.seed for completion in group.completions}) == 1
+
+    class Numbered(Score):
+        count = 0
+
+        def reset(self, **row: object) -> str:
+            Numbered.count += 1
+            return f" {Numbered.count}"
+
+    talk = Talk([["x<eos>"], ["y<eos>"]], [], Numbered)
+    prompts = [talk.tokenizer.decode(completion.prompt_ids) for completion in talk.run().completions]
+    assert sorted(prompts) == ["<user>1+2 1<eos><assistant>", "<user>1+2 2<eos><assistant>"]
+
+
+def test_a_tool_that_never_returns_is_abandoned_and_too_many_end_the_run():
+    release = threading.Event()
+
+    def hang() -> None:
+        """Hang."""
+        release.wait(30)
+
+    talk = Talk([[call("hang") + "<eos>", "x<eos>"]], [hang], timeout=0.05)
+    assert "no result within 0.05 seconds" in talk.run().completions[0].conversation.messages[1]["content"]
+    assert talk.metrics["tools/timeouts"].value() == talk.metrics["tools/abandoned"].value() == 1
+    talk.toolset.runner.num_abandoned = 32
+    with pytest.raises(EngineError, match=r"33 calls of tools exceeded tool_timeout=0\.05 and still run"):
+        talk.run()
+    release.set()
+
+
+def test_conversations_go_on_from_their_last_turn_after_a_lost_engine():
+    talk = Talk([[call("add", a=1, b=2) + "<eos>", "3<eos>"], ["no<eos>"]], [add])
+    expected = talk.texts(talk.run())
+    lost = Talk([[call("add", a=1, b=2) + "<eos>", "3<eos>"], ["no<eos>"]], [add])
+    sample, answered = lost.turns.turn, []
+
+    def turn_or_loss(text):
+        answered.append(text)
+        if len(answered) == 3:
+            raise LostEngineError("gone")
+        return sample(text)
+
+    lost.turns.turn = turn_or_loss
+    with pytest.raises(LostEngineError, match="gone"):
+        lost.run()
+    # The engine knows nothing of earlier turns: its script goes on where the conversation stands.
+    lost.turns.script = [["3<eos>"], []]
+    assert lost.texts(lost.run()) == expected
+    assert answered == [*answered[:2], "3<eos>", "3<eos>"]

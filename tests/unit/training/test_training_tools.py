@@ -1,0 +1,191 @@
+"""Trainers with tools and environments: TRL's contract on written transcripts, for every online trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+
+from lowpeak.errors import ArgumentError, DataError
+from scripted_turns import ScriptedTurns, call
+from small_runs import journal, make, rows, weights
+from tiny_models import char_tokenizer, tiny_model, tool_tokenizer
+
+TOKENIZER = tool_tokenizer()
+CALL = call("add", a=1, b=2) + "<eos>"
+ENDS = {"max_completion_length": 200, "max_steps": 1}
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+class Score:
+    """An environment with a tool, a reward of its own and rewards of turns."""
+
+    def reset(self, **row: object) -> str:
+        self.total = 0
+        return " go"
+
+    def increase(self, by: int) -> int:
+        """Add to the total.
+
+        Args:
+            by: How much.
+        """
+        self.total += by
+        return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
+def questions(count: int = 8) -> Dataset:
+    return Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"{i}+1"}], "answer": str(i)} for i in range(count)]
+    )
+
+
+def scripted(kind, folder, script, **changes):
+    """A trainer whose engine has these turns for the completions of each prompt."""
+    run = make(kind, folder, tiny_model(len(TOKENIZER), context=512), questions(), TOKENIZER, **{**ENDS, **changes})
+    run.collector.engine.engine = ScriptedTurns(TOKENIZER, script)
+    return run
+
+
+def num_turns(completions, **columns):
+    return [float(len(messages)) for messages in completions]
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "OnlineDPO"])
+def test_each_trainer_trains_on_conversations_with_tools(tmp_path, kind):
+    script = [[CALL, "3<eos>"], [CALL, CALL, "6<eos>"], ["x<eos>"], [call("other", a=1) + "<eos>", "y<eos>"]]
+    seen = []
+
+    def reward(prompts, completions, completion_ids, answer, **columns):
+        seen.extend(completions)
+        return num_turns(completions)
+
+    run = scripted(kind, tmp_path, script, reward_funcs=reward, tools=[add])
+    before = weights(run)
+    run.train()
+    assert any(not torch.equal(before[name], after) for name, after in weights(run).items())
+    logged = run.state.log_history[0]
+    assert logged["tools/call_frequency"] == 1.0
+    assert logged["tools/failure_frequency"] == 0.25
+    assert [message["role"] for message in seen[0]] == ["assistant", "tool", "assistant"]
+    # Lengths count what the policy wrote.
+    assert logged["completions/min_length"] == 2
+    assert logged["completions/max_length"] == 2 * len(TOKENIZER(CALL)["input_ids"]) + 2
+    assert run.tools == [add]
+    assert run.environments is None
+
+
+def test_ppo_trains_on_conversations_with_tools(tmp_path):
+    run = scripted("PPO", tmp_path, [[CALL, "3<eos>"]], reward_funcs=num_turns, tools=[add])
+    run.train()
+    assert run.state.log_history[0]["rewards/num_turns/mean"] == 3
+
+
+def test_an_environment_rewards_its_conversations(tmp_path):
+    script = [[call("increase", by=2) + "<eos>", "x<eos>"], ["x<eos>"], ["y<eos>"], ["z<eos>"]]
+    got = []
+
+    def reward(completions, environments, **columns):
+        got.extend(environments)
+        return [0.5] * len(completions)
+
+    run = scripted("GRPO", tmp_path, script, reward_funcs=reward, environment_factory=Score)
+    run.train()
+    assert got == run.environments
+    logged = run.state.log_history[0]
+    assert (logged["rewards/Score/mean"], logged["rewards/reward/mean"], logged["reward"]) == (0.5, 0.5, 1.0)
+    assert [row["prompt"][-1]["content"][-3:] for row in journal(tmp_path, "rollouts")] == [" go"] * 8
+
+
+def test_an_environment_alone_is_reward_enough_and_its_turns_have_rewards(tmp_path):
+    class Steps(Score):
+        def get_turn_reward(self) -> float:
+            return 10.0 * self.total
+
+    script = [[call("increase", by=2) + "<eos>", "x<eos>"], ["x<eos>"], ["y<eos>"], ["z<eos>"]]
+    run = scripted("GRPO", tmp_path, script, reward_funcs=[], environment_factory=Steps, turn_credit="discounted")
+    run.train()
+    assert run.state.log_history[0]["reward"] == (20 + 2) / 4
+    first = next(record for record in run.rollout.records if record.reward > 0)
+    sampled = first.advantages[first.completion.loss_mask]
+    assert sampled[0] > sampled[-1] > 0  # the last turn's return lacks the first turn's reward
+    assert first.token_rewards.sum() == 22
+
+
+def test_a_failed_environment_gives_no_reward(tmp_path):
+    class Fails(Score):
+        def reset(self, **row: object) -> str:
+            raise OSError("gone")
+
+    run = scripted("GRPO", tmp_path, [["x<eos>"]] * 4, reward_funcs=num_turns, environment_factory=Fails)
+    run.train()
+    assert run.state.log_history[0]["environments/failures"] == 8
+    assert all(record.reward != record.reward for record in run.rollout.records)
+
+
+def untyped(a, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+        b: Two.
+    """
+    return a + b
+
+
+def undocumented(a: int) -> int:
+    return a
+
+
+class NoReset:
+    def act(self) -> str:
+        """Act."""
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"tools": [untyped]}, "tool 'untyped' has no schema"),
+        ({"tools": [undocumented]}, "tool 'undocumented' has no schema"),
+        ({"tools": [add, add]}, "two tools are called 'add': rename one"),
+        ({"tools": ["add"]}, "tools has 'add', which is not a function"),
+        ({"environment_factory": NoReset}, "environment_factory returns a NoReset, which has no method reset"),
+        ({"tools": [Score().increase], "environment_factory": Score}, "'increase' is a tool and a method of Score"),
+        ({"tools": [add], "rollout_func": add}, "rollout_func generates the completions itself"),
+    ],
+)
+def test_wrong_tools_are_one_sentence_from_the_constructor(tmp_path, parts, message):
+    with pytest.raises(ArgumentError, match=message):
+        make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), questions(), TOKENIZER, **parts)
+
+
+def test_a_template_without_tool_calls_and_prompts_of_text_are_refused(tmp_path):
+    with pytest.raises(DataError, match="row 0 has a string as its prompt, but tools need messages"):
+        make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), rows(), TOKENIZER, tools=[add])
+    plain = char_tokenizer("0123456789+", chat=True)
+    with pytest.raises(DataError, match=r"the chat template writes tool calls in a form that lowpeak does not read"):
+        make("GRPO", tmp_path, tiny_model(len(plain)), questions(), plain, tools=[add])
+
+
+def test_an_environment_can_own_the_data(tmp_path):
+    run = make(
+        "GRPO", tmp_path, tiny_model(len(TOKENIZER), context=512), None, TOKENIZER, environment_factory=Score, **ENDS
+    )
+    run.collector.engine.engine = ScriptedTurns(TOKENIZER, [["x<eos>"]] * 4)
+    run.train()
+    assert [row["prompt"] for row in journal(tmp_path, "rollouts")] == [[{"role": "user", "content": " go"}]] * 8
+    with pytest.raises(DataError, match="pass train_dataset, or one factory"):
+        make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), None, TOKENIZER, environment_factory={"a": Score})
