@@ -65,7 +65,7 @@ class TurnQueue:
     """
 
     def __init__(self, num_conversations: int = 0) -> None:
-        """Open the queue; `num_conversations` are those that will begin, 0 if that is unknown."""
+        """Open the queue; so many conversations make their first requests at once, 0 if they begin at any time."""
         self.num_conversations = num_conversations
         self._changed = threading.Condition()
         self._open: dict[int, TurnRequest] = {}  # unanswered requests by identity

@@ -207,9 +207,7 @@ class DecodeInputs:
     Row r of the output continues prompt `r // num_generations`.
     """
 
-    def __init__(
-        self, model: nn.Module, prompts: Ids, sampling: Sampling, output: OutputBuffer
-    ) -> None:
+    def __init__(self, model: nn.Module, prompts: Ids, sampling: Sampling, output: OutputBuffer) -> None:
         self._model = model
         self._cache_argument = cache_argument(model)
         self._sampling = sampling

@@ -44,8 +44,9 @@ class NativeEngine:
     `generate`. `kv_cache_bytes()` is read at each call, because a resumed run uses the value of its checkpoint.
     `on_tokens` receives, for each forward, the tokens added to completions and the sequences computed. `device` is
     where the engine computes, which may differ from the parameters' device (default: theirs); `graphs` the CUDA graphs of its
-    decode steps, which turns do not use. With a `turn_lag` a conversation goes on exactly so many steps after its turn's end, so
-    that the bits of log-probs do not depend on the speed of tools; None: as soon as it can. Greedy tokens equal those of `model.generate(do_sample=False)` on each prompt alone.
+    decode steps, which turns do not use. With a `turn_lag` a conversation goes on exactly so many steps after its turn has ended,
+    so that the bits of log-probs do not depend on the speed of tools; None: as soon as it can. Greedy tokens equal those of
+    `model.generate(do_sample=False)` on each prompt alone.
     """
 
     gather_policy: Callable[[], AbstractContextManager[nn.Module]]
