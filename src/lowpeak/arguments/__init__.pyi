@@ -12,6 +12,7 @@ from lowpeak.arguments.declare import data_argument as data_argument
 from lowpeak.arguments.declare import declaration as declaration
 from lowpeak.arguments.declare import default_value as default_value
 from lowpeak.arguments.declare import device_argument as device_argument
+from lowpeak.arguments.declare import generation_argument as generation_argument
 from lowpeak.arguments.declare import logging_argument as logging_argument
 from lowpeak.arguments.declare import make_settings as make_settings
 from lowpeak.arguments.declare import model_argument as model_argument

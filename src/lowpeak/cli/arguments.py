@@ -6,7 +6,14 @@ import argparse
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from lowpeak.arguments import data_argument, device_argument, logging_argument, model_argument, reward_argument
+from lowpeak.arguments import (
+    data_argument,
+    device_argument,
+    generation_argument,
+    logging_argument,
+    model_argument,
+    reward_argument,
+)
 from lowpeak.cli.accelerate_config import PRESETS
 from lowpeak.errors import ArgumentError
 
@@ -107,6 +114,20 @@ class JudgeArguments(RewardArguments):
 
     judge: str | None = reward_argument(
         None, "in place of rewards: path/to/file.py:object or package.module.object, an object with a method judge"
+    )
+
+
+@dataclass(frozen=True)
+class ToolSourceArguments:
+    """The tools and environments that the policy talks to."""
+
+    tools: list[str] | None = generation_argument(
+        None, "tools that the policy may call, each as path/to/file.py:function or package.module.function"
+    )
+    environment: list[str] | None = generation_argument(
+        None,
+        "class of the environment, as path/to/file.py:Class or package.module.Class; several as NAME=path/to/file.py:Class, "
+        "where NAME is a row's value in the column environment",
     )
 
 

@@ -26,6 +26,7 @@ from lowpeak.cli.arguments import (
     RewardArguments,
     RunArguments,
     ServingArguments,
+    ToolSourceArguments,
 )
 from lowpeak.cli.dataset import load_datasets
 from lowpeak.cli.launch import is_rank_zero, launch_or_join, output_folder
@@ -58,6 +59,7 @@ class Job:
     model: ModelArguments
     data: DataArguments
     rewards: RewardArguments
+    tools: ToolSourceArguments
     run: RunArguments
     launch: LaunchArguments
     config: Any
@@ -232,14 +234,15 @@ def parse_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     judging = JudgeArguments if kind == "online-dpo" else RewardArguments
     online = kind not in ANSWER_COLUMNS
     kinds: list[type] = [ModelArguments, DataArguments, RunArguments, LaunchArguments]
-    kinds += [judging, ServingArguments] if online else []
+    kinds += [judging, ToolSourceArguments, ServingArguments] if online else []
     given = parse_arguments([*kinds, config_class], argv, f"lowpeak {kind}", getattr(config_class, "rejected", {}))
 
     def pick(part: type[Part]) -> Part:
         return part(**{name: given[name] for name in argument_names(part) & given.keys() if part in kinds})
 
     model, data, rewards = pick(ModelArguments), pick(DataArguments), pick(judging)
-    job = Job(kind, model, data, rewards, pick(RunArguments), pick(LaunchArguments), config=None, given=given)
+    tools = pick(ToolSourceArguments)
+    job = Job(kind, model, data, rewards, tools, pick(RunArguments), pick(LaunchArguments), config=None, given=given)
     check_job(job)
     return job
 
@@ -292,7 +295,10 @@ def check_job(job: Job) -> None:
     required: dict[str, Any] = {"model": job.model.model, "dataset": job.data.dataset or job.data.datasets}
     if job.online:
         names = [each.name for each in dataclasses.fields(job.rewards)]
-        required[" or --".join(names)] = any(getattr(job.rewards, name) for name in names)
+        # An environment may have a reward of its own; its trainer says so if it has none.
+        required[" or --".join(names)] = bool(job.tools.environment) or any(
+            getattr(job.rewards, name) for name in names
+        )
     missing = [f"--{name}" for name, value in required.items() if not value]
     if missing:
         raise ArgumentError(
@@ -354,9 +360,25 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
             *([model] if model else []),
             *(load_reward(spec) for spec in job.rewards.reward or []),
         ]
+        keywords["tools"] = [load_object(spec, "Tool") for spec in job.tools.tools or []]
+        keywords["environment_factory"] = load_environments(job.tools.environment or [])
     if isinstance(job.rewards, JudgeArguments) and job.rewards.judge is not None:
         keywords["judge"] = load_object(job.rewards.judge, "Judge")
     return getattr(library, f"{CLASS_PREFIXES[job.kind]}Trainer")(**keywords)
+
+
+def load_environments(specs: Sequence[str]) -> Any:
+    """Return the class of the only environment, a mapping of classes by name, or None without environments."""
+    from lowpeak.rewards import load_object
+
+    if not specs:
+        return None
+    named = [spec.partition("=") for spec in specs]
+    if len(specs) == 1 and not named[0][1]:
+        return load_object(specs[0], "Environment")
+    if not all(equals for _, equals, _ in named):
+        raise ArgumentError("--environment has several values: write each as NAME=path/to/file.py:Class.")
+    return {name: load_object(spec, "Environment") for name, _, spec in named}
 
 
 def lora_config(model: ModelArguments, task: str) -> Any:

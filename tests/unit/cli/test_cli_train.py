@@ -67,6 +67,22 @@ def test_online_dpo_takes_a_judge_of_a_file_or_a_module(library, folder):
         run_training("grpo", argv(folder, "--judge", "pairs"), library)
 
 
+def test_tools_and_environments_come_from_files(library, folder):
+    (folder / "world.py").write_text(
+        "def add(a, b):\n    return a + b\n\n\nclass World:\n    pass\n\n\nclass Moon:\n    pass\n"
+    )
+    world = f"{folder}/world.py"
+    words = ["--tools", f"{world}:add", "--environment", f"{world}:World"]
+    keywords = trainer_of("grpo", argv(folder, *words, reward=False), library).keywords
+    assert keywords["tools"][0](1, 2) == 3
+    assert keywords["environment_factory"].__name__ == "World"
+    several = ["--environment", f"earth={world}:World", f"moon={world}:Moon"]
+    factories = trainer_of("rloo", argv(folder, *several), library).keywords["environment_factory"]
+    assert {name: factory.__name__ for name, factory in factories.items()} == {"earth": "World", "moon": "Moon"}
+    with pytest.raises(ArgumentError, match=r"--environment has several values: write each as NAME="):
+        run_training("grpo", argv(folder, "--environment", f"{world}:World", f"{world}:Moon"), library)
+
+
 def test_a_list_of_betas_is_several_words_or_a_list_in_the_file(library, folder):
     (folder / "betas.yaml").write_text("beta: [0.1, 0.4]\n")
     given = (["--beta", "0.1", "0.2"], ["--beta", "0.3"], ["--config", f"{folder}/betas.yaml"])
