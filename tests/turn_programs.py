@@ -33,6 +33,8 @@ class Programs:
     num_turns: int = 4
     vocab_size: int = 13
     delay: Delay = lambda conversation, turn: 0.0
+    longest_turn: int = 1 << 20
+    failures: list[BaseException] = field(default_factory=list)
     log: list[tuple[TurnRequest, SampledTurn]] = field(default_factory=list)
 
     def run(self, engine: TurnEngine) -> list[tuple[TurnRequest, SampledTurn]]:
@@ -49,13 +51,15 @@ class Programs:
         return sorted(self.log, key=lambda pair: (pair[0].conversation, len(pair[0].ids)))
 
     async def _converse_all(self, queue: TurnQueue, owners: Sequence[tuple[Prompt, int]]) -> None:
-        await asyncio.gather(*(self._converse(queue, *owner) for owner in owners), return_exceptions=True)
+        conversations = [self._converse(queue, *owner) for owner in owners]
+        ends = await asyncio.gather(*conversations, return_exceptions=True)
+        self.failures += [end for end in ends if end is not None]
         queue.close()
 
     async def _converse(self, queue: TurnQueue, prompt: Prompt, number: int) -> None:
         conversation, completion = (prompt.serial, self.sampling.first_completion + number), list[int]()
         for turn in range(self.num_turns):
-            room = self.sampling.max_new_tokens - len(completion)
+            room = min(self.longest_turn, self.sampling.max_new_tokens - len(completion))
             key = turn_key(conversation, completion)
             request = TurnRequest(conversation, [*prompt.ids, *completion], room, key)
             sampled = await asyncio.wrap_future(queue.submit(request))

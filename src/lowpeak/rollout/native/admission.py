@@ -188,7 +188,8 @@ class SlotTable:
         start = 0
         for group in groups:
             places = range(start, start + len(group))
-            stays = {each.slot: each for each in group if each.slot in places}
+            # Sequences to feed stand in their order, all others stay where they can.
+            stays = {} if group is fed else {each.slot: each for each in group if each.slot in places}
             others = iter([each for each in group if stays.get(each.slot) is not each])
             group[:] = [stays[place] if place in stays else next(others) for place in places]
             sources |= {place: each.slot for place, each in zip(places, group, strict=True) if each.slot is not None}
