@@ -34,6 +34,8 @@ class Programs:
     vocab_size: int = 13
     delay: Delay = lambda conversation, turn: 0.0
     longest_turn: int = 1 << 20
+    is_ready: Callable[[], bool] = lambda: True  # tools wait until it is, a minute at most
+    on_end: Callable[[], object] = lambda: None
     failures: list[BaseException] = field(default_factory=list)
     log: list[tuple[TurnRequest, SampledTurn]] = field(default_factory=list)
 
@@ -54,6 +56,7 @@ class Programs:
         conversations = [self._converse(queue, *owner) for owner in owners]
         ends = await asyncio.gather(*conversations, return_exceptions=True)
         self.failures += [end for end in ends if end is not None]
+        self.on_end()
         queue.close()
 
     async def _converse(self, queue: TurnQueue, prompt: Prompt, number: int) -> None:
@@ -69,6 +72,9 @@ class Programs:
             if len(completion) + len(answer) >= self.sampling.max_new_tokens:
                 break
             await asyncio.sleep(self.delay(conversation, turn))
+            async with asyncio.timeout(60):
+                while not self.is_ready():
+                    await asyncio.sleep(0.01)
             completion += answer
         queue.end(conversation)
 

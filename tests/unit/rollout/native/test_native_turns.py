@@ -115,16 +115,13 @@ def num_distinct(log: Log) -> int:
 
 def test_each_token_is_forwarded_once_and_slots_that_wait_are_not_computed():
     model, counts = tiny_model(), []
-    distinct = [
-        replace(each, ids=tuple(2 + (i + each.serial * i * i) % 11 for i in range(len(each.ids)))) for each in prompts()
-    ]
+    rng = random.Random(4)
+    distinct = [replace(each, ids=tuple(rng.randrange(2, 13) for _ in each.ids)) for each in prompts()]
     made = engine(model, on_tokens=lambda *both: counts.append(both))
     with watched(model) as seen:
         log = Programs(distinct, SAMPLING, delay=delays(0, 0.02)).run(made)
     forwarded, padded = sum(rows * tokens for rows, tokens, _ in seen), sum(n for useful, n in counts if not useful)
-    assert (
-        forwarded - padded <= num_distinct(log) < 1.02 * (forwarded - padded)
-    )  # beginnings that prompts share by chance
+    assert forwarded - padded == num_distinct(log)
     assert forwarded < 1.08 * num_distinct(log)
     assert sum(useful for useful, _ in counts) == sum(len(turn.ids) for _, turn in log)
 
@@ -198,7 +195,7 @@ def test_a_forward_that_fails_fails_all_requests_and_a_later_call_works(at):
     with pytest.raises(ValueError, match="broken"):
         programs.run(made)
     assert len(programs.failures) == 16
-    assert all("broken" in str(failure) for failure in programs.failures)
+    assert {str(failure).partition(":")[0] for failure in programs.failures} <= {"broken", "the rollout is over"}
     assert threading.active_count() == threads
     check_turns(Programs(prompts(4), SAMPLING).run(made), SAMPLING)
 
