@@ -240,7 +240,9 @@ class RewardPanel:
         for index, (prompt, completion) in enumerate(pairs):
             failed = completion.conversation is not None and completion.conversation.has_failed
             rewards = tuple(NO_REWARD if failed else call.values[index] for call in calls)
-            completion = replace(completion, conversation=None)
+            if completion.conversation is not None:  # environments stay in their process
+                own = replace(completion.conversation, messages=(), environment=None)
+                completion = replace(completion, conversation=own)
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
             group = inputs.positions[index][0]
             reward = weighted_sum(rewards, self.settings.weights)
@@ -272,7 +274,7 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     ids = [completion.ids.tolist() for _, completion in pairs]
     texts = tuple(decode(tokens) for tokens in ids)
-    fields = [{**prompt.columns, **completion.extra, **_of_conversation(completion)} for prompt, completion in pairs]
+    fields = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
     return RewardInputs(
         prompts=[prompt.source for prompt, _ in pairs],
         completions=[_in_format_of(*pair, text) for pair, text in zip(pairs, texts, strict=True)],
@@ -280,6 +282,7 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
         columns=_columns(fields),
         texts=texts,
         positions=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
+        conversations=tuple(each.conversation for _, each in pairs if each.conversation is not None),
     )
 
 
@@ -287,15 +290,6 @@ def _columns(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return each name's values, one per completion; None where a completion has none."""
     names = dict.fromkeys(name for values in fields for name in values if name not in _NOT_COLUMNS)
     return {name: [values.get(name) for values in fields] for name in names}
-
-
-def _of_conversation(completion: Completion) -> dict[str, Any]:
-    """Return the keywords of rewards for a conversation: itself, and its environment if it has one."""
-    conversation = completion.conversation
-    if conversation is None:
-        return {}
-    environment = conversation.environment
-    return {"conversations": conversation} | ({} if environment is None else {"environments": environment})
 
 
 def _in_format_of(prompt: Prompt, completion: Completion, text: str) -> str | list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowpeak.errors import RewardError
-from lowpeak.records import Metric, merge_metrics
+from lowpeak.records import Conversation, Metric, merge_metrics
 from lowpeak.rewards.function import FunctionReward
 from lowpeak.rewards.judge import JudgeReward
 from lowpeak.rewards.reward import Reward
@@ -30,7 +30,10 @@ _CALLERS = (Path(__file__).parent, Path(concurrent.futures.__file__).parent)
 
 @dataclass(frozen=True)
 class RewardInputs:
-    """The arguments of rewards for N completions; `positions` has each one's (group, completion) indices."""
+    """The arguments of rewards for N completions; `positions` has each one's (group, completion) indices.
+
+    `conversations` is empty unless the completions are conversations with tools.
+    """
 
     prompts: list[Any]
     completions: list[Any]
@@ -38,6 +41,7 @@ class RewardInputs:
     columns: dict[str, list[Any]]
     texts: tuple[str, ...]
     positions: tuple[tuple[int, int], ...]
+    conversations: tuple[Conversation, ...] = ()
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -45,8 +49,11 @@ class RewardInputs:
     def keywords(self) -> dict[str, Any]:
         """Return the keywords of one call."""
         # New lists each time, so that a function that sorts or pops affects no other.
+        environments = [each.environment for each in self.conversations]
         return {
             **{name: list(values) for name, values in self.columns.items()},
+            **({"conversations": list(self.conversations)} if self.conversations else {}),
+            **({"environments": environments} if any(each is not None for each in environments) else {}),
             "prompts": list(self.prompts),
             "completions": list(self.completions),
             "completion_ids": [list(ids) for ids in self.completion_ids],

@@ -44,16 +44,22 @@ def completion_rows(
     return tuple(rows)
 
 
-def _turns(completion: Completion, policy_version: int) -> list[dict[str, int]]:
-    """Return the policy version and the number of tokens of each range of tokens that the policy generated."""
+def _turns(completion: Completion, policy_version: int) -> list[dict[str, object]]:
+    """Return the policy version and the number of tokens of each range of tokens that the policy generated.
+
+    Turns of a conversation also have the seconds of its environment's reply, and their rewards if there are any.
+    """
     is_generated, lengths = torch.unique_consecutive(completion.loss_mask, return_counts=True)
     starts = lengths.cumsum(0) - lengths
     versions = completion.policy_versions
-    return [
+    turns: list[dict[str, object]] = [
         {"policy_version": policy_version if versions is None else int(versions[start]), "num_tokens": length}
         for counts, start, length in zip(is_generated.tolist(), starts.tolist(), lengths.tolist(), strict=True)
         if counts
     ]
+    for row, turn in zip(turns, completion.conversation.turns if completion.conversation else (), strict=False):
+        row |= {"seconds": round(turn.seconds, 4)} | ({} if turn.reward is None else {"reward": turn.reward})
+    return turns
 
 
 def _row(columns: Mapping[str, Sequence[object]], index: int) -> dict[str, object]:
