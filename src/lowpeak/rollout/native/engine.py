@@ -31,7 +31,8 @@ from lowpeak.rollout.native.decode_loop import DecodeLoop
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, Wave, form_waves
 from lowpeak.rollout.pending import GeneratedOnResult, Pending
-from lowpeak.rollout.sampling import TokenDraw, UniformDraws
+from lowpeak.rollout.sampling import TokenDraw
+from lowpeak.rollout.uniforms import UniformDraws
 
 
 @dataclass(eq=False, repr=False)
