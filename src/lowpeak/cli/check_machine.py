@@ -54,9 +54,7 @@ def check_machine(argv: Sequence[str]) -> int:
             raise ArgumentError(
                 f"--{name} has no effect: `lowpeak env CONFIG` checks this machine; use `lowpeak plan`."
             )
-    if not (num_devices() or job.launch.num_processes or job.launch.accelerate_config):
-        job = replace(job, given={**job.given, "use_cpu": True})  # where the command would train, too
-    machine, devices = _this_machine(options, job)
+    job, machine, devices = _this_machine(options, job)
     checks = [devices, *_versions(job), *_limits(job, machine)]
     for check in checks:
         print(check, flush=True)
@@ -67,17 +65,19 @@ def check_machine(argv: Sequence[str]) -> int:
     return 0 if all(check.passed for check in checks) else 1
 
 
-def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
-    """Return this host as a machine to plan for, and whether it has the devices that the config asks for."""
+def _this_machine(options: PlanArguments, job: Job) -> tuple[Job, Machine, Check]:
+    """Return the job as it runs here, this host as a machine to plan for, and whether it has the needed devices."""
     import torch
 
     from lowpeak.plan import Machine, card_of
 
     wanted = options.gpus or job.launch.num_processes or 1
     host = psutil.virtual_memory().total
+    if not any((num_devices(), job.launch.num_processes, job.launch.accelerate_config)):
+        job = replace(job, given={**job.given, "use_cpu": True})  # where the command would train, too
     if job.given.get("use_cpu"):
-        text = f"{wanted} process{'es' if wanted > 1 else ''} on CPUs (torch finds {num_devices() or 'no'} GPUs)"
-        return machine_of(options, job), Check("devices", True, text)
+        text = f"processes on CPUs: {wanted}; GPUs that torch finds: {num_devices()}"
+        return job, machine_of(options, job), Check("devices", True, text)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     hosts = job.launch.num_machines or 1
     enough = found * hosts >= wanted
@@ -85,10 +85,10 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
     if not enough:
         text += ": lower --num_processes, name more hosts by --num_machines, or train on CPUs with --use_cpu"
     if not found:
-        return Machine(wanted, 0, host), Check("devices", enough, text)
+        return job, Machine(wanted, 0, host), Check("devices", enough, text)
     properties = torch.cuda.get_device_properties(0)
     machine = Machine(wanted, properties.total_memory, host, -(-wanted // hosts), card_of(properties.name))
-    return machine, Check("devices", enough, text)
+    return job, machine, Check("devices", enough, text)
 
 
 def _versions(job: Job) -> Iterator[Check]:

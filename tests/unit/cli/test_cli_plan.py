@@ -332,7 +332,7 @@ def test_a_machine_is_checked_against_a_config_and_one_without_gpus_as_the_cpus_
     lines = capsys.readouterr().out.splitlines()
     checked = {line.split(": ")[0] for line in lines}
     assert checked >= {f"ok    {each}" for each in ("devices", "torch", "generation", "device memory", "disk")}
-    assert "ok    devices: 1 process on CPUs (torch finds no GPUs)" in lines
+    assert "ok    devices: processes on CPUs: 1; GPUs that torch finds: 0" in lines
     with pytest.raises(ArgumentError, match="plot"):
         dispatch(["env", "--config", str(run), "--plot", "page.html"])
     run.write_text(yaml.safe_dump({**settings, "num_processes": 512}))
