@@ -143,9 +143,7 @@ class RolloutArguments:
         Check(lambda x: x >= 0, "must be 0 (all tokens) or more"),
     )
     min_p: float | None = generation_argument(
-        None,
-        "Minimum probability of a token, relative to the most likely token (None: 0).",
-        within(0, 1),
+        None, "Minimum probability of a token, relative to the most likely token (None: 0).", within(0, 1)
     )
     repetition_penalty: float = generation_argument(
         1.0, "Penalty of repeated tokens (1: off; above 1: less likely).", above_zero()
@@ -278,7 +276,7 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
         rows % args.num_generations == 0,
         f"a rollout has per_device_train_batch_size x ranks x steps_per_generation = {args.per_device_train_batch_size} x "
         f"{world_size} x {per_generation} = {rows} completions, which num_generations={args.num_generations} must divide: use "
-        f"{_sizes_with_groups(args, batch, rows)}, or {larger}.",
+        f"{_sizes_with_groups(args, rows)}, or {larger}.",
     )
     return make_settings(
         RolloutSettings,
@@ -290,31 +288,25 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
     )
 
 
-def _sizes_with_groups(args: Any, batch: int, rows: int) -> str:
+def _sizes_with_groups(args: Any, rows: int) -> str:
     """Return the nearest sizes with which a rollout has whole groups and serves as many steps as before."""
-    group, added = args.num_generations, {}  # completions that one more of each argument adds
-    if args.generation_batch_size is None:
-        added["per_device_train_batch_size"] = rows // args.per_device_train_batch_size
-        added |= {} if args.steps_per_generation else {"gradient_accumulation_steps": batch}
-    sizes = {}
-    for name, completions in added.items():
-        multiple = group // gcd(group, completions)
-        below = getattr(args, name) // multiple * multiple
-        sizes[name] = [size for size in (below, below + multiple) if size]
-    divisors = [size for size in range(2, rows + 1) if rows % size == 0]
-    sizes["num_generations"] = sorted(sorted(divisors, key=lambda size: abs(size - group))[:2])
-    return ", ".join(f"{name}={' or '.join(map(str, each))}" for name, each in sizes.items() if each)
+    group, names, texts = args.num_generations, ["per_device_train_batch_size", "gradient_accumulation_steps"], []
+    names = [] if args.generation_batch_size else names[:1] if args.steps_per_generation else names
+    for name in [*names, "num_generations"]:
+        now, least = getattr(args, name), 2 if name == "num_generations" else 1
+        fits = [n for n in range(least, rows + group) if (rows % n if least == 2 else n * (rows // now) % group) == 0]
+        near = sorted(n for _, n in sorted((abs(n - now), n) for n in fits)[:2])
+        texts += [f"{name}={' or '.join(map(str, near))}"] if near else []
+    return ", ".join(texts)
 
 
 def _larger_rollout(args: Any, batch: int) -> str:
     """Return the least rollout with whole groups and whole steps as an argument, with the steps that it would serve."""
-    accumulation, name = args.gradient_accumulation_steps, shown_name(args, "steps_per_generation")
-    batches = lcm(args.num_generations // gcd(args.num_generations, batch), accumulation)
-    # A mini-batch of PPO has gradient_accumulation_steps batches.
-    size = batches // accumulation if name == "num_mini_batches" else batches
-    if args.generation_batch_size is not None:
-        name, size = "generation_batch_size", batch * batches
-    served = f"{batches // accumulation} steps, off-policy after the first" if batches > accumulation else "one step"
+    name = "generation_batch_size" if args.generation_batch_size else shown_name(args, "steps_per_generation")
+    batches = lcm(args.num_generations // gcd(args.num_generations, batch), args.gradient_accumulation_steps)
+    steps = batches // args.gradient_accumulation_steps  # of PPO, mini-batches
+    size = {"num_mini_batches": steps, "generation_batch_size": batch * batches}.get(name, batches)
+    served = f"{steps} steps, off-policy after the first" if steps > 1 else "one step"
     return f"{name}={size} or another multiple of it (a rollout of {batch * batches} completions serves {served})"
 
 

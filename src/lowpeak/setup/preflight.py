@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
 from lowpeak.checkpoint import check_writable
-from lowpeak.data import check_max_steps, digest_row, fetch_rows, num_rows
+from lowpeak.data import check_max_steps, check_prompt_columns, digest_row, fetch_rows, num_rows
 from lowpeak.errors import ArgumentError, DataError, MissingPackageError
 from lowpeak.models import add_adapter, find_config
 from lowpeak.ranks import Ranks
+from lowpeak.rewards import check_rewards
 
 # Fields of a LoraConfig that decide whether it fits a model; others may need the model's weights.
 _STRUCTURAL_FIELDS = (
@@ -49,6 +50,13 @@ def check_data(
 def _check_first_row(dataset: Any, name: str, where: str, check_row: Callable[[Any, str], None]) -> None:
     if dataset is not None and num_rows(dataset, name) is not None:
         check_row(fetch_rows(dataset, [0])[0], where)
+
+
+def check_online_row(reward_funcs: Any, rollout_func: Any, row: Any, where: str) -> None:
+    """Raise an error for a row without a prompt, or without the columns of a reward, unless a function may return them."""
+    check_prompt_columns(row, where)
+    if rollout_func is None:
+        check_rewards(reward_funcs, row, where)
 
 
 def check_outputs(args: Any) -> None:

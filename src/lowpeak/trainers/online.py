@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,17 +16,17 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineSettings, Sampling, require
 from lowpeak.checkpoint import RunState, SavedRollout, capture_rng_state
-from lowpeak.data import check_prompt_columns, read_eval_prompts
+from lowpeak.data import read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError, RewardError
 from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.rewards import check_rewards
 from lowpeak.setup import (
     OnlineInputs,
     check_adapter,
     check_data,
+    check_online_row,
     check_optimizer,
     connect_online,
     describe_run,
@@ -113,13 +114,8 @@ class OnlineTrainer(StepTrainer):
         reject_virtual_tokens(model, peft_config)
         passed, args = args, make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
-
-        def check_row(row: Any, where: str) -> None:
-            check_prompt_columns(row, where)
-            if rollout_func is None:  # which may return further columns
-                check_rewards(reward_funcs, row, where)
-
         with Ranks(args.device).propagate_errors():
+            check_row = partial(check_online_row, reward_funcs, rollout_func)
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_row)
             check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
@@ -329,6 +325,7 @@ class OnlineTrainer(StepTrainer):
         }
 
     def save_extra(self, folder: Path) -> None:
+        super().save_extra(folder)
         with_states = self.run.writes_shards and not self.args.save_only_model
         with self.run.strategy.ranks.propagate_errors():
             for name, parameters in self.extra_weights(with_states).items():
