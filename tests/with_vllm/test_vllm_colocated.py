@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.ranks import Ranks, has_process_group
 from lowpeak.records import Prompt

@@ -18,7 +18,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.parallel.parameters import adapter_parameters

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.device_kind import rehearse_device
 from lowpeak.records import Prompt
 from lowpeak.rollout.sampling import (
