@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.harness.report import print_result, versions
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.attention.install import install_attention
 from lowpeak.device_kind import rehearse_device
 from lowpeak.heads.lm_head import install_head

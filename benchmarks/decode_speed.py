@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.decode_launches import EndlessOutput
 from benchmarks.harness.process import run_apart
 from benchmarks.harness.report import print_result, versions
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.attention.install import install_attention
 from lowpeak.heads.lm_head import install_head
 from lowpeak.records import Prompt

@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.decode_launches import SHAPES, EndlessOutput, OneKernelAttention
 from benchmarks.harness.caching_allocator import AllocatedFakes, CachingAllocator
 from benchmarks.harness.report import print_result, versions
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.attention.install import install_attention
 from lowpeak.device_kind import rehearse_device
 from lowpeak.heads.lm_head import install_head

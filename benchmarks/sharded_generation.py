@@ -74,7 +74,7 @@ def main(request: dict[str, Any]) -> None:
 
 def measured_generation(strategy: Any, model: nn.Module, budget: int | None, tokens: int) -> dict[str, float]:
     """Milliseconds a token, gathering included, and the most memory above what was there before."""
-    from lowpeak.arguments.rollout import Sampling
+    from lowpeak.arguments.sampling import Sampling
     from lowpeak.records import Prompt
     from lowpeak.rollout.native.engine import NativeEngine
 

@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.harness.process import run_apart
 from benchmarks.harness.report import print_result, versions
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import bytes_per_token
 from lowpeak.rollout.native.engine import NativeEngine

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.arguments.vllm import ColocateSettings, VllmSettings
 from lowpeak.errors import LostEngineError
 from lowpeak.ranks import Ranks

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Completion, Prompt
 from lowpeak.rollout.engine import TurnEngine
 from lowpeak.rollout.native.engine import NativeEngine

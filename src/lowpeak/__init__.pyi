@@ -13,7 +13,7 @@ from lowpeak.arguments.declare import argument as argument
 from lowpeak.arguments.declare import never as never
 from lowpeak.arguments.declare import redeclared as redeclared
 from lowpeak.arguments.online import OnlineSettings as OnlineSettings
-from lowpeak.arguments.rollout import Sampling as Sampling
+from lowpeak.arguments.sampling import Sampling as Sampling
 from lowpeak.cli.trl_scripts import DatasetMixtureConfig as DatasetMixtureConfig
 from lowpeak.cli.trl_scripts import ModelConfig as ModelConfig
 from lowpeak.cli.trl_scripts import ScriptArguments as ScriptArguments

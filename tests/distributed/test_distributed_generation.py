@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from case_selection import mark_extended, selected_cases
 from child_processes import succeed_on_ranks
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.parallel.partial_gather import Gatherer, find_sharded_parameters
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine

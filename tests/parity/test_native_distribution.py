@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine
 from tiny_models import char_tokenizer, tiny_model

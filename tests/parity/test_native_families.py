@@ -7,7 +7,7 @@ import contextlib
 import pytest
 from test_native_greedy import generated_alone
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine, unsupported_reason
 from model_families import DECODE_LOOP, is_known, make_family

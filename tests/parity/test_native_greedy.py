@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import bytes_per_token
 from lowpeak.rollout.native.engine import NativeEngine

@@ -13,7 +13,7 @@ from sums import make_held_out, make_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.heads.lm_head import install_head
 from lowpeak.records import Completion, Prompt
 from lowpeak.rollout.native.engine import NativeEngine

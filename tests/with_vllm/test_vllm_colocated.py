@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conversations import converse, ids_of
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.ranks import Ranks, has_process_group
 from lowpeak.records import Prompt

@@ -20,7 +20,7 @@ import torch
 from peft import LoraConfig
 
 from conversations import converse, ids_of
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.parallel.parameters import adapter_parameters

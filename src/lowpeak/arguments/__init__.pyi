@@ -71,10 +71,10 @@ from lowpeak.arguments.ppo import resolve_ppo as resolve_ppo
 from lowpeak.arguments.rloo import RLOOArguments as RLOOArguments
 from lowpeak.arguments.rloo import RLOOSettings as RLOOSettings
 from lowpeak.arguments.rloo import resolve_rloo as resolve_rloo
-from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG as ARGUMENT_OF_KWARG
 from lowpeak.arguments.rollout import RolloutSettings as RolloutSettings
-from lowpeak.arguments.rollout import Sampling as Sampling
 from lowpeak.arguments.rollout import resolve_rollout as resolve_rollout
+from lowpeak.arguments.sampling import ARGUMENT_OF_KWARG as ARGUMENT_OF_KWARG
+from lowpeak.arguments.sampling import Sampling as Sampling
 from lowpeak.arguments.storage import STORAGE_ARGUMENTS as STORAGE_ARGUMENTS
 from lowpeak.arguments.storage import StorageFormat as StorageFormat
 from lowpeak.arguments.storage import rename_dtype as rename_dtype

@@ -129,9 +129,7 @@ class CommonArguments:
         "Compute the LM head's matrix product in fp32.",
         acts_if=EffectCondition(lambda args, facts: not facts.in_fp32, "the run already computes in fp32; remove it"),
     )
-    dataset_num_proc: int | None = data_argument(
-        None, "No effect: rows are tokenised on demand.", acts_if=never("rows are tokenised on demand; remove it")
-    )
+    dataset_num_proc: int | None = data_argument(None, "No effect.", acts_if=never("rows are tokenised on demand"))
     chat_template_kwargs: dict[str, Any] | str | None = data_argument(
         None, "Keyword arguments of the chat template (JSON).", MAPPING
     )
@@ -350,8 +348,7 @@ def resolve_memory(args: Any, hardware: Hardware | None = None, **computed: Any)
     share_prompt = getattr(args, "share_prompt", False)  # supervised sequences share no prompts
     require(
         not (share_prompt and args.padding_free is False),
-        "share_prompt=True contradicts padding_free=False: sequences that share a prompt are concatenated without padding; remove "
-        "one of the two.",
+        "share_prompt=True contradicts padding_free=False: sequences that share a prompt have no padding; remove one of the two.",
     )
     budget = None if args.memory_budget is None else parse_budget(args.memory_budget)
     on_cuda = (hardware or args.hardware).device == "cuda"

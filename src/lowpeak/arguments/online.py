@@ -27,13 +27,8 @@ from lowpeak.arguments.declare import (
     vllm_argument,
     within,
 )
-from lowpeak.arguments.rollout import (
-    RolloutArguments,
-    RolloutSettings,
-    Sampling,
-    resolve_rollout,
-    resolve_sampling,
-)
+from lowpeak.arguments.rollout import RolloutArguments, RolloutSettings, resolve_rollout
+from lowpeak.arguments.sampling import Sampling, resolve_sampling
 from lowpeak.arguments.text import parse_bytes
 from lowpeak.arguments.tools import ToolArguments, ToolSettings
 from lowpeak.arguments.validation import check_values, reset_idle_arguments

@@ -27,7 +27,7 @@ from lowpeak.arguments.declare import (
     require,
     vllm_argument,
 )
-from lowpeak.arguments.rollout import sampling_kwargs
+from lowpeak.arguments.sampling import sampling_kwargs
 from lowpeak.arguments.text import parse_bytes
 
 SERVER_TOKEN = "LOWPEAK_SERVER_TOKEN"  # environment variable with the token that a server requires and a run sends

@@ -66,7 +66,7 @@ def check_machine(argv: Sequence[str]) -> int:
 
 
 def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
-    """Return this host as a machine to plan for, and whether it has the devices that the config asks for."""
+    """Return this host as a machine to plan for, and whether it has the devices that the run needs."""
     import torch
 
     from lowpeak.plan import Machine, card_of

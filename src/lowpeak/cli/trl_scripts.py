@@ -17,7 +17,6 @@ from lowpeak.cli.arguments import DataArguments, ErrorParser, ModelArguments
 from lowpeak.cli.dataset import hold_out, load_mixture
 from lowpeak.cli.parser import json_or_path, set_environment
 from lowpeak.cli.train import load_options, lora_config
-from lowpeak.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +30,6 @@ class ScriptArguments:
     dataset_train_split: str = _data("train", "split to train on")
     dataset_test_split: str = _data("test", "split to evaluate on")
     dataset_streaming: bool = _data(False, "read the dataset as a stream")
-    ignore_bias_buffers: bool = _data(False, "always False: it works around an error that lowpeak does not raise")
-
-    def __post_init__(self) -> None:
-        if self.ignore_bias_buffers:
-            raise ArgumentError(f"ignore_bias_buffers=True has no effect: {REJECTED['ignore_bias_buffers']}.")
 
 
 @dataclass

@@ -13,7 +13,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-import pyarrow as pa
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from rich.console import Console
 from rich.progress import track
@@ -198,7 +197,7 @@ def with_prepared_columns(dataset: Any, reader: Any) -> Any:
     added = [name for name in reader.prepared_columns if name not in dataset.column_names]
     # A column of nothing makes the name known. With an index of rows, as after shuffle(), it would copy the dataset.
     for name in added if dataset._indices is None else ():
-        dataset = dataset.add_column(name, pa.nulls(len(dataset)))
+        dataset = dataset.add_column(name, [None] * len(dataset))
     return dataset.with_transform(partial(_prepare_batch, reader, added))
 
 

@@ -1,8 +1,6 @@
-"""Token sampling of the native engine: generate()'s filters, a hashed uniform, and inverse transform sampling.
+"""Token sampling of the native engine: generate()'s filters, and inverse transform sampling with uniforms of `uniforms.py`.
 
-Instead of torch's stateful generator, a draw is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
-2, 3", SC 2011) of (seed, rollout, prompt serial, completion, position). It depends on neither waves, slots, order nor
-ranks, and no global random state changes. Filters follow transformers' logits processors, including ties.
+Filters follow transformers' logits processors, including ties.
 Shapes: N sequences, V vocabulary, K positions, L tokens seen so far, M rows of logits.
 """
 
@@ -19,12 +17,6 @@ from torch import Tensor
 from lowpeak.arguments import Sampling
 from lowpeak.device_kind import device_kind, widest_float
 
-_LOW_16 = 0xFFFF
-_LOW_32 = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-
 _BLOCK = 512  # vocabulary tokens per sum: the search finds a block first, then a token within it
 _LOG2_E = 1.4426950408889634
 # Scores processed at once: on a CPU those that fit the L2 cache (larger temporaries are also allocated as new pages each time:
@@ -33,82 +25,8 @@ _MAX_ELEMENTS = {"cpu": 1 << 18}
 _MAX_ELEMENTS_ELSEWHERE = 1 << 25
 _NUM_CANDIDATES = 1024  # likeliest tokens that filters look at first
 _UNITS = 2.0**44  # of a weight of 1: the sum of half a million weights fits int64
-MAX_DRAWS = 1 << 18  # per philox call, which needs about ten int64 words for each
-
-
-def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four random 32-bit words per counter, as int64: Philox4x32-10 of four counter words and two key words.
-
-    The counter's words may have any shapes that broadcast. Products are computed in 16-bit halves, so that they fit
-    int64 on any device.
-    """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _WEYL[0]) & _LOW_32, (k1 + _WEYL[1]) & _LOW_32
-    return c0, c1, c2, c3
-
-
-def _multiply(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low 32 bits of the products of 32-bit words with a 32-bit factor."""
-    low = (words & _LOW_16) * factor
-    high = (words >> 16) * factor + (low >> 16)
-    return high >> 16, ((high & _LOW_16) << 16) | (low & _LOW_16)
-
-
-def uniforms(sampling: Sampling, serials_N: Tensor, completions_N: Tensor, positions_K: Tensor) -> Tensor:
-    """Return uniforms [N, K] in [0, 1), one per sequence and position: float64 with 53 random bits.
-
-    On a device without float64: float32 with the first 24 bits. All arguments are int64 on one device; serials,
-    completions and positions have at most 32 bits. Positions may also be [N, K].
-    """
-    rollout = torch.full((), sampling.rollout & _LOW_32, dtype=torch.int64, device=serials_N.device)
-    counter = (positions_K, completions_N[:, None], serials_N[:, None], rollout)
-    first, second, _, _ = philox(counter, (sampling.seed & _LOW_32, (sampling.seed >> 32) & _LOW_32))
-    if widest_float(first.device) == torch.float32:
-        return (first >> 8).float() * 2.0**-24
-    return ((first << 21) | (second >> 11)).double() * 2.0**-53
-
-
-class UniformDraws:
-    """Uniforms of `num_rows` sequences at all completion positions, 8 bytes each; none when greedy.
-
-    They are made for a whole group in advance, because each call takes about a hundred small operations.
-    """
-
-    def __init__(self, num_rows: int, sampling: Sampling, device: torch.device) -> None:
-        self._sampling = sampling
-        self._is_greedy = sampling.temperature == 0
-        shape = (0, 0) if self._is_greedy else (num_rows, sampling.max_new_tokens)
-        self._uniforms_RC = torch.empty(shape, dtype=widest_float(device), device=device)
-
-    def make(self, rows: Sequence[int], keys: Sequence[tuple[int, int]]) -> None:
-        """Draw for `rows` with their keys: a prompt's serial and a completion's number, or those of a later turn."""
-        if self._is_greedy:
-            return
-        device, num_positions = self._uniforms_RC.device, self._uniforms_RC.shape[1]
-        counters = torch.tensor([(row, *key) for row, key in zip(rows, keys, strict=True)]).T.to(device)
-        positions_C = torch.arange(num_positions, device=device)
-        for part in counters.split(max(1, MAX_DRAWS // num_positions), dim=1):
-            self._uniforms_RC[part[0]] = uniforms(self._sampling, part[1], part[2], positions_C)
-
-    def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor | None:
-        """Return the uniforms [N] of these sequences at their positions; None when greedy."""
-        return None if self._is_greedy else self._uniforms_RC[rows_N, positions_N]
-
-
-class BannedTokens(NamedTuple):
-    """Tokens that some sequences must not draw."""
-
-    tokens_E: Tensor
-    applies_N: Tensor
-
-    def remove(self, logits_NV: Tensor, rows: slice) -> Tensor:
-        kept_NE = logits_NV[:, self.tokens_E].masked_fill(self.applies_N[rows, None], -math.inf)
-        return logits_NV.index_copy(-1, self.tokens_E, kept_NE)
+# Token ids [E], and whether each sequence [N] must not draw them now.
+BannedTokens = tuple[Tensor, Tensor]
 
 
 class TokenDraw:
@@ -143,7 +61,7 @@ class TokenDraw:
         rows = (_select_rows(self._uniforms_N, index_n), _select_rows(self._history_NL, index_n), sources_n)
         # A sort takes about 48 bytes per score, four times what the first draw takes.
         max_elements = _max_elements(self._logits_MV.device) // 4
-        banned = self._banned and self._banned._replace(applies_N=self._banned.applies_N[index_n])
+        banned = self._banned and (self._banned[0], self._banned[1][index_n])
         drawn = sample_tokens(self._logits_MV, self._sampling, *rows, max_elements, banned=banned)
         self.tokens_N[index_n], self.logprobs_N[index_n] = drawn
 
@@ -217,16 +135,12 @@ def _sample_slice(
     has_filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     weights_NV, sums = BlockSums.weights_and_sums(_scale(logits_NV, sampling.temperature or 1.0))
     filtered_sums = sums
-    if sampling.repetition_penalty != 1:
-        assert history_NL is not None, "a repetition penalty needs the tokens so far"
-        logits_NV = apply_repetition_penalty(logits_NV, history_NL, sampling.repetition_penalty)
-    if banned is not None:
-        logits_NV = banned.remove(logits_NV, rows)
+    penalized_NV = _penalize(logits_NV, sampling, history_NL, banned, rows)
     if sampling.temperature == 0:
-        return _SliceDraw(sums, logits_NV.argmax(dim=-1))
+        return _SliceDraw(sums, penalized_NV.argmax(dim=-1))
     assert uniforms_N is not None, "sampling needs one uniform per row"
-    if sampling.repetition_penalty != 1 or banned is not None:
-        scores_NV = _scale(logits_NV, sampling.temperature)
+    if penalized_NV is not logits_NV:
+        scores_NV = _scale(penalized_NV, sampling.temperature)
         if not has_filters:
             return _SliceDraw(sums, draw_tokens(scores_NV, uniforms_N))
         weights_NV, filtered_sums = BlockSums.weights_and_sums(scores_NV)
@@ -234,6 +148,20 @@ def _sample_slice(
         return _SliceDraw(sums)
     candidates = Candidates.of(weights_NV, num_candidates).filter(sampling, filtered_sums.total_N1)
     return _SliceDraw(sums, candidates.draw(uniforms_N), candidates.exact_N)
+
+
+def _penalize(
+    logits_NV: Tensor, sampling: Sampling, history_NL: Tensor | None, banned: BannedTokens | None, rows: slice
+) -> Tensor:
+    """Return the logits after the repetition penalty and without banned tokens; the same tensor if neither applies."""
+    if sampling.repetition_penalty != 1:
+        assert history_NL is not None, "a repetition penalty needs the tokens so far"
+        logits_NV = apply_repetition_penalty(logits_NV, history_NL, sampling.repetition_penalty)
+    if banned is not None:
+        tokens_E, applies_N = banned
+        kept_NE = logits_NV[:, tokens_E].masked_fill(applies_N[rows, None], -math.inf)
+        logits_NV = logits_NV.index_copy(-1, tokens_E, kept_NE)
+    return logits_NV
 
 
 class Scores(NamedTuple):

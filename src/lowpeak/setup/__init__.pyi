@@ -18,7 +18,7 @@ from lowpeak.setup.optimization import check_optimizer as check_optimizer
 from lowpeak.setup.overridden_arguments import warn_of_overridden_arguments as warn_of_overridden_arguments
 from lowpeak.setup.preflight import check_adapter as check_adapter
 from lowpeak.setup.preflight import check_data as check_data
-from lowpeak.setup.preflight import check_prompt_row as check_prompt_row
+from lowpeak.setup.preflight import check_online_row as check_online_row
 from lowpeak.setup.preflight import require_same_arguments as require_same_arguments
 from lowpeak.setup.preflight import require_same_data as require_same_data
 from lowpeak.setup.preflight import silence_nonzero_ranks as silence_nonzero_ranks

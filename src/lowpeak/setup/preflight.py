@@ -47,19 +47,23 @@ def check_data(
         _check_first_row(dataset, name, f"{name}: row 0", check_row)
 
 
-def check_prompt_row(row: Any, where: str, *, is_chat: bool, reward_funcs: Any) -> None:
-    """Raise an error for a row that is no prompt, or no list of messages with `is_chat`, or lacks columns of rewards."""
-    check_prompt_columns(row, where)
-    if is_chat and not isinstance(row.get("prompt"), list):
-        raise DataError(
-            f"{where} has a string as its prompt, but tools need messages: [{{'role': 'user', 'content': ...}}]."
-        )
-    check_rewards(reward_funcs, row, where)
-
-
 def _check_first_row(dataset: Any, name: str, where: str, check_row: Callable[[Any, str], None]) -> None:
     if dataset is not None and num_rows(dataset, name) is not None:
         check_row(fetch_rows(dataset, [0])[0], where)
+
+
+def check_online_row(reward_funcs: Any, rollout_func: Any, has_tools: bool, row: Any, where: str) -> None:
+    """Raise an error for a row without a prompt, or without the columns of a reward, unless a function may return them.
+
+    With tools the prompt must be a list of messages.
+    """
+    check_prompt_columns(row, where)
+    if has_tools and not isinstance(row.get("prompt"), list):
+        raise DataError(
+            f"{where} has no messages as its prompt, which tools need: [{{'role': 'user', 'content': ...}}]."
+        )
+    if rollout_func is None:
+        check_rewards(reward_funcs, row, where)
 
 
 def check_outputs(args: Any) -> None:

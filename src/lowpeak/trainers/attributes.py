@@ -13,7 +13,7 @@ from lowpeak.trainers.configs import GRPOConfig, OnlineDPOConfig, PPOConfig, Rew
 # Arguments that transformers reads when training starts. The others have acted when the trainer is made.
 _READ_BY_TRAIN = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
 _OF_REWARDS = ("reward_funcs", "reward_func_names", "reward_processing_classes")
-_OF_RUN = ("train_dataset", "rollout_func", "ref_model", *_OF_REWARDS)
+_OF_RUN = ("train_dataset", "rollout_func", "ref_model", "tools", *_OF_REWARDS)
 
 
 class RunAttribute:
@@ -78,6 +78,12 @@ class TrainerAttributes:
         self.reward_func_names, self.reward_weights = list(panel.names), panel.settings.weights
         self.reward_processing_classes = [getattr(x, "tokenizer", None) for x in panel.rewards]
         self.ref_model, self.rollout_func = reference and reference.model, rollout_func
+        self.tools = [] if self.parts.toolset is None else self.parts.toolset.tools
+
+    @property
+    def environments(self: Any) -> list[Any] | None:
+        """This rank's environments of the last rollout, in the order of its completions; None without environments."""
+        return None if self.parts.toolset is None else self.parts.toolset.environments
 
 
 for _config in (GRPOConfig, RLOOConfig, PPOConfig, OnlineDPOConfig, SFTConfig, RewardConfig):

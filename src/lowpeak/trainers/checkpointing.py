@@ -62,6 +62,7 @@ class CheckpointingTrainer(ModelCardMixin, Trainer):
 
     def save_extra(self, folder: Path) -> None:
         """Write other files of a checkpoint into its staged folder."""
+        self.create_model_card(stage=folder, folder=folder)
 
     def record_callbacks(self) -> None:
         """Store the states of callbacks in the trainer's state, as transformers does."""

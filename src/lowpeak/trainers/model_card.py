@@ -17,7 +17,6 @@ from huggingface_hub import ModelCardData
 
 import lowpeak
 from lowpeak.arguments import HIDDEN, hide_secrets, is_secret
-from lowpeak.rewards import as_list
 
 # By the algorithm's name: its usual spelling, and the paper's title and number on arXiv.
 _PAPERS: dict[str, tuple[str, str, str]] = {
@@ -69,29 +68,31 @@ class ModelCardMixin:
         card = existing if stage is None else stage / _CARD
         if stage is not None:
             card.unlink(missing_ok=True)  # peft's template
-        if existing.exists() and (found := existing.read_text("utf-8", "replace")) != _sealed(
-            found.rpartition(_SEAL)[0]
-        ):
+        if _is_edited(existing):
             logging.getLogger(__name__).info("%s stays: lowpeak did not write it, or it was changed.", existing)
             return
-        named = self.model.config._name_or_path
-        base = named if named and not Path(named).exists() else None
-        dataset = dataset_name or _dataset_id(self.train_dataset)
-        algorithm = self.run.algorithm.name
+        data = ModelCardData(datasets=dataset_name, language=language, license=license, model_name=model_name)
+        given_tags = [tags] if isinstance(tags, str) else tags or ()
+        data.tags = list(dict.fromkeys(("generated_from_trainer", "lowpeak", self.run.algorithm.name, *given_tags)))
         is_adapter = hasattr(self.model, "peft_config") and not card.with_name("config.json").exists()
-        data = ModelCardData(
-            base_model=base,
-            datasets=dataset,
-            language=language,
-            library_name="peft" if is_adapter else "transformers",
-            license=license,
-            model_name=model_name,
-            pipeline_tag="text-classification" if algorithm == "reward" else "text-generation",
-            tags=list(dict.fromkeys(("generated_from_trainer", "lowpeak", algorithm, *as_list(tags)))),
-        )
-        body = "\n\n".join(_sections(self, model_name or Path(self.args.output_dir).name, base, dataset))
-        text = f"---\n{data.to_yaml()}\n---\n\n{_HUB_TOKEN.sub(HIDDEN, body)}\n\n"
-        card.write_text(_sealed(text), encoding="utf-8")
+        data.library_name = "peft" if is_adapter else "transformers"
+        card.write_text(_sealed(_card_text(self, data)), encoding="utf-8")
+
+
+def _card_text(trainer: Any, data: Any) -> str:
+    """Return the card with these `ModelCardData`, which get the model, the dataset and the task."""
+    named, algorithm = trainer.model.config._name_or_path, trainer.run.algorithm.name
+    data.base_model = base = named if named and not Path(named).exists() else None
+    data.datasets = dataset = data.datasets or _dataset_id(trainer.train_dataset)
+    data.pipeline_tag = "text-classification" if algorithm == "reward" else "text-generation"
+    body = "\n\n".join(_sections(trainer, data.model_name or Path(trainer.args.output_dir).name, base, dataset))
+    return f"---\n{data.to_yaml()}\n---\n\n{_HUB_TOKEN.sub(HIDDEN, body)}\n\n"
+
+
+def _is_edited(card: Path) -> bool:
+    """Return whether the user wrote or changed a card."""
+    text = card.read_text("utf-8", "replace") if card.exists() else _sealed("")
+    return text != _sealed(text.rpartition(_SEAL)[0])
 
 
 def _sealed(text: str) -> str:

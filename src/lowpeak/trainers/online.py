@@ -27,8 +27,8 @@ from lowpeak.setup import (
     OnlineInputs,
     check_adapter,
     check_data,
+    check_online_row,
     check_optimizer,
-    check_prompt_row,
     connect_online,
     describe_run,
     prepare_online,
@@ -121,20 +121,15 @@ class OnlineTrainer(StepTrainer):
         reject_virtual_tokens(model, peft_config)
         passed, args = args, make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
-
+        has_tools = bool(tools or environment_factory)
         with Ranks(args.device).propagate_errors():
             train_dataset = environment_prompts(train_dataset, environment_factory)
-            check_row = partial(check_prompt_row, is_chat=bool(tools or environment_factory))
-            # A rollout_func may return further columns for the rewards.
-            check_row = partial(check_row, reward_funcs=None if rollout_func else reward_funcs)
+            check_row = partial(check_online_row, reward_funcs, rollout_func, has_tools)
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_row)
             check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
-            inputs = OnlineInputs(
-                *(model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model),
-                tools=as_list(tools),
-                environment_factory=environment_factory,
-            )
+            reward_parts = reward_funcs, processing_class, reward_processing_classes
+            inputs = OnlineInputs(model, *reward_parts, peft_config, ref_model, as_list(tools), environment_factory)
             parts = prepare_online(inputs, args, self.make_algorithm, self.attach_extra_modules)
         check_optimized(optimizers[0], parts.policy)
         super().__init__(
@@ -169,16 +164,6 @@ class OnlineTrainer(StepTrainer):
         """Completions per prompt of an evaluation; inside its `rollout_func`, those that it must return."""
         evaluates = self.rollout_func_sampling is not None and not self.model.training
         return self.num_generations if evaluates else self.parts.settings.evaluation.num_generations
-
-    @property
-    def tools(self) -> list[Callable[..., Any]]:
-        """All tools: those that were passed, and the methods of the environments."""
-        return [] if self.parts.toolset is None else self.parts.toolset.tools
-
-    @property
-    def environments(self) -> list[Any] | None:
-        """This rank's environments of the last rollout, in the order of its completions; None without environments."""
-        return None if self.parts.toolset is None else self.parts.toolset.environments
 
     # a run
 
@@ -348,6 +333,7 @@ class OnlineTrainer(StepTrainer):
         }
 
     def save_extra(self, folder: Path) -> None:
+        super().save_extra(folder)
         with_states = self.run.writes_shards and not self.args.save_only_model
         with self.run.strategy.ranks.propagate_errors():
             for name, parameters in self.extra_weights(with_states).items():

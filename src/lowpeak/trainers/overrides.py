@@ -6,8 +6,7 @@ from lowpeak.errors import ArgumentError
 
 _LOSS = "the model's head computes the loss: define it in make_algorithm (docs/algorithms.md)"
 _ROWS = "the trainer reads rows itself: prepare train_dataset before you pass it, and set shuffle_dataset"
-# Methods by the place where their code belongs. Tests count the calls of transformers' methods, and compare with TRL's. Nothing
-# reads the batches of the trainer's own get_train_dataloader: it counts steps.
+# Methods by the place where their code belongs; tests count calls. The trainer's own get_train_dataloader counts steps alone.
 _UNCALLED = (
     (_LOSS, "compute_loss compute_loss_context_manager autocast_smart_context_manager _get_num_items_in_batch "
     "_prepare_context_parallel_inputs"),
@@ -27,8 +26,6 @@ _UNCALLED_ONLINE = (
     ("write a reward function, which may call log_metric and log_extra",
      "_calculate_rewards _calculate_rewards_from_functions _log_metric _log_completion_extra"),
     (_ROWS, "_tokenize_prompts tokenize_row process_vision_row"),
-    ("the arguments vllm_* set how weights reach vLLM", "_move_model_to_vllm _move_model_to_vllm_inner "
-    "_fix_param_name_to_vllm _sync_fsdp1_params_to_vllm _sync_fsdp2_params_to_vllm"),
 )  # fmt: skip
 
 

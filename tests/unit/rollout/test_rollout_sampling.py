@@ -16,21 +16,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.device_kind import rehearse_device
 from lowpeak.records import Prompt
 from lowpeak.rollout.sampling import (
-    MAX_DRAWS,
     BlockSums,
     Candidates,
     TokenDraw,
-    UniformDraws,
     apply_repetition_penalty,
     draw_tokens,
-    philox,
     sample_tokens,
-    uniforms,
 )
+from lowpeak.rollout.uniforms import MAX_DRAWS, UniformDraws, philox, uniforms
 
 PLAIN = Sampling(num_generations=1, max_new_tokens=1)
 

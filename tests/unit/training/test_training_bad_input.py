@@ -15,7 +15,6 @@ import pandas as pd
 import pytest
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import TrainingArguments
 
 from lowpeak import GRPOTrainer, RLOOConfig, SFTTrainer
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, EngineError, LowpeakError, ModelError, RewardError
@@ -265,10 +264,9 @@ def test_a_token_that_the_model_does_not_embed_is_told_with_its_row(tmp_path):
     grpo(tmp_path, tokenizer=wide)  # a tokenizer may know more than the model, as Gemma's does
 
 
-@pytest.mark.parametrize("args", [RLOOConfig, TrainingArguments])
-def test_arguments_of_another_trainer_are_told(tmp_path, args):
-    with pytest.raises(ArgumentError, match=rf"{args.__name__}; .* lowpeak.GRPOConfig"):
-        GRPOTrainer(tiny_model(), ones, args(output_dir=str(tmp_path), use_cpu=True))
+def test_arguments_of_another_trainer_are_told(tmp_path):
+    with pytest.raises(ArgumentError, match=r"RLOOConfig; .* lowpeak\.GRPOConfig"):
+        GRPOTrainer(tiny_model(), ones, RLOOConfig(output_dir=str(tmp_path), use_cpu=True))
     with pytest.raises(ArgumentError, match=r"\.SFTConfig"):
         SFTTrainer(tiny_model(), {"output_dir": "x"})
 

@@ -47,7 +47,6 @@ def define(kind, name, value=lambda self, *args: None):
         ("GRPO", "_get_train_sampler", "shuffle_dataset"),
         ("GRPO", "get_train_dataloader", "train_dataset"),
         ("Reward", "_set_signature_columns_if_needed", "train_dataset"),
-        ("OnlineDPO", "_move_model_to_vllm", "vllm_"),
     ],
 )
 def test_a_method_that_would_never_be_called_raises_when_it_is_defined_with_the_place_for_it(kind, name, place):
@@ -107,6 +106,7 @@ def test_a_refused_method_is_never_called_and_every_other_one_is(kind, tmp_path,
 @pytest.mark.parametrize("kind", [kind for kind in ALL_KINDS if kind != "PPO"])
 def test_each_method_of_trls_trainers_is_refused_or_exists(kind):
     base = getattr(lowpeak, f"{kind}Trainer")
-    names = methods_of(kind) - {"__init__"}
+    # How weights reach vLLM is no place for a user's code.
+    names = {name for name in methods_of(kind) - {"__init__"} if "_to_vllm" not in name}
     assert names - uncalled_methods(base).keys() <= set(dir(base))
     assert len(names) > 5

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Prompt
 from lowpeak.rollout.function import FunctionEngine, _FunctionCall

@@ -173,7 +173,7 @@ def test_wrong_tools_are_one_sentence_from_the_constructor(tmp_path, parts, mess
 
 
 def test_a_template_without_tool_calls_and_prompts_of_text_are_refused(tmp_path):
-    with pytest.raises(DataError, match="row 0 has a string as its prompt, but tools need messages"):
+    with pytest.raises(DataError, match="row 0 has no messages as its prompt, which tools need"):
         make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), rows(), TOKENIZER, tools=[add])
     plain = char_tokenizer("0123456789+", chat=True)
     with pytest.raises(DataError, match=r"the chat template writes tool calls in a form that lowpeak does not read"):

@@ -22,8 +22,8 @@ from lowpeak.rollout.native.cache import MAX_PREFILL, SlotCache, bytes_per_token
 from lowpeak.rollout.native.decode_loop import DecodeInputs
 from lowpeak.rollout.native.output import OutputBuffer
 from lowpeak.rollout.native.scheduler import check_capacity
-from lowpeak.rollout.sampling import UniformDraws
 from lowpeak.rollout.turns import Key, SampledTurn, TurnQueue, TurnRequest
+from lowpeak.rollout.uniforms import UniformDraws
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,8 @@ from lowpeak.rollout.native.cache import (
 from lowpeak.rollout.native.decode_graphs import DecodeGraphs
 from lowpeak.rollout.native.output import OutputBuffer
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, sequence_keys
-from lowpeak.rollout.sampling import TokenDraw, UniformDraws
+from lowpeak.rollout.sampling import TokenDraw
+from lowpeak.rollout.uniforms import UniformDraws
 
 # Attention implementations that add a mask to the scores accept a prepared mask, made once for all layers; flash kernels do not.
 _ADDITIVE_MASKS = ("sdpa", "eager", ATTENTION_NAME)

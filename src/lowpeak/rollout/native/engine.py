@@ -32,8 +32,9 @@ from lowpeak.rollout.native.decode_loop import DecodeLoop
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, form_waves, sequence_keys
 from lowpeak.rollout.pending import GeneratedOnResult, Pending
-from lowpeak.rollout.sampling import TokenDraw, UniformDraws
+from lowpeak.rollout.sampling import TokenDraw
 from lowpeak.rollout.turns import Key, TurnQueue, TurnRequest, answer_in_rounds
+from lowpeak.rollout.uniforms import UniformDraws
 
 
 @dataclass(eq=False, repr=False)

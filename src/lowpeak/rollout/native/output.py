@@ -148,11 +148,7 @@ class OutputBuffer:
 
     def banned(self, written_N: Tensor) -> BannedTokens | None:
         """Return the end tokens, for sequences below `min_new_tokens`; None without such a minimum."""
-        return (
-            BannedTokens(self._end_ids_E, written_N < self._stops.min_new_tokens)
-            if self._stops.min_new_tokens
-            else None
-        )
+        return (self._end_ids_E, written_N < self._stops.min_new_tokens) if self._stops.min_new_tokens else None
 
     def written(self, rows_N: Tensor) -> Tensor:
         return self._written_R[rows_N]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Group, Prompt
 from lowpeak.rollout.native.decode_graphs import DecodeGraphs
 from lowpeak.rollout.native.engine import NativeEngine

@@ -20,7 +20,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine, decode_by_generate, unsupported_reason
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
 from tiny_models import byte_tokenizer, char_tokenizer, metaspace_tokenizer, tiny_model

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, FalconConfig, FalconForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lowpeak.arguments.rollout import Sampling
+from lowpeak.arguments.sampling import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion, Prompt
 from lowpeak.rollout.native import admission
