@@ -166,3 +166,10 @@ def test_ctrl_c_says_where_everything_is_saved(folder, capsys):
     )
     assert main(["grpo", *rewarded(folder, "--num_generations", "4")]) == 130
     assert f"{folder}/out/checkpoint-1. " in capsys.readouterr().err
+
+
+def test_help_says_what_a_run_resumes_from(capsys):
+    with pytest.raises(SystemExit):
+        main(["grpo", "--help"])
+    told = " ".join(capsys.readouterr().out.split()).partition("--resume_from_checkpoint")[2][:200]
+    assert "auto (output_dir's last undamaged checkpoint" in told
