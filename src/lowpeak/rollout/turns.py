@@ -64,7 +64,9 @@ class TurnQueue:
             request.answer.set_result(turn)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_conversations: int = 0) -> None:
+        """Open the queue; so many conversations make their first requests at once, 0 if they begin at any time."""
+        self.num_conversations = num_conversations
         self._changed = threading.Condition()
         self._open: dict[int, TurnRequest] = {}  # unanswered requests by identity
         self._arrivals = Arrivals([], [], [], False)

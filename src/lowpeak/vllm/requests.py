@@ -101,6 +101,7 @@ def sampling_params(sampling: Sampling, end_ids: Iterable[int], regex: str | Non
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
         # An explicit list, so that a server's generation config adds no end tokens.
         "ignore_eos": True,
         "stop_token_ids": sorted(end_ids),

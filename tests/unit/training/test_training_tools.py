@@ -6,10 +6,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, DataError
 from scripted_turns import ScriptedTurns, call
-from small_runs import journal, make, weights
-from tiny_models import tiny_model, tool_tokenizer
+from small_runs import journal, make, rows, weights
+from tiny_models import char_tokenizer, tiny_model, tool_tokenizer
 
 TOKENIZER = tool_tokenizer()
 CALL = call("add", a=1, b=2) + "<eos>"
@@ -164,8 +164,28 @@ class NoReset:
         ({"tools": ["add"]}, "tools has 'add', which is not a function"),
         ({"environment_factory": NoReset}, "environment_factory returns a NoReset, which has no method reset"),
         ({"tools": [Score().increase], "environment_factory": Score}, "'increase' is a tool and a method of Score"),
+        ({"tools": [add], "rollout_func": add}, "rollout_func generates the completions itself"),
     ],
 )
 def test_wrong_tools_are_one_sentence_from_the_constructor(tmp_path, parts, message):
     with pytest.raises(ArgumentError, match=message):
         make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), questions(), TOKENIZER, **parts)
+
+
+def test_a_template_without_tool_calls_and_prompts_of_text_are_refused(tmp_path):
+    with pytest.raises(DataError, match="row 0 has a string as its prompt, but tools need messages"):
+        make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), rows(), TOKENIZER, tools=[add])
+    plain = char_tokenizer("0123456789+", chat=True)
+    with pytest.raises(DataError, match=r"the chat template writes tool calls in a form that lowpeak does not read"):
+        make("GRPO", tmp_path, tiny_model(len(plain)), questions(), plain, tools=[add])
+
+
+def test_an_environment_can_own_the_data(tmp_path):
+    run = make(
+        "GRPO", tmp_path, tiny_model(len(TOKENIZER), context=512), None, TOKENIZER, environment_factory=Score, **ENDS
+    )
+    run.collector.engine.engine = ScriptedTurns(TOKENIZER, [["x<eos>"]] * 4)
+    run.train()
+    assert [row["prompt"] for row in journal(tmp_path, "rollouts")] == [[{"role": "user", "content": " go"}]] * 8
+    with pytest.raises(DataError, match="pass train_dataset, or one factory"):
+        make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), None, TOKENIZER, environment_factory={"a": Score})
