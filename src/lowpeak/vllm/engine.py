@@ -319,10 +319,10 @@ class VllmEngine:
         sampling = replace(sampling, num_generations=1, first_completion=turn.key[1], max_new_tokens=turn.max_tokens)
         settings, prompt = self.settings, Prompt(turn.conversation[0], tuple(turn.ids), "")
         self._check_lengths([prompt], sampling)
-        # vLLM refuses a min_tokens above max_tokens, which is small in a last turn.
-        more = {k: min(v, turn.max_tokens) if k == "min_tokens" else v for k, v in settings.sampling_kwargs.items()}
         prompt, end_ids = replace(prompt, serial=turn.key[0]), self.policy.end_ids(sampling)
-        (sequence,) = sequence_requests([prompt], sampling, end_ids, settings.structured_regex, more)
+        (sequence,) = sequence_requests(
+            [prompt], sampling, end_ids, settings.structured_regex, settings.sampling_kwargs
+        )
         return replace(sequence, serial=turn.conversation[0], number=turn.conversation[1])
 
     def _check(self, index: int, sequences: Sequence[SequenceRequest], answers: Sequence[Answer]) -> list[Answer]:

@@ -134,10 +134,10 @@ def test_short_turns_let_more_run_in_the_next_rollout():
     assert found == [2, 6]
 
 
-def test_the_last_turns_may_be_shorter_than_min_tokens():
+def test_the_last_turns_may_be_shorter_than_min_new_tokens():
     vllm = scripted(limits_to_cache=True)
-    queue, _ = chained(engine := engine_over(vllm, sampling_kwargs={"min_tokens": 50}), prompts(1), 1)
-    engine.sample_turns(queue, SAMPLING)
+    queue, _ = chained(engine := engine_over(vllm), prompts(1), 1)
+    engine.sample_turns(queue, replace(SAMPLING, min_new_tokens=50))
     assert (vllm.started[0].params["min_tokens"], vllm.started[0].params["max_tokens"]) == (3, 3)
 
 
