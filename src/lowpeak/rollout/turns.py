@@ -128,7 +128,7 @@ class TurnQueue:
         """Close the queue after the block; unanswered and later requests fail with its error."""
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             self._failure = error
             raise
         finally:

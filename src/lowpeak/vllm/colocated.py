@@ -114,8 +114,8 @@ class ColocatedVllm(Vllm):
         futures: list[Future[Answer]] = []
         try:
             while self._running or len(futures) < len(requests):
-                while len(futures) < len(requests) and len(self._running) < most:
-                    futures.append(self.start(requests[len(futures)], deadline - time.monotonic()))
+                for request in requests[len(futures) : len(futures) + most - len(self._running)]:
+                    futures.append(self.start(request, deadline - time.monotonic()))
                 self.step()
         except LostEngineError as lost:
             lost.finished = {i: future.result() for i, future in enumerate(futures) if future.done()}

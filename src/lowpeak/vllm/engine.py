@@ -148,7 +148,7 @@ class VllmEngine:
             missing = answers.missing(sequences, version)
             if not missing:
                 return
-            size = self.settings.batch_size or len(missing) if self._limits_to_cache else self._capacity(missing)
+            size = (self.settings.batch_size or len(missing)) if self._limits_to_cache else self._capacity(missing)
             for wave in form_waves(missing, size):
                 self._answer_wave(wave, answers, version)
             self._lengths.add([len(answer.ids) for answer in answers.of(missing)])
@@ -158,19 +158,19 @@ class VllmEngine:
 
     def sample_turns(self, queue: TurnQueue, sampling: Sampling) -> None:
         with queue.answering():
-            make, check = partial(self._turn_sequence, sampling), partial(self._check_turns, self._known_version())
+            self._known_version()
             self._check_speculation(sampling)
             vllms = list(zip(self._vllms, self._weights.adapters, strict=True))
-            ranks, timeout = self.sharing.engine_ranks, self.settings.wave_timeout
-            loop = TurnLoop(queue, ranks, vllms, self._limits_to_cache, make, self._capacity, check, timeout)
+            make, timeout = partial(self._turn_sequence, sampling), self.settings.wave_timeout
+            ranks, in_process = self.sharing.engine_ranks, self._limits_to_cache
+            loop = TurnLoop(queue, ranks, vllms, in_process, make, self._capacity, self._check, timeout)
             try:
                 self._check_identities()
                 loop.run()
             except LostEngineError:
                 self._weights = LoadedWeights()
                 raise
-            if loop.lengths:
-                self._lengths.add(loop.lengths)
+            self._lengths.add(loop.lengths)
 
     def _known_version(self) -> int:
         if self.policy_version is None:
@@ -304,9 +304,8 @@ class VllmEngine:
             raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
 
     def _capacity(self, sequences: Sequence[SequenceRequest]) -> int:
-        """Return how many of these sequences may run at once, by the setting or by what the caches are expected to hold."""
+        """Return how many of these sequences may run at once; raise EngineError for one that can never fit."""
         requests, callers = [sequence.request for sequence in sequences], self.sharing.num_callers
-        # Computed in any case, because it raises for a sequence that can never fit.
         capacity = wave_capacity(self._engine_infos, requests, self._lengths, callers, self.settings.where)
         size = self.settings.batch_size or capacity
         return min(size, capacity) if self._limits_to_cache else size
@@ -320,19 +319,19 @@ class VllmEngine:
         sampling = replace(sampling, num_generations=1, first_completion=turn.key[1], max_new_tokens=turn.max_tokens)
         settings, prompt = self.settings, Prompt(turn.conversation[0], tuple(turn.ids), "")
         self._check_lengths([prompt], sampling)
-        # vLLM refuses a min_tokens above max_tokens, which is small in a last turn.
-        more = {k: min(v, turn.max_tokens) if k == "min_tokens" else v for k, v in settings.sampling_kwargs.items()}
         prompt, end_ids = replace(prompt, serial=turn.key[0]), self.policy.end_ids(sampling)
-        (sequence,) = sequence_requests([prompt], sampling, end_ids, settings.structured_regex, more)
+        (sequence,) = sequence_requests(
+            [prompt], sampling, end_ids, settings.structured_regex, settings.sampling_kwargs
+        )
         return replace(sequence, serial=turn.conversation[0], number=turn.conversation[1])
 
-    def _check_turns(
-        self, version: int, sequences: Sequence[SequenceRequest], answers: Sequence[Answer]
-    ) -> list[Answer]:
-        """Return the answers if they are valid and no server has restarted since it began them."""
+    def _check(self, index: int, sequences: Sequence[SequenceRequest], answers: Sequence[Answer]) -> list[Answer]:
+        """Return the answers of a vLLM if they are valid and it has not restarted since the loop began."""
         if not self._limits_to_cache:
-            self._check_identities()
-        return check_answers(sequences, answers, version, self.policy.num_tokens)
+            identities = call_workers([self._vllms[index]], "lowpeak_identity", [{}], _CALL_SECONDS)
+            if identities != [self._weights.identities[index]]:
+                raise LostEngineError("vLLM was restarted, or loaded by another client, in mid-conversation.")
+        return check_answers(sequences, answers, self._known_version(), self.policy.num_tokens)
 
     def _complete(
         self,

@@ -68,10 +68,7 @@ class Http:
         return run_on_loop(self._send("POST", path, body, deadline(timeout)))
 
     async def generate(self, path: str, body: Mapping[str, Any], until: float | None) -> Any:
-        """Post as one of a bounded number of concurrent requests.
-
-        A server aborts requests whose client disconnects, as one that is cancelled does.
-        """
+        """Post as one of a bounded number of requests; the server aborts one that is cancelled."""
         async with self._slots:
             return await self._send("POST", path, body, until)
 

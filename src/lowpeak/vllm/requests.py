@@ -252,7 +252,7 @@ class CompletionLengths:
     def add(self, lengths: Sequence[int]) -> None:
         """Add all answers of a wave at once: those that come first are the short ones."""
         total = self._count + len(lengths)
-        self.mean = (self._count * (self.mean or 0.0) + sum(lengths)) / total
+        self.mean = (self._count * (self.mean or 0.0) + sum(lengths)) / total if lengths else self.mean
         self._count = min(_LENGTH_WINDOW, total)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from lowpeak.errors import LostEngineError
 from lowpeak.ranks import Ranks
@@ -15,7 +15,6 @@ from lowpeak.vllm.protocol import Adapter, Answer, Vllm
 from lowpeak.vllm.requests import SequenceRequest
 
 _POLL_SECONDS = 0.01  # of ranks that share an engine, while no turn runs
-
 Turn = tuple[SequenceRequest, TurnRequest | None]  # None: another rank's
 
 
@@ -25,10 +24,8 @@ class TurnLoop:
 
     ranks       of one engine: they start the same requests in the same order, and each answers its own
     vllms       each with the adapter that its requests name; `in_process`: there is one, which computes in `step`
-    make        returns the request for a turn, or raises EngineError
-    capacity    returns how many of these requests may run at once
-    check       returns the answers if they are valid, or raises
-    timeout     seconds for one turn
+    make        returns the request for a turn; `check` returns valid answers; both raise EngineError
+    capacity    returns how many of these requests may run at once; `timeout` is the seconds of each
     """
 
     queue: TurnQueue
@@ -37,23 +34,24 @@ class TurnLoop:
     in_process: bool
     make: Callable[[TurnRequest], SequenceRequest]
     capacity: Callable[[Sequence[SequenceRequest]], int]
-    check: Callable[[Sequence[SequenceRequest], Sequence[Answer]], Sequence[Answer]]
+    check: Callable[[int, Sequence[SequenceRequest], Sequence[Answer]], Sequence[Answer]]
     timeout: float | None
     lengths: list[int] = field(default_factory=list)
     _waiting: list[Turn] = field(default_factory=list)
     _running: dict[Future[Answer], Turn] = field(default_factory=dict)
-    _homes: dict[Key, tuple[int, int]] = field(default_factory=dict)
+    _ages: dict[Key, int] = field(default_factory=dict)
     _lost: LostEngineError | None = None
 
     def run(self) -> None:
         """Sample all turns; after a vLLM is lost, raise once the other vLLMs' turns are answered."""
         try:
             while self._take():
-                if self._lost is None:
+                if self._waiting and self._lost is None:
                     self._start()
                 if self.in_process and self._running:
                     self.vllms[0][0].step()
-                self._deliver()
+                for home in range(len(self.vllms)):
+                    self._deliver(home)
                 if self._lost is not None and not self._running:
                     raise self._lost
         finally:
@@ -64,8 +62,6 @@ class TurnLoop:
         """Add what has arrived on any rank; return whether any rank's queue is open."""
         must_step = self.in_process and bool(self._running)
         arrivals = self.queue.take(not must_step, _POLL_SECONDS if self.ranks.world_size > 1 else None)
-        for conversation in arrivals.ended:
-            self._homes.pop(conversation, None)
         has_news, is_open = self.ranks.max([bool(arrivals.requests), not arrivals.is_closed])
         if has_news:
             with self.ranks.propagate_errors():
@@ -77,46 +73,40 @@ class TurnLoop:
 
     def _start(self) -> None:
         """Start waiting turns while there is room, the oldest conversations' first: their prefixes are still cached."""
-        if not self._waiting:
-            return
-        self._waiting.sort(key=lambda turn: self._home(turn[0]))
+        for sequence, _ in self._waiting:
+            self._ages.setdefault(sequence.key[:2], len(self._ages))
+        self._waiting.sort(key=lambda turn: self._ages[turn[0].key[:2]])
         sequences = [sequence for sequence, _ in (*self._waiting, *self._running.values())]
         room = max(0, self.capacity(sequences) - len(self._running))
         starting, self._waiting = self._waiting[:room], self._waiting[room:]
         for sequence, request in starting:
-            vllm, adapter = self.vllms[self._home(sequence)[1]]
+            vllm, adapter = self.vllms[self._home(sequence)]
             future = vllm.start(replace(sequence.request, adapter=adapter), self.timeout)
             self._running[future] = sequence, request
             future.add_done_callback(lambda _: self.queue.wake())
 
-    def _home(self, sequence: SequenceRequest) -> tuple[int, int]:
-        """Return the age of a turn's conversation, and the index of its vLLM, whose prefix cache has its earlier turns."""
-        conversation, homes = sequence.key[:2], self._homes.values()
-        if conversation not in self._homes:
-            loads, count = Counter(home for _, home in homes), len(self.vllms)
-            # Several callers may share the vLLMs: they do not all begin with the first one.
-            home = min(range(count), key=lambda i: (loads[i], (i + sequence.serial) % count))
-            self._homes[conversation] = max((age for age, _ in homes), default=0) + 1, home
-        return self._homes[conversation]
+    def _home(self, sequence: SequenceRequest) -> int:
+        """Return the index of the vLLM that samples all turns of a conversation, which its prefix cache has."""
+        return (sequence.serial + sequence.number) % len(self.vllms)
 
-    def _deliver(self) -> None:
-        """Answer the requests of finished turns, if they are valid."""
-        answered: list[tuple[Turn, Answer]] = []
-        for future in [future for future in self._running if future.done()]:
+    def _deliver(self, home: int) -> None:
+        """Answer the requests of a vLLM's finished turns, if they are valid."""
+        answered = []
+        for future in [each for each, turn in self._running.items() if self._home(turn[0]) == home and each.done()]:
             turn = self._running.pop(future)
             try:
-                answered.append((turn, future.result()))
+                answered.append((*turn, future.result()))
             except LostEngineError as error:
-                self._lost = self._lost or error
+                self._lost = error
         if not answered:
             return
+        sequences, requests, answers = zip(*answered, strict=True)
         try:
-            checked = self.check([turn[0] for turn, _ in answered], [answer for _, answer in answered])
-            valid: Mapping[int, Answer] = dict(enumerate(checked))
+            valid: Mapping[int, Answer] = dict(enumerate(self.check(home, sequences, answers)))
         except LostEngineError as error:
-            valid, self._lost = error.finished, self._lost or error
+            valid, self._lost = error.finished, error
         for index, answer in valid.items():
             self.lengths.append(len(answer.ids))
-            if (request := answered[index][0][1]) is not None:
-                reason: FinishReason = "stop" if answer.finish_reason == "stop" else "length"
-                request.answer.set_result(SampledTurn(list(answer.ids), list(answer.logprobs), reason))
+            if requests[index] is not None:
+                reason = cast(FinishReason, answer.finish_reason)
+                requests[index].answer.set_result(SampledTurn(list(answer.ids), list(answer.logprobs), reason))

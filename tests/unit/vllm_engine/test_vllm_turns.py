@@ -68,8 +68,8 @@ def test_conversations_stay_on_their_vllm_and_are_spread_evenly():
     assert len(set().union(*served)) == 9
 
 
-def chained(engine, prompts, num_turns, sampling=SAMPLING):
-    """Conversations that request their next turn at once; the error that each answer after the first had, if any."""
+def chained(engine, prompts, num_turns, sampling=SAMPLING, delivered=None):
+    """A queue of conversations that request their next turn at once, and the errors that they will get."""
     queue, errors, live = TurnQueue(), [], set()
 
     def ask(prompt, ids, turn):
@@ -79,7 +79,9 @@ def chained(engine, prompts, num_turns, sampling=SAMPLING):
         def answered(future):
             if future.exception() is not None:
                 errors.append(future.exception())
-            elif turn + 1 < num_turns:
+            elif delivered is not None:
+                delivered.append(key)
+            if future.exception() is None and turn + 1 < num_turns:
                 return ask(prompt, (*ids, *future.result().ids), turn + 1)
             live.discard(key)
             queue.end(key)
@@ -132,10 +134,10 @@ def test_short_turns_let_more_run_in_the_next_rollout():
     assert found == [2, 6]
 
 
-def test_the_last_turns_may_be_shorter_than_min_tokens():
+def test_the_last_turns_may_be_shorter_than_min_new_tokens():
     vllm = scripted(limits_to_cache=True)
-    queue, _ = chained(engine := engine_over(vllm, sampling_kwargs={"min_tokens": 50}), prompts(1), 1)
-    engine.sample_turns(queue, SAMPLING)
+    queue, _ = chained(engine := engine_over(vllm), prompts(1), 1)
+    engine.sample_turns(queue, replace(SAMPLING, min_new_tokens=50))
     assert (vllm.started[0].params["min_tokens"], vllm.started[0].params["max_tokens"]) == (3, 3)
 
 
@@ -161,7 +163,7 @@ def test_what_cannot_fit_or_be_right_is_one_sentence_for_every_unanswered_reques
 
 @pytest.mark.parametrize(
     ("behind", "match"),
-    [("hold", "version 0"), ("abort", "aborted 1 of"), ("versions", r"\[7\]")],
+    [("hold", "mid-conversation"), ("abort", "aborted 1 of"), ("versions", r"\[7\]")],
 )
 def test_turns_by_other_weights_are_not_delivered(behind, match):
     def script(request):
@@ -187,11 +189,13 @@ def test_turns_of_other_vllms_are_answered_before_a_lost_one_is_reported_and_non
     first, second = scripted(), scripted()
     first.dies_after, second.seconds = 0, 0.2
     engine = engine_over(first, second)
-    queue, errors = chained(engine, prompts(2), 3)
+    delivered = []
+    queue, errors = chained(engine, prompts(2), 3, delivered=delivered)
     with pytest.raises(LostEngineError, match="died"):
         engine.sample_turns(queue, SAMPLING)
     assert (len(first.started), len(second.started)) == (1, 1)
-    # The second conversation has its first turn; its next request came after the loss.
+    assert delivered == [(1, 0)]
+    # The second conversation's next request came after the loss.
     assert len(errors) == 2
     assert all(isinstance(error, LostEngineError) for error in errors)
 
@@ -282,3 +286,13 @@ def test_turns_are_requested_at_once_from_a_server():
         engine = engine_over(OverHttp(server))
         found = converse(engine, prompts(6), replace(SAMPLING, num_generations=1), num_turns=2)
     assert len(found) == 6
+
+
+def test_ctrl_c_ends_the_turns_as_an_error_that_event_loops_survive():
+    def interrupted(request):
+        raise KeyboardInterrupt
+
+    queue, errors = chained(engine := engine_over(scripted(interrupted, limits_to_cache=True)), prompts(2), 1)
+    with pytest.raises(KeyboardInterrupt):
+        engine.sample_turns(queue, SAMPLING)
+    assert [type(error) for error in errors] == [EngineError] * 2
