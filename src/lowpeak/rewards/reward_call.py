@@ -219,17 +219,17 @@ def _as_reward_error(name: str, error: BaseException) -> RewardError:
     if isinstance(error, RewardError):
         return error
     message = f": {error}" if str(error) else ""
+    first = error.__traceback__
+    while first is not None and Path(first.tb_frame.f_code.co_filename).parent in _CALLERS:
+        first = first.tb_next
+    error = error.with_traceback(first or error.__traceback__)  # it begins with the reward's own frame
     reward_error = RewardError(f"Reward '{name}' raised {type(error).__name__}{message}{_line_of(error)}.")
     reward_error.__cause__ = error
     return reward_error
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the line of the reward's file that raised the error.
-
-    Lines of lowpeak, and of libraries that the reward calls, are skipped.
-    """
+    """Return the line of the reward's file that raised the error; lines of libraries that it calls are skipped."""
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if Path(frame.filename).parent not in _CALLERS] or frames
-    in_file = [frame for frame in outside if frame.filename == outside[0].filename]
-    return f" ({in_file[-1].filename}, line {in_file[-1].lineno})" if in_file else ""
+    in_file = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({in_file[-1].filename}, line {in_file[-1].lineno}: {in_file[-1].line})" if in_file else ""

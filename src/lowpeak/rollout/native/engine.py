@@ -87,7 +87,8 @@ class NativeEngine:
                 TurnLoop(model, requests, self.kv_cache_bytes(), sampling, new_output, self.on_tokens).run()
 
     def _new_output(self, model: nn.Module, sampling: Sampling, num_rows: int) -> OutputBuffer:
-        ends = (end_token_ids(model, self.tokenizer, sampling), StopStrings(self.tokenizer, sampling.stop))
+        stops = StopStrings(self.tokenizer, sampling.stop, sampling.min_new_tokens)
+        ends = (end_token_ids(model, self.tokenizer, sampling), stops)
         device = self.device or next(model.parameters()).device
         return OutputBuffer(num_rows, sampling.max_new_tokens, *ends, self.on_tokens, device)
 
@@ -210,8 +211,9 @@ class _TokenChooser(LogitsProcessor):
         # Ended sequences stay in the batch until all have ended; any token will do for them.
         running = [row for row, ended in enumerate(self.ended) if not ended]
         rows_n = torch.tensor(running).to(scores.device)
-        uniforms_n = self._draws.at(rows_n, torch.full_like(rows_n, self._position))
-        draw = TokenDraw(scores, self._sampling, uniforms_n, input_ids[rows_n], rows_n)
+        written_n = torch.full_like(rows_n, self._position)
+        uniforms_n, banned = self._draws.at(rows_n, written_n), self._output.banned(written_n)
+        draw = TokenDraw(scores, self._sampling, uniforms_n, input_ids[rows_n], rows_n, banned)
         ended = self._output.add(rows_n, draw, len(scores))
         self._position += 1
         for row, has_ended in zip(running, ended, strict=True):
