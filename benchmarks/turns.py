@@ -1,7 +1,7 @@
 """Conversations of five turns on the native engine, with tools that wait: `python -m benchmarks.turns [--quick]`.
 
 A Qwen2-shaped model with random weights on one thread; a prompt's tokens are random, and so are the replies of the tools. Useful
-tokens are those that must be forwarded: a group's prompt once, and all others of a conversation but its last. Idle seconds are those
+tokens are those that must be forwarded: a group's prompt once, and all others of a conversation but its last. Idle are the seconds
 in which the engine has nothing to compute, since all conversations wait. Peaks are of processes of their own, above
 that of a process without a rollout; one turn is a completion as long as the conversation's limit.
 """
