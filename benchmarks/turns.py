@@ -1,8 +1,8 @@
 """Conversations of five turns on the native engine, with tools that wait: `python -m benchmarks.turns [--quick]`.
 
 A Qwen2-shaped model with random weights on one thread; a prompt's tokens are random, and so are the replies of the tools. Useful
-tokens are those that must be forwarded: a group's prompt once, and all others of a conversation but its last. Seconds beyond
-computation are those of a call whose tools wait, less those of one whose tools do not. Peaks are of processes of their own, above
+tokens are those that must be forwarded: a group's prompt once, and all others of a conversation but its last. Idle are the seconds
+in which the engine has nothing to compute, since all conversations wait. Peaks are of processes of their own, above
 that of a process without a rollout; one turn is a completion as long as the conversation's limit.
 """
 
@@ -30,7 +30,7 @@ from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import bytes_per_token
 from lowpeak.rollout.native.engine import NativeEngine
-from lowpeak.rollout.turns import TurnQueue, TurnRequest, turn_key
+from lowpeak.rollout.turns import Arrivals, TurnQueue, TurnRequest, turn_key
 
 _VOCABULARY, _PROMPT, _LIMIT, _ENDS = 512, 40, 216, tuple(range(480, 512))
 _WAITS: dict[str, Callable[[random.Random], float]] = {
@@ -38,6 +38,18 @@ _WAITS: dict[str, Callable[[random.Random], float]] = {
     "0.1 s": lambda rng: 0.1,
     "heavy tail": lambda rng: 2.0 if rng.random() < 0.05 else 0.05,
 }
+
+
+class TimedQueue(TurnQueue):
+    """A queue that measures for how many seconds the engine has nothing to do."""
+
+    idle = 0.0
+
+    def take(self, wait: bool, seconds: float | None = None) -> Arrivals:
+        start = time.perf_counter()
+        arrivals = super().take(wait, seconds)
+        self.idle += time.perf_counter() - start
+        return arrivals
 
 
 class Conversations:
@@ -49,12 +61,13 @@ class Conversations:
 
     def run(self, engine: NativeEngine) -> None:
         owners = [(prompt, number) for prompt in self._prompts for number in range(self._sampling.num_generations)]
-        queue = TurnQueue(len(owners))
+        queue = TimedQueue(len(owners))
         self.useful = sum(len(prompt.ids) - 1 for prompt in self._prompts)
         thread = threading.Thread(target=asyncio.run, args=(self._converse_all(queue, owners),))
         thread.start()
         engine.sample_turns(queue, self._sampling)
         thread.join()
+        self.idle = queue.idle
 
     async def _converse_all(self, queue: TurnQueue, owners: list[tuple[Prompt, int]]) -> None:
         await asyncio.gather(*(self._converse(queue, *owner) for owner in owners))
@@ -97,7 +110,7 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     budget = request["slots"] * (_PROMPT + _LIMIT) * bytes_per_token(model)
     engine = NativeEngine(lambda: nullcontext(model), SimpleNamespace(eos_token_id=None), lambda: budget)
     engine.load((), 0)
-    rng, found, start = random.Random(0), Counter[str](), time.perf_counter()
+    rng, found, start, cpu, idle = random.Random(0), Counter[str](), time.perf_counter(), time.process_time(), 0.0
     ids = [tuple(rng.randrange(_ENDS[0]) for _ in range(_PROMPT)) for _ in range(request["prompts"])]
     prompts, slowest = [Prompt(i, each, "") for i, each in enumerate(ids)], 0.0
     for rollout in range(request["rollouts"]):
@@ -109,8 +122,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
         conversations = Conversations(prompts, sampling, request["waits"])
         conversations.run(engine)
         found.update(useful=conversations.useful, turns=conversations.turns)
-        slowest += conversations.slowest
-    return {"seconds": time.perf_counter() - start, "slowest_s": slowest, **forwarded, **found}
+        slowest, idle = slowest + conversations.slowest, idle + conversations.idle
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    return {"seconds": seconds, "cpu_s": cpu, "idle_s": idle, "slowest_s": slowest, **forwarded, **found}
 
 
 def main() -> None:
@@ -119,9 +133,17 @@ def main() -> None:
     quick = parser.parse_args().quick
     prompts, rollouts = (2, 1) if quick else (8, 2)
     found: dict[str, dict[str, Any]] = {}
-    print(
-        "| tools wait | slots | seconds | slowest one's tools | forwarded per useful token | peak MB |\n|---|---|---|---|---|---|"
+    columns = (
+        "tools wait",
+        "slots",
+        "seconds",
+        "CPU",
+        "idle",
+        "slowest one's tools",
+        "forwarded per useful token",
+        "peak MB",
     )
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for waits in ("none", "0.1 s", *(() if quick else ("heavy tail",)), "one turn"):
         for slots in (4 * prompts, 2 * prompts):
             request = {"waits": waits, "slots": slots, "prompts": prompts, "rollouts": rollouts}
@@ -130,7 +152,8 @@ def main() -> None:
             side["peak_mb"] = round(side["peak_rss_mb"] - bare["peak_rss_mb"], 1)
             found[f"{waits}, {slots} slots"] = side
             ratio = side.get("tokens", 0) / side["useful"] if side.get("useful") else float("nan")
-            shown = f"{side['seconds']:.2f} | {side['slowest_s']:.2f} | {ratio:.3f} | {side['peak_mb']}"
+            seconds = " | ".join(f"{side[name]:.2f}" for name in ("seconds", "cpu_s", "idle_s", "slowest_s"))
+            shown = f"{seconds} | {ratio:.3f} | {side['peak_mb']}"
             print(f"| {waits} | {slots} | {shown} |", flush=True)
     print_result({"benchmark": "turns", "found": found, "versions": versions()})
 

@@ -67,6 +67,23 @@ def test_tokens_are_added_behind_the_prompts_in_buckets_of_cleared_columns():
         assert ours.get_seq_length() == seen - 1
 
 
+def test_several_tokens_go_to_the_columns_of_each_slot_and_padding_goes_nowhere():
+    ours, theirs = _filled()
+    before = [layer.buffers[1].clone() for layer in ours.layers]
+    assert ours.begin_feed(2, [6, 4], [2, 5]) == 9
+    for layer in range(2):
+        keys, values = _states(2, 5, 100 + layer)
+        seen = ours.update(keys, values, layer)[1]
+        assert torch.equal(
+            seen[0], torch.cat([theirs.layers[layer].values[2, :, :6], values[0, :, :2], seen[0, :, 8:]], 1)
+        )
+        assert torch.equal(seen[1], torch.cat([theirs.layers[layer].values[3, :, :4], values[1]], 1))
+        assert not seen[0, :, 8:].any()
+        for slot in (0, 1, 4):
+            assert torch.equal(ours.layers[layer].buffers[1][slot, :6], before[layer][slot, :6])
+    assert ours.get_seq_length() == 4
+
+
 @pytest.mark.parametrize("number", [1, 8, 9, 64, 100, 129, 300, 1025, 40_000])
 def test_a_bucket_is_a_multiple_of_eight_and_adds_a_sixteenth_at_most(number):
     bucket = bucket_size(number)
@@ -83,7 +100,9 @@ def test_slots_need_not_have_the_columns_of_a_prompt_that_none_continues():
         assert torch.equal(mine.buffers[0][:, :4].transpose(1, 2), other.keys[1:, :, -4:].expand(2, -1, -1, -1))
 
 
-def test_slots_that_are_moved_are_read_before_any_is_written():
+@pytest.mark.parametrize("max_copied", [1, 1 << 22])
+def test_slots_that_are_moved_are_read_before_any_is_written(max_copied, monkeypatch):
+    monkeypatch.setattr(cache, "MAX_COPIED", max_copied)
     ours, theirs = _filled()
     ours.move([0, 4, 1], [4, 0, 3], 6)
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
