@@ -76,7 +76,7 @@ class EnvironmentEngine:
         else:
             self.counts.clear()
             runs = self._loop.run(self._open(prompts, sampling))
-        queue = TurnQueue()
+        queue = TurnQueue(len(runs))
         conversations = self._loop.submit(self._converse(runs, queue))
         try:
             self.engine.sample_turns(queue, sampling)

@@ -7,6 +7,7 @@ shape of its input, it takes part in the same collective, in the same dtype.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,13 +22,14 @@ from torch.distributed.tensor import DTensor
 from lowpeak.errors import EngineError
 from lowpeak.parallel.parameters import gather_numbers
 
-_DONE, _RUNNING, _FAILED = 0, 1, 2
+_DONE, _RUNNING, _FAILED, _WAITING = range(4)
+_PAUSE = 0.002  # seconds between two exchanges of ranks that wait
 
 
 class Lockstep:
-    """The state that ranks exchange before each forward: running, done or failed.
+    """The state that ranks exchange before each forward: running, waiting, done or failed.
 
-    A rank that is done runs forwards of one token until all ranks are done. A rank that fails first runs the remaining
+    A rank that waits or is done runs forwards of one token with the others, until all ranks are done. A rank that fails first runs the remaining
     collectives of its forward as dummy calls, since the others wait in them; then it reports the failure, and the others raise
     EngineError at their next forward. `group` are the ranks, None all of them.
 
@@ -35,6 +37,7 @@ class Lockstep:
         for ids in batches:                                          # as many as this rank has
             lockstep.begin()
             model(input_ids=ids)                                     # after an error: lockstep.drain(), then lockstep.fail()
+        lockstep.wait(lambda: model(input_ids=one_token))            # for a while, if a batch may come later
         lockstep.finish(lambda: model(input_ids=one_token))          # until all ranks are done
     """
 
@@ -74,11 +77,24 @@ class Lockstep:
         self.num_forwards += 1
         self._exchange(_RUNNING)
 
+    def wait(self, forward: Callable[[], Any]) -> None:
+        """Run `forward`, of one token, if another rank runs one, otherwise pause."""
+        self._take_part(_WAITING, forward)
+
     def finish(self, forward: Callable[[], Any]) -> None:
         """Run `forward`, of one token, until all ranks are done."""
-        while self._exchange(_DONE):
+        while self._take_part(_DONE, forward):
+            pass
+
+    def _take_part(self, state: int, forward: Callable[[], Any]) -> bool:
+        """Run `forward` if another rank runs one; return whether any rank is not done."""
+        states = self._exchange(state)
+        if _RUNNING in states:
             self._num_done = 0
             forward()
+        elif _WAITING in states:
+            time.sleep(_PAUSE)
+        return any(each != _DONE for each in states)
 
     def drain(self) -> None:
         """Take part in the remaining collectives of a forward that has failed on this rank."""
@@ -99,8 +115,8 @@ class Lockstep:
         self._dummies.clear()
         self.forward_kwargs = {}
 
-    def _exchange(self, state: int) -> bool:
-        """Return whether any rank runs a forward; EngineError if a rank has failed."""
+    def _exchange(self, state: int) -> Sequence[int]:
+        """Return the states of all ranks; EngineError if a rank has failed."""
         self._in_order = False
         states = gather_numbers(state, self.device, self._group)
         if _FAILED in states:
@@ -111,12 +127,15 @@ class Lockstep:
             error.rank = failed
             raise error
         self._in_order = True
-        return _RUNNING in states
+        return states
 
 
 @contextmanager
 def lockstep_forwards(model: nn.Module, lockstep: Lockstep) -> Iterator[None]:
-    """Run forwards of `model` in lockstep inside the block, which all ranks leave together."""
+    """Run forwards of `model` in lockstep inside the block, which all ranks leave together.
+
+    A caller that has no forward to run for now calls `model.forward.wait_in_step()` until it has one.
+    """
     original = model.forward
     only_others_run = False
 
@@ -130,15 +149,22 @@ def lockstep_forwards(model: nn.Module, lockstep: Lockstep) -> Iterator[None]:
             lockstep.drain()
             raise
 
+    one_token = torch.zeros(1, 1, dtype=torch.int64, device=lockstep.device)
+
+    def run_for_others() -> None:
+        nonlocal only_others_run
+        only_others_run = True
+        with torch.no_grad():
+            model(input_ids=one_token, use_cache=False)
+        only_others_run = False
+
     in_step.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # engines and generate() read it
+    in_step.wait_in_step = partial(lockstep.wait, run_for_others)  # type: ignore[attr-defined]
     with ExitStack() as stack:
         override_forward(stack, model, in_step)
-        one_token = torch.zeros(1, 1, dtype=torch.int64, device=lockstep.device)
         try:
             yield
-            only_others_run = True
-            with torch.no_grad():
-                lockstep.finish(lambda: model(input_ids=one_token, use_cache=False))
+            lockstep.finish(run_for_others)
         except BaseException:
             lockstep.fail()
             raise

@@ -64,7 +64,9 @@ class TurnQueue:
             request.answer.set_result(turn)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_conversations: int = 0) -> None:
+        """Open the queue; `num_conversations` are those that will begin, 0 if that is unknown."""
+        self.num_conversations = num_conversations
         self._changed = threading.Condition()
         self._open: dict[int, TurnRequest] = {}  # unanswered requests by identity
         self._arrivals = Arrivals([], [], [], False)

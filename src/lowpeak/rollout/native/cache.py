@@ -120,25 +120,32 @@ class SlotLayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = values_TKW.dtype, values_TKW.device, True
         self._tokens = (keys_TKW, values_TKW)
         self.buffers = [tokens_TKW[:0].unflatten(0, (0, 1)) for tokens_TKW in self._tokens]
-        self.index_N: Tensor | None = None  # of the newest tokens, into slots x columns
+        # The newest tokens: their places in slots x columns, which of the forward's they are (None: all), and how many per slot.
+        self.index_M: Tensor | None = None
+        self.source_M: Tensor | None = None
+        self.num_new = 1
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token [N, K, 1, W] per sequence at `index_N`; return all keys and values [N, K, L, W]."""
-        assert self.index_N is not None, "`SlotCache.begin` sets the index"
+        """Write the newest tokens of [N, K, T, W] at `index_M`; return all keys and values [N, K, L, W]."""
+        assert self.index_M is not None, "`SlotCache.begin` sets the index"
         for tokens_TKW, states in zip(self._tokens, (key_states, value_states), strict=True):
-            tokens_TKW.index_copy_(0, self.index_N, states[:, :, 0].to(self.dtype))
+            states_MKW = states.transpose(1, 2).flatten(0, 1)
+            if self.source_M is not None:
+                states_MKW = states_MKW[self.source_M]
+            tokens_TKW.index_copy_(0, self.index_M, states_MKW.to(self.dtype))
         return self.keys, self.values
 
-    def set_view(self, num_rows: int, num_columns: int) -> None:
+    def set_view(self, first_slot: int, num_rows: int, num_columns: int) -> None:
         """Set the visible sequences and columns."""
-        self.keys, self.values = (buffer[:num_rows, :num_columns].transpose(1, 2) for buffer in self.buffers)
+        slots = slice(first_slot, first_slot + num_rows)
+        self.keys, self.values = (buffer[slots, :num_columns].transpose(1, 2) for buffer in self.buffers)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
-        """Return the visible columns without the newest one."""
-        return max(0, self.keys.shape[-2] - 1)
+        """Return the visible columns without the newest ones."""
+        return max(0, self.keys.shape[-2] - self.num_new)
 
     def lay_out(self, num_slots: int, num_columns: int, num_rows: int, kept: int) -> None:
-        """Divide the buffers into slots of at most as many columns as before; `num_rows` slots keep their first `kept`."""
+        """Divide the buffers into slots of other columns; `num_rows` slots keep their first `kept`."""
         for i, tokens_TKW in enumerate(self._tokens):
             before, after = (
                 self.buffers[i],
@@ -148,7 +155,7 @@ class SlotLayer(DynamicLayer):
                 _move_rows(before[:num_rows, :kept], after)
             after[num_rows:, :kept].zero_()
             self.buffers[i] = after
-        self.set_view(num_rows, 0)
+        self.set_view(0, num_rows, 0)
 
 
 class SlotCache(Cache):
@@ -158,7 +165,8 @@ class SlotCache(Cache):
 
         cache.reserve(num_slots, num_columns, 0)        # once, and when shorter sequences leave room for more slots
         cache.place(prefilled, prompts, lengths, 0)     # the first call makes the buffer
-        cache.begin(columns_N, num_columns)             # before each forward
+        cache.begin(columns_N, num_columns)             # before each forward of one token per sequence
+        cache.begin_feed(first_slot, starts, lengths)   # before one of several
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -166,21 +174,21 @@ class SlotCache(Cache):
         self.max_tokens = max_tokens
         self.num_slots = self.num_columns = 0
         self._num_cleared = 0  # columns without uninitialised values
-        self._view = (0, 0)  # sequences and columns that the layers' views have
+        self._view = (0, 0, 0)  # first slot, sequences and columns of the layers' views
 
     def reserve(self, num_slots: int, num_columns: int, num_rows: int) -> None:
-        """Have at least so many slots of `num_columns`, never more than before; the first `num_rows` keep their contents.
+        """Have at least so many slots, or such wide ones; the first `num_rows` keep their contents.
 
         The first call sets `max_tokens` to those of the buffer.
         """
-        if num_slots <= self.num_slots:
+        if num_slots <= self.num_slots and num_columns <= self.num_columns:
             return
         if not self.num_slots:
             self.max_tokens = num_slots * num_columns
         assert num_slots * num_columns <= self.max_tokens, "the caller must limit slots so that they fit the budget"
         self.num_slots, self.num_columns = num_slots, num_columns
         self._num_cleared = min(self._num_cleared, num_columns)
-        self._view = (0, 0)
+        self._view = (0, 0, 0)
         for layer in self.layers:
             layer.lay_out(num_slots, num_columns, num_rows, self._num_cleared)
 
@@ -203,14 +211,35 @@ class SlotCache(Cache):
         Returns the columns that the forward sees, a bucket of them.
         """
         num_rows, seen = len(columns_N), min(self.num_columns, bucket_size(num_columns))
-        self._clear(seen)
         index_N = torch.arange(num_rows, device=columns_N.device) * self.num_columns + columns_N
-        for layer in self.layers:
-            layer.index_N = index_N
-            if self._view != (num_rows, seen):
-                layer.set_view(num_rows, seen)
-        self._view = (num_rows, seen)
+        self._prepare((0, num_rows, seen), index_N, None, 1)
         return seen
+
+    def begin_feed(self, first_slot: int, starts: Sequence[int], lengths: Sequence[int]) -> int:
+        """Prepare a forward of `lengths[n]` tokens of slot `first_slot + n`, left-aligned, for its columns from `starts[n]` on.
+
+        Returns the columns that the forward sees: those of the longest sequence.
+        """
+        tokens_T, device = torch.arange(max(lengths)), self.layers[0].device
+        slots_N, starts_N, lengths_N = torch.tensor([range(first_slot, first_slot + len(starts)), starts, lengths])
+        is_real_NT = tokens_T < lengths_N[:, None]
+        index_M = ((slots_N * self.num_columns + starts_N)[:, None] + tokens_T)[is_real_NT]
+        source_M = is_real_NT.flatten().nonzero()[:, 0]
+        num_columns = int((starts_N + lengths_N).max())
+        self._prepare(
+            (first_slot, len(starts), num_columns), index_M.to(device), source_M.to(device), len(tokens_T)
+        )
+        return num_columns
+
+    def _prepare(
+        self, view: tuple[int, int, int], index_M: Tensor, source_M: Tensor | None, num_new: int
+    ) -> None:
+        self._clear(view[2])
+        for layer in self.layers:
+            layer.index_M, layer.source_M, layer.num_new = index_M, source_M, num_new
+            if self._view != view:
+                layer.set_view(*view)
+        self._view = view
 
     def _clear(self, num_columns: int) -> None:
         """Set columns to zero before they are seen: masked ones are multiplied by zero, and may not contain NaN."""
@@ -225,10 +254,12 @@ class SlotCache(Cache):
     def move(self, targets: Sequence[int], sources: Sequence[int], num_columns: int) -> None:
         """Copy slots onto others; all sources are read before any target is written."""
         buffers = [buffer[:, :num_columns] for layer in self.layers for buffer in layer.buffers]
-        if targets and buffers:
+        if targets and num_columns and buffers:
             target_M, source_M = torch.tensor([targets, sources]).to(buffers[0].device, non_blocking=True)
             for buffer in buffers:
-                buffer.index_copy_(0, target_M, buffer.index_select(0, source_M))
+                width = max(1, MAX_COPIED // (len(targets) * buffer[0, 0].numel()))
+                for part in buffer.split(width, dim=1):
+                    part.index_copy_(0, target_M, part.index_select(0, source_M))
 
     def place(self, prefilled: Cache, prompts: Sequence[int], lengths: Sequence[int], first_slot: int) -> None:
         """Copy right-aligned prefilled prompts to the left of the slots from `first_slot` on."""
@@ -257,19 +288,21 @@ def _copy_prompts(slots_SCKW: Tensor, states_TKW: Tensor, index_NL: Tensor) -> N
 
 
 def _move_rows(before_NLKW: Tensor, after_SCKW: Tensor) -> None:
-    """Copy rows to the left of narrower rows in the same memory."""
-    # A part never reaches rows that are still to be copied.
+    """Copy rows to the left of rows of another width in the same memory."""
+    # A part never reaches rows that are still to be copied: wider rows are copied from the last one on.
     num_rows = max(1, MAX_COPIED // max(1, before_NLKW[:1].numel()))
-    for start, part in zip(range(0, len(before_NLKW), num_rows), before_NLKW.split(num_rows), strict=False):
+    starts = range(0, len(before_NLKW), num_rows)
+    for start in starts if after_SCKW.stride(0) <= before_NLKW.stride(0) else reversed(starts):
+        part = before_NLKW[start : start + num_rows]
         after_SCKW[start : start + len(part), : part.shape[1]] = part.clone()
 
 
-_MAX_TOKENS = 16_384  # padded prompt tokens per forward, because activations take more bytes per token than the cache
+MAX_PREFILL = 16_384  # padded prompt tokens per forward, because activations take more bytes per token than the cache
 
 Ids = Sequence[Sequence[int]]
 
 
-def split_prefill(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int = _MAX_TOKENS) -> Iterator[list[int]]:
+def split_prefill(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int = MAX_PREFILL) -> Iterator[list[int]]:
     """Yield the prompts of each forward, in order: as many as `max_tokens` padded tokens allow, at least one."""
     part: list[int] = []
     longest = 0

@@ -23,6 +23,7 @@ from lowpeak.attention import ATTENTION_NAME
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import (
     MASK_MULTIPLE,
+    Ids,
     SlotCache,
     bytes_per_token,
     cache_argument,
@@ -108,12 +109,7 @@ class DecodeLoop:
 
     def _step(self) -> None:
         num_columns = self._num_columns()
-        logits_NV = self._inputs.forward(self._cache, num_columns, self.graphs)
-        uniforms_N = self._draws.at(self._inputs.rows_N, self._inputs.written_N)
-        history_NL = self._inputs.history(num_columns)
-        draw = TokenDraw(logits_NV, self.sampling, uniforms_N, history_NL)
-        self._ended = self.output.add(self._inputs.rows_N, draw, len(self._running))
-        self._inputs.advance(draw.tokens_N)
+        self._ended = self._inputs.step(self._cache, num_columns, self._draws, self.graphs)
         self._num_steps += 1
 
     def _num_columns(self) -> int:
@@ -206,17 +202,21 @@ def _close_gaps(running: dict[int, RunningSequence], free: Iterable[int]) -> dic
 
 
 class DecodeInputs:
-    """Model inputs of one decode step, on the device; a token's column in the cache is its position."""
+    """Model inputs of one decode step, on the device; a token's column in the cache is its position.
+
+    Row r of the output continues prompt `r // num_generations`.
+    """
 
     def __init__(
-        self, model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, output: OutputBuffer
+        self, model: nn.Module, prompts: Ids, sampling: Sampling, output: OutputBuffer
     ) -> None:
         self._model = model
         self._cache_argument = cache_argument(model)
+        self._sampling = sampling
         self._size = sampling.num_generations
         self._output = output
         self._device = output.device
-        self._lengths_P = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64).to(self._device)
+        self._lengths_P, self._last_P = self._lengths_and_last(prompts)
         needs_history = sampling.repetition_penalty != 1 and len(prompts) > 0
         self._prompts_PL = left_pad(prompts, self._device) if needs_history else None
         self._mask_dtype = _mask_dtype(model)
@@ -225,16 +225,48 @@ class DecodeInputs:
         self._columns_N: Tensor
         self._tokens_N: Tensor
 
+    @property
+    def can_feed_together(self) -> bool:
+        """Whether one call of `feed` may have several sequences."""
+        return self._mask_dtype is not None
+
+    def _lengths_and_last(self, prompts: Ids) -> tuple[Tensor, Tensor]:
+        pairs = [(len(ids), ids[-1]) for ids in prompts]
+        lengths_P, last_P = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.to(self._device, non_blocking=True)
+        return lengths_P, last_P
+
+    def replace_prompts(self, numbers: Sequence[int], prompts: Ids) -> None:
+        """Let rows continue these prompts in place of earlier ones."""
+        numbers_n = torch.tensor(numbers).to(self._device, non_blocking=True)
+        self._lengths_P[numbers_n], self._last_P[numbers_n] = self._lengths_and_last(prompts)
+        if self._prompts_PL is not None:
+            both = (self._prompts_PL, left_pad(prompts, self._device))
+            width = max(x.shape[1] for x in both)
+            # Padded with a token of the same prompt, as `left_pad` does.
+            padded = [torch.cat([x[:, :1].expand(-1, width - x.shape[1]), x], dim=1) for x in both]
+            self._prompts_PL, new_nL = padded
+            self._prompts_PL[numbers_n] = new_nL
+
     def restart(self, rows: Sequence[int]) -> None:
-        """Continue with these rows of the output, from their newest tokens."""
+        """Continue with these rows of the output, from their newest tokens, or their prompts' last."""
         self.rows_N = torch.tensor(rows).to(self._device, non_blocking=True)
         self.written_N = self._output.written(self.rows_N)
-        self._tokens_N = self._output.newest(self.rows_N, self.written_N)
-        self._columns_N = self._lengths_P[self.rows_N // self._size] + self.written_N - 1
+        prompts_N = self.rows_N // self._size
+        newest_N = self._output.newest(self.rows_N, self.written_N)
+        self._tokens_N = torch.where(self.written_N > 0, newest_N, self._last_P[prompts_N])
+        self._columns_N = self._lengths_P[prompts_N] + self.written_N - 1
 
-    def advance(self, tokens_N: Tensor) -> None:
-        self._tokens_N = tokens_N
+    def step(
+        self, cache: SlotCache, num_columns: int, draws: UniformDraws, graphs: DecodeGraphs | None = None
+    ) -> list[bool]:
+        """Forward the newest tokens and add the next ones to the output; return which sequences are finished."""
+        logits_NV = self.forward(cache, num_columns, graphs)
+        uniforms_N, history_NL = draws.at(self.rows_N, self.written_N), self.history(num_columns)
+        draw = TokenDraw(logits_NV, self._sampling, uniforms_N, history_NL)
+        ended = self._output.add(self.rows_N, draw, len(self.rows_N))
+        self._tokens_N = draw.tokens_N
         self.written_N, self._columns_N = self.written_N + 1, self._columns_N + 1
+        return ended
 
     def forward(self, cache: SlotCache, num_columns: int, graphs: DecodeGraphs | None = None) -> Tensor:
         """Return the logits [N, V] of the newest tokens and add these to the cache."""
@@ -245,15 +277,31 @@ class DecodeInputs:
 
     def _forward(self, cache: SlotCache, tokens_N: Tensor, columns_N: Tensor, num_columns: int) -> Tensor:
         num_seen = cache.begin(columns_N, num_columns)
+        return self._call(cache, tokens_N[:, None], columns_N[:, None], self._mask(columns_N[:, None], num_seen))
+
+    def feed(self, cache: SlotCache, first_slot: int, ids: Ids, starts: Sequence[int]) -> None:
+        """Add these tokens to slots side by side, from the columns `starts` on."""
+        num_columns = cache.begin_feed(first_slot, starts, [len(each) for each in ids])
+        longest = max(len(each) for each in ids)
+        tokens_NT = torch.tensor([[*each, *[each[-1]] * (longest - len(each))] for each in ids])
+        columns_NT = (torch.tensor(starts)[:, None] + torch.arange(longest)).clamp(max=num_columns - 1)
+        columns_NT = columns_NT.to(self._device, non_blocking=True)
+        # Kernels without additive masks have one sequence, whose newest columns the tokens are.
+        mask = None if self._mask_dtype is None else self._mask(columns_NT, num_columns)
+        self._call(cache, tokens_NT.to(self._device, non_blocking=True), columns_NT, mask)
+
+    def _call(self, cache: SlotCache, tokens_NT: Tensor, columns_NT: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the logits [N, V] of the last token of each sequence."""
         output = self._model(
-            input_ids=tokens_N[:, None],
-            attention_mask=self._mask(columns_N, num_seen),
-            position_ids=columns_N[:, None],
+            input_ids=tokens_NT,
+            attention_mask=mask,
+            position_ids=columns_NT,
             use_cache=True,
             logits_to_keep=1,
             **{self._cache_argument: cache},
         )
-        return output.logits[:, -1]
+        logits_NV: Tensor = output.logits[:, -1]
+        return logits_NV
 
     def history(self, num_columns: int) -> Tensor | None:
         """Return the tokens [N, L] for a repetition penalty, padded with the prompt's first; None without a penalty."""
@@ -265,17 +313,17 @@ class DecodeInputs:
         written_NL = torch.where(columns_L < self.written_N[:, None], written_NL, prompts_NL[:, :1])
         return torch.cat([prompts_NL, written_NL], dim=-1)
 
-    def _mask(self, columns_N: Tensor, num_columns: int) -> Tensor:
-        """Return which columns each sequence attends to.
+    def _mask(self, columns_NT: Tensor, num_columns: int) -> Tensor:
+        """Return which columns each token attends to.
 
-        Additive scores [N, 1, 1, L] if the attention adds masks, otherwise 0 and 1 [N, L].
+        Additive scores [N, 1, T, L] if the attention adds masks, otherwise 0 and 1 [N, L] for the last tokens.
         """
         width = -(-num_columns // MASK_MULTIPLE) * MASK_MULTIPLE
-        seen_NL = torch.arange(width, device=self._device) <= columns_N[:, None]
+        seen_NTL = torch.arange(width, device=self._device) <= columns_NT[..., None]
         if self._mask_dtype is None:
-            return seen_NL[:, :num_columns].long()
+            return seen_NTL[:, -1, :num_columns].long()
         zeros = torch.zeros((), dtype=self._mask_dtype, device=self._device)
-        return torch.where(seen_NL, zeros, torch.finfo(self._mask_dtype).min)[:, None, None, :num_columns]
+        return torch.where(seen_NTL, zeros, torch.finfo(self._mask_dtype).min)[:, None, :, :num_columns]
 
 
 def _mask_dtype(model: nn.Module) -> torch.dtype | None:

@@ -25,6 +25,7 @@ from lowpeak.heads import transformers_model
 from lowpeak.memory import return_cached_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
+from lowpeak.rollout.native.admission import RequestSchedule, TurnLoop
 from lowpeak.rollout.native.cache import bytes_per_token, cache_argument, left_mask, left_pad, text_config
 from lowpeak.rollout.native.decode_graphs import DecodeGraphs
 from lowpeak.rollout.native.decode_loop import DecodeLoop
@@ -43,7 +44,8 @@ class NativeEngine:
     `generate`. `kv_cache_bytes()` is read at each call, because a resumed run uses the value of its checkpoint.
     `on_tokens` receives, for each forward, the tokens added to completions and the sequences computed. `device` is
     where the engine computes, which may differ from the parameters' device (default: theirs); `graphs` the CUDA graphs of its
-    decode steps. Greedy tokens equal those of `model.generate(do_sample=False)` on each prompt alone.
+    decode steps, which turns do not use. With a `turn_lag` a conversation goes on exactly so many steps after its turn's end, so
+    that the bits of log-probs do not depend on the speed of tools; None: as soon as it can. Greedy tokens equal those of `model.generate(do_sample=False)` on each prompt alone.
     """
 
     gather_policy: Callable[[], AbstractContextManager[nn.Module]]
@@ -52,6 +54,7 @@ class NativeEngine:
     on_tokens: Callable[[int, int], None] | None = None
     device: torch.device | None = None
     graphs: DecodeGraphs | None = None
+    turn_lag: int | None = None
     policy_version: int | None = field(default=None, init=False)
     slice_form = SliceForm()
 
@@ -72,19 +75,30 @@ class NativeEngine:
         if self.policy_version is None:
             raise EngineError("The engine has no known weights yet: call load() before sample_turns().")
         with queue.answering(), self.gather_policy() as model, torch.no_grad():
-            answer_in_rounds(queue, partial(self._sample_round, model, sampling))
+            if unsupported_reason(model) is not None:
+                answer_in_rounds(queue, partial(self._sample_round, model, sampling))
+                return
+            # Ranks in lockstep wait for requests by taking part in the others' forwards.
+            poll = getattr(transformers_model(model).forward, "wait_in_step", None)
+            requests = RequestSchedule(queue, self.turn_lag, poll)
+            new_output = partial(self._new_output, model, sampling)
+            with _inference_mode(model):
+                TurnLoop(model, requests, self.kv_cache_bytes(), sampling, new_output, self.on_tokens).run()
+
+    def _new_output(self, model: nn.Module, sampling: Sampling, num_rows: int) -> OutputBuffer:
+        ends = (end_token_ids(model, self.tokenizer, sampling), StopStrings(self.tokenizer, sampling.stop))
+        device = self.device or next(model.parameters()).device
+        return OutputBuffer(num_rows, sampling.max_new_tokens, *ends, self.on_tokens, device)
 
     def _sample_round(self, model: nn.Module, sampling: Sampling, requests: Sequence[TurnRequest]) -> list[Completion]:
         """Return the turns of all requests, in waves that fit the KV cache."""
         new = max(request.max_tokens for request in requests)
         sampling = replace(sampling, num_generations=1, max_new_tokens=new)
         max_tokens = self.kv_cache_bytes() // bytes_per_token(model)
-        ends = (end_token_ids(model, self.tokenizer, sampling), StopStrings(self.tokenizer, sampling.stop))
-        device = self.device or next(model.parameters()).device
         turns: dict[int, Completion] = {}
         for wave in form_waves([len(request.ids) for request in requests], 1, new, max_tokens):
             indices = [sequence.prompt for sequence in wave]
-            output = OutputBuffer(len(wave), new, *ends, self.on_tokens, device)
+            output = self._new_output(model, sampling, len(wave))
             ids, keys = [requests[i].ids for i in indices], [requests[i].key for i in indices]
             decode_by_generate(model, ids, keys, sampling, output)
             turns.update(zip(indices, output.completions(), strict=True))
@@ -118,11 +132,8 @@ class NativeEngine:
         kv_cache_bytes = self.kv_cache_bytes()
         max_tokens = kv_cache_bytes // bytes_per_token(model)
         shape = ([len(prompt.ids) for prompt in prompts], sampling.num_generations, sampling.max_new_tokens, max_tokens)
-        ends = (end_token_ids(model, self.tokenizer, sampling), StopStrings(self.tokenizer, sampling.stop))
-        device = self.device or next(model.parameters()).device
         if unsupported_reason(model) is None:
-            num_rows = len(prompts) * sampling.num_generations
-            output = OutputBuffer(num_rows, sampling.max_new_tokens, *ends, self.on_tokens, device)
+            output = self._new_output(model, sampling, len(prompts) * sampling.num_generations)
             queue = PromptQueue(*shape)
             try:
                 with _inference_mode(model):
@@ -133,7 +144,7 @@ class NativeEngine:
             return output.completions()
         completions: dict[SequenceId, Completion] = {}
         for wave in form_waves(*shape):
-            output = OutputBuffer(len(wave), sampling.max_new_tokens, *ends, self.on_tokens, device)
+            output = self._new_output(model, sampling, len(wave))
             ids = [prompts[sequence.prompt].ids for sequence in wave]
             decode_by_generate(model, ids, sequence_keys(wave, prompts, sampling), sampling, output)
             completions.update(zip(wave, output.completions(), strict=True))

@@ -67,8 +67,9 @@ class StopStrings:
 
 
 class OutputBuffer:
-    """Tokens and log-probs of all sequences, on their device; a sequence ends by itself or at `max_new_tokens`.
+    """Tokens and log-probs of all sequences, on their device; a sequence ends by itself or at its most tokens.
 
+    These are `max_new_tokens`, or what `begin` sets for a sequence in the row of one that has ended.
     Shapes: R sequences, N of them that receive a token, C tokens of the longest completion. It takes 8 bytes per
     token.
     """
@@ -89,7 +90,13 @@ class OutputBuffer:
         self._ids_RC = torch.zeros(num_rows, max_new_tokens, dtype=torch.int32, device=device)
         self._logprobs_RC = torch.zeros(num_rows, max_new_tokens, device=device)
         self._written_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._most_R = torch.full_like(self._written_R, max_new_tokens)
         self._stopped_R = torch.zeros(num_rows, dtype=torch.bool, device=device)  # by a stop string
+
+    def begin(self, rows: Sequence[int], max_tokens: Sequence[int]) -> None:
+        """Empty these rows for sequences of at most so many tokens."""
+        rows_N, most_N = torch.tensor([rows, max_tokens]).to(self.device)
+        self._written_R[rows_N], self._stopped_R[rows_N], self._most_R[rows_N] = 0, False, most_N
 
     def add(self, rows_N: Tensor, draw: TokenDraw, num_computed: int) -> list[bool]:
         """Add the next tokens of running sequences, from a forward of `num_computed`; return which are finished.
@@ -118,7 +125,7 @@ class OutputBuffer:
         self._ids_RC[rows_N, positions_N] = tokens_N.to(torch.int32)
         self._logprobs_RC[rows_N, positions_N] = logprobs_N
         self._written_R[rows_N] = written_N = positions_N + 1
-        finished_N = self._is_end(tokens_N) | (written_N >= self._ids_RC.shape[1])
+        finished_N = self._is_end(tokens_N) | (written_N >= self._most_R[rows_N])
         # `isfinite` is four kernels.
         return torch.where(logprobs_N.abs() < math.inf, finished_N.to(torch.int8), _NON_FINITE)
 
@@ -150,15 +157,16 @@ class OutputBuffer:
         """Return at most the first tokens [N, num_tokens] of the rows, zeros beyond a row's end."""
         return self._ids_RC[rows_N, :num_tokens].long()
 
-    def completions(self) -> list[Completion]:
-        """Return the rows as completions; one that has not ended was truncated by its length."""
-        rows_R = torch.arange(len(self._written_R), device=self.device)
-        ended_R = self._is_end(self.newest(rows_R, self._written_R))
-        written_R, stopped_R = self._written_R.cpu(), (self._stopped_R | ended_R).tolist()
-        is_written_RC = torch.arange(self._ids_RC.shape[1]) < written_R[:, None]
+    def completions(self, rows: Sequence[int] | None = None) -> list[Completion]:
+        """Return the rows (None: all) as completions; one that has not ended was truncated by its length."""
+        rows_N = torch.tensor(range(len(self._written_R)) if rows is None else rows, dtype=torch.int64).to(self.device)
+        written_N = self._written_R[rows_N]
+        stopped = (self._stopped_R[rows_N] | self._is_end(self.newest(rows_N, written_N))).tolist()
+        counts = written_N.tolist()
+        is_written_NC = torch.arange(max(counts, default=0)) < torch.tensor(counts)[:, None]
         # Each row is a view of one tensor: separate tensors would take a thousand small copies.
-        ids, logprobs = (x.cpu()[is_written_RC] for x in (self._ids_RC, self._logprobs_RC))
-        counts = written_R.tolist()
+        written = (self._ids_RC, self._logprobs_RC)
+        ids, logprobs = (x[rows_N, : is_written_NC.shape[1]].cpu()[is_written_NC] for x in written)
         masks = torch.ones_like(ids, dtype=torch.bool).split(counts)
-        parts = zip(ids.split(counts), logprobs.split(counts), masks, stopped_R, strict=True)
+        parts = zip(ids.split(counts), logprobs.split(counts), masks, stopped, strict=True)
         return [Completion(i, p, mask, "stop" if ended else "length") for i, p, mask, ended in parts]
