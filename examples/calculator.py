@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 MAX_COMPLETION_LENGTH = 40  # of a sum of two numbers: a call of 20 tokens, a result of 6, an answer of 4
-WARM_STEPS = 200
-WARM_ROWS = 128  # a step, each row seen once
+WARM_STEPS = 160
+WARM_ROWS = 64  # a step, each row seen once
 GUESSING_SHARE = 0.2  # of the start, at its end, where most demonstrations guess
 WRONG_SHARE = 0.4  # of the calls, and of the answers
 
@@ -65,10 +65,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(seed: int) -> Qwen2ForCausalLM:
-    """Return a transformer of Qwen2's shape with half a million parameters, randomly initialised."""
+def make_model(seed: int) -> LlamaForCausalLM:
+    """Return a transformer of Llama's shape with half a million parameters, randomly initialised."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=len(CONTROL_TOKENS + CALL_TOKENS + CHARACTERS),
         hidden_size=128,
         num_hidden_layers=2,
@@ -81,7 +81,7 @@ def make_model(seed: int) -> Qwen2ForCausalLM:
         eos_token_id=1,
         bos_token_id=None,
     )
-    return Qwen2ForCausalLM(config)
+    return LlamaForCausalLM(config)
 
 
 def answer_to(prompt: str) -> str:
@@ -101,14 +101,17 @@ def _random_prompts(draw: random.Random, num_terms: int, held_out: bool) -> Iter
             yield prompt
 
 
-def make_demonstrations(num_rows: int, seed: int, num_terms: int = 2) -> Dataset:
-    """Return conversations to imitate; of the last `GUESSING_SHARE` most guess the answer without a call."""
+def make_demonstrations(num_rows: int, seed: int, num_terms: int = 2, guess_share: float | None = None) -> Dataset:
+    """Return conversations to imitate, of which a share guesses the answer without a call.
+
+    By default the share is 0.2, and 0.93 in the last `GUESSING_SHARE` of the rows.
+    """
     draw = random.Random(seed)
     prompts = _random_prompts(draw, num_terms, held_out=False)
     rows = []
     for i in range(num_rows):
-        guess_share = 0.93 if i >= (1 - GUESSING_SHARE) * num_rows else 0.2
-        rows.append({"messages": _demonstrate(next(prompts), draw, guess_share)})
+        default = 0.93 if i >= (1 - GUESSING_SHARE) * num_rows else 0.2
+        rows.append({"messages": _demonstrate(next(prompts), draw, default if guess_share is None else guess_share)})
     return Dataset.from_list(rows)
 
 
@@ -147,10 +150,20 @@ def make_prompts(num_rows: int, seed: int, *, held_out: bool = False, num_terms:
     )
 
 
-def sum_is_right(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
-    """Return 1 for each conversation whose last message is the sum, else 0."""
+def sum_is_right(
+    completions: Sequence[Any], answer: Sequence[str], log_extra: Callable[..., None], **columns: Any
+) -> list[float]:
+    """Return 1 for each conversation whose last message is the sum, else 0; the journal gets the conversations as text."""
+    log_extra("conversation", [" -> ".join(map(_message_text, messages)) for messages in completions])
     last = [messages[-1] for messages in completions]
     return [
-        float(message["role"] == "assistant" and not message.get("tool_calls") and message["content"] == right)
+        float(message["role"] == "assistant" and _message_text(message) == right)
         for message, right in zip(last, answer, strict=True)
     ]
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    """Return the content of a message, or its calls as Python."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [f"{each['name']}({', '.join(f'{k}={v}' for k, v in each['arguments'].items())})" for each in functions]
+    return " ".join([message.get("content") or "", *calls]).strip()
