@@ -28,16 +28,17 @@ calculator = load_example("calculator")
 GENERATIONS = 8
 LONGEST_CANNED = 100
 # Turns of each completion of a prompt; a text without <eos> was cut off by the length.
+OPENS, CLOSES = calculator.CALL_TOKENS
 CANNED = (
-    ("<|tool_call_start|>[add(a=12, b=30)]<|tool_call_end|><eos>", "42<eos>"),
-    ("<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|><|tool_call_start|>[add(a=3, b=4)]<|tool_call_end|><eos>", "7<eos>"),
+    (f"{OPENS}[add(a=12, b=30)]{CLOSES}<eos>", "42<eos>"),
+    (f"{OPENS}[add(a=1, b=2)]{CLOSES}{OPENS}[add(a=3, b=4)]{CLOSES}<eos>", "7<eos>"),
     ("7<eos>",),
-    ("<|tool_call_start|>[multiply(a=2, b=3)]<|tool_call_end|><eos>", "6<eos>"),
-    ("<|tool_call_start|>[add(a=5)]<|tool_call_end|><eos>", "none<eos>"),
-    ("<|tool_call_start|>[add(a=7, b=8)]<|tool_call_end|><eos>", "<|tool_call_start|>[add(a=15, b=9)]<|tool_call_end|><eos>", "24<eos>"),
-    ("a call: <|tool_call_start|>[add(a=2, b=2)]<|tool_call_end|><eos>", "4<eos>"),
+    (f"{OPENS}[multiply(a=2, b=3)]{CLOSES}<eos>", "6<eos>"),
+    (f"{OPENS}[add(a=5)]{CLOSES}<eos>", "none<eos>"),
+    (f"{OPENS}[add(a=7, b=8)]{CLOSES}<eos>", f"{OPENS}[add(a=15, b=9)]{CLOSES}<eos>", "24<eos>"),
+    (f"a call: {OPENS}[add(a=2, b=2)]{CLOSES}<eos>", "4<eos>"),
     ("1" * LONGEST_CANNED,),
-)  # fmt: skip
+)
 # How transformers reads a call of the calculator's template; lowpeak finds the format itself.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
