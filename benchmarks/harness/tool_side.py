@@ -39,7 +39,7 @@ CANNED = (
     (f"a call: {OPENS}[add(a=2, b=2)]{CLOSES}<eos>", "4<eos>"),
     ("1" * LONGEST_CANNED,),
 )
-# How transformers reads a call of the calculator's template; lowpeak finds the format itself.
+# How transformers reads a call of the calculator's template: both sides read alike. lowpeak alone would find a format.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<assistant>",
@@ -156,8 +156,7 @@ def make_trainer(request: ToolRequest) -> tuple[Any, TokenCount]:
     package = importlib.import_module(request.library)
     tokenizer = AutoTokenizer.from_pretrained(request.start)
     tokenizer.chat_template = calculator.CHAT_TEMPLATE
-    if request.library != OURS:
-        tokenizer.response_template = RESPONSE_TEMPLATE
+    tokenizer.response_template = RESPONSE_TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(request.start)
     count = TokenCount(model, tokenizer)
     reward = number_of_messages if request.canned else calculator.sum_is_right
