@@ -41,7 +41,7 @@ MODEL ?=
 TASK ?=
 # torch's, oneDNN's and MKL's kernels for the oldest processors, which every x86-64 processor runs.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
-KILLS ?= 30 # of runs, at random moments
+KILLS ?= 30 # of runs at random moments, and two thirds as many of the quickstart's command
 NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/logprobs
 # A file's tests stay in one process, for what they have made together; the files in their order, which has the longest first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
@@ -70,9 +70,11 @@ $(CORE): pyproject.toml constraints.txt requirements.txt
 	@$(PIP) --no-deps --editable .
 	@touch $@
 
-$(READY): $(CORE) requirements-test.txt
+# TRL's wheel is unpacked beside the packages: tests read its scripts and import its callbacks, lowpeak never does.
+$(READY): $(CORE) requirements-test.txt requirements-trl.txt
 	@echo "installing what the tests need"
 	@$(LOCKED) requirements-test.txt
+	@$(LOCKED) requirements-trl.txt --upgrade --target $(VENV)/trl
 	@echo "compiling what DeepSpeed needs on CPUs (once, with gcc)"
 	@DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
 	@touch $@
@@ -128,7 +130,7 @@ test-wheel: $(READY)
 	bash .ci/wheel
 
 test-release:
-	@echo "make test-release: about 50 minutes on two cores; before a release, and after a change of its subject"
+	@echo "make test-release: about an hour on two cores; before a release, and after a change of its subject"
 	@$(MAKE) --no-print-directory $(READY) $(VLLM_READY) smollm2
 	$(PYTEST) $(BY_FILE) -m release $(IN_OTHER_TARGETS)
 	$(VLLM_PYTEST) -m release tests/with_vllm
@@ -174,6 +176,7 @@ test-newest:
 update-locks: $(UV)
 	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra examples --no-emit-package triton -o requirements.txt
 	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra examples --extra test -o requirements-test.txt
+	echo 'trl==1.16.0' | $(UV) pip compile --quiet --no-deps --no-header - -o requirements-trl.txt
 	echo mkdocs | $(UV) pip compile --quiet --upgrade --no-header - -o requirements-docs.txt
 	{ $(OLDEST_PINS); printf '%s\n' pytest pytest-timeout pytest-xdist; } | $(UV) pip compile --quiet --upgrade \
 		pyproject.toml - -c constraints.txt --extra peft --no-emit-package triton -o requirements-oldest.txt

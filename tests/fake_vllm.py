@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -32,7 +34,8 @@ def _noted(event):
 class ScriptedVllm:
     """A vLLM without a model: `script` returns each request's tokens, or its whole `Answer`.
 
-    `waves` are the requests of each call to `complete`, `weights` the pieces of the last push: an adapter's beside its base's.
+    `waves` are the requests of each call to `complete`, `started` those of `start`; `weights` the pieces of the last push: an
+    adapter's beside its base's.
     Faults: after `dies_after` more answers it is lost and restarts without weights; it omits `answers_short` answers; an answer
     takes `seconds`; a push raises `push_error`; `restart()` and `hold(version)` change its weights behind the engine's back.
     """
@@ -41,6 +44,9 @@ class ScriptedVllm:
         self._script = script
         self._facts = facts
         self.waves = []
+        self.started = []
+        self._running = []
+        self._lock = threading.Lock()
         self.calls = []
         self.events = []
         self.dies_after = None
@@ -116,6 +122,30 @@ class ScriptedVllm:
             answers[i] = self._answer(request)
         return list(answers.values())[: len(answers) - self.answers_short]
 
+    def start(self, request, timeout=None):
+        """Answer the request at a later `step`; a server, which does not limit itself to its cache, steps by itself."""
+        self.started.append(request)
+        future = Future()
+        self._running.append((request, future))
+        if not self._facts.limits_to_cache:
+            threading.Timer(self.seconds, self.step).start()
+        return future
+
+    def step(self):
+        """Answer the request that started first."""
+        with self._lock:
+            self._running = [(request, future) for request, future in self._running if not future.cancelled()]
+            if self.dies_after == 0:
+                self.dies_after = None
+                self.restart()
+                lost, self._running = self._running, []
+                for _, future in lost:
+                    future.set_exception(_lost("The scripted vLLM died.", {}))
+            if self._running:
+                request, future = self._running.pop(0)
+                self.dies_after = None if self.dies_after is None else self.dies_after - 1
+                future.set_result(self._answer(request))
+
     pause, resume, wake, close = map(_noted, ("pause", "resume", "wake", "close"))
 
     def sleep(self):
@@ -165,12 +195,12 @@ def slices(values=(1.0, 2.0)):
     yield WeightSlice("weight", (len(values),), torch.float32, 0, tensor)
 
 
-def engine_over(*vllms, sharing=None, adapter=None, load=True, **settings):
+def engine_over(*vllms, sharing=None, adapter=None, load=True, num_tokens=13, **settings):
     """An engine over these vLLMs, awake and, with `load`, with weights of version 0."""
     made = VllmEngine(
         lambda: vllms,
         replace(SETTINGS, **settings),
-        PolicyFacts(lambda sampling: {END, *sampling.stop_token_ids}, 13, adapter),
+        PolicyFacts(lambda sampling: {END, *sampling.stop_token_ids}, num_tokens, adapter),
         sharing or EngineSharing(Ranks()),
     )
     made.wake()

@@ -19,7 +19,8 @@ def online_run(folder: Path, num_steps: int = 4, per_step: int = 4, **changes: A
         numbers = range((step - 1) * per_step, step * per_step)
         rows = [
             {"prompt": f"prompt {step}", "completion": f"text {i}", "reward": float(i), "advantage": float(-i)}
-            | {"group": 0, "num_tokens": 3, "finish_reason": "stop", "my_reward": float(i)}
+            | {"rollout": step - 1, "group": 0, "policy_version": step - 1, "num_tokens": 3, "finish_reason": "stop"}
+            | {"rewards": {"my_reward": float(i)}, "columns": {"answer": f"{i}"}}
             | changes
             for i in numbers
         ]

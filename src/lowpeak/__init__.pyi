@@ -14,6 +14,13 @@ from lowpeak.arguments.declare import never as never
 from lowpeak.arguments.declare import redeclared as redeclared
 from lowpeak.arguments.online import OnlineSettings as OnlineSettings
 from lowpeak.arguments.rollout import Sampling as Sampling
+from lowpeak.cli.trl_scripts import DatasetMixtureConfig as DatasetMixtureConfig
+from lowpeak.cli.trl_scripts import ModelConfig as ModelConfig
+from lowpeak.cli.trl_scripts import ScriptArguments as ScriptArguments
+from lowpeak.cli.trl_scripts import TrlParser as TrlParser
+from lowpeak.cli.trl_scripts import get_dataset as get_dataset
+from lowpeak.cli.trl_scripts import get_peft_config as get_peft_config
+from lowpeak.cli.trl_scripts import get_quantization_config as get_quantization_config
 from lowpeak.errors import ArgumentError as ArgumentError
 from lowpeak.errors import LowpeakError as LowpeakError
 from lowpeak.records import Completion as Completion

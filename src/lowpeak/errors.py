@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,6 +29,11 @@ def shorten_names(names: Iterable[str], most: int = 3) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(ordered[:most]) + more
+
+
+def closest_name(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean 'x'?` for the known name that differs by few letters; empty if there is none."""
+    return "".join(f"did you mean {close!r}?" for close in get_close_matches(name, list(known), n=1, cutoff=0.81))
 
 
 def first_line(error: BaseException | None) -> str:

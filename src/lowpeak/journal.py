@@ -5,22 +5,23 @@
     tokens.jsonl        token values of some completions: text, log-prob, entropy, mismatch and loss mask
     evaluations.jsonl   the metrics of each evaluation during training
     events.jsonl        resumed runs, lost engines, and sizes that measured peaks corrected
+    tool_results.jsonl  the results of tool calls, which a resumed run uses again
 
-pandas (`read_json(path, lines=True)`) and polars (`read_ndjson(path, infer_schema_length=None)`) read these files. Each line
-is one append, so a kill between lines leaves only complete ones. Linux can end even one write early when it kills a process
-(seen with lines of 100 kB, never with 4 kB): `read_rows` skips such an incomplete last line, and a resumed run removes it.
-NaN and infinities become null, because JSON has neither.
+pandas (`read_json(path, lines=True)`) and polars (`read_ndjson(path, infer_schema_length=None)`) read these files. A file of
+64 MiB is renamed to `rollouts.00001.jsonl`, and so on, before the lines of the next rollout are written, so the order of names
+is the order of lines. Each line is one append, so a kill between lines leaves only complete ones. Linux can end even one write
+early when it kills a process (seen with lines of 100 kB, never with 4 kB): `read_rows` skips such an incomplete last line, and
+a resumed run removes it. NaN and infinities become null, because JSON has neither.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import logging
 import math
-import mmap
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +36,11 @@ ROLLOUTS = "rollouts"
 TOKENS = "tokens"
 EVALUATIONS = "evaluations"
 EVENTS = "events"
+TOOL_RESULTS = "tool_results"
+FORMAT = 2  # of the lines of completions
 
+_NAMES = (STEPS, ROLLOUTS, TOKENS, EVALUATIONS, EVENTS, TOOL_RESULTS)
+_FULL_FILE = 1 << 26  # bytes
 _INT64 = 2**63
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -46,12 +51,12 @@ logger = logging.getLogger(__name__)
 class Journal:
     """A writer of a run's files in `folder`.
 
-    Rank 0 writes; the other ranks pass `writes=False`. When the first line is written, files of an earlier run are renamed to
-    `steps.1.jsonl`, `rollouts.1.jsonl`, ..., unless `resume_at` was called to continue them. A full disk raises
+    Rank 0 writes; the other ranks pass `writes=False`. When the first line of a run is written, an earlier run's folder is moved
+    to `earlier-1/` next to it, and so on, unless `resume_at` was called to continue its files. A full disk raises
     `CheckpointError`.
 
         journal = Journal(folder, writes=rank == 0)
-        journal.check()                                              # before anything trains
+        journal.begin_run()                                          # before anything trains
         journal.resume_at(step)                                      # only when a run is resumed
         journal.write_rollout(step, rows)                            # at a rollout's first step
         journal.write_step(step, metrics)
@@ -64,28 +69,33 @@ class Journal:
         self._owns_files = False  # whether the files in `folder` are this run's
         self._written = False
 
-    def check(self) -> None:
-        """Raise CheckpointError if another kind of file is in the place of the folder or of a file."""
+    def begin_run(self) -> None:
+        """Begin a run, with new files unless `resume_at` follows.
+
+        Raises CheckpointError if another kind of file is in the place of the folder or of a file.
+        """
+        self._owns_files = self._written = False
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file, but the journal needs a folder there: move or remove it.")
-        for path in _paths(self.folder):
+        for path in self._files():
             if path.is_dir():
                 raise CheckpointError(f"{path} is a folder, but the journal needs a file there: move or remove it.")
-            if path.is_symlink() or path.exists():
-                os.close(open_without_symlink(path, os.O_RDONLY))
+            os.close(open_without_symlink(path, os.O_RDONLY))
 
     def resume_at(self, step: int) -> None:
         """Continue the files after `step`: remove the lines of later steps, and an incomplete last line.
 
-        Events stay: they tell what happened, and the run may do their steps again without them. Each file is replaced by a
-        synced copy, so a kill leaves either the old file or the new one.
+        Events stay: they tell what happened, and the run may do their steps again without them. Tools' results stay, so that
+        the steps get the same ones. Each file is replaced by a synced copy, so a kill leaves either the old file or the new one.
         """
         if not self._writes:
             return
         with _write_errors(self.folder):
-            for path in _paths(self.folder):
-                if path.exists():
-                    _remove_later_lines(path, math.inf if path.stem == EVENTS else step)
+            for name in _NAMES:
+                until = math.inf if name in (EVENTS, TOOL_RESULTS) else step
+                for path in reversed(journal_files(self.folder, name)):
+                    if _remove_later_lines(path, until):
+                        break  # steps ascend: earlier files keep all lines
         self._owns_files = True
 
     def write_step(self, step: int, row: Mapping[str, Any]) -> None:
@@ -93,8 +103,8 @@ class Journal:
         self._append(STEPS, step, [row])
 
     def write_rollout(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append one line per completion (prompt, completion, rewards, advantage); `step` is the rollout's first step."""
-        self._append(ROLLOUTS, step, rows)
+        """Append one line per completion, those of `completion_rows`; `step` is the rollout's first step."""
+        self._append(ROLLOUTS, step, ({"format": FORMAT} | dict(row) for row in rows))
 
     def write_tokens(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append token values of completions; `row` of each is the index of its line among the rollout's lines."""
@@ -108,15 +118,25 @@ class Journal:
         """Append an event after `step`, with the time in seconds since 1970."""
         self._append(EVENTS, step, [{"time": time.time(), "event": event, **details}])
 
+    def write_tool_result(self, step: int, row: Mapping[str, Any]) -> None:
+        """Append the result of a tool's call when it arrives; `step` is the rollout's first step.
+
+        The row has `key` (a hash of all that the call depends on), `name`, `arguments`, `result` or `error`, and `seconds`.
+        `read_tool_results` finds it by its key.
+        """
+        self._append(TOOL_RESULTS, step, [row])
+
     def sync(self) -> None:
         """Wait until all lines are on disk."""
         # Called before a checkpoint, which must not outlive the lines of the steps before it.
         if not self._writes:
             return
         with _write_errors(self.folder):
-            for path in _paths(self.folder):
-                if path.exists():
-                    fsync_path(path)
+            for path in self._files():
+                fsync_path(path)
+
+    def _files(self) -> list[Path]:
+        return [path for name in _NAMES for path in journal_files(self.folder, name)]
 
     def _append(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         if not self._writes:
@@ -124,12 +144,12 @@ class Journal:
         with _write_errors(self.folder):
             if self._written and not self.folder.exists():
                 self._warn_of_removal(step)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._written = True
             if not self._owns_files:
-                _rename_earlier_files(self.folder)
-                self._owns_files = True
+                _move_earlier_run(self.folder)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._owns_files = self._written = True
             path = self.folder / f"{name}.jsonl"
+            _number_full_file(path)
             with os.fdopen(
                 open_without_symlink(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0
             ) as file:
@@ -149,22 +169,25 @@ class Journal:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of `steps.jsonl` in order, without an incomplete last line.
-
-    The list is empty if there is no file.
-    """
+    """Return the rows of steps in order, without an incomplete last line; none if there is no file."""
     return list(read_rows(folder, STEPS))
 
 
 def read_rows(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file in order, without incomplete and damaged lines; none if there is no file."""
-    path = folder / f"{name}.jsonl"
-    if path.exists():
+    """Yield the rows of a name's files in order, without incomplete and damaged lines; none if there is no file."""
+    for path in journal_files(folder, name):
         yield from (row for _, row in _read_lines(path))
 
 
-def _paths(folder: Path, number: str = "") -> list[Path]:
-    return [folder / f"{name}{number}.jsonl" for name in (STEPS, ROLLOUTS, TOKENS, EVALUATIONS, EVENTS)]
+def read_tool_results(folder: Path, after: int) -> dict[str, dict[str, Any]]:
+    """Return the tools' results of rollouts that begin after step `after`, by their keys."""
+    return {row["key"]: row for row in read_rows(folder, TOOL_RESULTS) if row["step"] > after}
+
+
+def journal_files(folder: Path, name: str) -> list[Path]:
+    """Return the files of a name (STEPS, ROLLOUTS, ...) in the order of their lines."""
+    pattern = re.compile(rf"{name}(\.\d{{5}})?\.jsonl")
+    return sorted(path for path in folder.glob(f"{name}*.jsonl") if pattern.fullmatch(path.name))
 
 
 def _json_value(value: Any) -> Any:
@@ -217,35 +240,45 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 logger.warning("%s: line %d is incomplete or damaged and is skipped.", path, number)
 
 
-def _remove_later_lines(path: Path, step: float) -> None:
+def _remove_later_lines(path: Path, step: float) -> bool:
+    """Remove lines of later steps and damaged ones, and a file that has no others; return whether it has others."""
     copy = path.with_name(f"{path.name}.new")
     with os.fdopen(open_without_symlink(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.writelines(line for line, row in _read_lines(path) if row["step"] <= step)
+        keeps_lines = file.tell() > 0
         file.flush()
         os.fsync(file.fileno())
     os.replace(copy, path)
+    if not keeps_lines:
+        path.unlink()
     fsync_path(path.parent)
+    return keeps_lines
 
 
-def _rename_earlier_files(folder: Path) -> None:
-    """Rename an earlier run's files to the first number that is free for all.
+def _move_earlier_run(folder: Path) -> None:
+    """Move an earlier run's folder into the last `earlier-K` next to it, or the next one if that has a journal."""
+    # Its checkpoints are already in that folder, if it has some.
+    last_files = [files[-1] for name in _NAMES if (files := journal_files(folder, name))]
+    if not last_files:
+        return
+    for path in last_files:
+        _remove_later_lines(path, math.inf)
+    found = (re.fullmatch(r"earlier-(\d+)", path.name) for path in folder.parent.iterdir())
+    number = max((int(match[1]) for match in found if match), default=1)
+    if (folder.parent / f"earlier-{number}" / folder.name).exists():
+        number += 1
+    earlier = folder.parent / f"earlier-{number}"
+    earlier.mkdir(exist_ok=True)
+    os.replace(folder, earlier / folder.name)
 
-    Incomplete last lines are removed.
-    """
-    numbered = (_paths(folder, f".{number}") for number in itertools.count(1))
-    free = next(paths for paths in numbered if not any(path.exists() for path in paths))
-    for path, new_path in zip(_paths(folder), free, strict=True):
-        if path.exists():
-            _remove_incomplete_line(path)
-            os.replace(path, new_path)
 
-
-def _remove_incomplete_line(path: Path) -> None:
-    with os.fdopen(open_without_symlink(path, os.O_RDWR), "rb+") as file:
-        if path.stat().st_size:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                end = data.rfind(b"\n") + 1
-            file.truncate(end)
+def _number_full_file(path: Path) -> None:
+    """Give a full file the next number, so that a new one follows it."""
+    if not os.path.lexists(path) or path.lstat().st_size < _FULL_FILE:
+        return
+    *numbered, _ = journal_files(path.parent, path.stem)
+    number = int(numbered[-1].name.split(".")[1]) + 1 if numbered else 1
+    os.replace(path, path.with_name(f"{path.stem}.{number:05}.jsonl"))
 
 
 @contextmanager

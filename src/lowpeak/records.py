@@ -87,6 +87,7 @@ class Completion:
     `logprobs` are of the full softmax at the sampling temperature, before top-k, top-p and penalties. `loss_mask` is False for
     tokens that the policy did not generate (a tool's answer): they are context only. `prompt_ids` replaces the group's prompt
     for this completion (a `rollout_func` may change it); None: unchanged. `extra` are columns that a `rollout_func` added.
+    `policy_versions` are those that generated the tokens; None: the rollout's.
     From stage 7 on `loss_mask` is the loss's: no token of a truncated completion with mask_truncated_completions.
     """
 
@@ -97,6 +98,7 @@ class Completion:
     prompt_ids: tuple[int, ...] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     conversation: Conversation | None = None
+    policy_versions: Tensor | None = None  # int32 [C]
 
     def __len__(self) -> int:
         return self.ids.numel()

@@ -28,7 +28,7 @@ from lowpeak.arguments.ppo import resolve_critic, resolve_ppo
 from lowpeak.arguments.rloo import resolve_rloo
 from lowpeak.arguments.validation import EffectReport, idle_arguments, reset_idle_arguments
 from lowpeak.errors import ArgumentError
-from lowpeak.trainers.constructor import base_arguments
+from lowpeak.trainers.constructor import base_arguments, passed_or_named
 
 ONLINE = {
     GRPOConfig: resolve_grpo,
@@ -52,7 +52,7 @@ ALWAYS_ACT = {
         report_to eval_strategy eval_on_start push_to_hub restore_callback_states_from_checkpoint full_determinism
         skip_memory_metrics tf32 use_cpu""",
     "accelerate": "accelerator_config parallelism_config fsdp deepspeed local_rank",
-    "scripts": "do_train resume_from_checkpoint",
+    "scripts": "do_train",
 }
 
 
@@ -87,7 +87,8 @@ def outcome(config, folder, said):
         return str(error)
     inner = base_arguments(acted)
     of_transformers = {f.name: getattr(inner, f.name) for f in fields(TrainingArguments)}
-    return settings, of_transformers, idle_arguments(args, facts)
+    models = [passed_or_named([], args, name) for name in ("sft_model_path", "reward_model_path")]
+    return settings, of_transformers, models, idle_arguments(args, facts)
 
 
 @pytest.mark.parametrize(("config", "others", "name", "value"), CASES, ids=str)

@@ -106,7 +106,7 @@ RULES = {
             "numpy",
             *_rooms("training", "trainers", "data", "rewards", "selftest"),
         ),
-        not_who=("lowpeak.cli.parser",),  # which a command imports that trains
+        not_who=("lowpeak.cli.parser", "lowpeak.cli.trl_scripts"),  # imported by commands and scripts that train
         only_at_start=True,
     ),
     "process groups are named by ranks, strategies and rehearsed ranks alone": Rule(

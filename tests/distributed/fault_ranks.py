@@ -352,6 +352,14 @@ def leave_alone(place: Path, strategy: str = "ddp") -> None:
     note(place, weights=weights(trainer), logs=logs, flos=flos, tokens=tokens)
 
 
+def resume_automatically(place: Path) -> None:
+    """The run of the tests of restarts, once more by the same script."""
+    saves: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    trainer = run_with(place, spread, "fsdp2", resume_from_checkpoint="auto", **saves)
+    trainer.train()
+    note(place, steps=trainer.state.global_step)
+
+
 def choose(place: Path) -> None:
     """Rank 1's memory is full and its model's attention takes no forest; its reward fails beside a sharded reward model."""
     PartialState(cpu=True)

@@ -19,7 +19,8 @@ import torch
 from setups import build, prepare, seen, spread, weights
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from child_processes import free_port, run_ranks, succeed
+from child_processes import free_port, run_ranks, succeed, succeed_on_ranks
+from file_damage import harm
 from lowpeak.journal import read_rows, read_steps
 
 
@@ -37,7 +38,7 @@ def is_fatal(state: Any) -> bool:
     return (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], state.global_step) == ("0", "1", 3)
 
 
-def be_killed(place: Path) -> None:
+def be_killed(place: Path, resume: str | None = None) -> None:
     """Rank 1 dies while it judges the fourth rollout."""
 
     def killed_once(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
@@ -45,7 +46,8 @@ def be_killed(place: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return spread(completions)
 
-    train(build_saving("fsdp2", place, killed_once), place)
+    killed_once.__name__ = spread.__name__  # rewards are known by their names
+    train(build_saving("fsdp2", place, killed_once, resume_from_checkpoint=resume), place)
 
 
 def exhaust_memory(place: Path) -> None:
@@ -60,8 +62,8 @@ def exhaust_memory(place: Path) -> None:
     train(trainer, place)
 
 
-def build_saving(strategy: str, place: Path, reward: Any) -> Any:
-    arguments = {**prepare(strategy), "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+def build_saving(strategy: str, place: Path, reward: Any, **more: Any) -> Any:
+    arguments = {**prepare(strategy), "max_steps": 6, "save_strategy": "steps", "save_steps": 2, **more}
     return build("GRPO", place / "run", arguments, rewards=reward)
 
 
@@ -83,7 +85,6 @@ def restarted(train: Callable[[Path], None], place: Path) -> dict[str, Any]:
     succeed(run_under_agent, train, place, free_port())
     found = json.loads((place / "result.json").read_text())
     assert (found["restarts"], found["steps"]) == (1, 6)
-    assert f"Restart 1: resuming from {place / 'run/checkpoint-2'}." in (place / "log").read_text()
     return found
 
 
@@ -96,7 +97,9 @@ def test_a_zero3_run_that_runs_out_of_memory_goes_on_by_itself_with_smaller_size
 
 def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_path):
     found = restarted(be_killed, tmp_path)
-    assert "rank 1 is gone" in (tmp_path / "log").read_text()
+    told = (tmp_path / "log").read_text()
+    assert f"Restart 1: resuming from {tmp_path / 'run/checkpoint-2'}." in told
+    assert "rank 1 is gone" in told
     assert [row["step"] for row in read_steps(tmp_path / "run/journal")] == [1, 2, 3, 4, 5, 6]
     (event,) = read_rows(tmp_path / "run/journal", "events")
     assert (event["step"], event["event"], event["restarts"]) == (2, "resumed", 1)
@@ -104,3 +107,20 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_p
     assert [json.loads(line)["step"] for line in lines] == [step for step in range(1, 7) for _ in range(8)]
     run_ranks(fault_ranks.leave_alone, tmp_path / "alone", "fsdp2")
     assert found["weights"] == seen(tmp_path / "alone")[0]["weights"]
+
+
+def train_automatically(place: Path) -> None:
+    be_killed(place, resume="auto")
+
+
+@pytest.mark.extended
+def test_a_restart_and_a_new_launch_of_a_run_that_resumes_by_itself_agree_on_its_checkpoint(tmp_path):
+    restarted(train_automatically, tmp_path)
+    (event,) = read_rows(tmp_path / "run/journal", "events")
+    assert (event["step"], event["event"], event["restarts"]) == (2, "resumed", 1)
+    harm(tmp_path / "run/checkpoint-6/trainer_state.json", "truncated")  # a file that one of the ranks reads
+    succeed_on_ranks(fault_ranks.resume_automatically, tmp_path)
+    found = seen(tmp_path)
+    assert [each["steps"] for each in found] == [6, 6]
+    assert [row["step"] for row in read_steps(tmp_path / "run/journal")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in read_rows(tmp_path / "run/journal", "events")] == [2, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -16,8 +17,10 @@ from accelerate import PartialState
 from setups import build, error_of, named_models, note, prepare, rank, seen, weights
 
 from child_processes import succeed_on_ranks
+from conversations import converse, ids_of
 from fake_vllm import SAMPLING, engine_over, prompts, said, scripted
 from lowpeak.ranks import Ranks
+from lowpeak.rollout.turns import Key
 from lowpeak.vllm.engine import EngineSharing, VllmEngine
 from lowpeak.vllm.requests import sequence_requests
 from lowpeak.vllm.server import ServerVllm
@@ -87,6 +90,10 @@ def stop_while_one_waits(place: Path) -> None:
     note(place, error=text, seconds=time.monotonic() - began[0] if began else None)
 
 
+def uneven(conversation: Key, turn: int) -> float:
+    return 0.01 * ((sum(conversation) + turn) % 3)
+
+
 def share_prompts(place: Path) -> None:
     """A team of two asks the same requests in the same order, and each keeps the answers to its own prompts."""
     PartialState(cpu=True)
@@ -96,6 +103,9 @@ def share_prompts(place: Path) -> None:
     own = prompts(2 - rank(), first=10 * rank())  # one rank has two prompts, the other one
     groups = engine.generate(own, replace(SAMPLING, num_generations=2))
     none = engine.generate(own if rank() == 0 else [], SAMPLING)
+    turns = scripted(said, limits_to_cache=True)
+    engine = engine_over(turns, sharing=EngineSharing(engine_ranks), batch_size=2)
+    talks = [converse(engine, asked, SAMPLING, seconds=uneven) for asked in (own, own if rank() == 0 else [])]
     alone = Ranks().subgroup(1)
     note(
         place,
@@ -103,6 +113,8 @@ def share_prompts(place: Path) -> None:
         serials=[group.prompt.serial for group in groups],
         answers=[[one.ids.tolist() for one in group.completions] for group in groups],
         none=len(none),
+        started=[[request.prompt_ids, request.params["seed"]] for request in turns.started],
+        talks=[ids_of(each) for each in talks],
         alone=[alone.rank, alone.world_size, alone.gather(rank()), alone.sum([1.0])],
         team=[engine_ranks.rank, engine_ranks.world_size, engine_ranks.gather(rank())],
     )
@@ -154,6 +166,12 @@ def test_a_team_asks_the_same_in_the_same_order_and_each_keeps_its_own(tmp_path)
         expected = [list(said(row.request)) for row in rows if row.number < 2]
         assert [ids for group in found["answers"] for ids in group] == expected
     assert (first["none"], second["none"]) == (2, 0)
+    assert first["started"] == second["started"]
+    assert len(first["started"]) == 3 * (12 + 8)  # turns of both ranks' conversations, then of one's
+    for found, own in ((first, prompts(2)), (second, prompts(1, first=10))):
+        expected = ids_of(converse(engine_over(scripted(limits_to_cache=True)), own, SAMPLING))
+        lists = json.loads(json.dumps(expected))
+        assert found["talks"] == [lists, lists if found is first else []]
     assert first["team"] == [0, 2, [0, 1]]
     assert second["team"] == [1, 2, [0, 1]]
     assert (first["alone"], second["alone"]) == ([0, 1, [0], [1.0]], [0, 1, [1], [1.0]])

@@ -17,6 +17,7 @@ from lowpeak.parallel.partial_gather import Gatherer, find_sharded_parameters
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine
 from tiny_models import char_tokenizer, footprint, tiny_model
+from turn_programs import Programs
 
 SHARDED = mark_extended(["fsdp2", "zero3"], ["fsdp2"])
 # Ranks have different numbers and lengths of prompts; in the second round the second rank has none at all.
@@ -54,14 +55,14 @@ def without_room_at(number: int, on_rank: int, error: Exception) -> Any:
 class Trying(TrainerCallback):
     """Between the first step and the second, what a run must survive."""
 
-    def __init__(self, trainer: Any, found: dict[str, Any], name: str) -> None:
-        self._trainer, self._found, self._name = trainer, found, name
+    def __init__(self, trainer: Any, found: dict[str, Any], name: str, place: Path) -> None:
+        self._trainer, self._found, self._name, self._place = trainer, found, name, place
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
             self._found[self._name] = try_budgets(self._trainer)
             if self._name == "tied":
-                self._found.update(try_failures(self._trainer))
+                self._found.update(try_failures(self._trainer), turns=try_turns(self._trainer, self._place))
 
 
 def train_all(place: Path, strategy: str) -> None:
@@ -69,7 +70,7 @@ def train_all(place: Path, strategy: str) -> None:
     for name, options in {"tied": {}, "untied": {"tied": False}, "odd": {"vocab_size": 15}}.items():
         model = tiny_model(**{"vocab_size": 14, "layers": 4, **options})
         trainer = build("GRPO", place / name, {**prepare(strategy), "max_steps": 2}, model=model)
-        trainer.add_callback(Trying(trainer, found, name))
+        trainer.add_callback(Trying(trainer, found, name, place))
         trainer.train()
         found[name]["loss"] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         forget()
@@ -95,6 +96,26 @@ def try_budgets(trainer: Any) -> dict[str, Any]:
             ids, max_new_tokens=3 + 2 * rank(), do_sample=False, eos_token_id=None
         ).tolist()
     return found
+
+
+def try_turns(trainer: Any, place: Path) -> list[tuple[tuple[int, int], list[int]]]:
+    """The turns of this rank's conversations; those of the second rank wait until the first rank's have ended."""
+    ended = place / "ended"
+    engine = NativeEngine(
+        lambda: trainer.run.strategy.gather_for_inference(trainer.model_wrapped, 0),
+        trainer.processing_class,
+        lambda: 1 << 22,
+    )
+    engine.load((), 1)
+    programs = Programs(
+        prompts_of(TEXTS["uneven"][rank()]),
+        Sampling(2, 40 - 9 * rank(), seed=2, stop_token_ids=(3, 4)),
+        is_ready=ended.exists if rank() else lambda: True,
+        on_end=ended.touch if rank() == 0 else lambda: None,
+    )
+    log = programs.run(engine)
+    assert programs.failures == []
+    return [(request.conversation, turn.ids) for request, turn in log]
 
 
 def try_failures(trainer: Any) -> dict[str, Any]:
@@ -140,6 +161,14 @@ def test_tokens_are_the_same_at_every_budget_and_under_every_strategy(runs, stra
 def test_transformers_own_generate_runs_on_a_sharded_model(runs, strategy):
     for number in (0, 1):
         assert runs[strategy, number]["tied"]["generate"] == runs["ddp", number]["tied"]["generate"]
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_rank_whose_conversations_wait_takes_part_and_the_others_do_not_wait(runs, strategy):
+    for number in (0, 1):
+        turns = runs[strategy, number]["turns"]
+        assert len(turns) > len({tuple(conversation) for conversation, _ in turns})
+        assert turns == runs["ddp", number]["turns"]
 
 
 @pytest.mark.parametrize("part", ["", "model.layers.1.mlp", "model.norm", "model.rotary_emb"])

@@ -1,8 +1,12 @@
-"""Kill runs by SIGKILL at random moments, resume them, and compare how they end: `random_kills.py [KILLS SEED [KIND...]]`.
+"""Kill runs at random moments, start them again, and compare how they end: `random_kills.py [KILLS SEED [KIND...]]`.
 
-A run trains, saves after each step and exports its model. It is killed at a moment drawn from its whole length (starting, resuming,
-training, saving, exporting), started again, and so on until it ends by itself. Its exported weights and its journal must be those
-of the run that was left alone, and an export that exists at any time must be the whole one.
+A run trains, saves after each step and exports its model. It is killed by SIGKILL at a moment drawn from its whole length
+(starting, resuming, training, saving, exporting), started again in the same way, and so on until it ends by itself. Its exported
+weights and its journal must be those of the run that was left alone, and an export that exists at any time must be the whole one.
+Started once more it must end well and change neither.
+
+`quickstart` is the command of examples/grpo.yaml on the files of the tiny quickstart. It saves every fifth step, and SIGKILL and
+SIGTERM alternate, so early that one run is killed about 20 times.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -23,12 +29,15 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "distributed")]
+EXAMPLES = HERE.parents[1] / "examples"
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "distributed"), str(EXAMPLES)]
 
 import fault_runs  # noqa: E402
+import quickstart  # noqa: E402
 import setups  # noqa: E402
 
 import child_processes  # noqa: E402
+from lowpeak.cli.commands import main as run_command  # noqa: E402
 
 SECONDS = 300.0  # until a run that is left alone has ended
 SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 6}
@@ -56,11 +65,16 @@ def build_adapter(folder: Path) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of run: who builds its trainer, on how many ranks, and its share of the kills."""
+    """A kind of run: who builds its trainer, its share of the kills, on how many ranks; None builds the quickstart's command.
 
-    build: Callable[[Path], Any]
+    A kill comes after at most `latest` of the run's length, by one of `signals` in turn.
+    """
+
+    build: Callable[[Path], Any] | None
     share: float
     num_ranks: int = 1
+    latest: float = 1.1
+    signals: Sequence[int] = (signal.SIGKILL,)
 
 
 KINDS = {
@@ -69,21 +83,39 @@ KINDS = {
     "lora": Kind(build_adapter, 0.25),
     "fsdp2": Kind(partial(build_on, "fsdp2"), 0.1, 2),
     "zero3": Kind(partial(build_on, "zero3"), 0.1, 2),
+    "quickstart": Kind(None, 2 / 3, latest=0.2, signals=(signal.SIGKILL, signal.SIGTERM)),
 }
+STOPPED = 130  # the command's exit status after SIGTERM
+
+
+def prepare_quickstart(folder: Path, steps: int = quickstart.TINY_STEPS) -> None:
+    """Make the quickstart's model and prompts, and the words of the command that trains on them."""
+    files = folder / "files"
+    quickstart.make_tiny_lesson(Namespace(algorithm="grpo", output_dir=str(files), seed=0, steps=steps))
+    words = ["grpo", "--config", str(EXAMPLES / "grpo.yaml"), "--model", f"{files}/warm_start", "--use_cpu"]
+    words += ["--dataset", f"{files}/prompts.jsonl", "--eval_dataset", f"{files}/held_out.jsonl"]
+    words += ["--reward", f"{EXAMPLES}/noisy_sort.py:sorted_exactly", "--max_steps", str(steps), "--report_to", "none"]
+    words += ["--save_steps", "5", "--save_total_limit", "2", "--resume_from_checkpoint", "auto"]
+    (folder / "words.json").write_text(json.dumps(words))
 
 
 def train_and_export(name: str, place: Path) -> None:
     """Go on from the last checkpoint, or start; export the model."""
-    started = any((place / "run").glob("checkpoint-*[0-9]"))
-    trainer = KINDS[name].build(place / "run")
+    build = KINDS[name].build
+    if build is None:
+        sys.exit(run_command([*json.loads((place.parent / "words.json").read_text()), "--output_dir", f"{place}/run"]))
+    trainer = build(place / "run")
     (place / f"built-{os.environ.get('RANK', '0')}").touch()
-    trainer.train(resume_from_checkpoint=started)
+    trainer.train(resume_from_checkpoint="auto")
     trainer.save_model(str(place / "export"))
 
 
 def start(name: str, place: Path) -> list[BaseProcess]:
     """The processes of one try, which write to one log."""
-    return child_processes.start_ranks(train_and_export, (name, place), [place / "log"] * KINDS[name].num_ranks)
+    num_ranks, arguments = KINDS[name].num_ranks, (name, place)
+    if num_ranks == 1:
+        return [child_processes.start(train_and_export, arguments, place / "log")]
+    return child_processes.start_ranks(train_and_export, arguments, [place / "log"] * num_ranks)
 
 
 def wait(processes: list[BaseProcess], seconds: float) -> bool:
@@ -110,18 +142,24 @@ def kill_one(processes: list[BaseProcess], random_: random.Random, place: Path) 
 
 
 def ending(place: Path) -> dict[str, Any]:
-    """Digests of the exported weights, and the journal's steps."""
-    return {"export": exported(place), "steps": json.loads(json.dumps(fault_runs.steps(place / "run")))}
+    """Digests of the exported weights, and the journal's steps and completions."""
+    run = place / "run"
+    journal = [fault_runs.steps(run), fault_runs.rollouts(run)]
+    return {"export": exported(place), "journal": json.loads(json.dumps(journal))}
 
 
 def exported(place: Path) -> dict[str, str]:
-    return {
-        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (place / "export").glob("*.safetensors")
-    }
+    """Digests of the exported weights, which the command writes into the run's folder."""
+    files = [*(place / "export").glob("*.safetensors"), *(place / "run").glob("*.safetensors")]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def try_kind(name: str, num_kills: int, random_: random.Random, root: Path) -> None:
     """Kill runs of one kind so often; AssertionError if one ends in another way than the run that was left alone."""
+    kind = KINDS[name]
+    (root / name).mkdir(parents=True, exist_ok=True)
+    if kind.build is None and not (root / name / "words.json").exists():
+        prepare_quickstart(root / name)
     for place in (root / name / "warm", root / name / "alone"):  # the first one waits for the server of processes, too
         place.mkdir(parents=True)
         began = time.monotonic()
@@ -138,9 +176,12 @@ def try_kind(name: str, num_kills: int, random_: random.Random, root: Path) -> N
             for mark in place.glob("built-*"):
                 mark.unlink()
             processes = start(name, place)
-            if kills < num_kills and not wait(processes, random_.uniform(0.0, 1.1 * length)):
+            if kills < num_kills and not wait(processes, random_.uniform(0.0, kind.latest * length)):
                 if len(processes) > 1 and random_.random() < 0.5:
                     partial += kill_one(processes, random_, place)
+                if kind.signals[kills % len(kind.signals)] == signal.SIGTERM:
+                    processes[0].terminate()
+                    assert wait(processes, SECONDS), f"{name}: a run does not stop on SIGTERM: {place}"
                 kill(processes)
                 kills += 1
             else:
@@ -149,9 +190,14 @@ def try_kind(name: str, num_kills: int, random_: random.Random, root: Path) -> N
             codes = [process.exitcode for process in processes]
             if codes == [0] * len(codes):
                 break
-            assert set(codes) - {0} <= {-9, 1}, f"{name}: ended with {codes}: {place / 'log'}"
-            assert -9 in codes, f"{name}: failed without a kill: {(place / 'log').read_text()[-3000:]}"
+            ended = {-9, -15, STOPPED} if signal.SIGTERM in kind.signals else {-9}
+            assert set(codes) - {0} <= {*ended, 1}, f"{name}: ended with {codes}: {place / 'log'}"
+            assert ended & set(codes), f"{name}: failed without a kill: {(place / 'log').read_text()[-3000:]}"
         assert ending(place) == expected, f"{name}: ended in another way: {place}"
+        again = start(name, place)
+        assert wait(again, SECONDS), f"{name}: a finished run does not end: {place}"
+        assert all(process.exitcode == 0 for process in again), f"{name}: a finished run fails: {place / 'log'}"
+        assert ending(place) == expected, f"{name}: a finished run changes: {place}"
         shutil.rmtree(place)
     alone_text = f", {partial} of one rank of two" if partial else ""
     print(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import random_kills
 from fault_kills import KILLS, kill_at_event, renaming, run_killed_in_training
 from fault_runs import STANDARD, Case, build, checkpoints, ending, finish, run_alone, run_resumed
 
@@ -96,13 +99,23 @@ def test_a_run_killed_again_while_it_resumes_ends_as_if_left_alone(tmp_path, lef
     assert resume(STANDARD, tmp_path) == left_alone(STANDARD)
 
 
+@pytest.mark.extended
+def test_a_command_killed_by_each_signal_and_started_again_ends_as_if_left_alone(tmp_path, monkeypatch):
+    """The short form of what `make test-release` does 20 times to the quickstart's whole run."""
+    monkeypatch.setattr(random_kills.quickstart, "WARM_STEPS", 1)
+    monkeypatch.setitem(random_kills.KINDS, "quickstart", replace(random_kills.KINDS["quickstart"], latest=0.6))
+    (tmp_path / "quickstart").mkdir()
+    random_kills.prepare_quickstart(tmp_path / "quickstart", steps=12)
+    random_kills.try_kind("quickstart", 3, random.Random(0), tmp_path)
+
+
 def test_a_run_killed_before_its_first_checkpoint_says_so_and_can_be_started_again(tmp_path, left_alone):
     assert call(run_killed_in_training, STANDARD, tmp_path, 1) == KILLED
     with pytest.raises(CheckpointError, match="checkpoint-N"):
         build(STANDARD, tmp_path / "run").train(resume_from_checkpoint=True)
     succeed(run_alone, STANDARD, tmp_path)
     assert ending(tmp_path) == left_alone(STANDARD)
-    assert (tmp_path / "run/journal/steps.1.jsonl").exists()
+    assert (tmp_path / "run/earlier-1/journal/steps.jsonl").exists()
 
 
 @pytest.mark.extended
@@ -149,8 +162,10 @@ def test_a_new_run_beside_old_checkpoints_keeps_its_own_and_warns(tmp_path, left
 def test_the_journal_has_the_columns_that_readers_rely_on(left_alone):
     _, steps, rows = left_alone(STANDARD)
     assert all({"loss", "grad_norm", "entropy"} <= row.keys() for row in steps)
-    assert {"group", "prompt", "completion", "ones", "short", "reward", "advantage", "finish_reason"} <= rows[0].keys()
-    assert [row["reward"] for row in rows] == pytest.approx([row["ones"] + (row["short"] or 0) for row in rows])
+    names = "format rollout group prompt completion policy_version num_tokens finish_reason rewards reward advantage"
+    assert [*rows[0]] == ["step", *names.split()]
+    summed = [row["rewards"]["ones"] + (row["rewards"]["short"] or 0) for row in rows]
+    assert [row["reward"] for row in rows] == pytest.approx(summed)
 
 
 def note_sizes(case: Case, place: Path) -> None:

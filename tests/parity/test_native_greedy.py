@@ -79,6 +79,15 @@ def test_rows_that_end_midway_give_the_tokens_of_generate(ends):
     assert _ours(model, replace(GREEDY, stop_token_ids=ends)) == expected
 
 
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_a_minimum_of_tokens_gives_the_tokens_of_generate(rows):
+    model, ends = tiny_model(), (5, 7, 9)
+    eos = {"eos_token_id": [1, *ends]}
+    expected = _theirs(model, min_new_tokens=4, **eos)
+    assert min(map(len, expected)) >= 5 > min(map(len, _theirs(model, **eos)))
+    assert _ours(model, replace(GREEDY, stop_token_ids=ends, min_new_tokens=4), rows) == expected
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

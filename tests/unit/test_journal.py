@@ -1,5 +1,6 @@
 """The journal's files stay readable, complete and without duplicates, however the run ends."""
 
+import itertools
 import json
 import math
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from lowpeak.errors import CheckpointError
-from lowpeak.journal import Journal, read_rows, read_steps
+from lowpeak.journal import Journal, read_rows, read_steps, read_tool_results
 
 
 def lines(path):
@@ -148,16 +149,32 @@ def test_a_torn_or_damaged_line_is_left_out_when_read_and_gone_when_resumed(tmp_
     assert [row["step"] for row in lines(tmp_path / "steps.jsonl")] == [1, 2, 3]
 
 
-def test_a_new_run_in_the_same_folder_sets_the_old_journals_aside(tmp_path):
+def test_a_new_run_in_the_same_folder_moves_the_old_journals_next_to_it(tmp_path):
     for run in ("first", "second", "third"):
-        write_run(tmp_path, 2, run=run)
-    assert names(tmp_path) == [
-        *("rollouts.1.jsonl", "rollouts.2.jsonl", "rollouts.jsonl"),
-        *("steps.1.jsonl", "steps.2.jsonl", "steps.jsonl"),
-    ]
-    assert [row["run"] for row in lines(tmp_path / "steps.1.jsonl")] == ["first"] * 2
-    assert [row["run"] for row in lines(tmp_path / "steps.2.jsonl")] == ["second"] * 2
-    assert [row["run"] for row in read_steps(tmp_path)] == ["third"] * 2
+        write_run(tmp_path / "journal", 2, run=run)
+    assert names(tmp_path) == ["earlier-1", "earlier-2", "journal"]
+    for run, folder in (("first", "earlier-1/"), ("second", "earlier-2/"), ("third", "")):
+        assert names(tmp_path / folder / "journal") == ["rollouts.jsonl", "steps.jsonl"]
+        assert [row["run"] for row in read_steps(tmp_path / folder / "journal")] == [run] * 2
+
+
+def test_an_old_journal_is_moved_to_the_folder_of_its_checkpoints(tmp_path):
+    write_run(tmp_path / "journal", 1)
+    (tmp_path / "earlier-9" / "journal").mkdir(parents=True)
+    (tmp_path / "earlier-10" / "checkpoint-1").mkdir(parents=True)
+    Journal(tmp_path / "journal").write_step(1, {})
+    assert names(tmp_path / "earlier-10") == ["checkpoint-1", "journal"]
+
+
+def test_a_second_run_of_one_journal_begins_new_files_and_a_resumed_one_continues(tmp_path):
+    journal = write_run(tmp_path / "journal", 3, run="first")
+    journal.begin_run()
+    journal.write_step(1, {"run": "second"})
+    journal.begin_run()
+    journal.resume_at(1)
+    journal.write_step(2, {"run": "third"})
+    assert [row["run"] for row in read_steps(tmp_path / "journal")] == ["second", "third"]
+    assert [row["run"] for row in read_steps(tmp_path / "earlier-1" / "journal")] == ["first"] * 3
 
 
 def test_a_journal_that_writes_nothing_leaves_the_old_one_in_place(tmp_path):
@@ -166,22 +183,74 @@ def test_a_journal_that_writes_nothing_leaves_the_old_one_in_place(tmp_path):
     assert names(tmp_path) == ["rollouts.jsonl", "steps.jsonl"]
 
 
-def test_both_old_files_get_the_same_number_also_where_only_one_has_gaps(tmp_path):
-    write_run(tmp_path, 1)
-    (tmp_path / "rollouts.1.jsonl").write_text("")
-    Journal(tmp_path).write_step(1, {})
-    assert names(tmp_path) == ["rollouts.1.jsonl", "rollouts.2.jsonl", "steps.2.jsonl", "steps.jsonl"]
-
-
 @pytest.mark.parametrize("torn", ["x", "x" * 200_000])
-def test_an_old_journal_set_aside_loses_its_torn_line(tmp_path, torn):
-    write_run(tmp_path, 2)
-    whole = (tmp_path / "steps.jsonl").read_text()
-    (tmp_path / "steps.jsonl").write_text(whole + torn)
-    (tmp_path / "rollouts.jsonl").write_text(torn)
-    Journal(tmp_path).write_step(1, {})
-    assert (tmp_path / "steps.1.jsonl").read_text() == whole
-    assert (tmp_path / "rollouts.1.jsonl").read_text() == ""
+def test_a_moved_journal_loses_its_torn_line(tmp_path, torn):
+    journal = tmp_path / "journal"
+    write_run(journal, 2)
+    whole = (journal / "steps.jsonl").read_text()
+    (journal / "steps.jsonl").write_text(whole + torn)
+    (journal / "rollouts.jsonl").write_text(torn)
+    Journal(journal).write_step(1, {})
+    assert (tmp_path / "earlier-1/journal/steps.jsonl").read_text() == whole
+    assert names(tmp_path / "earlier-1/journal") == ["steps.jsonl"]
+
+
+@pytest.fixture
+def small_files(monkeypatch):
+    """Files are full at 200 bytes: after two or three rollouts of `write_run`."""
+    monkeypatch.setattr("lowpeak.journal._FULL_FILE", 200)
+
+
+def test_files_are_bounded_whole_rollouts_in_the_order_of_their_names(tmp_path, small_files):
+    write_run(tmp_path, 20)
+    paths = sorted(tmp_path.glob("rollouts*"))
+    assert [path.name for path in paths[:2]] == ["rollouts.00001.jsonl", "rollouts.00002.jsonl"]
+    assert (len(paths), paths[-1].name) == (7, "rollouts.jsonl")
+    assert max(path.stat().st_size for path in paths) < 200 + 2 * 50
+    found = [pandas.read_json(path, lines=True)["step"].tolist() for path in paths]
+    assert [*itertools.chain(*found)] == [step for step in range(1, 21) for _ in range(2)]
+    assert not any({*one} & {*other} for one, other in itertools.pairwise(found))
+    assert [row["step"] for row in read_rows(tmp_path, "rollouts")] == [*itertools.chain(*found)]
+
+
+@pytest.mark.parametrize("step", [0, 3, 9, 10, 20])
+@pytest.mark.parametrize("killed_at", ["a line", "the name of a full file"])
+def test_a_resumed_run_loses_later_lines_of_all_files(tmp_path, small_files, step, killed_at):
+    write_run(tmp_path, 20)
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
+        file.write('{"step":21,"comp')
+    if killed_at != "a line":
+        (tmp_path / "rollouts.jsonl").rename(tmp_path / "rollouts.00007.jsonl")
+    journal = Journal(tmp_path)
+    journal.resume_at(step)
+    assert all(path.stat().st_size for path in tmp_path.iterdir())
+    journal.write_rollout(step + 1, [{"completion": "new"}])
+    assert [row["step"] for row in read_rows(tmp_path, "rollouts")][-3:] == ([step] * 2 + [step + 1])[-1 - 2 * step :]
+
+
+def test_a_new_file_replaces_none_that_is_left_when_others_were_removed(tmp_path, small_files):
+    write_run(tmp_path, 20)
+    (tmp_path / "rollouts.00001.jsonl").unlink()
+    journal = Journal(tmp_path)
+    journal.resume_at(20)
+    for step in range(21, 25):
+        journal.write_rollout(step, [{"completion": "x" * 200}])
+    assert [row["step"] for row in read_rows(tmp_path, "rollouts")][-10:] == [18, 18, 19, 19, 20, 20, 21, 22, 23, 24]
+
+
+def test_a_resumed_run_finds_the_tools_results_of_the_rollout_that_was_cut_off(tmp_path):
+    journal = Journal(tmp_path)
+    call = {"name": "add", "arguments": {"a": 1, "b": 2}, "seconds": 0.5}
+    for step, key, outcome in ((1, "k0", "old"), (3, "k1", "3"), (3, "k2", "4")):
+        journal.write_tool_result(step, {"key": key, **call, "result": outcome})
+    journal.write_tool_result(3, {"key": "k3", **call, "error": "ZeroDivisionError: division by zero"})
+    with (tmp_path / "tool_results.jsonl").open("a") as file:
+        file.write('{"step":3,"key":"k4","res')
+    Journal(tmp_path).resume_at(2)
+    results = read_tool_results(tmp_path, after=2)
+    assert [*results] == ["k1", "k2", "k3"]
+    assert results["k1"] == {"step": 3, "key": "k1", **call, "result": "3"}
+    assert results["k3"]["error"] == "ZeroDivisionError: division by zero"
 
 
 FILL_THE_DISK = """
@@ -225,7 +294,7 @@ def test_a_folder_that_is_removed_during_the_run_is_told_once(tmp_path, caplog):
 def test_no_file_is_written_through_a_link(tmp_path, name):
     target = tmp_path / "target"
     target.write_text("precious")
-    write_run(tmp_path / "run", 2)
+    journal = write_run(tmp_path / "run", 2)
     (tmp_path / "run" / name).unlink(missing_ok=True)
     (tmp_path / "run" / name).symlink_to(target)
     told = pytest.raises(CheckpointError, match=rf"{name} ")
@@ -234,19 +303,20 @@ def test_no_file_is_written_through_a_link(tmp_path, name):
             Journal(tmp_path / "run").resume_at(1)
     else:
         with told:
-            Journal(tmp_path / "run").check()
+            Journal(tmp_path / "run").begin_run()
         with told:
-            write_run(tmp_path / "run", 1)
+            journal.write_step(3, {})
+            journal.write_rollout(3, [{}])
     assert target.read_text() == "precious"
 
 
 def test_what_has_the_place_of_the_journals_files_is_told_with_what_to_do(tmp_path):
-    Journal(tmp_path / "none").check()
+    Journal(tmp_path / "none").begin_run()
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=str(tmp_path / "file")):
-        Journal(tmp_path / "file").check()
+        Journal(tmp_path / "file").begin_run()
     (tmp_path / "run" / "rollouts.jsonl").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"run/rollouts\.jsonl"):
-        Journal(tmp_path / "run").check()
+        Journal(tmp_path / "run").begin_run()
     with pytest.raises(CheckpointError, match=r"file.*output_dir"):
         Journal(tmp_path / "file").write_step(1, {})

@@ -33,7 +33,9 @@ def test_all_controls_but_line_ends_and_tabs_are_shown():
 @pytest.mark.parametrize("completion", [EVIL, [{"role": "assistant", "content": EVIL}]])
 def test_a_completion_is_printed_without_escape_sequences(completion, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    print_completions([{"prompt": EVIL, "completion": completion, "reward": 1.0, "group": 0}], step=1)
+    print_completions(
+        [{"prompt": EVIL, "completion": completion, "rewards": {}, "reward": 1.0, "advantage": 0.0, "group": 0}], step=1
+    )
     shown = capsys.readouterr().out
     assert shown.count(SHOWN) == 2
     assert controls(shown) <= {"\n"}

@@ -151,7 +151,9 @@ def test_tokens_without_a_value_have_no_colour_and_other_completions_can_be_left
 
 
 def test_markup_in_any_text_stays_text(browser, tmp_path):
-    folder = online_run(tmp_path / "<img src=x onerror=alert(3)>", prompt=MARKUP, completion=MARKUP, **{MARKUP: MARKUP})
+    folder = online_run(
+        tmp_path / "<img src=x onerror=alert(3)>", prompt=MARKUP, completion=MARKUP, extra={MARKUP: MARKUP}
+    )
     journal = Journal(folder / "journal")
     journal.resume_at(4)
     journal.write_tokens(1, [token_row(1, [MARKUP, "", "<script>alert(4)</script>"])])

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conversations import converse, ids_of
 from lowpeak.arguments.rollout import Sampling
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.ranks import Ranks, has_process_group
@@ -121,6 +122,45 @@ def test_a_draw_depends_on_neither_waves_nor_order(trainer):
     halves = [tokens(trainer.collector.engine.generate(MANY, part)) for part in parts]
     assert [first + second for first, second in zip(*halves, strict=True)] == whole
     assert tokens(trainer.collector.engine.generate(MANY, replace(SAMPLED, rollout=1))) != whole
+
+
+def uneven(conversation, turn):
+    return 0.05 * ((conversation[0] + turn) % 3)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_turns_of_conversations_are_the_native_engines_at_any_speed_of_tools(trainer, native, sampling):
+    long = prompts("0123456789" * 13 + "=")  # its turns find a block of 128 tokens in the prefix cache
+    sampling = replace(sampling, num_generations=1)
+    found = converse(trainer.collector.engine, [*MANY, replace(long[0], serial=7)], sampling, seconds=uneven)
+    narrow = converse(over(trainer, batch_size=3), [*MANY, replace(long[0], serial=7)], sampling)
+    assert ids_of(found) == ids_of(narrow)
+    assert len(found) == 8
+    for ids, turn in (each for turns in found.values() for each in turns):
+        expected = logprobs_of(trainer.model, ids, turn.ids, sampling.temperature or 1.0)
+        torch.testing.assert_close(torch.tensor(turn.logprobs), expected, rtol=1e-5, atol=1e-5)
+        if sampling.temperature == 0:
+            (group,) = native.generate([Prompt(0, ids, "")], sampling)
+            assert turn.ids == group.completions[0].ids.tolist()
+
+
+def test_a_conversation_of_one_turn_is_an_ordinary_completion(trainer):
+    engine = trainer.collector.engine
+    groups = engine.generate(MANY, SAMPLED)
+    found = converse(engine, MANY, SAMPLED, num_turns=1)
+    said = {(group.prompt.serial, i): one.ids.tolist() for group in groups for i, one in enumerate(group.completions)}
+    assert {conversation: turns[0][1].ids for conversation, turns in found.items()} == said
+
+
+def test_turns_past_their_limit_or_refused_leave_an_engine_that_goes_on(trainer):
+    expected = converse(trainer.collector.engine, MANY, GREEDY, num_turns=1)
+    for engine, asked, error, match in (
+        (over(trainer, wave_timeout=1e-9), MANY, LostEngineError, "vllm_wave_timeout"),
+        (over(trainer), [Prompt(0, (999,), "")], EngineError, "999"),
+    ):
+        with pytest.raises(error, match=match):
+            converse(engine, asked, SAMPLED)
+    assert ids_of(converse(over(trainer), MANY, GREEDY, num_turns=1)) == ids_of(expected)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
+from functools import partial
 from urllib.error import HTTPError
 from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
@@ -18,6 +19,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from conversations import converse, ids_of
 from lowpeak.arguments.rollout import Sampling
 from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
@@ -228,6 +230,32 @@ def test_two_servers_share_the_prompts_and_answer_with_the_weights_that_were_sen
             expected = logprobs_of(policy, group.prompt.ids, completion.ids.tolist())
             torch.testing.assert_close(completion.logprobs, expected, rtol=0, atol=1e-4)
     assert all(metric(server.url, "generation_tokens_total") > 0 for server in servers)
+
+
+def test_conversations_over_two_servers_draw_what_one_draws_by_the_policys_log_probs(servers):
+    policy, found = model_of(seed=8), []
+    asked = [
+        Prompt(i, (2 + i, *range(2, 13)) * 30, f"{i}") for i in range(4)
+    ]  # longer than a block of the prefix cache
+    sampling = Sampling(num_generations=2, max_new_tokens=12, seed=5)
+    for urls in ((servers[0].url,), tuple(each.url for each in servers)):
+        told = VllmSettings(ServerSettings(urls, token=SECRET))
+        engine = VllmEngine(
+            partial(connect_servers, told.where), told, PolicyFacts(lambda sampling: {EOS}, 13), EngineSharing(Ranks())
+        )
+        engine.wake()
+        engine.load(slices(policy), 4)
+        found.append(converse(engine, asked, sampling, seconds=lambda key, turn: 0.05 * ((sum(key) + turn) % 3)))
+    assert ids_of(found[0]) == ids_of(found[1])
+    assert len(found[1]) == 8
+    for ids, turn in (each for turns in found[1].values() for each in turns):
+        expected = logprobs_of(policy, ids, turn.ids)
+        torch.testing.assert_close(torch.tensor(turn.logprobs), expected, rtol=0, atol=1e-4)
+    completions = [turns[0][1].ids for turns in found[1].values()]
+    groups = engine.generate(asked, sampling)
+    assert completions == [each.ids.tolist() for group in groups for each in group.completions]
+    hits = metric(servers[0].url, "prefix_cache_hits_total")
+    assert hits > 0.5 * metric(servers[0].url, "prefix_cache_queries_total")
 
 
 def test_a_lora_run_sends_its_base_once_and_then_adapters_alone(servers, tmp_path):

@@ -34,7 +34,12 @@ def loss_mask(completion: Completion, mask_truncated: bool) -> Tensor:
 def with_loss_masks(records: Sequence[Record], mask_truncated: bool) -> tuple[Record, ...]:
     """Return the records with the losses' masks, without the extra fields that only rewards read."""
     completions = [
-        replace(record.completion, loss_mask=loss_mask(record.completion, mask_truncated), extra={})
+        replace(
+            record.completion,
+            loss_mask=loss_mask(record.completion, mask_truncated),
+            extra={},
+            conversation=None,
+        )
         for record in records
     ]
     return tuple(replace(record, completion=each) for record, each in zip(records, completions, strict=True))

@@ -12,9 +12,11 @@ from lowpeak.arguments.declare import data_argument as data_argument
 from lowpeak.arguments.declare import declaration as declaration
 from lowpeak.arguments.declare import default_value as default_value
 from lowpeak.arguments.declare import device_argument as device_argument
+from lowpeak.arguments.declare import generation_argument as generation_argument
 from lowpeak.arguments.declare import logging_argument as logging_argument
 from lowpeak.arguments.declare import make_settings as make_settings
 from lowpeak.arguments.declare import model_argument as model_argument
+from lowpeak.arguments.declare import own_arguments as own_arguments
 from lowpeak.arguments.declare import redeclared as redeclared
 from lowpeak.arguments.declare import require as require
 from lowpeak.arguments.declare import reward_argument as reward_argument
@@ -72,6 +74,7 @@ from lowpeak.arguments.rloo import resolve_rloo as resolve_rloo
 from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG as ARGUMENT_OF_KWARG
 from lowpeak.arguments.rollout import RolloutSettings as RolloutSettings
 from lowpeak.arguments.rollout import Sampling as Sampling
+from lowpeak.arguments.rollout import resolve_rollout as resolve_rollout
 from lowpeak.arguments.storage import STORAGE_ARGUMENTS as STORAGE_ARGUMENTS
 from lowpeak.arguments.storage import StorageFormat as StorageFormat
 from lowpeak.arguments.storage import rename_dtype as rename_dtype
@@ -93,6 +96,7 @@ from lowpeak.arguments.validation import check_range as check_range
 from lowpeak.arguments.validation import check_type as check_type
 from lowpeak.arguments.validation import check_types as check_types
 from lowpeak.arguments.validation import check_values as check_values
+from lowpeak.arguments.validation import idle_arguments as idle_arguments
 from lowpeak.arguments.validation import reset_idle_arguments as reset_idle_arguments
 from lowpeak.arguments.vllm import NO_KV_CACHE_BYTES as NO_KV_CACHE_BYTES
 from lowpeak.arguments.vllm import SERVER_TOKEN as SERVER_TOKEN

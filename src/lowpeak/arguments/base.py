@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from lowpeak.arguments.declare import (
     FINITE,
@@ -14,7 +14,6 @@ from lowpeak.arguments.declare import (
     EffectCondition,
     Hardware,
     RunFacts,
-    above_zero,
     argument,
     at_least,
     data_argument,
@@ -24,52 +23,13 @@ from lowpeak.arguments.declare import (
     memory_argument,
     model_argument,
     never,
-    one_of,
     require,
     training_argument,
 )
-from lowpeak.arguments.inherited import ACT_IF, NEVER_ACT, idle_of_accelerate
+from lowpeak.arguments.inherited import ACT_IF, INHERITED_CHECKS, NEVER_ACT, idle_of_accelerate
 from lowpeak.arguments.storage import StorageFormat, dtype_argument, resolve_adapter_storage, resolve_storage
 from lowpeak.arguments.text import parse_bytes
 from lowpeak.arguments.validation import check_values, reset_idle_arguments
-
-_LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
-_FRACTION = Check(lambda x: 0 <= x < 1, "must be in [0, 1)")
-# Read by torch.utils.checkpoint, the last two by transformers.
-_CHECKPOINT_NAMES = (
-    *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"),
-    *("every_n_layers", "offload"),
-)
-_CHECKPOINT_KWARGS = Check(
-    lambda x: x is None or isinstance(x, str) or (isinstance(x, Mapping) and x.keys() <= set(_CHECKPOINT_NAMES)),
-    f"must be a mapping, which may have {', '.join(_CHECKPOINT_NAMES)}, and no other name",
-)
-INHERITED_CHECKS: dict[str, Check] = {
-    "output_dir": Check(lambda x: str(x).strip() != "", "must be the path of a folder"),
-    "per_device_train_batch_size": at_least(1),
-    "gradient_accumulation_steps": at_least(1),
-    "weight_decay": NOT_NEGATIVE,
-    "adam_beta1": _FRACTION,
-    "adam_beta2": _FRACTION,
-    "adam_epsilon": NOT_NEGATIVE,
-    "max_grad_norm": Check(lambda x: x >= 0, "must be 0 (no clipping) or more"),
-    "optim_args": Check(
-        lambda x: x is None or (isinstance(x, str) and all(pair.count("=") == 1 for pair in x.split(","))),
-        "must be pairs such as 'momentum=0.9,nesterov=true', or None",
-    ),
-    "warmup_steps": NOT_NEGATIVE,
-    "num_train_epochs": above_zero(),
-    "max_steps": Check(lambda x: x == -1 or x >= 1, "must be at least 1 (or -1, to use num_train_epochs)"),
-    "eval_delay": NOT_NEGATIVE,
-    "save_total_limit": Check(lambda x: x is None or x >= 0, "must be 0 (keep all) or more, or None"),
-    **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), _CHECKPOINT_KWARGS),
-    "ddp_timeout": above_zero("a number of seconds"),
-    "ddp_bucket_cap_mb": above_zero("a number of MB"),
-    "log_level": one_of(_LogLevel),
-    "log_level_replica": one_of(_LogLevel),
-    "seed": Check(lambda x: 0 <= x < 2**32, "must be from 0 to 2**32 - 1"),
-    "data_seed": Check(lambda x: x is None or 0 <= x < 2**32, "must be from 0 to 2**32 - 1, or None"),
-}
 
 
 def padding_multiple(value: Any) -> int | None:
@@ -145,6 +105,10 @@ class CommonArguments:
     per_device_eval_batch_size: int | None = evaluation_argument(
         None, "Completions generated together in evaluation (None: as many as fit in the KV cache).", at_least(1)
     )
+    resume_from_checkpoint: Annotated[str | None, bool] = logging_argument(
+        None,
+        "What to resume from: auto (output_dir's last undamaged checkpoint, else a new run), true (its last one), or a folder.",
+    )
     strict_arguments: bool = training_argument(
         False, "Raise an error for arguments without effect in the run (False: log a warning)."
     )
@@ -164,6 +128,9 @@ class CommonArguments:
         False,
         "Compute the LM head's matrix product in fp32.",
         acts_if=EffectCondition(lambda args, facts: not facts.in_fp32, "the run already computes in fp32; remove it"),
+    )
+    dataset_num_proc: int | None = data_argument(
+        None, "No effect: rows are tokenised on demand.", acts_if=never("rows are tokenised on demand; remove it")
     )
     chat_template_kwargs: dict[str, Any] | str | None = data_argument(
         None, "Keyword arguments of the chat template (JSON).", MAPPING

@@ -184,6 +184,11 @@ def default_value(args: Any, name: str) -> Any:
     return declared.default if declared.default_factory is MISSING else declared.default_factory()
 
 
+def own_arguments(args: Any) -> frozenset[str]:
+    """Return the names of the arguments that lowpeak declares, of a config or its class."""
+    return frozenset(each.name for each in fields(args) if declaration(each).group)
+
+
 def shown_name(args: Any, name: str) -> str:
     """Return the name that the user set an argument by: its name, or an alias."""
     return str(getattr(args, "alias_of", {}).get(name, name))

@@ -50,10 +50,10 @@ _TAKES_LEVEL = EffectCondition(
     raises=True,
 )
 _IS_SAPO = EffectCondition(
-    lambda args, facts: args.loss_type == "sapo", "loss_type is not 'sapo'; set it or remove this"
+    lambda args, facts: args.loss_type == "sapo", "loss_type is not 'sapo'; remove this, or set it"
 )
 _IS_VESPO = EffectCondition(
-    lambda args, facts: args.loss_type == "vespo", "loss_type is not 'vespo'; set it or remove this"
+    lambda args, facts: args.loss_type == "vespo", "loss_type is not 'vespo'; remove this, or set it"
 )
 # The sequence's ratio is also the sampler's drift, if that is corrected.
 _SEQUENCE_RATIOS_DIFFER = EffectCondition(

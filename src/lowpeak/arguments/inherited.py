@@ -1,14 +1,52 @@
-"""transformers' arguments in a lowpeak run: those that never have an effect, and those that have one under a condition.
+"""transformers' arguments in a lowpeak run: their values, and which have an effect never or under a condition.
 
 All others always act. A key of `NEVER_ACT` or `ACT_IF` may be missing in the installed transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
-from lowpeak.arguments.declare import EffectCondition, never
+from lowpeak.arguments.declare import NOT_NEGATIVE, Check, EffectCondition, above_zero, at_least, never, one_of
+
+_LogLevel = Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]
+_FRACTION = Check(lambda x: 0 <= x < 1, "must be in [0, 1)")
+# Read by torch.utils.checkpoint, the last two by transformers.
+_CHECKPOINT_NAMES = (
+    *("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"),
+    *("every_n_layers", "offload"),
+)
+_CHECKPOINT_KWARGS = Check(
+    lambda x: x is None or isinstance(x, str) or (isinstance(x, Mapping) and x.keys() <= set(_CHECKPOINT_NAMES)),
+    f"must be a mapping, which may have {', '.join(_CHECKPOINT_NAMES)}, and no other name",
+)
+INHERITED_CHECKS: dict[str, Check] = {
+    "output_dir": Check(lambda x: str(x).strip() != "", "must be the path of a folder"),
+    "per_device_train_batch_size": at_least(1),
+    "gradient_accumulation_steps": at_least(1),
+    "weight_decay": NOT_NEGATIVE,
+    "adam_beta1": _FRACTION,
+    "adam_beta2": _FRACTION,
+    "adam_epsilon": NOT_NEGATIVE,
+    "max_grad_norm": Check(lambda x: x >= 0, "must be 0 (no clipping) or more"),
+    "optim_args": Check(
+        lambda x: x is None or (isinstance(x, str) and all(pair.count("=") == 1 for pair in x.split(","))),
+        "must be pairs such as 'momentum=0.9,nesterov=true', or None",
+    ),
+    "warmup_steps": NOT_NEGATIVE,
+    "num_train_epochs": above_zero(),
+    "max_steps": Check(lambda x: x == -1 or x >= 1, "must be at least 1 (or -1, to use num_train_epochs)"),
+    "eval_delay": NOT_NEGATIVE,
+    "save_total_limit": Check(lambda x: x is None or x >= 0, "must be 0 (keep all) or more, or None"),
+    **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), _CHECKPOINT_KWARGS),
+    "ddp_timeout": above_zero("a number of seconds"),
+    "ddp_bucket_cap_mb": above_zero("a number of MB"),
+    "log_level": one_of(_LogLevel),
+    "log_level_replica": one_of(_LogLevel),
+    "seed": Check(lambda x: 0 <= x < 2**32, "must be from 0 to 2**32 - 1"),
+    "data_seed": Check(lambda x: x is None or 0 <= x < 2**32, "must be from 0 to 2**32 - 1, or None"),
+}
 
 _NO_LOADER = "a cursor draws the rows, there is no data loader; remove it"
 _EVALUATION = "evaluation runs in micro-batches under a token budget, as training does; remove it"
@@ -21,7 +59,6 @@ _CHANGES_LEARNING: dict[str, str] = {
     "fp16": "its range is too narrow for log-probs and their gradients; set bf16=True, or remove it",
     "label_smoothing_factor": _NO_LABELS,
     "neftune_noise_alpha": "noise in the embeddings makes training log-probs differ from sampling log-probs; remove it",
-    "use_liger_kernel": "it replaces the LM head, which already computes log-probs without full logits; remove it",
     "average_tokens_across_devices": "losses are always normalised by the counts of the whole step; remove it",
     "ignore_data_skip": "a resumed run always continues at its position in the data; remove it",
     "train_sampling_strategy": "a cursor draws the rows, in order or shuffled; set shuffle_dataset in its place",
@@ -39,6 +76,7 @@ _CHANGES_NOTHING: dict[str, str] = {
     "auto_find_batch_size": "it would change the rollout's size; set micro_batch_tokens, which changes only memory",
     "do_predict": "the trainer predicts nothing by itself; call predict() after training, and remove it",
     "label_names": _NO_LABELS,
+    "use_liger_kernel": "the head already computes log-probs without full logits; remove it",
     "liger_kernel_config": "lowpeak uses no Liger kernel; remove it",
     "length_column_name": "micro-batches are formed under a token budget (micro_batch_tokens); remove it",
     "torch_empty_cache_steps": "the next step allocates the same memory again, so the peak stays; lower micro_batch_tokens",
@@ -132,6 +170,11 @@ ACT_IF: dict[str, EffectCondition] = {
     "greater_is_better": _if(
         lambda args: args.metric_for_best_model is not None and _evaluates(args),
         "no evaluation compares a metric; set metric_for_best_model and eval_strategy, or remove it",
+    ),
+    "resume_from_checkpoint": _if(
+        lambda args: not (args.save_only_model and args.resume_from_checkpoint == "auto"),
+        "save_only_model=True saves nothing that a run could resume from; remove one of them",
+        raises=True,
     ),
     "save_strategy": _if(
         lambda args: args.save_strategy != "best" or _evaluates(args),

@@ -5,11 +5,10 @@ A TRL name that is set to TRL's default is ignored, so that configurations that 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, closest_name
 
 # Commands, and the beginning of the names of their config and trainer.
 CLASS_PREFIXES = {
@@ -33,7 +32,6 @@ _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
         None,
         "completions are in <output_dir>/journal/rollouts.jsonl; upload that folder, and remove it",
     ),
-    ("dataset_num_proc", None, "rows are tokenised on demand; remove it"),
     (
         "dataset_kwargs",
         None,
@@ -47,6 +45,7 @@ REJECTED: dict[str, str] = {
     "max_prompt_length": "prompts are never truncated; set overlong_prompts='drop' to skip those that do not fit",
     "use_liger_loss": "the log-prob core never forms the logits; remove it",
     "steps_per_eval": "use eval_steps",
+    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
     "warmup_ratio": "set warmup_steps to the fraction of all steps, such as warmup_steps=0.1",
     "save_safetensors": "weights are always saved as safetensors; remove it",
     "group_by_length": "micro-batches are formed under a token budget (micro_batch_tokens); remove it",
@@ -54,14 +53,13 @@ REJECTED: dict[str, str] = {
 # TRL's defaults of these names, and of arguments with another default here.
 TRL_DEFAULTS: dict[str, Any] = {
     **{name: default for name, default, _ in _TRL_REJECTED},
-    "reward_model_path": None,
     "per_device_eval_batch_size": 8,
     "ds3_gather_for_generation": True,
     "vllm_group_port": 51216,
 }
 
 
-def drop_trl_defaults(settings: Mapping[str, Any], known: Mapping[str, Any] | set[str]) -> dict[str, Any]:
+def drop_trl_defaults(settings: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return `settings` without names that are not `known` and have TRL's default."""
     return {
         name: value
@@ -82,8 +80,7 @@ def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[st
                 f"The argument {name!r} is TRL's or an older transformers' and does not exist in lowpeak: {rejected[name]}."
             )
             continue
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-        hint = f"did you mean {close[0]!r}?" if close else "see --help for all arguments."
+        hint = closest_name(name, names) or "--help on the command line and help() of the config list all arguments."
         messages.append(f"Unknown argument {name!r}; {hint}")
     if messages:
         raise ArgumentError(" ".join(messages))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lowpeak.arguments.base import RunSettings, resolve_memory, resolve_model, resolve_passes, run_facts
@@ -46,16 +46,17 @@ GATHER_ALL = 1 << 62  # a gather budget larger than any model
 
 GROUP_SIZE = Check(lambda x: x >= 2, "must be at least 2: each completion is compared with others of its group")
 HAS_REFERENCE = EffectCondition(
-    lambda args, facts: args.beta != 0, "beta is 0, so there is no reference model; set beta or remove it"
+    lambda args, facts: args.beta != 0, "beta is 0, so there is no reference model; remove it, or set beta"
 )
-HAS_KL = EffectCondition(HAS_REFERENCE.holds, "beta is 0, so there is no KL; set beta or remove it")
+HAS_KL = EffectCondition(HAS_REFERENCE.holds, "beta is 0, so there is no KL; remove it, or set beta")
 REUSES_ROLLOUTS = EffectCondition(
     lambda args, facts: facts.num_steps != 1,
-    "each rollout serves one step, so the ratio is exactly 1 and never clipped; raise num_iterations or "
-    "steps_per_generation, or remove it",
+    "each rollout serves one step, so the ratio is exactly 1 and never clipped; remove it, or train off-policy with more "
+    "num_iterations or steps_per_generation",
 )
 _SYNCS_REFERENCE = (
-    if_on("sync_ref_model"),
+    # TRL's SyncRefModelCallback reads the values.
+    replace(if_on("sync_ref_model"), keeps_value=True),
     HAS_REFERENCE,
 )
 _PRINTS_COMPLETIONS = if_on("log_completions")
@@ -222,13 +223,15 @@ class PromptSettings:
 class EvaluationSettings:
     """How evaluations generate and count successes.
 
-    num_generations     sampled completions of each prompt
+    num_generations     completions of each prompt besides the greedy one
+    samples             whether these are sampled; if not, the trainer cannot train
     num_rows            completions that each rank generates together; None for as many as fit in the KV cache
     success_reward      name of the reward that measures success; None for the first
     success_threshold   least reward of a successful completion
     """
 
     num_generations: int
+    samples: bool
     num_rows: int | None
     success_reward: str | None
     success_threshold: float
@@ -296,6 +299,7 @@ def resolve_online(
             EvaluationSettings,
             args,
             num_generations=args.num_generations_eval or args.num_generations,
+            samples=(args.generation_kwargs or {}).get("do_sample") in (None, True),
             num_rows=args.per_device_eval_batch_size,
         ),
         reference_sync=ReferenceSync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)

@@ -27,7 +27,6 @@ PairLossType = Literal["sigmoid", "ipo"]
 REJECTED: dict[str, str] = {
     "max_length": "prompts are never cut: max_completion_length bounds completions, and overlong_prompts='drop' skips "
     "prompts that do not fit",
-    "reward_model_path": "pass the path to the trainer, as reward_funcs",
     "judge": "pass the judge to the trainer, as judge=",
     "gpu_memory_utilization": "use vllm_gpu_memory_utilization",
 }
@@ -78,6 +77,7 @@ class OnlineDPOArguments(OnlineArguments):
     )
     loss_type: str = argument("sigmoid", "Loss of a pair: sigmoid (DPO) or ipo.", one_of(PairLossType))
     missing_eos_penalty: float | None = redeclared(PPOArguments, "missing_eos_penalty")
+    reward_model_path: str | None = redeclared(PPOArguments, "reward_model_path")
     vllm_gpu_memory_utilization: float = redeclared(OnlineArguments, "vllm_gpu_memory_utilization", 0.55)
     vllm_importance_sampling_correction: bool = redeclared(
         OnlineArguments,

@@ -43,26 +43,19 @@ from lowpeak.arguments.rloo import KL_IN_REWARD
 CriticKind = Literal["head", "model", "adapter"]
 
 REJECTED: dict[str, str] = {
-    "total_episodes": "it counts completions: set max_steps (a rollout takes num_ppo_epochs x num_mini_batches steps)",
     "response_length": "use max_completion_length",
     "stop_token": "completions end at the end-of-sequence token; for others set generation_kwargs={'stop_strings': ...}",
     "stop_token_id": "set generation_kwargs={'stop_token_ids': [...]}",
-    "local_batch_size": "it is per_device_train_batch_size times steps_per_generation; set those",
-    "local_mini_batch_size": "it follows from per_device_train_batch_size and gradient_accumulation_steps; set those",
-    "micro_batch_size": "micro-batches are formed under a token budget; set micro_batch_tokens",
-    "num_total_batches": "it counts rollouts: set max_steps (a rollout takes num_ppo_epochs x num_mini_batches steps)",
-    "world_size": "it is the number of processes that the launcher starts; remove it",
     "batch_size": "it follows from per_device_train_batch_size, gradient_accumulation_steps and num_mini_batches; set those",
     "mini_batch_size": "it follows from per_device_train_batch_size and gradient_accumulation_steps; set those",
     "exp_name": "set output_dir and run_name",
     "local_rollout_forward_batch_size": "passes run under a token budget; set micro_batch_tokens",
     "num_sample_generations": "set eval_dataset and eval_steps, and log_completions",
-    "sft_model_path": "it is the model; pass it as model",
-    "reward_model_path": "pass it as reward_funcs (--reward on the command line)",
     "model_adapter_name": "pass peft_config, or a PeftModel as model; remove it",
     "ref_adapter_name": "with an adapter the reference is the policy without it, or its initial copy; remove it",
 }
 
+_COUNT = Check(lambda x: x is None or (type(x) is int and x >= 1), "must be an integer of at least 1")
 _NO_VALUE_LOSS = "vf_coef is 0, so the value loss has no weight; set vf_coef or remove it"
 _TRAINS_VALUES = EffectCondition(lambda args, facts: args.vf_coef > 0, _NO_VALUE_LOSS)
 
@@ -86,10 +79,11 @@ class PPOArguments(OnlineArguments):
     num_ppo_epochs: int | None = argument(None, "TRL's name of num_iterations.", alias_of="num_iterations")
     cliprange: float | None = argument(None, "TRL's name of epsilon.", alias_of="epsilon")
     num_mini_batches: int | None = argument(
-        None,
-        "Steps per pass (TRL's name): sets steps_per_generation to this x gradient_accumulation_steps.",
-        Check(lambda x: x is None or (type(x) is int and x >= 1), "must be an integer of at least 1"),
+        None, "Steps per pass (TRL's name): sets steps_per_generation to this x gradient_accumulation_steps.", _COUNT
     )
+    total_episodes: int | None = argument(None, "Completions of the run (TRL's name): sets max_steps.", _COUNT)
+    sft_model_path: str | None = model_argument(None, "TRL's name of the model.")
+    reward_model_path: str | None = reward_argument(None, "TRL's name of the reward model.")
     kl_target: float | None = argument(
         None,
         "Adapt beta so that the KL approaches this many nats per completion (None: beta is fixed).",

@@ -35,11 +35,14 @@ ARGUMENT_OF_KWARG = {
     "max_tokens": "max_completion_length",
 }
 # Names in generation_kwargs that both engines accept.
-COMMON_KWARGS = ("seed", "stop", "stop_strings", "stop_token_ids", "eos_token_id", "do_sample", *ARGUMENT_OF_KWARG)
+COMMON_KWARGS = (
+    *("seed", "stop", "stop_strings", "stop_token_ids", "eos_token_id", "do_sample", "min_new_tokens", "min_tokens"),
+    *ARGUMENT_OF_KWARG,
+)
 
 # vLLM's other sampling parameters that are accepted. An explicit list, because a server ignores names that it does not know.
 _VLLM_KWARGS = (
-    *("presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("thinking_token_budget", "skip_reading_prefix_cache"),
 )
 _ENDS_COMPLETIONS = (
@@ -47,7 +50,12 @@ _ENDS_COMPLETIONS = (
 )
 # Refused names with the reason: another argument sets them, lowpeak sets them, or they end completions unknown to the run.
 _REFUSED_KWARGS = {
-    "n": "use num_generations",
+    **dict.fromkeys(("n", "num_return_sequences"), "use num_generations"),
+    **dict.fromkeys(("num_beams", "penalty_alpha"), "completions are sampled token by token; remove it"),
+    **dict.fromkeys(("typical_p", "epsilon_cutoff", "eta_cutoff"), "use top_k, top_p or min_p"),
+    **dict.fromkeys(("suppress_tokens", "bad_words_ids"), "only vLLM can ban tokens (logit_bias, bad_words)"),
+    "no_repeat_ngram_size": "use repetition_penalty, or the reward get_repetition_penalty_reward(ngram_size=3)",
+    **dict.fromkeys(("min_length", "max_length"), "it counts the prompt; use min_new_tokens, max_completion_length"),
     "structured_outputs": "use vllm_structured_outputs_regex",
     **dict.fromkeys(
         (
@@ -210,8 +218,8 @@ class Sampling:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. They apply in the order of
     transformers' `generate()`: repetition penalty, temperature, top-k, top-p, min-p. A random number is a hash of (seed,
     rollout, prompt serial, completion, position), so it does not depend on waves, slots or order. A `stop` string ends a
-    completion with the token that completes the string. `first_completion` is the index of the first completion in its group,
-    since a group may be generated in several calls.
+    completion with the token that completes the string; the first `min_new_tokens` tokens end none. `first_completion` is the
+    index of the first completion in its group, since a group may be generated in several calls.
     """
 
     num_generations: int
@@ -223,6 +231,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
     seed: int = 0
     rollout: int = 0
     first_completion: int = 0
@@ -259,24 +268,17 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
     batch, accumulation = args.per_device_train_batch_size * world_size, args.gradient_accumulation_steps
     per_generation = _steps_per_generation(args, batch)
     rows = batch * per_generation
-    # The least number of batches that has whole groups and whole steps.
-    batches = lcm(args.num_generations // gcd(args.num_generations, batch), accumulation)
-    name = shown_name(args, "steps_per_generation")
-    # A mini-batch of PPO has gradient_accumulation_steps batches.
-    multiple = batches // accumulation if name == "num_mini_batches" else batches
-    remedy = f"{name}={multiple}, or another multiple of {multiple}"
-    if args.generation_batch_size is not None:
-        remedy = f"generation_batch_size={batch * batches}, or another multiple of {batch * batches}"
+    larger = _larger_rollout(args, batch)
+    require(
+        per_generation % accumulation == 0,
+        f"steps_per_generation={per_generation} is not a multiple of gradient_accumulation_steps={accumulation}, but a rollout "
+        f"must serve whole steps: use {larger}.",
+    )
     require(
         rows % args.num_generations == 0,
         f"a rollout has per_device_train_batch_size x ranks x steps_per_generation = {args.per_device_train_batch_size} x "
         f"{world_size} x {per_generation} = {rows} completions, which num_generations={args.num_generations} must divide: use "
-        f"{remedy}.",
-    )
-    require(
-        per_generation % accumulation == 0,
-        f"steps_per_generation={per_generation} is not a multiple of gradient_accumulation_steps={accumulation}, but a rollout "
-        f"must serve whole steps: use {remedy}.",
+        f"{_sizes_with_groups(args, batch, rows)}, or {larger}.",
     )
     return make_settings(
         RolloutSettings,
@@ -286,6 +288,34 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
         steps_per_pass=per_generation // accumulation,
         max_refills=args.dynamic_sampling_rounds,
     )
+
+
+def _sizes_with_groups(args: Any, batch: int, rows: int) -> str:
+    """Return the nearest sizes with which a rollout has whole groups and serves as many steps as before."""
+    group, added = args.num_generations, {}  # completions that one more of each argument adds
+    if args.generation_batch_size is None:
+        added["per_device_train_batch_size"] = rows // args.per_device_train_batch_size
+        added |= {} if args.steps_per_generation else {"gradient_accumulation_steps": batch}
+    sizes = {}
+    for name, completions in added.items():
+        multiple = group // gcd(group, completions)
+        below = getattr(args, name) // multiple * multiple
+        sizes[name] = [size for size in (below, below + multiple) if size]
+    divisors = [size for size in range(2, rows + 1) if rows % size == 0]
+    sizes["num_generations"] = sorted(sorted(divisors, key=lambda size: abs(size - group))[:2])
+    return ", ".join(f"{name}={' or '.join(map(str, each))}" for name, each in sizes.items() if each)
+
+
+def _larger_rollout(args: Any, batch: int) -> str:
+    """Return the least rollout with whole groups and whole steps as an argument, with the steps that it would serve."""
+    accumulation, name = args.gradient_accumulation_steps, shown_name(args, "steps_per_generation")
+    batches = lcm(args.num_generations // gcd(args.num_generations, batch), accumulation)
+    # A mini-batch of PPO has gradient_accumulation_steps batches.
+    size = batches // accumulation if name == "num_mini_batches" else batches
+    if args.generation_batch_size is not None:
+        name, size = "generation_batch_size", batch * batches
+    served = f"{batches // accumulation} steps, off-policy after the first" if batches > accumulation else "one step"
+    return f"{name}={size} or another multiple of it (a rollout of {batch * batches} completions serves {served})"
 
 
 def _steps_per_generation(args: Any, batch: int) -> int:
@@ -314,16 +344,15 @@ def _whole_step(args: Any, batches: int) -> int:
 def resolve_sampling(args: Any) -> Sampling:
     """Return the sampling parameters from the arguments and from the engine-independent part of generation_kwargs."""
     kwargs = dict(args.generation_kwargs or {})
-    unknown = sorted(set(kwargs) - set(COMMON_KWARGS))
+    least = kwargs.get("min_new_tokens", kwargs.get("min_tokens", 0))
     require(
-        args.use_vllm or not unknown,
-        f"generation_kwargs has {', '.join(unknown)}, but the native engine accepts only {', '.join(COMMON_KWARGS)}.",
+        type(least) is int and 0 <= least <= args.max_completion_length,
+        f"generation_kwargs has min_new_tokens={least!r}, which must be from 0 to max_completion_length.",
     )
-    require(
-        kwargs.get("do_sample") in (None, True),
-        f"generation_kwargs has do_sample={kwargs.get('do_sample')!r}: greedy completions of a prompt are equal, so there is "
-        "nothing to compare; remove it (evaluation is greedy in any case).",
-    )
+    accepted = (*COMMON_KWARGS, *(_VLLM_KWARGS if args.use_vllm else ()))
+    for name in kwargs:
+        reason = _REFUSED_KWARGS.get(name, f"the engine does not accept it; it accepts {', '.join(accepted)}")
+        require(name in accepted, f"generation_kwargs has {name}: {reason}.")
     seed = kwargs.get("seed", args.seed)
     require(
         isinstance(seed, Integral) and not isinstance(seed, bool) and 0 <= int(seed) < 2**32,
@@ -338,6 +367,7 @@ def resolve_sampling(args: Any) -> Sampling:
         min_p=args.min_p or 0.0,
         stop=stop,
         stop_token_ids=stop_token_ids,
+        min_new_tokens=least,
         seed=int(seed),
     )
 
@@ -372,11 +402,8 @@ def _token_ids(kwargs: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def sampling_kwargs(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of generation_kwargs that only vLLM accepts; ArgumentError for names that it must not have."""
+    """Return the part of generation_kwargs that only vLLM accepts, of names that `resolve_sampling` has checked."""
     kwargs = {name: value for name, value in generation_kwargs.items() if name not in COMMON_KWARGS}
-    unknown = f"vLLM does not accept it; it accepts {', '.join((*COMMON_KWARGS, *_VLLM_KWARGS))}"
-    for name in kwargs:
-        require(name in _VLLM_KWARGS, f"generation_kwargs has {name}: {_REFUSED_KWARGS.get(name, unknown)}.")
     if "logit_bias" in kwargs:
         bias = kwargs["logit_bias"]
         require(

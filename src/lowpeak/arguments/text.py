@@ -73,7 +73,7 @@ def read_object(text: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("it nests lists or mappings too deeply") from None
     if not isinstance(value, dict):
-        raise ValueError(f"it is a {type(value).__name__}")
+        raise ValueError(f"it is of type {type(value).__name__}")
     return value
 
 

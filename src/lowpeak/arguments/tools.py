@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lowpeak.arguments.declare import EffectCondition, above_zero, at_least, generation_argument
+from lowpeak.arguments.declare import EffectCondition, above_zero, at_least, generation_argument, one_of
 
 TurnCreditKind = Literal["outcome", "turn", "discounted"]
 
@@ -28,6 +28,12 @@ class ToolArguments:
         above_zero("a number of seconds"),
         HAS_TOOLS,
     )
+    tool_isolation: str = generation_argument(
+        "thread",
+        "Where the functions of tools run: thread, or process, which tool_timeout ends; environments run in threads.",
+        one_of(Literal["thread", "process"]),
+        HAS_TOOLS,
+    )
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class TurnCredit:
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """Most turns whose calls are run, and the seconds of one call; None: no limit."""
+    """Most turns whose calls are run, the seconds of one call (None: no limit), and where functions run."""
 
     max_tool_calling_iterations: int | None
     tool_timeout: float | None
+    tool_isolation: Literal["thread", "process"] = "thread"

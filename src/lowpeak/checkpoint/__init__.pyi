@@ -5,6 +5,7 @@ from lowpeak.checkpoint.export import write_configs as write_configs
 from lowpeak.checkpoint.export import write_weights as write_weights
 from lowpeak.checkpoint.folders import check_writable as check_writable
 from lowpeak.checkpoint.folders import clean_up_checkpoints as clean_up_checkpoints
+from lowpeak.checkpoint.folders import complete_checkpoints as complete_checkpoints
 from lowpeak.checkpoint.folders import fsync_path as fsync_path
 from lowpeak.checkpoint.folders import last_checkpoint as last_checkpoint
 from lowpeak.checkpoint.folders import lock_run_folder as lock_run_folder
@@ -17,9 +18,11 @@ from lowpeak.checkpoint.run_state import ARGUMENTS as ARGUMENTS
 from lowpeak.checkpoint.run_state import RunState as RunState
 from lowpeak.checkpoint.run_state import SavedRollout as SavedRollout
 from lowpeak.checkpoint.run_state import capture_rng_state as capture_rng_state
+from lowpeak.checkpoint.run_state import check_none_in_flight as check_none_in_flight
 from lowpeak.checkpoint.run_state import check_run_identity as check_run_identity
 from lowpeak.checkpoint.run_state import learning_arguments as learning_arguments
 from lowpeak.checkpoint.run_state import load_run_state as load_run_state
+from lowpeak.checkpoint.run_state import other_arguments_error as other_arguments_error
 from lowpeak.checkpoint.run_state import preserve_rng_state as preserve_rng_state
 from lowpeak.checkpoint.run_state import restore_rng_state as restore_rng_state
 from lowpeak.checkpoint.run_state import save_run_state as save_run_state

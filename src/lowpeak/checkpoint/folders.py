@@ -10,7 +10,6 @@ checkpoint and no other. Here a folder's name shows its state:
 
 A kill at any moment leaves folders in these states; `clean_up_checkpoints` completes or removes them when the run starts again.
 
-
 One run at a time writes into the folder: two would mix their journals and remove each other's checkpoints."""
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def last_checkpoint(run_dir: Path) -> Path | None:
 
     A folder without lowpeak's state, such as a partial copy, counts only if no other folder has it.
     """
-    folders = _complete_checkpoints(run_dir)[::-1]
+    folders = complete_checkpoints(run_dir)[::-1]
     return next((folder for folder in folders if (folder / STATE_FILE).is_file()), next(iter(folders), None))
 
 
@@ -51,7 +50,7 @@ def prune_checkpoints(run_dir: Path, keep: int | None, protect: Collection[Path]
     """
     if keep is None or keep < 1:
         return
-    checkpoints = _complete_checkpoints(run_dir)
+    checkpoints = complete_checkpoints(run_dir)
     protected = {path.resolve() for path in protect}
     removable = [path for path in checkpoints[:-1] if path.resolve() not in protected]
     for checkpoint in removable[: max(0, len(checkpoints) - keep)]:
@@ -75,7 +74,7 @@ def move_later_checkpoints(run_dir: Path, after: int) -> Path | None:
     Returns the folder, or None if there are no such checkpoints. Another run wrote them. Otherwise a run that starts
     new or resumes from an earlier step could take one for its last checkpoint.
     """
-    others = [path for path in _complete_checkpoints(run_dir) if int(path.name.rpartition("-")[2]) > after]
+    others = [path for path in complete_checkpoints(run_dir) if int(path.name.rpartition("-")[2]) > after]
     if not others:
         return None
     folders = (run_dir / f"earlier-{number}" for number in itertools.count(1))
@@ -131,7 +130,7 @@ def resolve_checkpoint(run_dir: Path, resume_from_checkpoint: bool | str | os.Pa
         return last
     if not isinstance(resume_from_checkpoint, str | os.PathLike):
         raise CheckpointError(
-            f"resume_from_checkpoint must be True, False, None or a checkpoint's folder, got {resume_from_checkpoint!r}."
+            f"resume_from_checkpoint must be 'auto', True, False, None or a checkpoint's folder, got {resume_from_checkpoint!r}."
         )
     _check_is_checkpoint(Path(resume_from_checkpoint), last)
     return Path(resume_from_checkpoint)
@@ -157,7 +156,8 @@ def in_state(folder: Path, state: str) -> Path:
     return folder.with_name(f"{folder.name}.{state}")
 
 
-def _complete_checkpoints(run_dir: Path) -> list[Path]:
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the folders `checkpoint-N` of `run_dir` by their step, also those that lowpeak did not write."""
     if not run_dir.is_dir():
         return []
     steps = {int(match[1]): path for path in run_dir.iterdir() if (match := _COMPLETE.fullmatch(path.name))}

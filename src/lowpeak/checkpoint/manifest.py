@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lowpeak.ranks import Ranks
 
 MANIFEST_FILE = "lowpeak_manifest.json"
+_NOT_RECORDED = (MANIFEST_FILE, "README.md")  # users edit a card
 _REMEDY = "Resume from another checkpoint, or start a new run."
 _READ_ON_RESUME = (  # patterns of files that are read on resume if they exist
     *("model*.safetensors*", "pytorch_model*", "adapter_*", "*/adapter_*", "optimizer*", "scheduler.pt", "scaler.pt"),
@@ -119,10 +120,10 @@ def _find_damage(checkpoint: Path, entries: Entries, names: Sequence[str]) -> st
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the paths of a folder's files except the manifest and hidden ones, largest first."""
+    """Return the paths of a folder's files except the manifest, the card and hidden ones, largest first."""
     files = sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda file: (-file.stat().st_size, file))
     names = [file.relative_to(folder).as_posix() for file in files]
-    return [name for name in names if name != MANIFEST_FILE and not name.startswith(".")]
+    return [name for name in names if name not in _NOT_RECORDED and not name.startswith(".")]
 
 
 def _digest_of(entries: Entries) -> str:

@@ -1,12 +1,12 @@
 """The state of a run that lowpeak adds to a transformers checkpoint, to resume to the same bits.
 
-    lowpeak_state.json             numbers and names; written by rank 0
-    lowpeak_rollout.safetensors    the records of the rollout in use, if there is one; written by rank 0
-    lowpeak_random_<rank>.pt       the random generators of one process; written by each rank
+    lowpeak_state.json               numbers and names; written by rank 0
+    lowpeak_rollout.safetensors      the records of the rollout in use, if there is one; written by rank 0
+    lowpeak_rollout_<n>.safetensors  the finished groups of rollout n, if it is in flight; written by rank 0
+    lowpeak_random_<rank>.pt         the random generators of one process; written by each rank
 
-Records are packed into ragged columns: the values of all sequences end to end, and each sequence's length, -1 for None.
-Dropout, data shuffling and users' rewards draw from the process's random generators. Sampling does not: its numbers come from
-a hash."""
+Format 1, which is read, has no rollouts in flight and no policy versions of tokens. Dropout, data shuffling and users' rewards
+draw from the process's random generators. Sampling does not: its numbers come from a hash."""
 
 from __future__ import annotations
 
@@ -16,30 +16,28 @@ import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor
 
 from lowpeak.arguments import declaration
 from lowpeak.checkpoint.folders import STATE_FILE
 from lowpeak.checkpoint.manifest import explain_read_errors
+from lowpeak.checkpoint.packed_records import json_checked, pack_records, unpack_records
 from lowpeak.errors import CheckpointError
-from lowpeak.records import Completion, FinishReason, Record
+from lowpeak.records import Record
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ROLLOUT_FILE = "lowpeak_rollout.safetensors"
 ARGUMENTS = "arguments"  # the entry of a run's identity with the arguments that may change
 
-_FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _PLAIN = ("cursor", "algorithm_state", "resolved", "identity")
-_PER_TOKEN = ("old", "reference", "values", "entropy", "advantages", "returns", "token_rewards")
 # Arguments that change what is learned: those of these groups in `--help`, and these of transformers and vLLM. The others are
 # part of the run's identity, are saved with the optimizer and the schedule, or may be secret.
 _LEARNING_GROUPS = {"algorithm", "model", "data", "rewards", "generation", "training"}
@@ -53,8 +51,6 @@ _OTHER_ARGUMENTS = {
     *("learning_rate", "value_learning_rate", "shuffle_dataset", "remove_unused_columns", "eval_packing"),
     *("strict_arguments", "trust_remote_code", "model_init_kwargs", "reward_timeout"),
 }
-_COMPLETION_FIELDS = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
-_RAGGED = ("prompt_ids", *_COMPLETION_FIELDS, "rewards", *_PER_TOKEN)
 
 
 @dataclass(frozen=True)
@@ -64,6 +60,20 @@ class SavedRollout:
     records: tuple[Record, ...]
     number: int
     steps_used: int
+
+
+@dataclass(frozen=True)
+class RolloutInFlight:
+    """A rollout under generation: its `num_prompts` prompts are drawn again from `cursor`, the state before their draw.
+
+    `records` are those of its finished groups, without rewards; a record's `group` is the index of its prompt in the draw.
+    """
+
+    number: int
+    policy_version: int
+    cursor: Mapping[str, Any]
+    num_prompts: int
+    records: tuple[Record, ...]
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class RunState:
     cursor: Mapping[str, Any]
     random: Mapping[str, Any]
     rollout: SavedRollout | None = None
+    in_flight: tuple[RolloutInFlight, ...] = ()
     algorithm_state: Mapping[str, float] = field(default_factory=dict)
     resolved: Mapping[str, int | float | str] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -89,12 +100,12 @@ class RunState:
         return self.rollout is not None and bool(self.rollout.records)
 
 
-def learning_arguments(args: Any, storage: str) -> dict[str, Any]:
+def learning_arguments(args: Any, storage: str, model: str) -> dict[str, Any]:
     """Return the arguments that change the learned weights, as JSON; those that JSON cannot store are left out.
 
-    `storage` is the format of weights and optimizer states that they resolved to, in words.
+    `storage` is the resolved format of weights and optimizer states, in words; of the path or name `model` the last part counts.
     """
-    arguments: dict[str, Any] = {"storage": storage}
+    arguments: dict[str, Any] = {"storage": storage, "model": Path(model).name}
     for each in fields(args):
         name, declared = each.name, declaration(each)
         is_learning = declared.group in _LEARNING_GROUPS and not declared.alias_of
@@ -104,28 +115,50 @@ def learning_arguments(args: Any, storage: str) -> dict[str, Any]:
     return arguments
 
 
-def check_run_identity(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, in_rollout: bool) -> None:
+def check_run_identity(saved: RunState, now: RunState, checkpoint: Path, *, strict: bool = False) -> None:
     """Raise CheckpointError if the algorithm changed, or, within a rollout, another value of the identity.
 
-    Otherwise one warning names the changed values, and the arguments that change what is learned.
+    Otherwise one warning names changed values, arguments that change what is learned, and data; `strict`: each is an error.
     """
-    changed = _changes(saved, now)
-    changes = ", ".join([*changed.values(), *_changes(saved.get(ARGUMENTS, {}), now.get(ARGUMENTS, {})).values()])
-    if "algorithm" in changed or (in_rollout and changed):
+    changed = _changes(saved.identity, now.identity)
+    all_changed = changed | _changes(_arguments_and_data(saved), _arguments_and_data(now))
+    if strict and all_changed:
+        raise other_arguments_error(checkpoint, all_changed)
+    if "algorithm" in changed or (saved.in_rollout and changed):
         raise CheckpointError(
-            f"{checkpoint} is of another run: {changes}. Resume with the arguments that it was made with, or start a new run "
-            "from its weights (model=that folder)."
+            f"{checkpoint} is of another run: {_listed(all_changed)}. Resume with the arguments that it was made with, or start a "
+            "new run from its weights (model=that folder)."
         )
-    if changes:
+    if all_changed:
         logger.warning(
-            "%s is resumed with other arguments, whose new values act from here on: %s.", checkpoint, changes
+            "%s is resumed with other arguments, whose new values act from here on: %s.",
+            *(checkpoint, _listed(all_changed)),
         )
 
 
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values that differ, by name and as text; those that an earlier version did not save are left out."""
+def other_arguments_error(checkpoint: Path, changed: Mapping[str, tuple[Any, Any]]) -> CheckpointError:
+    """Return the error of `resume_from_checkpoint="auto"` for other arguments or data: saved and new values by name."""
+    return CheckpointError(
+        f"resume_from_checkpoint='auto': {checkpoint} is of a run with other arguments or data: {_listed(changed)}. Start with "
+        "those of that run, choose another output_dir for a new run, or set resume_from_checkpoint=True to continue nevertheless."
+    )
+
+
+def _arguments_and_data(state: RunState) -> dict[str, Any]:
+    """Return the values that may change on resume; earlier versions saved no digest of the data."""
+    digest = state.cursor.get("digest")
+    data = {} if digest is None else {"train_dataset": f"rows with digest {digest}"}
+    return {**state.identity.get(ARGUMENTS, {}), **data}
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the values that differ; those that an earlier version did not save are left out."""
     names = [name for name in now if name != ARGUMENTS and name in saved and saved[name] != now[name]]
-    return {name: f"{name} was {saved[name]!r} and is {now[name]!r}" for name in names}
+    return {name: (saved[name], now[name]) for name in names}
+
+
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name} was {saved!r} and is {now!r}" for name, (saved, now) in changed.items())
 
 
 def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
@@ -143,17 +176,20 @@ def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
         "format": FORMAT_VERSION,
         "policy_version": state.policy_version,
         "world_size": state.world_size,
-        **{name: _json_checked(name, getattr(state, name)) for name in _PLAIN},
+        **{name: json_checked(name, getattr(state, name)) for name in _PLAIN},
         "rollout": None,
     }
     if state.rollout is not None:
-        tensors, extras = pack_records(state.rollout.records)
-        (folder / ROLLOUT_FILE).write_bytes(safetensors.torch.save(tensors))
         plain["rollout"] = {
             "number": state.rollout.number,
             "steps_used": state.rollout.steps_used,
-            "extras": extras,
+            "extras": _write_records(folder / ROLLOUT_FILE, state.rollout.records),
         }
+    if state.in_flight:
+        plain["in_flight"] = [
+            {**vars(each), "records": _write_records(_in_flight_file(folder, each.number), each.records)}
+            for each in state.in_flight
+        ]
     (folder / STATE_FILE).write_text(json.dumps(plain), encoding="utf-8")
 
 
@@ -170,100 +206,50 @@ def load_run_state(folder: Path, rank: int = 0) -> RunState:
                 "Upgrade lowpeak to the version that wrote it."
             )
         shared = {name: plain[name] for name in (*_PLAIN, "policy_version")}
-        packed, world_size = plain["rollout"], plain.get("world_size", 1)
+        packed, others, world_size = plain["rollout"], plain.get("in_flight", []), plain.get("world_size", 1)
     rollout = None
     if packed is not None:
-        with explain_read_errors(folder / ROLLOUT_FILE):
-            tensors = safetensors.torch.load((folder / ROLLOUT_FILE).read_bytes())
-            rollout = SavedRollout(unpack_records(tensors, packed["extras"]), packed["number"], packed["steps_used"])
+        records = _read_records(folder / ROLLOUT_FILE, packed["extras"])
+        rollout = SavedRollout(records, packed["number"], packed["steps_used"])
+    in_flight = tuple(
+        RolloutInFlight(**each | {"records": _read_records(_in_flight_file(folder, each["number"]), each["records"])})
+        for each in others
+    )
     random: dict[str, Any] = {}
     if rank < world_size:
         with explain_read_errors(_random_file(folder, rank)):
             random = torch.load(io.BytesIO(_random_file(folder, rank).read_bytes()), weights_only=True)
-    return RunState(**shared, rollout=rollout, random=random, world_size=world_size)
+    return RunState(**shared, rollout=rollout, in_flight=in_flight, random=random, world_size=world_size)
 
 
-def pack_records(records: Sequence[Record]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return records as named tensors, and each completion's `extra` for JSON. `unpack_records` is the inverse.
-
-    A column X is two tensors, `X.values` and `X.lengths`, so a rollout is a few tensors and not thousands.
-    """
-    for index, record in enumerate(records):
-        _json_checked(f"record {index}: extra", record.completion.extra)
-    reasons = [_FINISH_REASONS.index(record.completion.finish_reason) for record in records]
-    tensors = {
-        "group": torch.tensor([record.group for record in records], dtype=torch.int64),
-        "reward": torch.tensor([record.reward for record in records], dtype=torch.float64),
-        "finish_reason": torch.tensor(reasons, dtype=torch.uint8),
-    }
-    fields = [_ragged_fields(record) for record in records]
-    for name in _RAGGED:
-        tensors |= _pack_column(name, [each[name] for each in fields])
-    return tensors, [dict(record.completion.extra) for record in records]
+def check_none_in_flight(state: RunState, checkpoint: Path) -> None:
+    """Raise CheckpointError for rollouts in flight, which no trainer of this version continues."""
+    if state.in_flight:
+        numbers = ", ".join(str(each.number) for each in state.in_flight)
+        raise CheckpointError(
+            f"{checkpoint} has rollouts that are not complete ({numbers}), which this version of lowpeak cannot continue: resume "
+            "with the version that wrote it."
+        )
 
 
-def _pack_column(name: str, column: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    present = [each for each in column if each is not None]
-    lengths = [-1 if each is None else each.numel() for each in column]
-    return {
-        f"{name}.values": torch.cat(present) if present else torch.empty(0),
-        f"{name}.lengths": torch.tensor(lengths, dtype=torch.int64),
-    }
+def _write_records(path: Path, records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Write the records' tensors, and return the part of them that JSON stores."""
+    tensors, extras = pack_records(records)
+    path.write_bytes(safetensors.torch.save(tensors))
+    return extras
 
 
-def _ragged_fields(record: Record) -> dict[str, Any]:
-    completion = record.completion
-    return {
-        "prompt_ids": _id_tensor(record.prompt_ids),
-        "completion.ids": completion.ids,
-        "completion.logprobs": completion.logprobs,
-        "completion.loss_mask": completion.loss_mask,
-        "completion.prompt_ids": _id_tensor(completion.prompt_ids),
-        "rewards": torch.tensor(record.rewards, dtype=torch.float64),
-        **{name: getattr(record, name) for name in _PER_TOKEN},
-    }
+def _read_records(path: Path, extras: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
+    with explain_read_errors(path):
+        return unpack_records(safetensors.torch.load(path.read_bytes()), extras)
 
 
-def unpack_records(tensors: Mapping[str, Tensor], extras: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
-    """Return the records that `pack_records` packed, bit for bit. Their tensors are views of the columns."""
-    columns = {name: _unpack_column(tensors[f"{name}.values"], tensors[f"{name}.lengths"]) for name in _RAGGED}
-    groups, rewards = tensors["group"].tolist(), tensors["reward"].tolist()
-    reasons = [_FINISH_REASONS[index] for index in tensors["finish_reason"].tolist()]
-    fields = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    records = []
-    for each, group, reward, reason, extra in zip(fields, groups, rewards, reasons, extras, strict=True):
-        ids, logprobs, loss_mask, override = (each[name] for name in _COMPLETION_FIELDS)
-        prompt_ids = None if override is None else tuple(override.tolist())
-        completion = Completion(ids, logprobs, loss_mask, reason, prompt_ids, extra)
-        record = Record(group, tuple(each["prompt_ids"].tolist()), completion, tuple(each["rewards"].tolist()), reward)
-        records.append(replace(record, **{name: each[name] for name in _PER_TOKEN}))
-    return tuple(records)
-
-
-def _id_tensor(ids: Sequence[int] | None) -> Tensor | None:
-    return None if ids is None else torch.tensor(ids, dtype=torch.int32)
-
-
-def _unpack_column(values: Tensor, lengths: Tensor) -> list[Tensor | None]:
-    sizes: list[int] = lengths.tolist()
-    pieces: Iterator[Tensor] = iter(values.split([size for size in sizes if size >= 0]))
-    return [None if size < 0 else next(pieces) for size in sizes]
+def _in_flight_file(folder: Path, number: int) -> Path:
+    return folder / f"lowpeak_rollout_{number}.safetensors"
 
 
 def _random_file(folder: Path, rank: int) -> Path:
     return folder / f"lowpeak_random_{rank}.pt"
-
-
-def _json_checked(owner: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in mapping.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"cannot save {owner}['{key}'] of type {type(value).__name__} in a checkpoint: JSON cannot store it. "
-                "Use numbers, strings, lists and dicts of them."
-            ) from error
-    return dict(mapping)
 
 
 def capture_rng_state() -> dict[str, Any]:

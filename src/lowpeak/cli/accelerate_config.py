@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lowpeak.arguments import check_axes, refuse_fsdp1, require_deepspeed
-from lowpeak.errors import ArgumentError, first_line
+from lowpeak.errors import ArgumentError, closest_name, first_line
 
 PRESET_FOLDER = Path(__file__).parent / "presets"
 PRESETS = ("single", "ddp", "fsdp2", "fsdp2-offload", "hsdp", "fsdp2-tp", "zero1", "zero2", "zero3", "zero3-offload")
@@ -94,8 +93,7 @@ def _check_groups(config: Any, path: Path) -> None:
 def _check_names(names: Sequence[str], known: Collection[str], where: str) -> None:
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "remove it."
+            hint = closest_name(name, known) or "remove it."
             raise ArgumentError(f"{where} has {name}, which accelerate does not know; {hint}")
 
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from lowpeak.arguments import data_argument, device_argument, logging_argument, model_argument, reward_argument
+from lowpeak.arguments import (
+    data_argument,
+    device_argument,
+    generation_argument,
+    logging_argument,
+    model_argument,
+    reward_argument,
+)
 from lowpeak.cli.accelerate_config import PRESETS
 from lowpeak.errors import ArgumentError
 
@@ -15,10 +23,11 @@ class ErrorParser(argparse.ArgumentParser):
     """An argparse parser that raises ArgumentError instead of printing the usage of two hundred arguments."""
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (\S+): invalid (\w+) value: ", r"\1 must be of type \2, got ", message)
         raise ArgumentError(f"{message[:1].upper()}{message[1:]}; `{self.prog} --help` lists the arguments.")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelArguments:
     """The model, its adapters, and the precision it is loaded in."""
 
@@ -108,6 +117,31 @@ class JudgeArguments(RewardArguments):
     judge: str | None = reward_argument(
         None, "in place of rewards: path/to/file.py:object or package.module.object, an object with a method judge"
     )
+
+
+@dataclass(frozen=True)
+class ToolSourceArguments:
+    """The tools and environments that the policy talks to."""
+
+    tools: list[str] | None = generation_argument(
+        None, "tools that the policy may call, each as path/to/file.py:function or package.module.function"
+    )
+    environment: list[str] | None = generation_argument(
+        None,
+        "class of the environment, as path/to/file.py:Class or package.module.Class; several as NAME=path/to/file.py:Class, "
+        "where NAME is a row's value in the column environment",
+    )
+
+    def load(self) -> dict[str, Any]:
+        """Return the trainer's `tools`, and its `environment_factory`: a class, a mapping of classes, or None."""
+        from lowpeak.rewards import load_object
+
+        named = [spec.rpartition("=") for spec in self.environment or ()]
+        if len(named) > 1 and not all(name for name, _, _ in named):
+            raise ArgumentError("--environment has several values: write each as NAME=path/to/file.py:Class.")
+        classes = {name: load_object(spec, "Environment") for name, _, spec in named}
+        tools = [load_object(spec, "Tool") for spec in self.tools or ()]
+        return {"tools": tools, "environment_factory": classes.get("", classes) or None}
 
 
 @dataclass(frozen=True)

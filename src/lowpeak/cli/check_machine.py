@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from lowpeak.arguments import show_bytes
 from lowpeak.cli.env import installed_version
 from lowpeak.cli.plan import plan_within_budget
 from lowpeak.cli.plan_request import PlanArguments, machine_of, parse_plan, plan_request
+from lowpeak.cli.train import with_config
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.plan import GIB
 
@@ -25,16 +26,7 @@ if TYPE_CHECKING:
     from lowpeak.plan import Machine, Plan
 
 _OF_PLAN = (
-    "gpu",
-    "gpu_memory",
-    "gpus_per_host",
-    "host_memory",
-    "fit",
-    "format",
-    "plot",
-    "emit",
-    "output",
-    "journal",
+    *("gpu", "gpu_memory", "gpus_per_host", "host_memory", "fit", "format", "plot", "emit", "output", "journal"),
     "price_per_hour",
 )
 _SHARED_MEMORY = GIB  # that NCCL and data loaders of several processes share in /dev/shm
@@ -84,6 +76,8 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
     if job.given.get("use_cpu"):
         return machine_of(options, job), Check("devices", True, f"{wanted} process{'es' if wanted > 1 else ''} on CPUs")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (found, wanted, job.launch.accelerate_config) == (0, 1, None):
+        return _cpu_without_gpu(options, job)
     hosts = job.launch.num_machines or 1
     enough = found * hosts >= wanted
     text = f"{wanted} needed, this host has {found} GPUs that torch can use"
@@ -94,6 +88,16 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
     properties = torch.cuda.get_device_properties(0)
     machine = Machine(wanted, properties.total_memory, host, -(-wanted // hosts), card_of(properties.name))
     return machine, Check("devices", enough, text)
+
+
+def _cpu_without_gpu(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
+    """Return this host's CPU, on which a run in one process trains if torch finds no GPU and no argument needs one."""
+    machine = machine_of(options, replace(job, given={**job.given, "use_cpu": True}))
+    try:
+        with_config(job)
+    except LowpeakError as error:
+        return machine, Check("devices", False, f"torch finds no GPU: {error}")
+    return machine, Check("devices", True, "torch finds no GPU: the run trains on CPUs")
 
 
 def _versions(job: Job) -> Iterator[Check]:

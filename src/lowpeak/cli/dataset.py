@@ -30,7 +30,7 @@ def load_datasets(
     else:
         train = _load_dataset(arguments.dataset, arguments.dataset_split, arguments, answers, effects)
     if arguments.test_split_size is not None:
-        train, held_out = _hold_out(train, arguments.test_split_size, arguments, args.seed)
+        train, held_out = hold_out(train, arguments.test_split_size, arguments, args.seed)
         return train, held_out if evaluates else None
     return train, _load_evaluation(arguments, answers, effects) if evaluates else None
 
@@ -112,7 +112,7 @@ def _take_shares(parts: list[Any], fractions: Sequence[float | None]) -> list[An
     return [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
 
 
-def _hold_out(dataset: Any, size: float, arguments: DataArguments, seed: int) -> tuple[Any, Any]:
+def hold_out(dataset: Any, size: float, arguments: DataArguments, seed: int) -> tuple[Any, Any]:
     """Return the dataset without `size` random rows, and these rows; equal on all ranks."""
     if arguments.eval_dataset is not None or arguments.eval_split not in (None, "test"):
         raise ArgumentError(f"--test_split_size {size} and --eval_dataset or --eval_split set the same data: set one.")

@@ -22,9 +22,7 @@ _SHELL = """\
 #!/usr/bin/env bash
 # Start this script on each of {hosts} host(s), with RANK_OF_HOST from 0 and HOST_0 as the address of host 0.
 set -euo pipefail
-resume=false
-if compgen -G '{checkpoints}' > /dev/null; then resume=true; fi
-exec lowpeak {kind} --config {run} --resume_from_checkpoint "$resume"{several}
+exec lowpeak {kind} --config {run} --resume_from_checkpoint auto{several}
 """
 _SEVERAL = (
     ' \\\n    --num_machines {hosts} --machine_rank "${{RANK_OF_HOST:?}}"'
@@ -41,12 +39,16 @@ _SLURM = """\
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@{lead}
-# One task per host starts the processes of its GPUs. The run saves at the signal, {lead} seconds before the time limit. Queued
-# again (for the time limit by sbatch --dependency=singleton) it resumes from its last checkpoint.
+# One task per host starts the processes of its GPUs. {lead} seconds before the time limit Slurm sends SIGTERM to the tasks, not to
+# this script (that would need B:TERM). Each task is the launcher itself, by exec; it passes the signal on and waits until the run
+# has saved. The exit status is then 143, or 130 of a run in one process, and the job is queued again: it resumes.
 set -euo pipefail
 HOST_0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HOST_0
-exec srun bash -c 'RANK_OF_HOST=$SLURM_NODEID exec bash {shell}'
+status=0
+srun bash -c 'RANK_OF_HOST=$SLURM_NODEID exec bash {shell}' || status=$?
+case $status in 130 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac
+exit "$status"
 """
 _SERVER_SLURM = """\
 #!/usr/bin/env bash
@@ -120,14 +122,7 @@ def _job_files(folder: Path, job: Job, plan: Plan, emit: str) -> dict[str, str]:
     machine, run = plan.request.machine, folder / "run.yaml"
     per_host = machine.devices_on_host + len(gpus_of(job.given, "vllm_devices"))
     several = _SEVERAL.format(hosts=machine.num_hosts) if machine.num_hosts > 1 else ""
-    checkpoints = (
-        Path(job.config.output_dir) / "checkpoint-*[0-9]"
-    )  # complete ones: those that are being written end in a word
-    files = {
-        "train.sh": _SHELL.format(
-            hosts=machine.num_hosts, kind=job.kind, run=run, several=several, checkpoints=checkpoints
-        )
-    }
+    files = {"train.sh": _SHELL.format(hosts=machine.num_hosts, kind=job.kind, run=run, several=several)}
     if emit == "slurm":
         numbers = {"hosts": machine.num_hosts, "per_host": per_host, "lead": LEAD_SECONDS}
         files["train.slurm"] = _SLURM.format(kind=job.kind, shell=folder / "train.sh", **numbers)

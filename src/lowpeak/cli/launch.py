@@ -19,6 +19,7 @@ from typing import Any
 
 from lowpeak.cli.accelerate_config import DEFAULT_PRESET, PRESET_FOLDER, find_accelerate_config, read_config
 from lowpeak.cli.arguments import LaunchArguments
+from lowpeak.cli.cloud_files import LEAD_SECONDS
 from lowpeak.cli.devices import num_devices
 from lowpeak.cpu_cores import THREADS_VARIABLE, allowed_cores
 from lowpeak.errors import ArgumentError, first_line
@@ -244,6 +245,8 @@ def run_launcher(words: Sequence[str], output_dir: Path) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     os.environ.update({LAUNCHED: "1", PARENT_VARIABLE: str(os.getpid())})
+    # torch's agent would kill the ranks 30 s after it passed SIGTERM on: they finish their step and save.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(LEAD_SECONDS))
     if os.environ.get("LOWPEAK_TRACEBACK", "0") in ("", "0"):  # ranks report their own errors
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with _forward_ctrl_c() as presses:

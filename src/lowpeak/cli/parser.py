@@ -33,6 +33,8 @@ from lowpeak.errors import ArgumentError
 # Names of TRL's command line, and those of the same arguments here.
 ALIASES = {
     "model_name_or_path": "model",
+    "sft_model_path": "model",
+    "reward_model_path": "reward_model_name_or_path",
     "dataset_name": "dataset",
     "dataset_train_split": "dataset_split",
     "dataset_test_split": "eval_split",
@@ -109,7 +111,7 @@ def _without_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {ALIASES.get(name, name): value for name, value in settings.items()}
 
 
-def _set_environment(variables: Any) -> None:
+def set_environment(variables: Any) -> None:
     """Set environment variables from the `env` mapping of a YAML file, as TRL does."""
     if not isinstance(variables, dict):
         raise ArgumentError(f"env must be a mapping of environment variables to values, got {variables!r:.80}.")
@@ -169,7 +171,7 @@ class TypedParser(ErrorParser, HfArgumentParser):
         None and mappings stay unchanged if the argument's type allows them.
         """
         settings = _without_aliases(load_yaml(path))
-        _set_environment(settings.pop("env", {}))
+        set_environment(settings.pop("env", {}))
         settings = drop_trl_defaults(settings, self.hints)
         check_names(settings, self.hints, rejected)
         direct = {name for name, value in settings.items() if _is_final(value, _alternatives(self.hints[name]))}
@@ -244,7 +246,7 @@ def _converter(base: Any, simple: Any, hint: Any) -> Callable[[str], Any]:
     """Return the converter of an argument's text: `base`, that of the simple type, extended to the hint's other types."""
     kinds = _alternatives(hint)
     if list[dict[str, Any]] in _union_members(hint):
-        base = _json_or_path
+        base = json_or_path
     elif dict in kinds:
         base = _json_or_text if str in kinds else _json
     elif simple is str and bool in kinds:
@@ -276,7 +278,7 @@ def integer(text: str) -> int:
         return int(text)
     except ValueError:
         number = float(text)
-        if number != int(number):
+        if not number.is_integer():
             raise
         return int(number)
 
@@ -285,7 +287,8 @@ def _json_or_text(text: str) -> Any:
     return _json(text) if text.lstrip()[:1] in ("{", "[") else text
 
 
-def _json_or_path(text: str) -> dict[str, Any]:
+def json_or_path(text: str) -> dict[str, Any]:
+    """Return the mapping of a JSON text, or `{"path": text}`."""
     return _json(text) if text.lstrip()[:1] == "{" else {"path": text}
 
 

@@ -19,6 +19,7 @@ from lowpeak.cli.arguments import (
     RewardArguments,
     RunArguments,
     ServingArguments,
+    ToolSourceArguments,
 )
 from lowpeak.cli.devices import read_devices
 from lowpeak.cli.output import print_once
@@ -77,7 +78,7 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak, command: str = "lowp
     config_class = getattr(library, f"{CLASS_PREFIXES[kind]}Config")
     judging = JudgeArguments if kind == "online-dpo" else RewardArguments
     kinds: list[type] = [PlanArguments, ModelArguments, DataArguments, RunArguments, LaunchArguments]
-    kinds += [] if kind in ANSWER_COLUMNS else [judging, ServingArguments]
+    kinds += [] if kind in ANSWER_COLUMNS else [judging, ToolSourceArguments, ServingArguments]
     given = parse_arguments([*kinds, config_class], argv, command, getattr(config_class, "rejected", {}))
 
     def pick(part: type[Any]) -> Any:
@@ -96,6 +97,7 @@ def parse_plan(argv: Sequence[str], library: Any = lowpeak, command: str = "lowp
         pick(ModelArguments),
         pick(DataArguments),
         pick(judging),
+        pick(ToolSourceArguments),
         pick(RunArguments),
         pick(LaunchArguments),
         config=None,

@@ -26,6 +26,7 @@ from lowpeak.cli.arguments import (
     RewardArguments,
     RunArguments,
     ServingArguments,
+    ToolSourceArguments,
 )
 from lowpeak.cli.dataset import load_datasets
 from lowpeak.cli.launch import is_rank_zero, launch_or_join, output_folder
@@ -38,13 +39,11 @@ Part = TypeVar("Part")
 ANSWER_COLUMNS = {"sft": ("completion",), "reward": ("chosen", "rejected")}
 # Arguments that a script's own call of evaluate() reads, and a command only if eval_strategy is set.
 _EVALUATION_ARGUMENTS = ("per_device_eval_batch_size", "num_generations_eval", "success_reward", "success_threshold")
-_ADAPTER_ARGUMENTS = (
-    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
-    *("lora_task_type", "use_rslora", "use_dora"),
-)
+_ADAPTER_ARGUMENTS = [name for name in ModelArguments.__annotations__ if name.startswith(("lora_", "use_rs", "use_do"))]
 _QUANTIZATION_ARGUMENTS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 # TRL's defaults where lowpeak's differ: a file that spells them out is not told that they have no effect.
 _TRL_DEFAULTS = {"model_revision": "main", "eval_split": "test", "lora_dropout": 0.05, "per_device_eval_batch_size": 8}
+_RESULTS = "results.json"
 _PEAKS = ("peak_memory", "reserved_memory", "planned_memory")
 _NUM_FINAL_REWARDS = 10  # steps whose mean reward is that of the run's end
 _PEFT_TASKS = {"reward": "SEQ_CLS"}
@@ -58,6 +57,7 @@ class Job:
     model: ModelArguments
     data: DataArguments
     rewards: RewardArguments
+    tools: ToolSourceArguments
     run: RunArguments
     launch: LaunchArguments
     config: Any
@@ -93,8 +93,7 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
 def _train(job: Job, library: Any) -> None:
     from lowpeak.setup import check_resume
 
-    resume = parse_resume(job.config.resume_from_checkpoint)
-    check_resume(Path(job.config.output_dir), resume)
+    check_resume(job.config)
     from lowpeak.models import allow_missing_weights
 
     with _explain_setup_errors(job.config.device), allow_missing_weights() if job.run.dry_run else nullcontext():
@@ -104,11 +103,12 @@ def _train(job: Job, library: Any) -> None:
         if is_rank_zero(os.environ):
             print(to_yaml({"arguments": job.given} | resolved), end="")
         return
-    earlier = _read_steps(job)
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
-    if is_rank_zero(os.environ):
-        write_results(job, earlier)
+    earlier, is_complete = _read_steps(job), _has_results(job)
+    trainer.train()
+    if not (trainer.was_finished and is_complete):
+        trainer.save_model()
+        if is_rank_zero(os.environ):
+            write_results(job, earlier)
     if job.config.push_to_hub:
         from lowpeak.data import is_on_hub
 
@@ -137,10 +137,20 @@ def _explain_setup_errors(device: Any) -> Iterator[None]:
         ) from error
 
 
-def _read_steps(job: Job) -> list[dict[str, Any]]:
+def _read_steps(job: Job, earlier: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return the journal's steps without the `earlier` ones, or all if there are no others."""
     from lowpeak.journal import read_steps
 
-    return list(read_steps(Path(job.config.output_dir) / "journal"))
+    rows = list(read_steps(Path(job.config.output_dir) / "journal"))
+    return [row for row in rows if row not in earlier] or rows
+
+
+def _has_results(job: Job) -> bool:
+    """Return whether the results of the last checkpoint exist, which are written after the model."""
+    from lowpeak.checkpoint import last_checkpoint
+
+    last, results = last_checkpoint(Path(job.config.output_dir)), Path(job.config.output_dir, _RESULTS)
+    return last is not None and results.is_file() and results.stat().st_mtime >= last.stat().st_mtime
 
 
 def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
@@ -148,14 +158,14 @@ def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
 
     `step_time`, `tokens_per_second` and `seconds` by phase are medians without the first value; `peak_memory` and
     `reserved_memory` by phase are the largest bytes. `outside_bytes` of the device are not torch's allocator's, but CUDA's, NCCL's
-    and other processes'. `reward` is the mean of the last ten that the journal has. The steps of `earlier` invocations do
-    not count, and without other steps nothing is written.
+    and other processes'. `reward` is the mean of the last ten that the journal has. The steps of `earlier` invocations
+    count only if there are no others: a kill may have come before they were written.
     """
     from lowpeak.cli.env import environment_facts
     from lowpeak.journal import EVALUATIONS, EVENTS, read_rows
 
     folder = Path(job.config.output_dir)
-    steps = [row for row in _read_steps(job) if row not in earlier]
+    steps = _read_steps(job, earlier)
     evaluations = list(read_rows(folder / "journal", EVALUATIONS))
     if not steps:
         return
@@ -179,7 +189,7 @@ def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
         "evaluation": evaluations[-1] if evaluations else {},
         "events": Counter(row["event"] for row in read_rows(folder / "journal", EVENTS)),
     }
-    (folder / "results.json").write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
+    (folder / _RESULTS).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def _typical(values: Sequence[float]) -> float:
@@ -232,14 +242,15 @@ def parse_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     judging = JudgeArguments if kind == "online-dpo" else RewardArguments
     online = kind not in ANSWER_COLUMNS
     kinds: list[type] = [ModelArguments, DataArguments, RunArguments, LaunchArguments]
-    kinds += [judging, ServingArguments] if online else []
+    kinds += [judging, ToolSourceArguments, ServingArguments] if online else []
     given = parse_arguments([*kinds, config_class], argv, f"lowpeak {kind}", getattr(config_class, "rejected", {}))
 
     def pick(part: type[Part]) -> Part:
         return part(**{name: given[name] for name in argument_names(part) & given.keys() if part in kinds})
 
     model, data, rewards = pick(ModelArguments), pick(DataArguments), pick(judging)
-    job = Job(kind, model, data, rewards, pick(RunArguments), pick(LaunchArguments), config=None, given=given)
+    tools = pick(ToolSourceArguments)
+    job = Job(kind, model, data, rewards, tools, pick(RunArguments), pick(LaunchArguments), config=None, given=given)
     check_job(job)
     return job
 
@@ -292,7 +303,10 @@ def check_job(job: Job) -> None:
     required: dict[str, Any] = {"model": job.model.model, "dataset": job.data.dataset or job.data.datasets}
     if job.online:
         names = [each.name for each in dataclasses.fields(job.rewards)]
-        required[" or --".join(names)] = any(getattr(job.rewards, name) for name in names)
+        # An environment may have a reward of its own; its trainer says so if it has none.
+        required[" or --".join(names)] = bool(job.tools.environment) or any(
+            getattr(job.rewards, name) for name in names
+        )
     missing = [f"--{name}" for name, value in required.items() if not value]
     if missing:
         raise ArgumentError(
@@ -354,6 +368,7 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
             *([model] if model else []),
             *(load_reward(spec) for spec in job.rewards.reward or []),
         ]
+        keywords |= job.tools.load()
     if isinstance(job.rewards, JudgeArguments) and job.rewards.judge is not None:
         keywords["judge"] = load_object(job.rewards.judge, "Judge")
     return getattr(library, f"{CLASS_PREFIXES[job.kind]}Trainer")(**keywords)
@@ -376,8 +391,3 @@ def lora_config(model: ModelArguments, task: str) -> Any:
         use_rslora=model.use_rslora,
         use_dora=model.use_dora,
     )
-
-
-def parse_resume(value: str | bool | None) -> str | bool | None:
-    """Return True for `true` (the newest checkpoint), None for `false` and `none` (start anew), or a path unchanged."""
-    return {"true": True, "false": None, "none": None}.get(str(value).lower(), value)

@@ -22,16 +22,12 @@ from lowpeak.cli.launch import LAUNCHED, is_rank, output_folder
 from lowpeak.cli.supervisor import ProcessPlan, supervise
 from lowpeak.errors import ArgumentError
 from lowpeak.vllm import MIN_MEMORY_SHARE, require_vllm
-from lowpeak.vllm.serving import CPU, ServerSpec, free_ports, visible_device_variables
+from lowpeak.vllm.serving import CPU, SERVER_URLS, ServerSpec, free_ports, visible_device_variables
 from lowpeak.watchdog import exit_training_with_parent
 
 STARTED_WITH_SERVERS = "LOWPEAK_STARTED_WITH_SERVERS"  # set in the environment of a trainer that this module started
-SERVER_URLS = "LOWPEAK_VLLM_URLS"  # in the trainer's environment: the servers' URLs
 SERVER_ARGUMENTS = (
-    "vllm_tensor_parallel_size",
-    "vllm_gpu_memory_utilization",
-    "vllm_model_impl",
-    "vllm_engine_kwargs",
+    *("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_model_impl", "vllm_engine_kwargs"),
     "kv_cache_bytes",
 )
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's max_lora_rank

@@ -9,10 +9,8 @@ from lowpeak.data.load_dataset import open_dataset as open_dataset
 from lowpeak.data.preference import PreferenceReader as PreferenceReader
 from lowpeak.data.preference import check_preference_columns as check_preference_columns
 from lowpeak.data.preference import flatten_pairs as flatten_pairs
-from lowpeak.data.preference import read_pairs as read_pairs
 from lowpeak.data.prompts import REWARD_KEYWORDS as REWARD_KEYWORDS
 from lowpeak.data.prompts import PromptReader as PromptReader
-from lowpeak.data.prompts import check_message_prompts as check_message_prompts
 from lowpeak.data.prompts import check_prompt_columns as check_prompt_columns
 from lowpeak.data.prompts import environment_prompts as environment_prompts
 from lowpeak.data.row_reader import RowReader as RowReader
@@ -22,6 +20,8 @@ from lowpeak.data.row_reader import check_tokenizer as check_tokenizer
 from lowpeak.data.row_reader import fetch_rows as fetch_rows
 from lowpeak.data.row_reader import num_rows as num_rows
 from lowpeak.data.row_reader import padding_id as padding_id
+from lowpeak.data.row_reader import read_all as read_all
+from lowpeak.data.row_reader import with_prepared_columns as with_prepared_columns
+from lowpeak.data.row_reader import without_prepared_columns as without_prepared_columns
 from lowpeak.data.supervised import SupervisedReader as SupervisedReader
 from lowpeak.data.supervised import check_supervised_columns as check_supervised_columns
-from lowpeak.data.supervised import read_records as read_records

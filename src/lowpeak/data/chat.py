@@ -55,7 +55,7 @@ def _check_content(content: Any, where: str) -> None:
 def template_options(row: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return one row's template arguments: the run's `defaults`, updated by the row's `tools` and `chat_template_kwargs`.
 
-    `tools` may be a list or its JSON text (Arrow cannot store schemas of different shapes otherwise).
+    `tools` may be a list, in which Arrow fills keys that other rows' schemas have with None, or its JSON text.
     """
     options = dict(defaults)
     tools = row.get("tools")
@@ -68,12 +68,18 @@ def template_options(row: Mapping[str, Any], defaults: Mapping[str, Any], where:
             ) from error
     # An empty list counts as none, because templates print a preamble for it.
     if tools:
-        options["tools"] = tools
+        options["tools"] = _without_none(tools)
     row_options = row.get("chat_template_kwargs") or {}
     if not isinstance(row_options, Mapping):
         raise DataError(f"{where}: 'chat_template_kwargs' must be a mapping, got type {type(row_options).__name__}.")
     # Arrow fills keys that other rows have with None.
     return {**options, **{key: value for key, value in row_options.items() if value is not None}}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
 def prompt_options(messages: Messages, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,8 @@ class DatasetCursor(Generic[Item]):
 
     With a PromptReader the items are prompts. With random access and `shuffle`, each epoch is a permutation that depends on
     (seed, epoch) alone. A stream keeps its order, or uses its shuffle buffer with `shuffle`; `set_epoch` passes it the epoch.
-    `serial` counts the items drawn in the run. `digest` distinguishes the dataset from others with as many rows (None for a
-    stream).
+    `serial` counts the items drawn in the run. `digest` distinguishes the dataset from others with as many rows, a stream
+    from those with other columns.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DatasetCursor(Generic[Item]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position `state`; CheckpointError if the dataset's size, the seed or the order differ.
 
-        Different rows of the same number are only a warning, because the user may have corrected a row.
+        Different rows of the same number are compared by `check_run_identity`: the user may have corrected a row.
         """
         for name, value in self._identity().items():
             if state[name] != value:
@@ -113,14 +113,6 @@ class DatasetCursor(Generic[Item]):
                     f"The checkpoint's position in the dataset was saved with {name}={state[name]}, but this run has "
                     f"{name}={value}; resume with the same dataset and settings, or start a new run from the saved model."
                 )
-        saved = state.get("digest")  # earlier versions saved none
-        if saved is not None and saved != self._digest:
-            logger.warning(
-                "train_dataset has as many rows as the checkpoint's, but different ones (digest %s, saved %s): the run continues "
-                "at the same position. If that is not intended, resume with the same dataset.",
-                self._digest,
-                saved,
-            )
         self._serial = state["serial"]
         self.num_dropped = state["num_dropped"]
         self._start_epoch(state["epoch"], state["position"])
@@ -193,7 +185,9 @@ def make_cursor(dataset: Any, reader: RowReader[Item], args: Any, shuffle: bool)
         reader,
         shuffle=shuffle,
         seed=args.seed if args.data_seed is None else args.data_seed,
-        digest=None if is_stream else digest_rows(dataset),
+        digest=digest_row(dict.fromkeys(getattr(dataset, "column_names", None) or ()))
+        if is_stream
+        else digest_rows(dataset),
     )
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from lowpeak.data.chat import encode_chat
-from lowpeak.data.row_reader import RowReader, common_prefix_length, padding_id, read_all
+from lowpeak.data.row_reader import RowReader, common_prefix_length, padding_id
 from lowpeak.errors import DataError
 from lowpeak.records import Completion, Record
 
@@ -50,6 +50,8 @@ class PreferenceReader(RowReader[Pair]):
     `max_length` tokens, or if both are equal.
     """
 
+    prepared_columns = ("chosen_ids", "rejected_ids")
+
     def __init__(self, tokenizer: Any, *, max_length: int | None = None, **settings: Any) -> None:
         super().__init__(tokenizer, **settings)
         equal = "chosen and rejected are equal"
@@ -61,15 +63,21 @@ class PreferenceReader(RowReader[Pair]):
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Pair | None:
         where = f"row {serial if index is None else index}"
-        check_preference_columns(row, where)
-        is_tokenized = all(f"{side}_ids" in row for side in _SIDES)
-        sequences = [list(row[f"{side}_ids"]) if is_tokenized else self._encode(row, side, where) for side in _SIDES]
-        chosen, rejected = (self._trim_padding(ids, where, side) for ids, side in zip(sequences, _SIDES, strict=True))
+        chosen, rejected = self.prepare(row, where).values()
         margin = _margin(row, where)
         longest = max(len(chosen), len(rejected))
         if chosen == rejected or (self.max_length is not None and longest > self.max_length):
             return None
         return make_pair(serial, chosen, rejected, margin, self._padding)
+
+    def prepare(self, row: Mapping[str, Any], where: str = "a row") -> dict[str, list[int]]:
+        """Return the token ids of both sequences, without padding at the end."""
+        check_preference_columns(row, where)
+        is_tokenized = all(f"{side}_ids" in row for side in _SIDES)
+        sequences = (list(row[f"{side}_ids"]) if is_tokenized else self._encode(row, side, where) for side in _SIDES)
+        return {
+            f"{side}_ids": self._trim_padding(ids, where, side) for side, ids in zip(_SIDES, sequences, strict=True)
+        }
 
     def _encode(self, row: Mapping[str, Any], side: str, where: str) -> list[int]:
         """Return the token ids of the answer, after the prompt if there is one."""
@@ -129,14 +137,6 @@ def _margin(row: Mapping[str, Any], where: str) -> float:
             f"{where}: the margin must be a finite number, got {margin!r:.40}; correct it or remove the column."
         )
     return float(margin)
-
-
-def read_pairs(dataset: Any, reader: PreferenceReader) -> list[Record]:
-    """Return the records of all pairs of a dataset, with groups from 0.
-
-    Logs how many pairs are dropped.
-    """
-    return flatten_pairs(read_all(dataset, reader))
 
 
 def flatten_pairs(pairs: Iterable[Pair]) -> list[Record]:

@@ -1,12 +1,12 @@
 """Prompts of a dataset: the columns of a row, and the reader that tokenizes its prompt.
 
-A row has a `prompt`, a string or a list of messages; all its other columns are passed to the rewards.
+A row has a `prompt`, a string or a list of messages, or its token ids, `input_ids`; rewards get all its other columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any, Literal
 
 from datasets import Dataset
@@ -19,7 +19,7 @@ from lowpeak.data.chat import (
     encode_chats,
     prompt_options,
 )
-from lowpeak.data.row_reader import RowReader
+from lowpeak.data.row_reader import RowReader, read_integers
 from lowpeak.errors import DataError
 from lowpeak.records import Prompt
 
@@ -37,12 +37,12 @@ VISION_COLUMNS = frozenset({"image", "images"})
 
 
 def check_prompt_columns(row: Any, where: str) -> None:
-    """Raise DataError if the row has no `prompt`, or a column with a reserved name."""
+    """Raise DataError if the row has neither `prompt` nor `input_ids`, or a column with a reserved name."""
     if not isinstance(row, Mapping):
         raise DataError(
-            f"{where} must be a mapping of columns, got a {type(row).__name__}: set the dataset's format to None."
+            f"{where} must be a mapping of columns, got type {type(row).__name__}: set the dataset's format to None."
         )
-    if "prompt" not in row:
+    if not {"prompt", "input_ids"} & row.keys():
         raise DataError(f"{where} has no 'prompt' column, only {_names(row)}; rename the column with the prompt.")
     if keywords := REWARD_KEYWORDS & row.keys():
         raise DataError(f"{where}: the columns {_names(keywords)} are keywords of every reward; rename them.")
@@ -52,21 +52,14 @@ def check_prompt_columns(row: Any, where: str) -> None:
         )
 
 
-def check_message_prompts(row: Any, where: str) -> None:
-    """Raise DataError unless the row's prompt is a list of messages, as conversations with tools need it."""
-    check_prompt_columns(row, where)
-    if isinstance(row["prompt"], str):
-        raise DataError(
-            f"{where} has a string as its prompt, but tools need messages: [{{'role': 'user', 'content': ...}}]."
-        )
-
-
 def environment_prompts(dataset: Any, environment_factory: Any) -> Any:
     """Return the dataset with an empty user message as the prompt where environments open the conversations themselves.
 
     Without a dataset there are 4,096 such rows. Raises DataError if environments are chosen by a column of the dataset.
     """
     empty = [{"role": "user", "content": ""}]
+    if environment_factory is None:
+        return dataset
     if dataset is None:
         if isinstance(environment_factory, Mapping):
             raise DataError(
@@ -118,8 +111,11 @@ class PromptReader(RowReader[Prompt]):
         places = [f"row {i}" for i in range(index, index + len(rows))]
         for row, where in zip(rows, places, strict=True):
             check_prompt_columns(row, where)
-            self._check_format(row["prompt"], where)
+        if "prompt" not in rows[0]:
+            return self._read_ids(rows, serial, places)
         options: list[dict[str, Any]] = [{}] * len(rows)
+        for row, where in zip(rows, places, strict=True):
+            self._check_format(row.get("prompt"), where)
         if self._conversational:
             chats = [
                 self._read_chat(row, row["prompt"], where, "the prompt")
@@ -132,6 +128,17 @@ class PromptReader(RowReader[Prompt]):
             encoded = self._tokenizer([row["prompt"] for row in rows])["input_ids"]
         serials = range(serial, serial + len(rows))
         return [self._make_prompt(*each) for each in zip(rows, encoded, options, serials, places, strict=True)]
+
+    def _read_ids(self, rows: Sequence[Mapping[str, Any]], serial: int, places: Sequence[str]) -> list[Prompt | None]:
+        """Return rows of token ids as prompts, with their text for rewards."""
+        prompts = []
+        for row, number, where in zip(rows, count(serial), places, strict=False):
+            ids = read_integers(row, "input_ids", where)
+            self._check_ids(ids, where)
+            text = self._tokenizer.decode(ids)
+            self._check_format(text, where)
+            prompts.append(self._make_prompt({**row, "prompt": text}, ids, {}, number, where))
+        return prompts
 
     def _check_format(self, prompt: Any, where: str) -> None:
         if prompt is None or prompt == "":

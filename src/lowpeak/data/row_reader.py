@@ -9,9 +9,11 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+import pyarrow as pa
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from rich.console import Console
 from rich.progress import track
@@ -30,14 +32,15 @@ _SHOW_PROGRESS_FROM = 20_000
 class RowReader(ABC, Generic[Item_co]):
     """A reader that turns rows into prompts, records or pairs; None drops a row.
 
-    `drop_reason` completes the sentence "3 of 10 rows are dropped: ...". `chat_template_kwargs` are the chat template's
-    arguments; a row's `chat_template_kwargs` have priority. `num_embeddings` is the number of tokens that the model embeds
-    (None: not checked). `report_idle(argument, reason)` is called for each row on which an argument has no effect. An
-    invalid row raises DataError with its index.
+    `drop_reason` completes the sentence "3 of 10 rows are dropped: ...". `prepare(row)` returns the columns that TRL's trainer
+    adds to a row, `prepared_columns`. `chat_template_kwargs` are the chat template's arguments; those of a row have priority.
+    `num_embeddings` is the number of tokens that the model embeds (None: not checked). `report_idle(argument, reason)` is
+    called for each row on which an argument has no effect. An invalid row raises DataError with its index.
     """
 
     drop_reason: str
     max_length: int | None = None
+    prepared_columns: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -98,6 +101,23 @@ def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences of tokens or characters."""
     differences = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differences, min(len(one), len(other)))
+
+
+def read_integers(row: Mapping[str, Any], name: str, where: str, length: int | None = None) -> list[int]:
+    """Return a column's integers, one per token, from a list, a tensor or an array."""
+    try:
+        integers = [_integer(number) for number in row.get(name)]  # type: ignore[union-attr]
+    except (OverflowError, TypeError, ValueError) as error:
+        raise DataError(f"{where} has {name!r} {row.get(name)!r:.40}; it must be a list of integers.") from error
+    if length is not None and len(integers) != length:
+        raise DataError(f"{where} has {len(integers)} {name!r} for {length} 'input_ids'; pass one for each.")
+    return integers
+
+
+def _integer(number: Any) -> int:
+    if isinstance(number, str) or int(number) != number:
+        raise ValueError("not an integer")
+    return int(number)
 
 
 def num_rows(dataset: Dataset | IterableDataset, name: str = "The dataset") -> int | None:
@@ -164,6 +184,36 @@ def _batches(dataset: Dataset | IterableDataset) -> Iterator[list[Mapping[str, A
     console = Console(stderr=True)
     for start in track(starts, "Checking rows", console=console, transient=True, disable=quiet):
         yield fetch_rows(dataset, list(range(start, min(start + _BATCH, size))))
+
+
+def with_prepared_columns(dataset: Any, reader: Any) -> Any:
+    """Return a dataset, or each of several, with the reader's prepared columns, computed when a row is read.
+
+    Streams, lists of rows and datasets with a transform of their own are returned unchanged.
+    """
+    if isinstance(dataset, dict):
+        return {name: with_prepared_columns(each, reader) for name, each in dataset.items()}
+    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        return dataset
+    added = [name for name in reader.prepared_columns if name not in dataset.column_names]
+    # A column of nothing makes the name known. With an index of rows, as after shuffle(), it would copy the dataset.
+    for name in added if dataset._indices is None else ():
+        dataset = dataset.add_column(name, pa.nulls(len(dataset)))
+    return dataset.with_transform(partial(_prepare_batch, reader, added))
+
+
+def _prepare_batch(reader: Any, added: Sequence[str], batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    given = {name: values for name, values in batch.items() if name not in added}
+    rows = [reader.prepare(dict(zip(given, row, strict=True))) for row in zip(*given.values(), strict=True)]
+    return given | {name: [row[name] for row in rows] for name in reader.prepared_columns}
+
+
+def without_prepared_columns(dataset: Any) -> Any:
+    """Return the dataset whose columns were prepared, or some of its rows."""
+    transform: Any = dataset.format["format_kwargs"].get("transform") if isinstance(dataset, Dataset) else None
+    if getattr(transform, "func", None) is not _prepare_batch:
+        return dataset
+    return dataset.with_format(None).remove_columns([name for name in transform.args[1] if name in dataset.features])
 
 
 def filter_rows(dataset: Dataset, reader: RowReader[Any]) -> Any:

@@ -24,11 +24,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
 
 from lowpeak.data.assistant_turns import AssistantTurns
 from lowpeak.data.chat import check_messages, encode_chat, template_errors
-from lowpeak.data.row_reader import RowReader, common_prefix_length, read_all
+from lowpeak.data.row_reader import RowReader, common_prefix_length, read_integers
 from lowpeak.errors import DataError, fail_on_exit
 from lowpeak.records import Completion, Record
 
@@ -65,6 +64,7 @@ class SupervisedReader(RowReader[Record]):
     """
 
     drop_reason = "no token in them counts for the loss"
+    prepared_columns = ("input_ids", "labels")
 
     def __init__(
         self,
@@ -94,6 +94,12 @@ class SupervisedReader(RowReader[Record]):
         self._check_ids(ids, where)
         return make_record(serial, ids, loss_mask, self.max_length)
 
+    def prepare(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Return the row's token ids and labels, which are -100 for tokens without loss."""
+        ids, loss_mask = self._tokenize(row, "a row")
+        labels = [token if counts else _NO_LABEL for token, counts in zip(ids, loss_mask, strict=True)]
+        return {"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}
+
     def is_truncated(self, item: Record) -> bool:
         return item.completion.finish_reason == "length"
 
@@ -107,7 +113,7 @@ class SupervisedReader(RowReader[Record]):
                 except Exception as error:  # the user's function may raise any class
                     raise DataError(f"{where}: formatting_func raised {type(error).__name__}: {error}") from error
             if not isinstance(text, str):
-                raise DataError(f"{where}: formatting_func must return a string, got a {type(text).__name__}.")
+                raise DataError(f"{where}: formatting_func must return a string, got type {type(text).__name__}.")
             return self._read_text(text, where)
         columns = check_supervised_columns(row, self._text_field, where)
         if columns == (self._text_field,):
@@ -124,7 +130,7 @@ class SupervisedReader(RowReader[Record]):
             self._report_idle(f"dataset_text_field={self._text_field!r}", reason)
 
     def _read_tokens(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
-        ids = _integers(row, "input_ids", where)
+        ids = read_integers(row, "input_ids", where)
         if row.get("seq_lengths") is not None:
             raise DataError(
                 f"{where} is a packed row ('seq_lengths'); pass the rows before packing, because lowpeak packs them itself."
@@ -133,7 +139,7 @@ class SupervisedReader(RowReader[Record]):
             return ids, self._mask_of_labels(ids, row, where)
         loss_mask = [True] * len(ids)
         for name in self._mask_columns(row, where):
-            mask = _integers(row, name, where, len(ids))
+            mask = read_integers(row, name, where, len(ids))
             loss_mask = [counts and bool(flag) for counts, flag in zip(loss_mask, mask, strict=True)]
         return ids, loss_mask
 
@@ -143,7 +149,7 @@ class SupervisedReader(RowReader[Record]):
                 f"{where} has 'labels', which already mark the tokens that count; remove completion_only_loss and "
                 "assistant_only_loss."
             )
-        labels = _integers(row, "labels", where, len(ids))
+        labels = read_integers(row, "labels", where, len(ids))
         if any(label not in (_NO_LABEL, token) for token, label in zip(ids, labels, strict=True)):
             raise DataError(f"{where} has a label that is neither its token nor {_NO_LABEL}; correct the labels.")
         return [label != _NO_LABEL for label in labels]
@@ -260,23 +266,6 @@ class SupervisedReader(RowReader[Record]):
             raise DataError(f"{where} is plain text, but assistant_only_loss needs messages; remove this argument.")
 
 
-def _integers(row: Mapping[str, Any], name: str, where: str, length: int | None = None) -> list[int]:
-    """Return a column's integers, one per token, from a list, a tensor or an array."""
-    try:
-        integers = [_integer(number) for number in row[name]]
-    except (OverflowError, TypeError, ValueError) as error:
-        raise DataError(f"{where} has {name!r} {row[name]!r:.40}; it must be a list of integers.") from error
-    if length is not None and len(integers) != length:
-        raise DataError(f"{where} has {len(integers)} {name!r} for {length} 'input_ids'; pass one for each.")
-    return integers
-
-
-def _integer(number: Any) -> int:
-    if isinstance(number, str) or int(number) != number:
-        raise ValueError("not an integer")
-    return int(number)
-
-
 def _with_role_and_content(turn: Any) -> Any:
     """Return a message of the from/value format (ShareGPT's) with role and content; others unchanged."""
     if not isinstance(turn, Mapping) or turn.get("from") is None:
@@ -304,8 +293,3 @@ def make_record(group: int, ids: list[int], loss_mask: list[bool], max_length: i
         finish_reason="length" if is_truncated else "stop",
     )
     return Record(group, tuple(ids[:start]), completion, rewards=(), reward=0.0)
-
-
-def read_records(dataset: Dataset | IterableDataset, reader: SupervisedReader) -> list[Record]:
-    """Return all records of a dataset, with groups from 0."""
-    return read_all(dataset, reader)

@@ -15,7 +15,7 @@ from lowpeak.environments.append import Message, TurnAppender
 from lowpeak.environments.calls import CallParser, ParsedTurn
 from lowpeak.environments.environment import Environment, Reply
 from lowpeak.environments.tool_runner import ToolRunner, call_method
-from lowpeak.errors import EngineError
+from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Completion, Conversation, FinishReason, Prompt, Turn
 from lowpeak.rollout import Key, SampledTurn, TurnQueue, TurnRequest, turn_key
 
@@ -60,9 +60,13 @@ class ConversationRun:
     _is_over: bool = False
 
     async def run(self, queue: TurnQueue, runner: ToolRunner) -> None:
-        """Take turns until the conversation is over, and tell the queue."""
+        """Take turns until the conversation is over, and tell the queue; return early if the engine is lost."""
         while not self._is_over:
-            sampled = await self._sample(queue)
+            try:
+                sampled = await self._sample(queue)
+            except LostEngineError:
+                # The engine reports it. Other conversations still finish their tools' calls, which must not run twice.
+                return
             previous_role = self._messages[-1]["role"] if self._messages else "user"
             parsed = self.turn_format.parse(sampled.ids, previous_role)
             self.counts["malformed"] += parsed.num_malformed

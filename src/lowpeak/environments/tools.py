@@ -8,6 +8,7 @@ is the reward of the turn whose calls were run, `close` is called at the end, an
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 from collections import Counter
@@ -21,6 +22,7 @@ from lowpeak.arguments import ToolSettings
 from lowpeak.environments.append import TurnAppender
 from lowpeak.environments.calls import Call, CallParser, ParsedTurn
 from lowpeak.environments.environment import Environment, Opening, Reply
+from lowpeak.environments.tool_process import call_in_process, tool_address
 from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError
 from lowpeak.errors import ArgumentError, DataError, EngineError
 from lowpeak.records import Conversation
@@ -137,6 +139,8 @@ class Toolset:
 
     def __init__(self, tools: Sequence[Callable[..., Any]], environment_factory: Any, settings: ToolSettings) -> None:
         self._tools = named_tools(tools)
+        if settings.tool_isolation == "process":
+            self._tools = {name: _isolated(name, function) for name, function in self._tools.items()}
         self._max_iterations = settings.max_tool_calling_iterations
         self.is_routed = isinstance(environment_factory, Mapping)
         factories = environment_factory if self.is_routed else {None: environment_factory}
@@ -225,6 +229,17 @@ class Toolset:
         for instance in (each for pool in self._pool.values() for each in pool):
             if callable(getattr(instance, "close", None)):
                 instance.close()
+
+
+def _isolated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an async function with the same schema that calls a tool in a process of its own."""
+    address = tool_address(name, function)
+
+    @functools.wraps(function)
+    async def isolated(**arguments: Any) -> str:
+        return await call_in_process(address, arguments)
+
+    return isolated
 
 
 def _reward_of(cls: type[Any], counts: Counter[str]) -> Callable[..., Any]:

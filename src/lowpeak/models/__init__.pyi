@@ -18,6 +18,7 @@ from lowpeak.models.pretrained import check_shapes as check_shapes
 from lowpeak.models.pretrained import from_pretrained as from_pretrained
 from lowpeak.models.pretrained import name_damaged_file as name_damaged_file
 from lowpeak.models.sharded_loading import COLLECTIVE_STYLES as COLLECTIVE_STYLES
+from lowpeak.models.sharded_loading import DRY_RUN as DRY_RUN
 from lowpeak.models.sharded_loading import GRAD_ALLREDUCE_STYLE as GRAD_ALLREDUCE_STYLE
 from lowpeak.models.sharded_loading import allow_missing_weights as allow_missing_weights
 from lowpeak.models.sharded_loading import check_tensor_parallel as check_tensor_parallel

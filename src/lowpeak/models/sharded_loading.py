@@ -22,7 +22,7 @@ from lowpeak.arguments import ModelParallel, is_switched_on
 from lowpeak.errors import ArgumentError, MissingPackageError
 from lowpeak.ranks import Ranks
 
-_MAY_LACK_WEIGHTS = ContextVar("_MAY_LACK_WEIGHTS", default=False)
+DRY_RUN = ContextVar("DRY_RUN", default=False)
 _EFFICIENT_LOADING = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
@@ -36,18 +36,18 @@ def reads_weights(frozen_on: torch.device | None = None) -> bool:
 @contextmanager
 def allow_missing_weights() -> Iterator[None]:
     """Load folders without weights as meta models inside the block: a dry run needs only sizes."""
-    token = _MAY_LACK_WEIGHTS.set(True)
+    token = DRY_RUN.set(True)
     try:
         yield
     finally:
-        _MAY_LACK_WEIGHTS.reset(token)
+        DRY_RUN.reset(token)
 
 
 def is_weightless_folder(name: str) -> bool:
     """Return whether a model is a folder without weights inside of `allow_missing_weights`."""
     folder = Path(name)
     files = (file for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
-    return _MAY_LACK_WEIGHTS.get() and folder.is_dir() and next(files, None) is None
+    return DRY_RUN.get() and folder.is_dir() and next(files, None) is None
 
 
 def device_map_for_loading(device: torch.device | None, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,9 +29,9 @@ _PAUSE = 0.002  # seconds between two exchanges of ranks that wait
 class Lockstep:
     """The state that ranks exchange before each forward: running, waiting, done or failed.
 
-    A rank that waits or is done runs forwards of one token with the others, until all ranks are done. A rank that fails first runs the remaining
-    collectives of its forward as dummy calls, since the others wait in them; then it reports the failure, and the others raise
-    EngineError at their next forward. `group` are the ranks, None all of them.
+    A rank that waits or is done runs forwards of one token with the others, until all ranks are done. A rank that fails first
+    runs the remaining collectives of its forward as dummy calls, since the others wait in them; then it reports the failure, and
+    the others raise EngineError at their next forward. `group` are the ranks, None all of them.
 
         module.forward = lockstep.register(module.forward, dummy)    # each module with a collective, in a forward's order
         for ids in batches:                                          # as many as this rank has

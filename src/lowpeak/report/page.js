@@ -79,7 +79,7 @@
     const several = data.runs.length > 1 ? { run: data.runs[row.run].name } : {};
     const values = { ...several, step: row.step, reward: number(row.reward), advantage: number(row.advantage),
       length: number(row.length), finish: row.finish };
-    for (const [name, value] of [...Object.entries(values), ...Object.entries(row.columns)]) {
+    for (const [name, value] of [...Object.entries(values), ...row.facts]) {
       add(facts, "span", `${name} `);
       add(facts, "b", `${value}  `);
     }

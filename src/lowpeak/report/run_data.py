@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lowpeak.errors import ArgumentError
-from lowpeak.journal import EVALUATIONS, EVENTS, ROLLOUTS, STEPS, TOKENS, read_rows
+from lowpeak.journal import EVALUATIONS, EVENTS, FORMAT, ROLLOUTS, STEPS, TOKENS, journal_files, read_rows
 
 MAX_STEPS = 5_000  # of a run, in its curves
 MAX_COMPLETIONS = 20_000  # with their text
@@ -25,7 +25,8 @@ Value = TypeVar("Value")
 Position = tuple[int, int]  # of a completion: the rollout's first step, and the index of its line
 
 _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')  # with which the journal begins each line
-_SHOWN_APART = ("step", "prompt", "completion", "reward", "advantage", "num_tokens", "finish_reason")
+# In format 1, rewards and the values of `log_extra` stand next to these.
+_NAMES_OF_FORMAT_1 = ("step", "prompt", "completion", "reward", "advantage", "num_tokens", "finish_reason")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class RunData:
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is not a folder: pass the output_dir of a run.")
-    if not any((folder / "journal" / f"{name}.jsonl").is_file() for name in (STEPS, ROLLOUTS)):
+    if not any(journal_files(folder / "journal", name) for name in (STEPS, ROLLOUTS)):
         raise ArgumentError(
             f"{folder} has no journal/{STEPS}.jsonl: pass the output_dir of a run that has finished a step."
         )
@@ -83,7 +84,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     journals = [folder / "journal" for folder in folders]
-    num_online = sum((journal / f"{ROLLOUTS}.jsonl").is_file() for journal in journals)
+    num_online = sum(bool(journal_files(journal, ROLLOUTS)) for journal in journals)
     return [_read_run(name, journal, max(1, num_online)) for name, journal in zip(names, journals, strict=True)]
 
 
@@ -141,15 +142,14 @@ def read_completions(journal: Path, most: int, most_with_tokens: int, most_chara
 
     If their text is longer than `most_characters`, the sample is smaller.
     """
-    path = journal / f"{ROLLOUTS}.jsonl"
-    positions = [position for position, _ in _lines(path)]
+    positions = [position for position, _ in _lines(journal)]
     lengths = {position: len(row["pieces"]) for position, row in _token_rows(journal, {*positions})}
     valued = dict.fromkeys(
         _fitting([*lengths.items()], min(most, most_with_tokens), MAX_TOKENS * most // MAX_COMPLETIONS)
     )
     others = [position for position in positions if position not in valued]
     chosen = {*valued, *sample_evenly(others, most - len(valued))}
-    parsed = [(position, _parse(line)) for position, line in _lines(path) if position in chosen]
+    parsed = [(position, _parse(line)) for position, line in _lines(journal) if position in chosen]
     rows = {position: row for position, row in parsed if row is not None}  # without damaged lines
     sizes = [
         (position, len(str(row.get("completion"))) + len(str(row.get("prompt")))) for position, row in rows.items()
@@ -179,18 +179,17 @@ def _token_rows(journal: Path, positions: Collection[Position]) -> Iterator[tupl
             yield (row["step"], row["row"]), row
 
 
-def _lines(path: Path) -> Iterator[tuple[Position, bytes]]:
-    """Yield each complete line of a file of completions with its position, without parsing it."""
-    if not path.exists():
-        return
+def _lines(journal: Path) -> Iterator[tuple[Position, bytes]]:
+    """Yield each complete line of the files of completions with its position, without parsing it."""
     counts = Counter[int]()
-    with path.open("rb") as file:
-        for line in file:
-            found = _STEP.match(line)
-            if found and line.endswith(b"\n"):
-                step = int(found[1])
-                yield (step, counts[step]), line
-                counts[step] += 1
+    for path in journal_files(journal, ROLLOUTS):
+        with path.open("rb") as file:
+            for line in file:
+                found = _STEP.match(line)
+                if found and line.endswith(b"\n"):
+                    step = int(found[1])
+                    yield (step, counts[step]), line
+                    counts[step] += 1
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -217,12 +216,33 @@ def _completion(row: Mapping[str, Any], prompts: dict[str, int], tokens: Mapping
         "advantage": _number(row.get("advantage")),
         "length": _number(row.get("num_tokens")),
         "finish": _text(row.get("finish_reason")),
-        "columns": {name: _text(value) for name, value in row.items() if name not in _SHOWN_APART},
+        "facts": [[name, _text(value)] for name, value in _facts(row)],
     }
     if tokens is not None:
         values = {name: [*map(_number, tokens[name])] for name in ("logprobs", "entropy", "mismatch", "loss_mask")}
         shown["tokens"] = {"pieces": [*map(_text, tokens["pieces"])], **values}
     return shown
+
+
+def _facts(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the other values of a completion by name: group, policy versions, rewards, extras, dataset columns."""
+    # In format 1, a reward of this name is a float.
+    row_format = row["format"] if type(row.get("format")) is int else 1
+    if row_format > FORMAT:
+        raise ArgumentError(
+            f"The journal has completions of format {row_format}, and this version of lowpeak reads up to {FORMAT}: upgrade "
+            "lowpeak to the version that wrote it."
+        )
+    if row_format == 1:
+        yield from ((name, value) for name, value in row.items() if name not in _NAMES_OF_FORMAT_1)
+        return
+    yield "group", f"{row.get('rollout')}/{row.get('group')}"
+    yield "policy version", row.get("policy_version")
+    if "turns" in row:
+        yield "turns", row["turns"]
+    for kind in ("rewards", "extra", "columns"):
+        values = row.get(kind)
+        yield from values.items() if isinstance(values, dict) else ()
 
 
 def _number(value: Any) -> float | None:

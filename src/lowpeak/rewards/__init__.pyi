@@ -15,6 +15,7 @@ from lowpeak.rewards.builtin import reasoning_accuracy_reward as reasoning_accur
 from lowpeak.rewards.builtin import think_answer_format as think_answer_format
 from lowpeak.rewards.builtin import think_format_reward as think_format_reward
 from lowpeak.rewards.factory import as_list as as_list
+from lowpeak.rewards.factory import check_rewards as check_rewards
 from lowpeak.rewards.factory import load_object as load_object
 from lowpeak.rewards.factory import load_reward as load_reward
 from lowpeak.rewards.factory import make_rewards as make_rewards

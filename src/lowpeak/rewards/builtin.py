@@ -280,6 +280,7 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[Any], **_: An
 
     None for a solution that does not parse. Needs the package math-verify.
     """
+    require_package("math_verify", "accuracy_reward", "math", named="math-verify")
     return [
         _verify_formula(completion_text(completion), str(expected))
         for completion, expected in zip(completions, solution, strict=True)
@@ -293,6 +294,7 @@ def reasoning_accuracy_reward(
 
     The first of `reasoning_delimiters` that a completion contains ends its reasoning.
     """
+    require_package("math_verify", "reasoning_accuracy_reward", "math", named="math-verify")
     rewards: list[float | None] = []
     for completion, expected in zip(completions, solution, strict=True):
         text = completion_text(completion)
@@ -303,7 +305,6 @@ def reasoning_accuracy_reward(
 
 def _verify_formula(text: str, solution: str) -> float | None:
     """Return whether the first LaTeX answer in the text, boxed ones before others, equals the solution; None if that has none."""
-    require_package("math_verify", "accuracy_reward", "math", named="math-verify")
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 

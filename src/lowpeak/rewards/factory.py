@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, RewardError, closest_name
 from lowpeak.rewards.function import FunctionReward
 from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
@@ -111,6 +111,19 @@ def _make_reward(
     )
 
 
+def check_rewards(reward_funcs: Any, columns: Iterable[str], where: str) -> None:
+    """Raise an error for a misspelt built-in reward, or a function that needs another column or a missing package."""
+    for item in as_list(reward_funcs):
+        if isinstance(item, str) and not os.path.exists(item):
+            _check_spelling(item)
+            item = load_reward(item) if item in BUILTIN_REWARDS else item
+        if callable(item) and not isinstance(item, FunctionReward | ModelReward | nn.Module):
+            try:
+                FunctionReward(item).check_columns(columns)
+            except RewardError as error:
+                raise RewardError(f"{where}: {error}") from error
+
+
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names; a repeated one gets the first free number from 2: `name_2`."""
     unique: dict[str, None] = {}
@@ -137,6 +150,7 @@ def load_reward(spec: str) -> Callable[..., Any] | str:
     Raises:
         ArgumentError: the file or module is missing or does not import, or has no such callable.
     """
+    _check_spelling(spec.partition("(")[0].strip())
     spec = BUILTIN_REWARDS.get(spec, spec)
     if spec.partition("(")[0].strip() in REWARD_FACTORIES:
         return _call_factory(spec)
@@ -145,9 +159,15 @@ def load_reward(spec: str) -> Callable[..., Any] | str:
     names = ", ".join([*BUILTIN_REWARDS, *(f"{name}(...)" for name in REWARD_FACTORIES)])
     reward = load_object(spec, "Reward", f", or one of {names}")
     if not callable(reward) or inspect.isclass(reward):
-        kind = "a class; name an object or a function" if inspect.isclass(reward) else f"a {type(reward).__name__}"
+        kind = "a class; name an object or function" if inspect.isclass(reward) else f"of type {type(reward).__name__}"
         raise ArgumentError(f"Reward '{spec}' must be callable, but it is {kind}.")
     return reward
+
+
+def _check_spelling(name: str) -> None:
+    known = BUILTIN_REWARDS | REWARD_FACTORIES
+    if name not in known and (hint := closest_name(name, known)):
+        raise ArgumentError(f"Reward {name!r} does not exist: {hint}")
 
 
 def _names_model(spec: str) -> bool:
@@ -168,9 +188,9 @@ def _call_factory(spec: str) -> Callable[..., Any]:
     except ArgumentError:
         raise
     except (SyntaxError, ValueError, TypeError) as error:
-        raise ArgumentError(
-            f"Reward '{spec}' cannot be created: {error}; '{name}' takes literal arguments in parentheses."
-        ) from error
+        # literal_eval names an object of Python for what is no literal.
+        reason = "its arguments must be numbers or texts in quotes" if isinstance(error, ValueError) else error
+        raise ArgumentError(f"Reward '{spec}' cannot be created: {reason}; write '{name}(...)' with them.") from error
 
 
 def load_object(spec: str, role: str, alternatives: str = "") -> Any:
@@ -195,9 +215,8 @@ def load_object(spec: str, role: str, alternatives: str = "") -> Any:
     target: Any = module
     for part in name.split("."):
         if not hasattr(target, part):
-            raise ArgumentError(
-                f"{role} '{spec}' does not exist: there is no '{name}' in '{module.__file__}'; check the name."
-            )
+            hint = closest_name(part, dir(target)) or "check the name."
+            raise ArgumentError(f"{role} '{spec}' does not exist: there is no '{name}' in '{module.__file__}'; {hint}")
         target = getattr(target, part)
     return target
 
@@ -205,7 +224,8 @@ def load_object(spec: str, role: str, alternatives: str = "") -> Any:
 def _import_file(path: Path, role: str) -> ModuleType:
     """Return the file as a module; it is run once per process and content."""
     if not path.is_file():
-        raise ArgumentError(f"{role} file '{path}' does not exist: check the path.")
+        hint = closest_name(path.name, [file.name for file in path.parent.glob("*.py")]) or "check the path."
+        raise ArgumentError(f"{role} file '{path}' does not exist: {hint}")
     path = path.resolve()
     source = path.read_bytes()
     content = hashlib.sha256(bytes(path) + source).hexdigest()[:12]

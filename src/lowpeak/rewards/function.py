@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lowpeak.data import REWARD_KEYWORDS
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
 
 
@@ -40,7 +41,7 @@ class FunctionReward:
         self.name = name or callable_name(function)
         self.timeout = timeout
         self.is_async = _is_async(function)
-        self._accepted, self._required = _parameters(function)
+        self.parameters, self._required, self._accepts_all = _parameters(function)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
@@ -70,6 +71,12 @@ class FunctionReward:
             # The function itself raised it.
             raise
 
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise RewardError for a parameter that is no column, and what a built-in reward raises without completions."""
+        keywords = self._select_keywords(dict.fromkeys([*columns, *REWARD_KEYWORDS], ()))
+        if getattr(self.function, "__module__", "") == f"{__package__}.builtin":
+            self.function(**keywords)
+
     def _select_keywords(self, keywords: dict[str, Any]) -> dict[str, Any]:
         missing = sorted(self._required - keywords.keys())
         if missing:
@@ -77,9 +84,9 @@ class FunctionReward:
                 f"Reward '{self.name}' has the parameters {', '.join(missing)}, but the dataset has no such columns: "
                 f"rename them or add the columns. Available are {', '.join(sorted(keywords))}."
             )
-        if self._accepted is None:
+        if self._accepts_all:
             return keywords
-        return {key: value for key, value in keywords.items() if key in self._accepted}
+        return {key: value for key, value in keywords.items() if key in self.parameters}
 
     def _timeout_error(self) -> RewardTimeoutError:
         return RewardTimeoutError(
@@ -103,18 +110,17 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[str]]:
-    """Return the keywords that a function accepts (None: all) and those that it requires."""
+def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[str], bool]:
+    """Return the keywords that a function names, those that it requires, and whether it accepts all."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         # A builtin may have no signature.
-        return None, frozenset()
+        return frozenset(), frozenset(), True
     keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = frozenset(p.name for p in keywords if p.default is p.empty)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None, required
-    return frozenset(p.name for p in keywords), required
+    accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return frozenset(p.name for p in keywords), required, accepts_all
 
 
 class TimeLimitExceeded(Exception):

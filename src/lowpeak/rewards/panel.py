@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import logging
 import math
 import statistics
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 # The contract defines these keywords, so a column of such a name is never passed.
 _NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+_MAX_CHARACTERS = 1_000  # of a column's value in the journal
 
 
 @dataclass(frozen=True)
@@ -59,28 +61,26 @@ class RewardSettings:
 class RewardedCompletions:
     """N completions with their rewards, and the values that the rewards logged.
 
-    `prompts` have the dataset's format, `texts` are the decoded completions, and `columns` has the values of `log_extra`:
-    each has one entry per completion.
+    `prompts` and `completions` have the dataset's format, `extra` has the values of `log_extra`, and `columns` those of the
+    dataset's columns that reward functions name: each has one entry per completion.
     """
 
     records: tuple[Record, ...]
     metrics: dict[str, Metric]
+    extra: dict[str, list[Any]]
     columns: dict[str, list[Any]]
-    texts: tuple[str, ...]
     prompts: tuple[Any, ...]
-
-    def column(self, name: str) -> list[Any]:
-        """Return the values of a column; None for each completion if there is no such column."""
-        return self.columns.get(name) or [None] * len(self.records)
+    completions: tuple[Any, ...]
 
     def rows(self, indices: Sequence[int]) -> RewardedCompletions:
         """Return the completions of these indices, with the metrics of all."""
         return RewardedCompletions(
             tuple(self.records[i] for i in indices),
             self.metrics,
+            {name: [values[i] for i in indices] for name, values in self.extra.items()},
             {name: [values[i] for i in indices] for name, values in self.columns.items()},
-            tuple(self.texts[i] for i in indices),
             tuple(self.prompts[i] for i in indices),
+            tuple(self.completions[i] for i in indices),
         )
 
     def renumber_groups(self, groups: Sequence[int]) -> RewardedCompletions:
@@ -93,18 +93,24 @@ def merge_rewarded_completions(parts: Sequence[RewardedCompletions]) -> Rewarded
 
     A column that a part lacks is None there.
     """
-    names = dict.fromkeys(name for part in parts for name in part.columns)
-    columns = {name: list(chain.from_iterable(part.column(name) for part in parts)) for name in names}
+    sizes = [len(part.records) for part in parts]
     metrics: dict[str, Metric] = {}
     for part in parts:
         metrics = merge_metrics(metrics, part.metrics)
     return RewardedCompletions(
         tuple(chain.from_iterable(part.records for part in parts)),
         metrics,
-        columns,
-        tuple(chain.from_iterable(part.texts for part in parts)),
+        _merge_columns([part.extra for part in parts], sizes),
+        _merge_columns([part.columns for part in parts], sizes),
         tuple(chain.from_iterable(part.prompts for part in parts)),
+        tuple(chain.from_iterable(part.completions for part in parts)),
     )
+
+
+def _merge_columns(parts: Sequence[Mapping[str, list[Any]]], sizes: Sequence[int]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(chain.from_iterable(parts))
+    filled = {name: [part.get(name, [None] * size) for part, size in zip(parts, sizes, strict=True)] for name in names}
+    return {name: list(chain.from_iterable(values)) for name, values in filled.items()}
 
 
 class RewardPanel:
@@ -149,14 +155,22 @@ class RewardPanel:
         self._run_calls(calls, len(inputs))
         records = self._records(groups, inputs, calls)
         metrics = metrics_by_function(self.names, records)
-        columns: dict[str, list[Any]] = {}
+        extra: dict[str, list[Any]] = {}
         for call in calls:
             metrics = merge_metrics(metrics, call.log.metrics)
             if self.settings.on_failure == "none":
                 metrics[f"rewards/{call.name}/failed"] = Metric(float(len(call.failures)), kind="sum")
             for column, values in call.log.columns.items():
-                columns[f"{call.name}/{column}" if column in columns else column] = values
-        return RewardedCompletions(records, metrics, columns, inputs.texts, tuple(inputs.prompts))
+                extra[f"{call.name}/{column}" if column in extra else column] = values
+        columns = self._named_columns(inputs)
+        return RewardedCompletions(records, metrics, extra, columns, tuple(inputs.prompts), tuple(inputs.completions))
+
+    def _named_columns(self, inputs: RewardInputs) -> dict[str, list[Any]]:
+        """Return the columns that a reward function has as parameters, with long values cut."""
+        # Those that `**kwargs` collects are not among them: a dataset may have any number.
+        functions = [reward for reward in self.rewards if isinstance(reward, FunctionReward)]
+        names = frozenset().union(*(function.parameters for function in functions))
+        return {name: [_cut(value) for value in values] for name, values in inputs.columns.items() if name in names}
 
     def _run_calls(self, calls: Sequence[RewardCall], num_completions: int) -> None:
         """Run all calls; without completions, only those of sharded models.
@@ -226,7 +240,9 @@ class RewardPanel:
         for index, (prompt, completion) in enumerate(pairs):
             failed = completion.conversation is not None and completion.conversation.has_failed
             rewards = tuple(NO_REWARD if failed else call.values[index] for call in calls)
-            completion = replace(completion, conversation=None)
+            if completion.conversation is not None:  # environments stay in their process
+                own = replace(completion.conversation, messages=(), environment=None)
+                completion = replace(completion, conversation=own)
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
             group = inputs.positions[index][0]
             reward = weighted_sum(rewards, self.settings.weights)
@@ -258,7 +274,7 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     ids = [completion.ids.tolist() for _, completion in pairs]
     texts = tuple(decode(tokens) for tokens in ids)
-    fields = [{**prompt.columns, **completion.extra, **_of_conversation(completion)} for prompt, completion in pairs]
+    fields = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
     return RewardInputs(
         prompts=[prompt.source for prompt, _ in pairs],
         completions=[_in_format_of(*pair, text) for pair, text in zip(pairs, texts, strict=True)],
@@ -266,6 +282,7 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
         columns=_columns(fields),
         texts=texts,
         positions=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
+        conversations=tuple(each.conversation for _, each in pairs if each.conversation is not None),
     )
 
 
@@ -275,15 +292,6 @@ def _columns(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [values.get(name) for values in fields] for name in names}
 
 
-def _of_conversation(completion: Completion) -> dict[str, Any]:
-    """Return the keywords of rewards for a conversation: itself, and its environment if it has one."""
-    conversation = completion.conversation
-    if conversation is None:
-        return {}
-    environment = conversation.environment
-    return {"conversations": conversation} | ({} if environment is None else {"environments": environment})
-
-
 def _in_format_of(prompt: Prompt, completion: Completion, text: str) -> str | list[dict[str, Any]]:
     """Return a completion's text as a string or a message, like the prompt; a conversation as its messages."""
     if completion.conversation is not None:
@@ -291,6 +299,12 @@ def _in_format_of(prompt: Prompt, completion: Completion, text: str) -> str | li
     if not prompt.conversational:
         return text
     return [{"role": "assistant", "content": prompt.assistant_prefix + text}]
+
+
+def _cut(value: Any) -> Any:
+    """Return the value, or the start of its text if that is too long for the journal."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return value if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
 def weighted_sum(rewards: Sequence[float], weights: Sequence[float]) -> float:
@@ -324,7 +338,7 @@ def warn_of_unrewarded(names: Sequence[str], rewarded: RewardedCompletions) -> N
             "The first is %.60r to the prompt %.60r.",
             f"All {total}" if len(unrewarded) == total else f"{len(unrewarded)} of {total}",
             ", ".join(names),
-            rewarded.texts[unrewarded[0]],
+            rewarded.completions[unrewarded[0]],
             rewarded.prompts[unrewarded[0]],
         )
 

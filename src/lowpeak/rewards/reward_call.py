@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowpeak.errors import RewardError
-from lowpeak.records import Metric, merge_metrics
+from lowpeak.records import Conversation, Metric, merge_metrics
 from lowpeak.rewards.function import FunctionReward
 from lowpeak.rewards.judge import JudgeReward
 from lowpeak.rewards.reward import Reward
@@ -30,7 +30,10 @@ _CALLERS = (Path(__file__).parent, Path(concurrent.futures.__file__).parent)
 
 @dataclass(frozen=True)
 class RewardInputs:
-    """The arguments of rewards for N completions; `positions` has each one's (group, completion) indices."""
+    """The arguments of rewards for N completions; `positions` has each one's (group, completion) indices.
+
+    `conversations` is empty unless the completions are conversations with tools.
+    """
 
     prompts: list[Any]
     completions: list[Any]
@@ -38,6 +41,7 @@ class RewardInputs:
     columns: dict[str, list[Any]]
     texts: tuple[str, ...]
     positions: tuple[tuple[int, int], ...]
+    conversations: tuple[Conversation, ...] = ()
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -45,8 +49,11 @@ class RewardInputs:
     def keywords(self) -> dict[str, Any]:
         """Return the keywords of one call."""
         # New lists each time, so that a function that sorts or pops affects no other.
+        environments = [each.environment for each in self.conversations]
         return {
             **{name: list(values) for name, values in self.columns.items()},
+            **({"conversations": list(self.conversations)} if self.conversations else {}),
+            **({"environments": environments} if any(each is not None for each in environments) else {}),
             "prompts": list(self.prompts),
             "completions": list(self.completions),
             "completion_ids": [list(ids) for ids in self.completion_ids],
@@ -219,17 +226,17 @@ def _as_reward_error(name: str, error: BaseException) -> RewardError:
     if isinstance(error, RewardError):
         return error
     message = f": {error}" if str(error) else ""
+    first = error.__traceback__
+    while first is not None and Path(first.tb_frame.f_code.co_filename).parent in _CALLERS:
+        first = first.tb_next
+    error = error.with_traceback(first or error.__traceback__)  # it begins with the reward's own frame
     reward_error = RewardError(f"Reward '{name}' raised {type(error).__name__}{message}{_line_of(error)}.")
     reward_error.__cause__ = error
     return reward_error
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the line of the reward's file that raised the error.
-
-    Lines of lowpeak, and of libraries that the reward calls, are skipped.
-    """
+    """Return the line of the reward's file that raised the error; lines of libraries that it calls are skipped."""
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if Path(frame.filename).parent not in _CALLERS] or frames
-    in_file = [frame for frame in outside if frame.filename == outside[0].filename]
-    return f" ({in_file[-1].filename}, line {in_file[-1].lineno})" if in_file else ""
+    in_file = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({in_file[-1].filename}, line {in_file[-1].lineno}: {in_file[-1].line})" if in_file else ""

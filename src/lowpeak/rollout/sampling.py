@@ -100,6 +100,17 @@ class UniformDraws:
         return None if self._is_greedy else self._uniforms_RC[rows_N, positions_N]
 
 
+class BannedTokens(NamedTuple):
+    """Tokens that some sequences must not draw."""
+
+    tokens_E: Tensor
+    applies_N: Tensor
+
+    def remove(self, logits_NV: Tensor, rows: slice) -> Tensor:
+        kept_NE = logits_NV[:, self.tokens_E].masked_fill(self.applies_N[rows, None], -math.inf)
+        return logits_NV.index_copy(-1, self.tokens_E, kept_NE)
+
+
 class TokenDraw:
     """The next token of each sequence, int64 `tokens_N`, and its log-prob, float32 `logprobs_N`: see `sample_tokens`.
 
@@ -116,12 +127,13 @@ class TokenDraw:
         uniforms_N: Tensor | None,
         history_NL: Tensor | None,
         sources_N: Tensor | None = None,
+        banned: BannedTokens | None = None,
     ) -> None:
-        self._logits_MV, self._sampling = logits_MV, sampling
+        self._logits_MV, self._sampling, self._banned = logits_MV, sampling, banned
         self._uniforms_N, self._history_NL, self._sources_N = uniforms_N, history_NL, sources_N
         num_candidates = sampling.top_k + max(sampling.top_k, 64) if sampling.top_k else _NUM_CANDIDATES
         self.tokens_N, self.logprobs_N = sample_tokens(
-            logits_MV, sampling, uniforms_N, history_NL, sources_N, num_candidates=num_candidates
+            logits_MV, sampling, uniforms_N, history_NL, sources_N, None, num_candidates, banned
         )
 
     def redraw_from_vocabulary(self, sequences: Sequence[int]) -> None:
@@ -131,7 +143,8 @@ class TokenDraw:
         rows = (_select_rows(self._uniforms_N, index_n), _select_rows(self._history_NL, index_n), sources_n)
         # A sort takes about 48 bytes per score, four times what the first draw takes.
         max_elements = _max_elements(self._logits_MV.device) // 4
-        drawn = sample_tokens(self._logits_MV, self._sampling, *rows, max_elements)
+        banned = self._banned and self._banned._replace(applies_N=self._banned.applies_N[index_n])
+        drawn = sample_tokens(self._logits_MV, self._sampling, *rows, max_elements, banned=banned)
         self.tokens_N[index_n], self.logprobs_N[index_n] = drawn
 
 
@@ -143,6 +156,7 @@ def sample_tokens(
     sources_N: Tensor | None = None,
     max_elements: int | None = None,
     num_candidates: int | None = None,
+    banned: BannedTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each sequence, int64 [N], and its log-prob, float32 [N].
 
@@ -156,7 +170,8 @@ def sample_tokens(
     scores = Scores(logits_MV, sources_N, sampling.temperature or 1.0)
     num_slice = max(1, (max_elements or _max_elements(logits_MV.device)) // logits_MV.shape[-1])
     slices = [slice(start, start + num_slice) for start in range(0, len(scores), num_slice)]
-    parts = [_sample_slice(scores.raw(rows), sampling, uniforms_N, history_NL, rows, num_candidates) for rows in slices]
+    rest = (uniforms_N, history_NL, banned, num_candidates)
+    parts = [_sample_slice(scores.raw(rows), sampling, rows, *rest) for rows in slices]
     sums, tokens_N, exact_N = _SliceDraw.join(parts)
     if tokens_N is None:
         tokens_N = sums.draw(scores, uniforms_N)
@@ -192,9 +207,10 @@ class _SliceDraw(NamedTuple):
 def _sample_slice(
     logits_NV: Tensor,
     sampling: Sampling,
+    rows: slice,
     uniforms_N: Tensor | None,
     history_NL: Tensor | None,
-    rows: slice,
+    banned: BannedTokens | None,
     num_candidates: int | None,
 ) -> _SliceDraw:
     uniforms_N, history_NL = _select_rows(uniforms_N, rows), _select_rows(history_NL, rows)
@@ -204,10 +220,12 @@ def _sample_slice(
     if sampling.repetition_penalty != 1:
         assert history_NL is not None, "a repetition penalty needs the tokens so far"
         logits_NV = apply_repetition_penalty(logits_NV, history_NL, sampling.repetition_penalty)
+    if banned is not None:
+        logits_NV = banned.remove(logits_NV, rows)
     if sampling.temperature == 0:
         return _SliceDraw(sums, logits_NV.argmax(dim=-1))
     assert uniforms_N is not None, "sampling needs one uniform per row"
-    if sampling.repetition_penalty != 1:
+    if sampling.repetition_penalty != 1 or banned is not None:
         scores_NV = _scale(logits_NV, sampling.temperature)
         if not has_filters:
             return _SliceDraw(sums, draw_tokens(scores_NV, uniforms_N))

@@ -58,18 +58,20 @@ class TurnQueue:
     answer = queue.submit(request)          # any thread; also cancel, end
     queue.close()                           # once the last conversation has ended
 
-    with queue.answering():                 # the engine's thread
+    with queue.answering():                 # the engine's thread; `wake` ends a `take` that waits
         while not (arrivals := queue.take(wait=not running)).is_closed:
             ...
             request.answer.set_result(turn)
     """
 
     def __init__(self, num_conversations: int = 0) -> None:
-        """Open the queue; `num_conversations` are those that will begin, 0 if that is unknown."""
+        """Open the queue; so many conversations make their first requests at once, 0 if they begin at any time."""
         self.num_conversations = num_conversations
         self._changed = threading.Condition()
         self._open: dict[int, TurnRequest] = {}  # unanswered requests by identity
         self._arrivals = Arrivals([], [], [], False)
+        self._is_woken = False
+        self._failure: BaseException = EngineError("the rollout is over: no further turn is sampled.")
 
     def submit(self, request: TurnRequest) -> Future[SampledTurn]:
         """Return the request's answer; EngineError is its result if the engine fails, or has ended."""
@@ -77,7 +79,7 @@ class TurnQueue:
         request.answer.set_running_or_notify_cancel()
         with self._changed:
             if self._arrivals.is_closed:
-                request.answer.set_exception(EngineError("the rollout is over: no further turn is sampled."))
+                request.answer.set_exception(self._failure)
                 return request.answer
             self._open[id(request)] = request
             self._arrivals.requests.append(request)
@@ -103,32 +105,37 @@ class TurnQueue:
             self._arrivals = self._arrivals._replace(is_closed=True)
             self._changed.notify()
 
+    def wake(self) -> None:
+        """End a `take` that waits, although nothing has arrived."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify()
+
     def take(self, wait: bool, seconds: float | None = None) -> Arrivals:
         """Return what has arrived; with `wait` not before something has, or `seconds` have passed."""
         with self._changed:
             if wait:
                 self._changed.wait_for(self._has_changed, seconds)
-            taken = self._arrivals
+            taken, self._is_woken = self._arrivals, False
             self._arrivals = Arrivals([], [], [], taken.is_closed)
             return taken
 
     def _has_changed(self) -> bool:
-        return any(self._arrivals)
+        return self._is_woken or any(self._arrivals)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Close the queue after the block, and fail the requests that it left unanswered."""
-        failure: BaseException = EngineError("the rollout is over: no further turn is sampled.")
+        """Close the queue after the block; unanswered and later requests fail with its error."""
         try:
             yield
         except BaseException as error:
-            failure = error
+            self._failure = error
             raise
         finally:
             self.close()
             for request in list(self._open.values()):
                 if not request.answer.done():
-                    request.answer.set_exception(failure)
+                    request.answer.set_exception(self._failure)
 
 
 def turn_key(conversation: Key, completion_ids: Sequence[int]) -> Key:

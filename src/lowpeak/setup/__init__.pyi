@@ -18,6 +18,7 @@ from lowpeak.setup.optimization import check_optimizer as check_optimizer
 from lowpeak.setup.overridden_arguments import warn_of_overridden_arguments as warn_of_overridden_arguments
 from lowpeak.setup.preflight import check_adapter as check_adapter
 from lowpeak.setup.preflight import check_data as check_data
+from lowpeak.setup.preflight import check_prompt_row as check_prompt_row
 from lowpeak.setup.preflight import require_same_arguments as require_same_arguments
 from lowpeak.setup.preflight import require_same_data as require_same_data
 from lowpeak.setup.preflight import silence_nonzero_ranks as silence_nonzero_ranks
@@ -27,5 +28,6 @@ from lowpeak.setup.prepare_run import prepare_online as prepare_online
 from lowpeak.setup.prompts import max_prompt_tokens as max_prompt_tokens
 from lowpeak.setup.resume import check_checkpoint_name as check_checkpoint_name
 from lowpeak.setup.resume import check_resume as check_resume
+from lowpeak.setup.resume import choose_undamaged as choose_undamaged
 from lowpeak.setup.resume import clear_output_dir as clear_output_dir
-from lowpeak.setup.resume import find_resume_checkpoint as find_resume_checkpoint
+from lowpeak.setup.resume import find_resume_checkpoints as find_resume_checkpoints

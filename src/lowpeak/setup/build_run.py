@@ -340,7 +340,7 @@ def report_effects(parts: RunParts, facts: RunFacts) -> None:
 def _run_facts(context: BuildContext, parts: OnlineParts, strategy: Strategy) -> RunFacts:
     """Return the facts of a run whose models and devices are known."""
     why_merged = why_adapters_idle(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
-    why_eager = why_no_graphs(parts.policy) if parts.settings.cuda_graphs else ""
+    why_eager = why_no_graphs(parts.policy, parts.toolset is not None) if parts.settings.cuda_graphs else ""
     facts, idle = parts.settings.facts, {"vllm_adapters=False": why_merged, "cuda_graphs=True": why_eager}
     return replace(
         facts,

@@ -55,6 +55,9 @@ _logger = logging.getLogger(__name__)
 
 _MAX_SEQUENCES = 256  # that vLLM decodes at once by default
 _LEAST_CACHE_BYTES = 1 << 24
+_TURN_LAG = (
+    8  # decode steps between a turn and the next under full_determinism: more hide slower tools, and delay quick ones
+)
 
 
 def why_adapters_idle(settings: VllmSettings | None, policy: nn.Module, num_ranks: int) -> str:
@@ -73,8 +76,10 @@ def why_adapters_idle(settings: VllmSettings | None, policy: nn.Module, num_rank
     return ""
 
 
-def why_no_graphs(policy: nn.Module) -> str:
+def why_no_graphs(policy: nn.Module, has_tools: bool) -> str:
     """Return why `cuda_graphs` has no effect for a model; empty if it has one."""
+    if has_tools:
+        return "turns are decoded without graphs; remove it"
     if getattr(transformers_model(policy), "is_quantized", False):
         return "the kernels of quantised weights are not captured; remove it"
     reason = unsupported_reason(policy)
@@ -120,7 +125,8 @@ def make_engine(
     if parts.settings.vllm is None:
         kv_cache_bytes = lambda: context.run.sizes.kv_cache_bytes  # noqa: E731  # they change
         graphs = _decode_graphs(parts, device, strategy.shards_parameters)
-        engine = NativeEngine(gather_policy, parts.tokenizer, kv_cache_bytes, stats.add, device, graphs)
+        lag = _TURN_LAG if parts.args.full_determinism else None
+        engine = NativeEngine(gather_policy, parts.tokenizer, kv_cache_bytes, stats.add, device, graphs, lag)
         gather_for_function = engine.keep_gathered
     else:
         if rollout_func is not None:
@@ -157,7 +163,7 @@ def make_engine(
 
 def _decode_graphs(parts: OnlineParts, device: torch.device, sharded: bool) -> DecodeGraphs | None:
     acts = parts.settings.cuda_graphs and device.type == "cuda" and not sharded
-    return DecodeGraphs(CudaCapture) if acts and not why_no_graphs(parts.policy) else None
+    return DecodeGraphs(CudaCapture) if acts and not why_no_graphs(parts.policy, parts.toolset is not None) else None
 
 
 def vllm_engine(

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
-from transformers import set_seed
+from transformers import AutoTokenizer, set_seed
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OfflineSettings, TokenizerSettings, check_and_reset_arguments
 from lowpeak.data import check_special_tokens
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, LowpeakError, first_line
 from lowpeak.heads import num_embeddings, transformers_model
-from lowpeak.models import context_length, convert_trainable, disable_dropout, load_tokenizer
+from lowpeak.models import context_length, convert_trainable, disable_dropout, from_pretrained, load_tokenizer
 from lowpeak.parallel import check_devices
 from lowpeak.setup.preflight import check_outputs
 from lowpeak.setup.prepare_run import RunParts
@@ -81,15 +81,16 @@ def change_tokenizer(tokenizer: Any, model: Any, settings: TokenizerSettings) ->
     if not tokens and settings.chat_template_path is None:
         return tokenizer
     changed = copy.deepcopy(tokenizer)
+    if settings.chat_template_path is not None:
+        end = _take_template(changed, model, settings.chat_template_path)
+        tokens = {"eos_token": end, **tokens} if end is not None else tokens
     for name, token in tokens.items():
-        if token not in tokenizer.get_vocab():
+        if token not in changed.get_vocab():
             raise ArgumentError(f"{name}={token!r} is not in the tokenizer's vocabulary: name a token that it has.")
         setattr(changed, name, token)
-        setattr(model.config.get_text_config(), f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+        setattr(model.config.get_text_config(), f"{name}_id", changed.convert_tokens_to_ids(token))
     if "eos_token" in tokens:
         _add_end_token(model, changed.eos_token_id)
-    if settings.chat_template_path is not None:
-        changed.chat_template = _read_template(settings.chat_template_path)
     return changed
 
 
@@ -100,16 +101,30 @@ def _add_end_token(model: Any, end_id: int) -> None:
         generation.eos_token_id = [end_id, *(number for number in before if number not in (None, end_id))]
 
 
-def _read_template(name: str) -> str:
-    path = Path(name)
-    if path.suffix in (".jinja", ".j2") and not path.is_file():
-        raise ArgumentError(f"chat_template_path={name!r} is not an existing file.")
-    if path.suffix not in (".jinja", ".j2"):
+def _take_template(tokenizer: Any, model: Any, name: str) -> str | None:
+    """Set the chat template of a file, or that of a model and its added tokens; return the model's end-of-sequence token."""
+    try:
+        if name.endswith((".jinja", ".j2")):
+            tokenizer.chat_template = Path(name).read_text(encoding="utf-8")
+            return None
+        source = from_pretrained(AutoTokenizer, name)
+        tokenizer.chat_template = source.get_chat_template()
+    except (LowpeakError, OSError, ValueError) as error:
         raise ArgumentError(
-            f"chat_template_path={name!r} must be a .jinja or .j2 file; to take another tokenizer's template, set chat_template on "
-            "the tokenizer that is passed as processing_class."
-        )
-    return path.read_text(encoding="utf-8")
+            f"chat_template_path={name!r} must be a .jinja or .j2 file, or the name or folder of a model with a chat template: "
+            f"{first_line(error)}"
+        ) from error
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens([each for each in source.added_tokens_decoder.values() if each.content not in known])
+    embeddings = model.get_input_embeddings()
+    if len(tokenizer) > embeddings.num_embeddings:
+        if not embeddings.weight.requires_grad:
+            raise ArgumentError(
+                f"chat_template_path={name!r} adds tokens whose new embeddings the adapter would leave untrained: train without an "
+                "adapter, or resize the model's embeddings and name the tokens in trainable_token_indices."
+            )
+        model.resize_token_embeddings(len(tokenizer))
+    return source.eos_token
 
 
 def longest_row(max_length: int | None, policy: nn.Module, reserved: int = 0) -> int | None:

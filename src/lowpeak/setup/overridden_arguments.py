@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lowpeak.arguments import EffectReport
+from lowpeak.checkpoint import other_arguments_error
 from lowpeak.optim import find_compact
 from lowpeak.training import CheckpointedTrainer, TrainingStates
 
@@ -29,8 +31,8 @@ Settings = dict[tuple[str, int], Any]
 
 
 @contextmanager
-def warn_of_overridden_arguments(trainer: CheckpointedTrainer, checkpoint: str) -> Iterator[None]:
-    """Warn of arguments that the optimizer and schedule states of `checkpoint`, loaded in the block, replace."""
+def warn_of_overridden_arguments(trainer: CheckpointedTrainer, checkpoint: str, strict: bool) -> Iterator[None]:
+    """Warn of arguments that the optimizer and schedule states of `checkpoint`, loaded in the block, replace; `strict`: raise."""
     requested = _settings(trainer)
     yield
     loaded = _settings(trainer)
@@ -41,8 +43,11 @@ def warn_of_overridden_arguments(trainer: CheckpointedTrainer, checkpoint: str) 
         trainer.acting_args,
         f"because states in {checkpoint} replace them (a new run with model={checkpoint} begins without these states)",
     )
-    for key in changed:
-        effects.add(f"{_argument_name(key[0], requested[key], trainer)}={requested[key]!r}", f"{loaded[key]!r} acts")
+    changes = {_argument_name(key[0], requested[key], trainer): (loaded[key], requested[key]) for key in changed}
+    if strict and changes:
+        raise other_arguments_error(Path(checkpoint), changes)
+    for name, (acting, given) in changes.items():
+        effects.add(f"{name}={given!r}", f"{acting!r} acts")
     effects.report()
 
 

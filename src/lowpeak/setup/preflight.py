@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from huggingface_hub import is_offline_mode
 from transformers import AutoModelForCausalLM
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 
 from lowpeak.checkpoint import check_writable
-from lowpeak.data import check_max_steps, digest_row, fetch_rows, num_rows
-from lowpeak.errors import ArgumentError, DataError
+from lowpeak.data import check_max_steps, check_prompt_columns, digest_row, fetch_rows, num_rows
+from lowpeak.errors import ArgumentError, DataError, MissingPackageError
 from lowpeak.models import add_adapter, find_config
 from lowpeak.ranks import Ranks
+from lowpeak.rewards import check_rewards
 
 # Fields of a LoraConfig that decide whether it fits a model; others may need the model's weights.
 _STRUCTURAL_FIELDS = (
@@ -46,6 +47,16 @@ def check_data(
         _check_first_row(dataset, name, f"{name}: row 0", check_row)
 
 
+def check_prompt_row(row: Any, where: str, *, is_chat: bool, reward_funcs: Any) -> None:
+    """Raise an error for a row that is no prompt, or no list of messages with `is_chat`, or lacks columns of rewards."""
+    check_prompt_columns(row, where)
+    if is_chat and not isinstance(row.get("prompt"), list):
+        raise DataError(
+            f"{where} has a string as its prompt, but tools need messages: [{{'role': 'user', 'content': ...}}]."
+        )
+    check_rewards(reward_funcs, row, where)
+
+
 def _check_first_row(dataset: Any, name: str, where: str, check_row: Callable[[Any, str], None]) -> None:
     if dataset is not None and num_rows(dataset, name) is not None:
         check_row(fetch_rows(dataset, [0])[0], where)
@@ -59,6 +70,12 @@ def check_outputs(args: Any) -> None:
         get_reporting_integration_callbacks(args.report_to)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"report_to={args.report_to!r}: {error}") from error
+    # transformers does not always list the last three if they are installed.
+    known = (*get_available_reporting_integrations(), "azure_ml", "flyte", "kubeflow")
+    for tracker in [name for name in args.report_to or () if name not in known]:
+        raise MissingPackageError(
+            f"report_to={tracker!r} needs {tracker}, which is not installed: run pip install {tracker}, or remove it."
+        )
     if args.push_to_hub and is_offline_mode():
         raise ArgumentError(
             "push_to_hub=True has no effect: the hub is switched off (HF_HUB_OFFLINE); unset that variable, or set "
@@ -70,7 +87,7 @@ def check_adapter(peft_config: Any, model: Any, auto: Any, args: Any) -> None:
     """Raise ArgumentError for LoRA that does not fit the model; one given by name is built without weights to check."""
     if peft_config is not None and not hasattr(peft_config, "peft_type"):
         raise ArgumentError(
-            f"peft_config is {peft_config!r:.80}, a {type(peft_config).__name__}; pass a peft configuration, such as "
+            f"peft_config is {peft_config!r:.80} of type {type(peft_config).__name__}; pass a peft configuration, such as "
             "LoraConfig(...)."
         )
     if getattr(peft_config, "peft_type", None) != "LORA":
@@ -123,14 +140,7 @@ def silence_nonzero_ranks(args: Any) -> None:
 
 # Arguments that may differ between ranks: a rank's place, its output, and what only rank 0 uses.
 _PER_RANK = frozenset(
-    (
-        "local_rank",
-        "disable_tqdm",
-        "report_to",
-        "project",
-        "resume_from_checkpoint",
-        "num_completions_to_print",
-    )
+    ("local_rank", "disable_tqdm", "report_to", "project", "resume_from_checkpoint", "num_completions_to_print")
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from lowpeak.arguments import (
     EffectReport,
     EvaluationSettings,
     OnlineSettings,
+    ServerSettings,
     ToolSettings,
     VllmSettings,
     make_settings,
@@ -26,12 +28,13 @@ from lowpeak.data import check_special_tokens
 from lowpeak.environments import Toolset
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import check_embedded_tokens, is_peft, num_embeddings
-from lowpeak.models import convert_trainable, disable_dropout, load_policy, load_reference, load_tokenizer
+from lowpeak.models import DRY_RUN, convert_trainable, disable_dropout, load_policy, load_reference, load_tokenizer
 from lowpeak.parallel import check_devices
 from lowpeak.rewards import Reward, as_list, make_rewards
 from lowpeak.setup.preflight import check_outputs
 from lowpeak.training import SuccessCriterion
-from lowpeak.vllm import require_vllm
+from lowpeak.vllm import connect_servers, require_vllm
+from lowpeak.vllm.serving import SERVER_URLS
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def prepare_online(
     if not isinstance(algorithm, Algorithm):
         raise ArgumentError(f"make_algorithm returned {algorithm!r:.80}, and must return a lowpeak.Algorithm.")
     set_seed(args.seed)  # before anything is made: an adapter's first weights are random
-    check_engine(settings.vllm, args.model_parallel.tensor)
+    check_engine(settings.vllm, args.model_parallel.tensor, connects=isinstance(inputs.model, str))
     check_outputs(args)
     tokenizers = inputs.reward_processing_classes
     rewards = make_rewards(
@@ -127,7 +130,7 @@ def prepare_online(
         chat_template_kwargs=settings.prompts.chat_template_kwargs,
         device=args.device,
     )
-    success = _success_criterion(settings.evaluation, rewards)
+    success = _success_criterion(user_args, settings.evaluation, rewards)
     policy = load_policy(
         inputs.model,
         settings.model,
@@ -158,8 +161,8 @@ def prepare_online(
     )
 
 
-def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> None:
-    """Raise MissingPackageError if vLLM is to run in this process and is not installed, before anything loads.
+def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1, *, connects: bool = False) -> None:
+    """Raise an error for vLLM that is not installed, or with `connects` for servers that do not answer in time.
 
     Raises ArgumentError for vLLM with a policy whose tensors are sharded over `tensor_parallel` processes.
     """
@@ -168,33 +171,33 @@ def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> Non
             f"use_vllm=True does not go with tp_size={tensor_parallel}: the processes that share a policy's tensors would "
             "each request the same completions. Shard the policy with fsdp2 or zero3, or remove use_vllm."
         )
-    if settings is not None and isinstance(settings.where, ColocateSettings):
+    where = None if settings is None else settings.where
+    if isinstance(where, ColocateSettings):
         require_vllm()
+    # Servers that the command started itself load at the same time as the policy; a dry run needs none.
+    if isinstance(where, ServerSettings) and connects and SERVER_URLS not in os.environ and not DRY_RUN.get():
+        connect_servers(where)
 
 
 def _load_reference(
     policy: nn.Module, inputs: OnlineInputs, settings: OnlineSettings, args: Any, tokenizer: Any, is_needed: bool
 ) -> nn.Module | None:
     if is_needed:
-        reference = load_reference(
-            policy,
-            inputs.model,
-            settings.model,
-            inputs.ref_model,
-            model_parallel=args.model_parallel,
-            device=args.device,
-        )
+        placed = {"model_parallel": args.model_parallel, "device": args.device}
+        reference = load_reference(policy, inputs.model, settings.model, inputs.ref_model, **placed)
         if reference is not None:
             remedy = "pass a reference with the same tokenizer"
             check_embedded_tokens("ref_model", reference, policy, tokenizer, remedy)
         return reference
     if inputs.ref_model is not None:
-        raise ArgumentError("ref_model has no effect: beta is 0, so there is no reference; set beta or remove it.")
+        raise ArgumentError("ref_model has no effect: beta is 0, so there is no reference; remove it, or set beta.")
     return None
 
 
-def _success_criterion(settings: EvaluationSettings, rewards: Sequence[Reward]) -> SuccessCriterion:
+def _success_criterion(args: Any, settings: EvaluationSettings, rewards: Sequence[Reward]) -> SuccessCriterion:
     names, name = [reward.name for reward in rewards], settings.success_reward
     if name is not None and name not in names:
         raise ArgumentError(f"success_reward={name!r} is not one of the rewards: {', '.join(names)}.")
-    return SuccessCriterion(0 if name is None else names.index(name), settings.success_threshold)
+    compared = any(metric in (args.metric_for_best_model or "") for metric in ("accuracy", "pass@"))
+    is_chosen = compared or not args.given.isdisjoint(("success_reward", "success_threshold"))
+    return SuccessCriterion(0 if name is None else names.index(name), settings.success_threshold, is_chosen)

@@ -4,44 +4,71 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowpeak.arguments import EffectReport
-from lowpeak.checkpoint import clean_up_checkpoints, last_checkpoint, move_later_checkpoints, resolve_checkpoint
+from lowpeak.checkpoint import (
+    clean_up_checkpoints,
+    complete_checkpoints,
+    last_checkpoint,
+    move_later_checkpoints,
+    resolve_checkpoint,
+    verify_manifest,
+)
 from lowpeak.errors import CheckpointError
 from lowpeak.journal import Journal
+from lowpeak.ranks import Ranks
 from lowpeak.setup.elastic_restart import is_of_this_launch, num_restarts, record_launch
 
 logger = logging.getLogger(__name__)
 
+AUTO = "auto"  # resume from the last undamaged checkpoint if there is one, else start a new run
 
-def find_resume_checkpoint(
-    output_dir: Path, resume_from_checkpoint: str | bool | None, args: Any = None
-) -> Path | None:
-    """Remove partial checkpoints of a killed run, and return the checkpoint to resume from; one process calls it.
 
-    After a restart (`num_restarts`) that is the last complete checkpoint of the same launch, if
-    there is one, whatever the arguments are. Warns, or raises with strict_arguments, if only the argument in `args` asks to resume.
+def find_resume_checkpoints(args: Any, argument: str | bool | None = None) -> tuple[bool, list[Path]]:
+    """Remove partial checkpoints of a killed run, and return those to resume from; one process calls it.
+
+    `argument` is that of train(). The result says whether AUTO acts: then it has all complete checkpoints, the newest first, else
+    one or none, after a restart (`num_restarts`) the last one of the same launch, if there is one.
     """
-    argument = getattr(args, "resume_from_checkpoint", None)
-    if resume_from_checkpoint is None and str(argument).lower() not in ("none", "false"):
-        effects = EffectReport(args)
-        effects.add(f"resume_from_checkpoint={argument!r}", "only train(resume_from_checkpoint=...) resumes a run")
-        effects.report()
+    output_dir, requested, restarts = Path(args.output_dir), _requested(args, argument), num_restarts()
     clean_up_checkpoints(output_dir)
-    restarts = num_restarts()
+    if requested == AUTO:
+        return True, complete_checkpoints(output_dir)[::-1]
     last = last_checkpoint(output_dir)
     if restarts and last is not None and is_of_this_launch(last):
         logger.warning("Restart %d: resuming from %s.", restarts, last)
-        return resolve_checkpoint(output_dir, True)
-    return resolve_checkpoint(output_dir, resume_from_checkpoint)
+        requested = True
+    checkpoint = resolve_checkpoint(output_dir, requested)
+    return False, [] if checkpoint is None else [checkpoint]
 
 
-def check_resume(output_dir: Path, resume_from_checkpoint: str | bool | None) -> None:
-    """Raise CheckpointError if there is no such checkpoint; a restarted run finds its checkpoint itself."""
-    if not num_restarts():
-        resolve_checkpoint(output_dir, resume_from_checkpoint)
+def _requested(args: Any, argument: str | bool | None = None) -> Any:
+    """Return AUTO, True, None or a path: the `argument` of train(), or the config's if that is None."""
+    value = args.resume_from_checkpoint if argument is None else argument
+    return {"auto": AUTO, "true": True, "false": None, "none": None}.get(str(value).lower(), value)
+
+
+def choose_undamaged(checkpoints: Sequence[Path], ranks: Ranks) -> Path | None:
+    """Return the first undamaged checkpoint or None; raise CheckpointError if all are damaged."""
+    for number, checkpoint in enumerate(checkpoints, 1):
+        try:
+            verify_manifest(checkpoint, ranks)
+        except CheckpointError as error:
+            if number == len(checkpoints):
+                several = f"all {number} checkpoints in {checkpoint.parent} are damaged: " if number > 1 else ""
+                raise CheckpointError(f"{several}{error}") from error
+            logger.warning("%s is not used, and an older checkpoint is tried: %s", checkpoint, error)
+        else:
+            return checkpoint
+    return None
+
+
+def check_resume(args: Any) -> None:
+    """Raise CheckpointError if the requested checkpoint does not exist; a restarted run finds its checkpoint itself."""
+    if (requested := _requested(args)) != AUTO and not num_restarts():
+        resolve_checkpoint(Path(args.output_dir), requested)
 
 
 def check_checkpoint_name(checkpoint: Path, output_dir: Path, step: int) -> None:

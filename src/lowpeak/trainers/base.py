@@ -23,15 +23,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lowpeak.checkpoint import (
+    ARGUMENTS,
     RunState,
     capture_rng_state,
+    check_none_in_flight,
     check_run_identity,
+    learning_arguments,
     load_run_state,
     lock_run_folder,
     preserve_rng_state,
     restore_rng_state,
-    verify_manifest,
 )
+from lowpeak.data import num_rows
 from lowpeak.errors import DataError, EngineError, MemoryExhaustedError, StoppedError
 from lowpeak.memory import Phase
 from lowpeak.parallel import check_is_sharded, clip_grad_norm, override_forward, remove_sums
@@ -39,12 +42,14 @@ from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_best_metric,
     check_checkpoint_name,
-    find_resume_checkpoint,
+    choose_undamaged,
+    find_resume_checkpoints,
     require_same_arguments,
     require_same_data,
 )
-from lowpeak.trainers.checkpointing import CheckpointingTrainer
-from lowpeak.trainers.model_card import ModelCardMixin
+from lowpeak.trainers.attributes import TrainerAttributes
+from lowpeak.trainers.checkpointing import CheckpointingTrainer, FinishedRunError
+from lowpeak.trainers.overrides import check_overrides
 from lowpeak.training import (
     CONTROL_FLAGS,
     STOP_FLAGS,
@@ -70,12 +75,13 @@ from lowpeak.watchdog import detect_failures
 logger = logging.getLogger(__name__)
 
 
-class StepTrainer(ModelCardMixin, CheckpointingTrainer):
+class StepTrainer(TrainerAttributes, CheckpointingTrainer):
     """transformers' Trainer whose step is a list of micro-batches, weighted by the counts of the whole step.
 
     scratch             numbers of the step under way
     algorithm_state     the algorithm's numbers that change during the run, such as an adaptive KL coefficient
     unlogged_metrics    metrics of the steps since the last log
+    rows_per_step       rows (completions, if the trainer generates them) of an optimizer step, over all ranks
     """
 
     control: Any
@@ -83,6 +89,11 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     scratch: StepScratch
     algorithm_state: Mapping[str, float]
     unlogged_metrics: Mapping[str, Metric]
+    rows_per_step: int
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        check_overrides(cls)
 
     def num_steps_per_epoch(self) -> int | None:
         """Return the optimizer steps that use each row of the data once; None for data without a length."""
@@ -97,7 +108,9 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
 
     def identity(self) -> dict[str, Any]:
         """Return, as JSON, the values that must not change when a run is resumed."""
-        return {"algorithm": self.run.algorithm.name}
+        storage, model = self.parts.settings.model.storage_name, self.model.config._name_or_path
+        arguments = learning_arguments(self.acting_args, storage, model)
+        return {"algorithm": self.run.algorithm.name, "rows of a step": self.rows_per_step, ARGUMENTS: arguments}
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """Return the metrics of one dataset, their names under `prefix`."""
@@ -107,6 +120,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         """Keep the parts of the run, with the state that it starts with."""
         self.run, self.scratch = run, StepScratch()
         self.algorithm_state, self.unlogged_metrics = dict(run.algorithm.state), {}
+        self.model.add_model_tags(["lowpeak", run.algorithm.name])
         self.add_callback(StepCallback(lambda: self.run, self.finish_step))
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -117,13 +131,18 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
             state.device = self.args.device
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, or resume from a checkpoint (True: the last complete one of output_dir); Ctrl-C saves and stops."""
+        """Train, or resume from a checkpoint; Ctrl-C saves and stops.
+
+        None means the config's argument, False a new run. A finished run loads its weights and changes no file.
+        """
         output_dir, ranks = Path(self.args.output_dir), self.run.strategy.ranks
         # Signal handlers are restored last: a SIGTERM must not end rank 0 before `detect_failures` has reported which rank died.
         with ExitStack() as signals, ExitStack() as stack:
             stack.enter_context(detect_failures(ranks, lambda: self.run.tracker.current_phase))
             stack.callback(setattr, self, "is_in_train", False)  # transformers leaves it True if training fails
             stack.callback(lambda: remove_sums(self.model.parameters()))  # a user's model has no hooks after an error
+            with ranks.propagate_errors():
+                self.take_changed_arguments()
             require_same_arguments(self.args, ranks)
             require_same_data({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}, ranks)
             ranks.call_on_first(lambda: stack.enter_context(lock_run_folder(output_dir)))
@@ -133,10 +152,13 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
                 with self._save_when_run_fails(output_dir):
                     result = super().train(None if checkpoint is None else os.fspath(checkpoint), *args, **kwargs)
                     self._agree_to_stop(0.0)
+            except FinishedRunError:
+                result = self.restore_finished()
             except EngineError:
                 self._check_weights()  # an engine can fail because of NaN weights: then report those, with the last good ones
                 raise
         self.run.interrupts.raise_if_stopped(output_dir, self.state.global_step)
+        ranks.call_on_first(self.create_model_card)
         return result
 
     def _start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path | None:
@@ -144,17 +166,20 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         self.scratch, self.unlogged_metrics = StepScratch(), {}
         self.run.tracker.pop_uses()
         ranks = self.run.strategy.ranks
-        ranks.call_on_first(self.run.journal.check)
-        checkpoint = ranks.call_on_first(lambda: find_resume_checkpoint(output_dir, resume_from_checkpoint, self.args))
-        self.resumed = None
+        ranks.call_on_first(self.run.journal.begin_run)
+        found = ranks.call_on_first(lambda: find_resume_checkpoints(self.args, resume_from_checkpoint))
+        self.resumed, self.was_finished, (self.resumes_strictly, checkpoints) = None, False, found
+        checkpoint = choose_undamaged(checkpoints, ranks.processes)
         if checkpoint is not None:
-            verify_manifest(checkpoint, ranks.processes)
             with ranks.propagate_errors():
                 self.resumed = load_run_state(checkpoint, self.args.process_index)
+                check_none_in_flight(self.resumed, checkpoint)
                 check_checkpoint_name(checkpoint, output_dir, self.resumed.policy_version)
                 check_training_state(checkpoint, self.run)
-                check_run_identity(self.resumed.identity, self.identity(), checkpoint, self.resumed.in_rollout)
+                check_run_identity(self.resumed, self.run_state(), checkpoint, strict=self.resumes_strictly)
                 self.restore_run_state(self.resumed, checkpoint)
+        if self.resumes_strictly:
+            logger.info("resume_from_checkpoint='auto': %s.", checkpoint or "no checkpoint, a new run")
         return checkpoint
 
     @contextmanager
@@ -199,6 +224,17 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         # A separate generator leaves torch's random state untouched.
         return DataLoader(counter, batch_size=1, generator=torch.Generator())
 
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Return the rows of the data that the dataloader stands for; of a stream, all rows of the run."""
+        if not isinstance(dataloader.dataset, range):
+            return int(super().num_examples(dataloader))
+        return num_rows(self.train_dataset) or len(dataloader) * self.rows_per_step
+
+    def set_initial_training_values(self, args: Any, dataloader: DataLoader[Any]) -> tuple[Any, ...]:
+        """Return transformers' numbers of a run, with the rows of its steps as samples."""
+        *counts, _, _, steps_in_epoch, max_steps = super().set_initial_training_values(args, dataloader)
+        return (*counts, max_steps * self.rows_per_step, self.rows_per_step, steps_in_epoch, max_steps)
+
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
@@ -208,9 +244,6 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         if self.resumed is not None:
             restore_rng_state(self.resumed.random)
             self.resumed = None
-        if self.state.global_step >= self.state.max_steps:  # the base would take one more step of a finished run
-            self.control.should_training_stop = True
-            return [], None
         start = time.perf_counter()
         self.scratch = StepScratch(start_state=self.run_state())
         return [{"step": self.next_step(), "start": start}], None
@@ -318,6 +351,7 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; logs of training, and the last one of a run, contain the metrics of all steps since the previous log."""
         if "loss" in logs or "train_runtime" in logs:
+            logs["epoch"] = self.state.epoch  # train() returns this mapping
             metrics, self.unlogged_metrics = self.unlogged_metrics, {}
             logs = {**logs, **{name: x for name, metric in metrics.items() if math.isfinite(x := metric.value())}}
         super().log(logs, start_time)
@@ -328,6 +362,9 @@ class StepTrainer(ModelCardMixin, CheckpointingTrainer):
         strategy, tracker = self.run.strategy, self.run.tracker
         check_is_sharded(strategy, self.model_wrapped)
         with ExitStack() as stack, detect_failures(strategy.ranks, lambda: tracker.current_phase), preserve_rng_state():
+            with strategy.ranks.propagate_errors():
+                if not self.is_in_train:
+                    self.take_changed_arguments()
             if not self.accelerator._models:  # accelerate does the same when train() prepares the model
                 in_precision = convert_outputs_to_fp32(self.accelerator.autocast()(self.model.forward))
                 override_forward(stack, self.model, in_precision)

@@ -13,12 +13,14 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import TrainOutput
 
-from lowpeak.checkpoint import RunState, stage_files
+from lowpeak.checkpoint import RunState, restore_rng_state, stage_files
 from lowpeak.memory import Phase
 from lowpeak.optim import clear_low_bits, loading_states
 from lowpeak.parallel import has_shards, prepare_without_ddp
 from lowpeak.setup import clear_output_dir, num_restarts, warn_of_overridden_arguments
+from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
     Run,
     apply_recorded_sizes,
@@ -36,15 +38,23 @@ from lowpeak.watchdog import detect_failures
 logger = logging.getLogger(__name__)
 
 
-class CheckpointingTrainer(Trainer):
+class FinishedRunError(Exception):
+    """Ends `train()` of transformers when a resumed run has no step left: it would log, evaluate and call callbacks."""
+
+
+class CheckpointingTrainer(ModelCardMixin, Trainer):
     """transformers' Trainer whose checkpoints have the state of a run.
 
-    run                 the parts of the run
-    resumed             the checkpoint's state, until training has restored it
+    run                     the parts of the run
+    resumed                 the checkpoint's state, until training has restored it
+    resumes_strictly        whether other arguments than the checkpoint's are an error
+    was_finished            whether the last train() resumed a finished run
     """
 
     run: Run
     resumed: RunState | None = None
+    resumes_strictly = False
+    was_finished = False
 
     def run_state(self) -> RunState:
         """Return the state that a checkpoint needs beside weights, optimizer and schedule."""
@@ -79,6 +89,7 @@ class CheckpointingTrainer(Trainer):
         staging = stage_files(folder, ranks.processes)
         with detect_failures(ranks, lambda: tracker.current_phase), tracker.phase(Phase.SAVE), staging as stage:
             export_model(self, stage, merged=merged)
+            self.create_model_card(stage=stage, folder=folder)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """Load sharded states, on any number of ranks, and clear the output folder for the run.
@@ -93,12 +104,26 @@ class CheckpointingTrainer(Trainer):
         if sharded:
             self.run.strategy.place_optimizer(self.model, self.optimizer, self.run.storage)
         if sharded and resume_from_checkpoint is not None:
-            with ranks.propagate_errors(), warn_of_overridden_arguments(self, resume_from_checkpoint):
+            warned = warn_of_overridden_arguments(self, resume_from_checkpoint, self.resumes_strictly)
+            with ranks.propagate_errors(), warned:
                 self.load_states(Path(resume_from_checkpoint))
         step = None if resumed is None else resumed.policy_version
+        if step is not None and step >= max_steps:
+            raise FinishedRunError
         ranks.call_on_first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
         apply_recorded_sizes(self, is_new=step is None and not num_restarts())
         return prepared
+
+    def restore_finished(self) -> TrainOutput:
+        """Restore what the run ended with, the best weights if it loads them, and say that no step is left."""
+        assert self.resumed is not None
+        restore_rng_state(self.resumed.random)
+        self.resumed, self.was_finished = None, True
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self._load_best_model()
+        step = self.state.global_step
+        logger.warning("The run in %s is finished: it has all of its %d steps.", self.args.output_dir, step)
+        return TrainOutput(step, 0.0, {"epoch": self.state.epoch or 0.0})
 
     def load_states(self, checkpoint: Path) -> None:
         with explain_load_errors(os.fspath(checkpoint), "states", "model, optim and trained parameters"):
@@ -139,7 +164,8 @@ class CheckpointingTrainer(Trainer):
             return
         self.run.strategy.place_optimizer(self.model, self.optimizer, self.run.storage)
         explained = explain_load_errors(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
-        warned, loading = warn_of_overridden_arguments(self, checkpoint), loading_states(self.optimizer)
+        warned = warn_of_overridden_arguments(self, checkpoint, self.resumes_strictly)
+        loading = loading_states(self.optimizer)
         with self.run.strategy.ranks.propagate_errors(), explained, warned, loading:
             super()._load_optimizer_and_scheduler(checkpoint)
 

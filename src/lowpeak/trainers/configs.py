@@ -54,6 +54,7 @@ from lowpeak.arguments import (
     require_deepspeed,
     resolve_collective_timeout,
     resolve_model_parallel,
+    resolve_rollout,
     show,
     sync_deepspeed_config,
 )
@@ -260,6 +261,10 @@ class CommonConfig(CommonArguments, TrainingArguments):
         """Turn activation checkpointing on by default, under its name in the installed transformers."""
         newer = any(field.name == "activation_checkpointing" for field in fields(TrainingArguments))
         for old, new in _RENAMED if newer else ():
+            require(
+                getattr(self, old) is None or getattr(self, new) in (None, getattr(self, old)),
+                f"{old}={getattr(self, old)!r} and {new}={getattr(self, new)!r} set the same argument; set one.",
+            )
             if getattr(self, new) is None and getattr(self, old) is not None:
                 setattr(self, new, getattr(self, old))
                 self.alias_of = {**getattr(self, "alias_of", {}), new: old}
@@ -327,6 +332,11 @@ class PPOConfig(PPOArguments, OnlineConfig):
             check_range(self, "num_mini_batches")  # checked early, because it is used below
             steps = self.num_mini_batches * self.gradient_accumulation_steps
             self._set_alias("num_mini_batches", "steps_per_generation", steps)
+        if self.total_episodes is not None:
+            check_range(self, "total_episodes")
+            rollout = resolve_rollout(self, self.world_size // self.model_parallel.tensor)
+            num_rollouts = -(-self.total_episodes // rollout.num_sequences)
+            self._set_alias("total_episodes", "max_steps", num_rollouts * rollout.num_steps)
         zero = getattr(self, "deepspeed_plugin", None)
         require(
             self.value_learning_rate is None or zero is None or "optimizer" not in zero.hf_ds_config.config,

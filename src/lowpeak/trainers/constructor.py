@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
+from lowpeak.arguments import default_value
 from lowpeak.errors import ArgumentError
 
 # Arguments of TRL's trainers that have no effect here, each with the reason and the remedy.
 UNSUPPORTED: dict[str, str] = {
+    "tokenizer": "pass it as processing_class",
     "data_collator": "the trainer reads rows itself and packs them under a token budget; prepare the dataset instead (SFTTrainer "
     "and RewardTrainer take train_dataset as the fourth argument, as in TRL)",
     "compute_loss_func": "the loss is computed in the model's head, without logits; override make_algorithm in a subclass",
@@ -32,18 +36,6 @@ def reject_unsupported(trainer: object, arguments: Mapping[str, Any]) -> None:
             raise ArgumentError(f"{name} is not supported: {UNSUPPORTED[name]}.")
 
 
-def _is_function(value: Any) -> bool:
-    return value is None or callable(value)
-
-
-def _is_model(value: Any) -> bool:
-    return value is None or isinstance(value, str | PathLike | nn.Module)
-
-
-def _are_callbacks(value: Any) -> bool:
-    return value is None or (isinstance(value, list | tuple) and all(hasattr(each, "on_step_end") for each in value))
-
-
 def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2
 
@@ -57,15 +49,21 @@ def _are_optimizers(value: Any) -> bool:
 
 # What each of these arguments must be.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("ref_model", "value_model"), (_is_model, "a name, a path or a torch module")),
+    **dict.fromkeys(
+        ("ref_model", "value_model"),
+        (lambda x: x is None or isinstance(x, str | PathLike | nn.Module), "a name, a path or a torch module"),
+    ),
     **dict.fromkeys(
         ("rollout_func", "formatting_func", "compute_metrics", "preprocess_logits_for_metrics"),
-        (_is_function, "a function"),
+        (lambda x: x is None or callable(x), "a function"),
     ),
     "reward_processing_classes": (
         lambda x: x is None or isinstance(x, list | tuple) or callable(x), "a tokenizer, or a list of tokenizers and None"
     ),
-    "callbacks": (_are_callbacks, "a list of transformers.TrainerCallback"),
+    "callbacks": (
+        lambda x: x is None or (isinstance(x, list | tuple) and all(hasattr(each, "on_step_end") for each in x)),
+        "a list of transformers.TrainerCallback",
+    ),
     "optimizers": (_are_optimizers, "a tuple of an optimizer and a schedule, made of their classes, or None for each"),
     "optimizer_cls_and_kwargs": (lambda x: x is None or _is_pair(x), "a tuple of a class and a dict of its arguments"),
 }  # fmt: skip
@@ -77,6 +75,15 @@ def check_kinds(**arguments: Any) -> None:
         is_kind, kind = _KINDS[name]
         if not is_kind(value):
             raise ArgumentError(f"{name} must be {kind}, got {value!r:.80} of type {type(value).__name__}.")
+
+
+def passed_or_named(models: list[Any], args: Any, name: str) -> list[Any]:
+    """Return the models that are passed, or else the one whose path is the argument `name`; ArgumentError for another path."""
+    path = getattr(args, name, None)
+    paths = [getattr(getattr(each, "config", None), "_name_or_path", each) for each in models]
+    if models and path is not None and path not in paths:
+        raise ArgumentError(f"{name}={path!r} is no model that is passed to the trainer: remove one of the two.")
+    return models or ([] if path is None else [path])
 
 
 def check_optimized(optimizer: Any, policy: nn.Module) -> None:
@@ -102,12 +109,15 @@ def reject_virtual_tokens(model: Any, peft_config: Any) -> None:
 
 
 def make_arguments(config_class: Any, args: Any, model: Any, quantization_config: Any) -> Any:
-    """Return `args`, or defaults for None, with the `quantization_config` in a copy's `model_init_kwargs`.
+    """Return `args` as a `config_class`; None are its defaults. `quantization_config` joins a copy's `model_init_kwargs`.
 
-    Raises ArgumentError unless `args` is a `config_class`, and for a quantization config that is set twice or has no effect.
+    Raises ArgumentError for arguments of another class than this one and transformers' own, and for a quantization config that
+    is set twice or has no effect.
     """
     if args is None:
         args = config_class(output_dir=f"{_name_of(model)}-{config_class.__name__.removesuffix('Config')}")
+    if type(args) is TrainingArguments:
+        args = _from_plain(config_class, args)
     if not isinstance(args, config_class):
         class_name = f"{type(args).__module__}.{type(args).__name__}".removeprefix("builtins.")
         raise ArgumentError(f"args is a {class_name}; this trainer takes a lowpeak.{config_class.__name__}.")
@@ -125,6 +135,15 @@ def make_arguments(config_class: Any, args: Any, model: Any, quantization_config
     return args
 
 
+def _from_plain(config_class: Any, args: TrainingArguments) -> Any:
+    """Return the trainer's config with the values of transformers' arguments, their defaults included."""
+    values = {each.name: getattr(args, each.name) for each in fields(args) if each.init}
+    del values["remove_unused_columns"]  # its default, True, never acts here
+    config = config_class(**values)
+    config.given = frozenset(name for name, value in values.items() if value != default_value(args, name))
+    return config
+
+
 def base_arguments(args: Any, policy: nn.Module | None = None) -> Any:
     """Return the copy of the acting arguments that transformers' Trainer gets for this policy."""
     inner = copy.copy(args)
@@ -136,6 +155,8 @@ def base_arguments(args: Any, policy: nn.Module | None = None) -> Any:
     # The pipeline removes old checkpoints: transformers deletes in place, and at the end of a run also the last one.
     inner.save_total_limit = None
     inner.logging_nan_inf_filter = False
+    # Callbacks of TRL generate in batches of this size.
+    inner.per_device_eval_batch_size = args.eval_batch_size
     inner.saves_no_tokens = True  # transformers pickles the arguments with every model that it saves or uploads
     return inner
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import re
 import shlex
 import sys
@@ -11,10 +13,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
 import lowpeak
 from lowpeak.arguments import HIDDEN, hide_secrets, is_secret
+from lowpeak.rewards import as_list
 
 # By the algorithm's name: its usual spelling, and the paper's title and number on arXiv.
 _PAPERS: dict[str, tuple[str, str, str]] = {
@@ -40,6 +43,8 @@ _PAPERS: dict[str, tuple[str, str, str]] = {
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 _NO_METRICS = ("step", "epoch", "total_flos")
 _LOCAL_ARGUMENTS = ("output_dir", "hub_", "push_", "vllm_server", "resume_")
+_CARD = "README.md"
+_SEAL = "<!-- lowpeak writes this card again as long as it is unchanged: "
 _HUB_TOKEN = re.compile(r"\bhf_\w{8,}")
 _HUB_DATASET = re.compile(r"hf://datasets/([^@]+)@")
 
@@ -54,27 +59,44 @@ class ModelCardMixin:
         tags: str | Sequence[str] | None = None,
         language: str | None = None,
         license: str | None = None,
+        stage: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
-        """Write `README.md` into `output_dir`, on one rank, with TRL's arguments and two of transformers'."""
+        """Write `README.md` into `output_dir`, or a folder's `stage`; a card that the user wrote or changed stays."""
         if not self.is_world_process_zero():
+            return
+        existing = (folder or Path(self.args.output_dir)) / _CARD
+        card = existing if stage is None else stage / _CARD
+        if stage is not None:
+            card.unlink(missing_ok=True)  # peft's template
+        if existing.exists() and (found := existing.read_text("utf-8", "replace")) != _sealed(
+            found.rpartition(_SEAL)[0]
+        ):
+            logging.getLogger(__name__).info("%s stays: lowpeak did not write it, or it was changed.", existing)
             return
         named = self.model.config._name_or_path
         base = named if named and not Path(named).exists() else None
         dataset = dataset_name or _dataset_id(self.train_dataset)
         algorithm = self.run.algorithm.name
+        is_adapter = hasattr(self.model, "peft_config") and not card.with_name("config.json").exists()
         data = ModelCardData(
             base_model=base,
             datasets=dataset,
             language=language,
-            library_name="peft" if hasattr(self.model, "peft_config") else "transformers",
+            library_name="peft" if is_adapter else "transformers",
             license=license,
             model_name=model_name,
             pipeline_tag="text-classification" if algorithm == "reward" else "text-generation",
-            tags=["generated_from_trainer", "lowpeak", algorithm, *([tags] if isinstance(tags, str) else tags or ())],
+            tags=list(dict.fromkeys(("generated_from_trainer", "lowpeak", algorithm, *as_list(tags)))),
         )
         body = "\n\n".join(_sections(self, model_name or Path(self.args.output_dir).name, base, dataset))
-        body = _HUB_TOKEN.sub(HIDDEN, body)
-        ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n").save(Path(self.args.output_dir) / "README.md")
+        text = f"---\n{data.to_yaml()}\n---\n\n{_HUB_TOKEN.sub(HIDDEN, body)}\n\n"
+        card.write_text(_sealed(text), encoding="utf-8")
+
+
+def _sealed(text: str) -> str:
+    """Return a card with a digest of its text, which shows whether a user changed it."""
+    return f"{text}{_SEAL}{hashlib.sha256(text.encode()).hexdigest()[:16]} -->\n"
 
 
 def _sections(trainer: Any, name: str, base: str | None, dataset: str | None) -> list[str]:

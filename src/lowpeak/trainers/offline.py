@@ -14,18 +14,9 @@ from transformers import AutoModelForCausalLM, EvalPrediction
 from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import (
-    OfflineSettings,
-    RunFacts,
-    run_facts,
-)
-from lowpeak.checkpoint import (
-    ARGUMENTS,
-    RunState,
-    capture_rng_state,
-    learning_arguments,
-)
-from lowpeak.data import RowReader, make_cursor
+from lowpeak.arguments import OfflineSettings, RunFacts, run_facts
+from lowpeak.checkpoint import RunState, capture_rng_state
+from lowpeak.data import RowReader, make_cursor, read_all, with_prepared_columns, without_prepared_columns
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.memory import Phase
 from lowpeak.models import LOGPROB_HEAD, HeadKind
@@ -115,10 +106,6 @@ class OfflineTrainer(StepTrainer):
     def records_of(items: Sequence[Any]) -> list[Record]:
         return list(items)
 
-    def read(self, data: Any) -> list[Record]:
-        """Return the records of a whole dataset; log how many rows are left out."""
-        raise AssertionError("a subclass reads an evaluation's data")
-
     def measure(self, batches: Sequence[MicroBatch], guard: GuardedPasses) -> dict[str, float]:
         """Return the loss and the algorithm's metrics over all ranks, with `num_tokens` trained on so far."""
         run = self.run
@@ -165,13 +152,12 @@ class OfflineTrainer(StepTrainer):
             check_optimizer(args, (optimizers[0] or optimizer_cls_and_kwargs, optimizers[1]))
             check_adapter(peft_config, model, self.auto_class, args)
 
-        self.user_args = args = make_arguments(self.config_class, args, model, quantization_config)
+        passed, args = args, make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
         inputs = OfflineInputs(model, processing_class, peft_config, optimizer_cls_and_kwargs is not None)
         with Ranks(args.device).propagate_errors():
             self.parts = parts = prepare_offline(inputs, args, self, check_inputs)
             check_optimized(optimizers[0], parts.policy)
-        self.acting_args = parts.args
         super().__init__(
             model=parts.policy,
             args=base_arguments(parts.args, parts.policy),
@@ -184,13 +170,21 @@ class OfflineTrainer(StepTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        strategy = detect_strategy(self.accelerator)
-        with strategy.ranks.propagate_errors():
+        self.watch_arguments(passed, parts)
+        self._build(detect_strategy(self.accelerator), train_dataset, eval_dataset)
+
+    def _build(self, strategy: Any, train_dataset: Any, eval_dataset: Any) -> None:
+        """Make the run, and the cursor over the training data; datasets are shown with TRL's prepared columns."""
+        parts, args, ranks = self.parts, self.acting_args, strategy.ranks
+        self.reader = self.make_reader()
+        self.train_dataset = with_prepared_columns(train_dataset, self.reader)
+        self.eval_dataset = with_prepared_columns(eval_dataset, self.reader)
+        self.rows_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks.world_size
+        with ranks.propagate_errors():
             report_effects(parts, self._facts())
         self.start_run(make_run(self, parts, strategy, start_plan, head=self.head))
-        self.reader = self.make_reader()
-        with strategy.ranks.propagate_errors():
-            self.cursor = make_cursor(train_dataset, self.reader, parts.args, parts.settings.shuffle_dataset)
+        with ranks.propagate_errors():
+            self.cursor = make_cursor(train_dataset, self.reader, args, parts.settings.shuffle_dataset)
             parts.row_effects.report()
 
     def _facts(self) -> RunFacts:
@@ -202,12 +196,6 @@ class OfflineTrainer(StepTrainer):
             passed_optimizer=passed,
             passed_schedule=self.lr_scheduler is not None,
         )
-
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of the dataset in an optimizer step, over all ranks."""
-        args = self.acting_args
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.run.strategy.ranks.world_size
 
     def num_steps_per_epoch(self) -> int | None:
         """Return the steps that use each row once; the last one is filled from the next epoch."""
@@ -235,7 +223,7 @@ class OfflineTrainer(StepTrainer):
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
         with self.evaluation_context(), tracker.phase(Phase.EVALUATE):
             with ranks.propagate_errors():
-                records = self.read(data)
+                records = self.records_of(read_all(without_prepared_columns(data), self.reader))
             start = time.perf_counter()
             for attempt in attempts(self, Phase.SCORE):
                 step = self._step_batches(records)  # within the run's present sizes
@@ -264,10 +252,6 @@ class OfflineTrainer(StepTrainer):
             identity=self.identity(),
         )
 
-    def identity(self) -> dict[str, Any]:
-        arguments = learning_arguments(self.acting_args, self.parts.settings.model.storage_name)
-        return {**super().identity(), "rows of a step": self.rows_per_step, ARGUMENTS: arguments}
-
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
         self.cursor.load_state_dict(state.cursor)
         self.run = run_with_sizes(self, self.run.sizes.resumed(state.resolved, self.parts.settings.memory))
@@ -277,6 +261,6 @@ def _named_numbers(computed: Any) -> Mapping[str, float]:
     """Return the result of compute_metrics; raise ArgumentError if it is not a mapping."""
     if not isinstance(computed, Mapping):
         raise ArgumentError(
-            f"compute_metrics returned {computed!r:.80}, a {type(computed).__name__}; it must return a dict of names and numbers."
+            f"compute_metrics returned {computed!r:.80} of type {type(computed).__name__}; return a dict of names and numbers."
         )
     return computed

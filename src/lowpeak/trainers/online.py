@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,16 +14,10 @@ from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import OnlineSettings, Sampling
-from lowpeak.checkpoint import (
-    ARGUMENTS,
-    RunState,
-    SavedRollout,
-    capture_rng_state,
-    learning_arguments,
-)
-from lowpeak.data import check_message_prompts, check_prompt_columns, environment_prompts, read_eval_prompts
-from lowpeak.errors import ArgumentError, CheckpointError
+from lowpeak.arguments import OnlineSettings, Sampling, require
+from lowpeak.checkpoint import RunState, SavedRollout, capture_rng_state
+from lowpeak.data import environment_prompts, read_eval_prompts
+from lowpeak.errors import ArgumentError, CheckpointError, RewardError
 from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
@@ -33,6 +28,7 @@ from lowpeak.setup import (
     check_adapter,
     check_data,
     check_optimizer,
+    check_prompt_row,
     connect_online,
     describe_run,
     prepare_online,
@@ -67,18 +63,6 @@ from lowpeak.training import (
 )
 
 logger = logging.getLogger(__name__)
-
-# Arguments that TRL's trainers have as attributes, too.
-_READ_BY_FUNCTIONS = (
-    "max_completion_length",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "use_vllm",
-    "vllm_mode",
-)
 
 
 class OnlineTrainer(StepTrainer):
@@ -135,12 +119,14 @@ class OnlineTrainer(StepTrainer):
             ref_model=ref_model,
         )
         reject_virtual_tokens(model, peft_config)
-        args = make_arguments(self.config_class, args, model, quantization_config)
+        passed, args = args, make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
+
         with Ranks(args.device).propagate_errors():
-            if environment_factory is not None:
-                train_dataset = environment_prompts(train_dataset, environment_factory)
-            check_row = check_message_prompts if tools or environment_factory else check_prompt_columns
+            train_dataset = environment_prompts(train_dataset, environment_factory)
+            check_row = partial(check_prompt_row, is_chat=bool(tools or environment_factory))
+            # A rollout_func may return further columns for the rewards.
+            check_row = partial(check_row, reward_funcs=None if rollout_func else reward_funcs)
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_row)
             check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
@@ -161,12 +147,12 @@ class OnlineTrainer(StepTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self.user_args, self.acting_args = args, parts.args
+        self.watch_arguments(passed, parts)
         self.parts = parts
         run, self.collector = connect_online(self, parts, rollout_func, start_plan)
+        self.rows_per_step = self.collector.settings.rollout.rows_per_step
+        self.keep_rewards(self.collector.panel, run.reference, rollout_func)
         self.rollout_func_sampling: Sampling | None = None  # of the call, while a rollout_func runs
-        for name in _READ_BY_FUNCTIONS:
-            setattr(self, name, getattr(parts.args, name))
         self.rollout: Rollout | None = None
         self.steps_used = 0
         self.last_table_span: int | None = None  # number of the last span of log_completions_steps with a table
@@ -198,8 +184,15 @@ class OnlineTrainer(StepTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the base class does, then close the engine; a later use builds it again."""
+        require(
+            self.parts.settings.evaluation.samples,
+            "generation_kwargs turns do_sample off: greedy completions of a prompt are equal, so nothing is learned; "
+            "remove it (evaluate() and predict() take it).",
+        )
         try:
             return super().train(*args, **kwargs)
+        except RewardError as error:
+            raise error.with_traceback(None) from error.__cause__  # lowpeak's frames would hide the reward's
         finally:
             self.collector.engine.close()
 
@@ -320,9 +313,12 @@ class OnlineTrainer(StepTrainer):
             self.model_wrapped.eval()
             with ranks.propagate_errors():
                 prompts = read_eval_prompts(data, self.collector.new_reader())
-            return evaluate_prompts(
-                self.collector, prompts, self.parts.success, prefix, self.state, self.coefficients()
-            )
+            try:
+                return evaluate_prompts(
+                    self.collector, prompts, self.parts.success, prefix, self.state, self.coefficients()
+                )
+            except RewardError as error:
+                raise error.with_traceback(None) from error.__cause__
 
     # checkpoints
 
@@ -348,9 +344,7 @@ class OnlineTrainer(StepTrainer):
             "reward_funcs": list(self.collector.panel.names),
             "num_generations": rollout.num_generations,
             "completions of a rollout": rollout.num_sequences,
-            "rows of a step": rollout.rows_per_step,
             "num_iterations": rollout.num_iterations,
-            ARGUMENTS: learning_arguments(self.acting_args, self.parts.settings.model.storage_name),
         }
 
     def save_extra(self, folder: Path) -> None:

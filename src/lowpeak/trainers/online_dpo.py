@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 from lowpeak.algorithms import Algorithm, make_online_dpo
 from lowpeak.arguments import OnlineSettings, check_betas, resolve_online_dpo
 from lowpeak.errors import ArgumentError
-from lowpeak.rewards import resolve_reward_funcs
+from lowpeak.rewards import as_list, resolve_reward_funcs
 from lowpeak.trainers.configs import OnlineConfig, OnlineDPOConfig
+from lowpeak.trainers.constructor import passed_or_named
 from lowpeak.trainers.online import OnlineTrainer
 
 
@@ -54,7 +55,7 @@ class OnlineDPOTrainer(OnlineTrainer):
             )
         super().__init__(
             model,
-            resolve_reward_funcs(reward_funcs, judge),
+            resolve_reward_funcs(passed_or_named(as_list(reward_funcs), args, "reward_model_path"), judge),
             args,
             train_dataset,
             eval_dataset,

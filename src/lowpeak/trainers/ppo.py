@@ -5,6 +5,7 @@ The critic is attached before the policy is prepared, trained at a separate rate
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,17 +16,12 @@ from lowpeak.algorithms import Algorithm, make_ppo
 from lowpeak.arguments import OnlineSettings, resolve_critic, resolve_ppo
 from lowpeak.checkpoint import stage_files, write_configs, write_weights
 from lowpeak.errors import ArgumentError
-from lowpeak.heads import (
-    SeparateCritic,
-    belongs_to_critic,
-    causal_lm,
-    critic_of,
-)
+from lowpeak.heads import SeparateCritic, belongs_to_critic, causal_lm, critic_of
 from lowpeak.records import SLICE_BYTES
 from lowpeak.rewards import as_list
 from lowpeak.setup import attach_critic
 from lowpeak.trainers.configs import OnlineConfig, PPOConfig
-from lowpeak.trainers.constructor import check_kinds
+from lowpeak.trainers.constructor import check_kinds, passed_or_named
 from lowpeak.trainers.online import OnlineTrainer
 from lowpeak.training import CRITIC_FOLDER
 
@@ -52,8 +48,9 @@ class PPOTrainer(OnlineTrainer):
 
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         reward_funcs: Any = None,
+        args: Any = None,
         *others: Any,
         value_model: Any = None,
         reward_model: Any = None,
@@ -61,7 +58,9 @@ class PPOTrainer(OnlineTrainer):
     ) -> None:
         check_kinds(value_model=value_model)
         self.value_model = value_model
-        super().__init__(model, [*as_list(reward_funcs), *as_list(reward_model)], *others, **named)
+        (model,) = passed_or_named([model] if model is not None else [], args, "sft_model_path") or (None,)
+        rewards = passed_or_named([*as_list(reward_funcs), *as_list(reward_model)], args, "reward_model_path")
+        super().__init__(model, rewards, args, *others, **named)
         self.value_model = None
         if self.optimizer is not None:
             self._check_optimizer(self.optimizer)
@@ -75,6 +74,8 @@ class PPOTrainer(OnlineTrainer):
 
     def attach_extra_modules(self, policy: nn.Module, origin: Any, args: Any) -> None:
         self.critic_settings = resolve_critic(args)
+        if self.value_model is not None and "critic" not in getattr(args, "given", ()):
+            self.critic_settings = replace(self.critic_settings, critic="model")
         attach_critic(policy, origin, self.value_model, self.critic_settings)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

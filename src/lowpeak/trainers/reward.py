@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, EvalPrediction
 
 from lowpeak.algorithms import Algorithm, make_reward_model
 from lowpeak.arguments import NOT_PARALLEL, ModelSettings, RewardModelSettings, resolve_reward_model
-from lowpeak.data import PreferenceReader, check_preference_columns, flatten_pairs, read_pairs
+from lowpeak.data import PreferenceReader, check_preference_columns, flatten_pairs
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.heads import classifier_of, num_embeddings
 from lowpeak.models import SCORE_HEAD, HeadKind, from_pretrained, load_policy, log_rounding
@@ -65,15 +65,16 @@ class RewardTrainer(OfflineTrainer):
             of_base = settings.model if peft_config is None else settings.model.of_base()
             loaded, is_new = _load_named(model, of_base, args.seed)
             log_rounding(model, loaded, of_base)
+            if is_new and peft_config is not None and peft_config.task_type != "SEQ_CLS":  # peft does it for this task
+                peft_config = copy.copy(peft_config)
+                peft_config.modules_to_save = sorted({*(peft_config.modules_to_save or ()), "score"})
+                logger.warning(
+                    "The new head is trained and saved, too: modules_to_save=%s.", peft_config.modules_to_save
+                )
             policy = load_policy(loaded, peft_config=peft_config)
         else:
-            policy, is_new = load_policy(model, settings.model, peft_config=peft_config), False
-        classifier = classifier_of(policy)
-        if is_new and not any(weight.requires_grad for weight in classifier.score.parameters()):
-            raise ArgumentError(
-                "the checkpoint has no score head, and the adapter would leave the new, random one untrained: pass "
-                "LoraConfig(modules_to_save=['score'], ...)."
-            )
+            policy = load_policy(model, settings.model, peft_config=peft_config)
+        classifier_of(policy)  # raises for a model without a score head
         return policy
 
     @staticmethod
@@ -109,9 +110,6 @@ class RewardTrainer(OfflineTrainer):
 
     def check_row(self, row: Any, where: str, settings: RewardModelSettings) -> None:
         check_preference_columns(row, where)
-
-    def read(self, data: Any) -> list[Record]:
-        return read_pairs(data, self.reader)
 
     def predict_rows(self, step: StepBatches, records: Sequence[Record]) -> EvalPrediction:
         """Return the scores of every pair, from a forward pass besides that of the loss."""

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms import Algorithm, make_supervised
 from lowpeak.arguments import SupervisedSettings, resolve_supervised
-from lowpeak.data import SupervisedReader, check_supervised_columns, read_records
+from lowpeak.data import SupervisedReader, check_supervised_columns
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.heads import num_embeddings
 from lowpeak.models import load_policy
@@ -61,6 +61,7 @@ class SFTTrainer(OfflineTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
+        **unsupported: Any,
     ) -> None:
         check_kinds(
             compute_metrics=compute_metrics,
@@ -84,6 +85,7 @@ class SFTTrainer(OfflineTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
             compute_loss_func=compute_loss_func,
+            **unsupported,
         )
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
 
@@ -122,9 +124,6 @@ class SFTTrainer(OfflineTrainer):
     def check_row(self, row: Any, where: str, settings: SupervisedSettings) -> None:
         if self.formatting_func is None:
             check_supervised_columns(row, settings.dataset_text_field, where)
-
-    def read(self, data: Any) -> list[Record]:
-        return read_records(data, self.reader)
 
     def predict_rows(self, step: StepBatches, records: Sequence[Record]) -> EvalPrediction:
         """Return the preprocessed logits of every row, and its labels; rows are padded with -100, as in transformers."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -80,6 +80,7 @@ class CheckpointedTrainer(ExportedModel, TrainingStates, Protocol):
 
     acting_args: Any
     state: Any
+    create_model_card: Callable[..., None]
 
     def save_extra(self, folder: Path) -> None: ...
 
@@ -100,6 +101,7 @@ def save_checkpoint(trainer: CheckpointedTrainer, trial: Any, state: RunState) -
     trainer.store_flos()
     with stage_checkpoint(final, ranks) as stage:
         export_model(trainer, stage)
+        trainer.create_model_card(stage=stage, folder=final)
         if not args.save_only_model:
             _save_training(trainer, stage)
         trainer.save_extra(stage)

@@ -26,9 +26,10 @@ from lowpeak.rewards import (
 )
 from lowpeak.rollout import Pending, RolloutEngine
 from lowpeak.rollout.native import bytes_per_token
+from lowpeak.training.journal_rows import completion_rows
 from lowpeak.training.memory_errors import explain_out_of_memory
 from lowpeak.training.recovery import Demand, attempts
-from lowpeak.training.rollout import Rollout, RolloutStats, completion_rows, length_metrics, score_rollout
+from lowpeak.training.rollout import Rollout, RolloutStats, length_metrics, score_rollout
 from lowpeak.training.run import RunContext
 from lowpeak.training.weight_sync import WeightSync
 
@@ -84,11 +85,12 @@ class RolloutCollector:
         if coefficients is None:
             coefficients = algorithm.coefficients()
         records, score_metrics = score_rollout(self.context, records, coefficients, settings)  # stages 7 to 9
-        return self._report(number, rewarded, selected, records, score_metrics)
+        return self._report(number, policy_version, rewarded, selected, records, score_metrics)
 
     def _report(
         self,
         number: int,
+        policy_version: int,
         rewarded: RewardedCompletions,
         selected: Sequence[int],
         records: tuple[Record, ...],
@@ -101,8 +103,9 @@ class RolloutCollector:
         for i, record in zip(selected, records, strict=True):
             reported[i] = record
         num_tokens = sum(len(record.prompt_ids) + record.completion.num_written for record in rewarded.records)
-        rows = completion_rows(rewarded, reported, self.panel.names)
-        return Rollout(number, records, metrics, rows, num_tokens, tuple(selected))
+        rows = completion_rows(rewarded, reported, self.panel.names, policy_version)
+        numbered = tuple({"rollout": number} | row for row in rows)
+        return Rollout(number, records, metrics, numbered, num_tokens, tuple(selected))
 
     def _reset_counters(self) -> None:
         """Exclude the work of an evaluation."""

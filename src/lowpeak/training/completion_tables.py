@@ -19,16 +19,15 @@ from lowpeak.errors import first_line, show_controls
 logger = logging.getLogger(__name__)
 
 Rows = Sequence[Mapping[str, object]]
-_NOT_IN_TABLE = ("group", "num_tokens", "finish_reason")
 _NAME = "completions"  # of the table in a tracker, as in TRL
 
 
 def print_completions(rows: Rows, step: int, *, most: int | None = None, unique: bool = False) -> None:
     """Print a table of the first `most` rows (None: all); with `unique`, one of each group."""
-    shown = select_rows(rows, unique=unique)[:most]
+    shown = [_cells(row) for row in select_rows(rows, unique=unique)[:most]]
     if not shown:
         return
-    columns = _columns(shown)
+    columns = [*shown[0]]
     table = Table(title=f"step {step}", show_lines=True)
     for name in columns:
         table.add_column(name, justify="left" if name in ("prompt", "completion") else "right")
@@ -42,13 +41,13 @@ def track_completions(rows: Rows, step: int, callbacks: Iterable[TrainerCallback
 
     A tracker that raises is named in a warning, and training goes on.
     """
-    shown = select_rows(rows, unique=unique)
+    shown = [_cells(row) for row in select_rows(rows, unique=unique)]
     for callback in callbacks:
         send = next((send for kind, send in _TRACKERS if isinstance(callback, kind)), None)
         if send is None or not shown:
             continue
         try:
-            send(callback, step, _columns(shown), shown)
+            send(callback, step, [*shown[0]], shown)
         except Exception as error:  # a tracker's service, disk or limits: any class
             logger.warning(
                 "%s did not take the completions of step %d (%s); they are in the journal.",
@@ -66,8 +65,20 @@ def select_rows(rows: Rows, *, unique: bool) -> list[Mapping[str, object]]:
     return list(firsts.values())
 
 
-def _columns(rows: Rows) -> list[str]:
-    return [name for name in rows[0] if name not in _NOT_IN_TABLE]
+def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's values by the names of TRL's columns; one whose name is taken has the prefix `rewards/` or `extra/`."""
+    totals = {"reward": row["reward"], "advantage": row["advantage"]}
+    cells = {"prompt": row["prompt"], "completion": _text(row["completion"])}
+    for kind, values in (("rewards", row["rewards"]), ("", totals), ("extra", row.get("extra", {}))):
+        for name, value in values.items():
+            is_taken = kind and (name in cells or name in totals or name == "step")
+            cells[f"{kind}/{name}" if is_taken else name] = value
+    return cells
+
+
+def _text(completion: Any) -> str:
+    """Return a completion's text; of several messages, their roles and contents."""
+    return str(completion[0]["content"]) if isinstance(completion, list) and len(completion) == 1 else _cell(completion)
 
 
 def _send_to_wandb(callback: Any, step: int, columns: list[str], rows: Rows) -> None:

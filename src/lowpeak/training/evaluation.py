@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +28,8 @@ from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards import RewardedCompletions, merge_rewarded_completions, warn_of_unrewarded
 from lowpeak.training.collector import RolloutCollector, with_reward_statistics
+from lowpeak.training.journal_rows import completion_rows
 from lowpeak.training.rollout import (
-    completion_rows,
     length_metrics,
     score_records,
     with_advantages,
@@ -43,10 +43,16 @@ _EVAL_SEED = 0x5EED
 
 @dataclass(frozen=True)
 class SuccessCriterion:
-    """A completion succeeds if its reward number `index` is at least `threshold`."""
+    """A completion succeeds if its reward number `index` is at least `threshold`, which the user may have chosen."""
 
     index: int
     threshold: float
+    is_chosen: bool = True
+
+    def applies(self, records: Iterable[Record]) -> bool:
+        """Return whether successes are counted: the user chose the criterion, or all rewards are 0, 1 or None."""
+        rewards = (record.rewards[self.index] for record in records)
+        return self.is_chosen or all(reward in (0.0, 1.0) or math.isnan(reward) for reward in rewards)
 
     def is_met(self, record: Record) -> bool:
         """Return whether the completion succeeds; a reward that did not apply is no success."""
@@ -69,7 +75,7 @@ def evaluate_prompts(
     trainer_state: Any,
     coefficients: Mapping[str, float],
 ) -> Evaluation:
-    """Return reward and accuracy of greedy and sampled completions, pass@k and the loss of the sampled ones.
+    """Return reward, and accuracy if the criterion applies, of greedy and sampled completions, pass@k and loss of the sampled.
 
     Each prompt gets `num_generations_eval` sampled completions, with the same random numbers in every evaluation, so
     that two evaluations differ by the weights alone. `coefficients` are the algorithm's present numbers.
@@ -81,26 +87,32 @@ def evaluate_prompts(
         seed=collector.settings.sampling.seed + _EVAL_SEED,
     )
     greedy = replace(sampling, num_generations=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    if not collector.settings.evaluation.samples:
+        sampling = replace(greedy, num_generations=sampling.num_generations)
     with collector.engine_awake():
         collector.sync_weights(trainer_state.global_step)
         one = _complete(collector, prompts, greedy, trainer_state)
         many = _complete(collector, prompts, sampling, trainer_state)
     names = collector.panel.names
+    counted = success if success.applies((*one.records, *many.records)) else None
     warn_of_unrewarded(names, many)
     measured = {**_loss_metrics(collector, many.records, coefficients), **_numbers(reward_metrics(many.records))}
     metrics = {
         **{f"{prefix}_{name}": value for name, value in measured.items()},
-        **_reward_metrics(f"{prefix}_greedy", one.records, success),
-        **_reward_metrics(prefix, many.records, success),
+        **_reward_metrics(f"{prefix}_greedy", one.records, counted),
+        **_reward_metrics(prefix, many.records, counted),
         **{f"{prefix}_{name}": metric.value() for name, metric in many.metrics.items()},
         **{f"{prefix}_{name}": metric.value() for name, metric in length_metrics(many.records).items()},
-        **{f"{prefix}_pass@{k}": value for k, value in _pass_rates(many.records, success).items()},
+        **{f"{prefix}_pass@{k}": value for k, value in _pass_rates(many.records, counted).items()},
     }
     seconds = time.perf_counter() - start
     metrics[f"{prefix}_runtime"] = seconds
     metrics[f"{prefix}_samples_per_second"] = len(prompts) / seconds
-    rows = [{"decoding": "greedy", **row} for row in completion_rows(one, one.records, names)]
-    rows += [{"decoding": "sampled", **row} for row in completion_rows(many, many.records, names)]
+    rows = [
+        {"decoding": decoding, **row}
+        for decoding, rewarded in (("greedy", one), ("sampled", many))
+        for row in completion_rows(rewarded, rewarded.records, names, trainer_state.global_step)
+    ]
     return Evaluation(metrics, tuple(rows))
 
 
@@ -172,19 +184,19 @@ def _complete(
     return with_reward_statistics(merge_rewarded_completions(parts), collector.panel.names)
 
 
-def _reward_metrics(prefix: str, records: Sequence[Record], success: SuccessCriterion) -> dict[str, float]:
+def _reward_metrics(prefix: str, records: Sequence[Record], success: SuccessCriterion | None) -> dict[str, float]:
     """Return mean reward and accuracy; empty if no record has a reward: a judge cannot compare a single completion."""
     rewards = [record.reward for record in records if not math.isnan(record.reward)]
     if not rewards:
         return {}
-    return {
-        f"{prefix}_reward": sum(rewards) / len(rewards),
-        f"{prefix}_accuracy": sum(success.is_met(record) for record in records) / len(records),
-    }
+    accuracy = success and {f"{prefix}_accuracy": sum(map(success.is_met, records)) / len(records)}
+    return {f"{prefix}_reward": sum(rewards) / len(rewards), **(accuracy or {})}
 
 
-def _pass_rates(records: Sequence[Record], success: SuccessCriterion) -> dict[int, float]:
+def _pass_rates(records: Sequence[Record], success: SuccessCriterion | None) -> dict[int, float]:
     """Return pass@k for k = 1, 2, 4, ... and G: the mean over prompts of 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
+    if success is None:
+        return {}
     groups = [[success.is_met(records[i]) for i in rows] for rows in indices_by_group(records).values()]
     n = min(len(wins) for wins in groups)
     sizes = sorted({*(1 << i for i in range(n.bit_length())), n})

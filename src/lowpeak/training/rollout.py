@@ -1,12 +1,11 @@
 """A rollout: its records as micro-batches, and its report.
 
 Stages 7 to 9 score the records without gradients and compute their advantages, stage 10 forms the micro-batches of a step. The
-report is metrics of lengths and of the engine, and journal rows.
+report is metrics of lengths and of the engine.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -21,7 +20,6 @@ from lowpeak.batching import TokenBudget, assign_to_ranks, masked_batch, num_los
 from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
-from lowpeak.rewards import RewardedCompletions
 from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.recovery import attempts
 from lowpeak.training.run import Run, RunContext
@@ -354,29 +352,3 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, Metric]:
         f"min_{name}": Metric(min(values), 1.0, "min"),
         f"max_{name}": Metric(max(values), 1.0, "max"),
     }
-
-
-def completion_rows(
-    rewarded: RewardedCompletions, records: Sequence[Record], names: Sequence[str]
-) -> tuple[dict[str, object], ...]:
-    """Return one row per completion, for the journal and for the table in the terminal."""
-    rows = []
-    for i, (record, text) in enumerate(zip(records, rewarded.texts, strict=True)):
-        counted = record.advantages[record.completion.loss_mask] if record.advantages is not None else torch.zeros(0)
-        row: dict[str, object] = {
-            "group": record.group,
-            "prompt": rewarded.prompts[i],
-            "completion": text,
-            "num_tokens": rewarded.records[i].completion.num_written,
-            "finish_reason": record.completion.finish_reason,
-            **{name: _or_none(value) for name, value in zip(names, record.rewards, strict=True)},
-            "reward": _or_none(record.reward),
-            "advantage": float(counted.mean()) if counted.numel() else 0.0,
-        }
-        row |= {column: values[i] for column, values in rewarded.columns.items()}
-        rows.append(row)
-    return tuple(rows)
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value

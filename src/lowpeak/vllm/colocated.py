@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import math
 import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +72,12 @@ class ColocatedVllm(Vllm):
         self._engine_ranks = engine_ranks
         self._device = spec.device
         self._had_group = has_process_group()
-        _check_version()
-        self._num_requests = 0
+        require_vllm()
+        import vllm
+
+        warn_unsupported(vllm.__version__)
+        self._num_requests = self._num_steps = 0
+        self._running: dict[str, tuple[Future[Answer], float]] = {}  # and their deadlines, the oldest first
         self._lengths = CompletionLengths()
         self._model = getattr(spec.config, "_name_or_path", "") or spec.architecture
         on_cpu_ranks = engine_ranks.world_size > 1 and spec.device.type == "cpu"
@@ -101,30 +108,52 @@ class ColocatedVllm(Vllm):
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """Complete one wave; after `timeout` abort the rest and raise LostEngineError with the finished answers."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        names: list[str] = []
-        outputs: dict[str, Any] = {}
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        # vLLM would start as many sequences as their prompts allow, and preempt most of them later.
+        most = wave_capacity([self.info()], requests, self._lengths, 1, self._where)
+        futures: list[Future[Answer]] = []
         try:
-            self._run(requests, names, outputs, deadline)
-        except LowpeakError:
+            while self._running or len(futures) < len(requests):
+                while len(futures) < len(requests) and len(self._running) < most:
+                    futures.append(self.start(requests[len(futures)], deadline - time.monotonic()))
+                self.step()
+        except LostEngineError as lost:
+            lost.finished = {i: future.result() for i, future in enumerate(futures) if future.done()}
             raise
+        finally:
+            for future in futures:
+                future.cancel()
+        answers = [future.result() for future in futures]
+        # The ranks of a team have the same answers, so that they start the same sequences in the next wave.
+        self._lengths.add([len(answer.ids) for answer in answers])
+        return answers
+
+    def start(self, request: Request, timeout: float | None = None) -> Future[Answer]:
+        name, future = self._add_request(request), Future[Answer]()
+        self._running[name] = future, time.monotonic() + (math.inf if timeout is None else timeout)
+        future.add_done_callback(partial(self._end, name))
+        return future
+
+    def _end(self, name: str, future: Future[Answer]) -> None:
+        del self._running[name]
+        if future.cancelled():
+            self.llm.llm_engine.abort_request([name])
+
+    def step(self) -> None:
+        try:
+            outputs = self.llm.llm_engine.step()
         except RuntimeError as error:
             raise self._explain_error("vLLM failed while generating", error) from error
-        finally:
-            unfinished = [name for name in names if name not in outputs]
-            if unfinished:
-                self.llm.llm_engine.abort_request(unfinished)
-        answers = {i: _to_answer(outputs[name]) for i, name in enumerate(names) if name in outputs}
-        if len(answers) < len(requests):
-            lost = LostEngineError(
-                f"vLLM finished {len(answers)} of {len(requests)} completions within the wave's timeout of {timeout} s: raise "
-                "vllm_wave_timeout, or lower vllm_batch_size."
+        for output in outputs:
+            if output.finished:
+                self._running[output.request_id][0].set_result(_to_answer(output))
+        self._num_steps += 1
+        oldest = next((deadline for _, deadline in self._running.values()), math.inf)
+        if oldest < math.inf and self._is_late(oldest):
+            raise LostEngineError(
+                f"vLLM did not finish {len(self._running)} completions within the time limit: raise vllm_wave_timeout, or lower "
+                "vllm_batch_size."
             )
-            lost.finished = answers
-            raise lost
-        # The ranks of a team have the same answers, so that they start the same sequences in the next wave.
-        self._lengths.add(list(answers.values()))
-        return list(answers.values())
 
     def paused(self) -> AbstractContextManager[None]:
         return resumed_after(lambda: None, self._reset_cache)
@@ -210,24 +239,6 @@ class ColocatedVllm(Vllm):
         message = " ".join(lines[:3]) or type(error).__name__
         return kind(f"{what}: {message.removesuffix('.')}. {memory_remedy(self._where, self._batch_size)}")
 
-    def _run(
-        self, requests: Sequence[Request], names: list[str], outputs: dict[str, Any], deadline: float | None
-    ) -> None:
-        """Step the engine until all requests are finished or the deadline is past.
-
-        Fills `names` with the started requests and `outputs` with the finished ones.
-        """
-        engine, steps = self.llm.llm_engine, 0
-        # vLLM would start as many sequences as their prompts allow, and preempt most of them later.
-        most = wave_capacity([self.info()], requests, self._lengths, 1, self._where)
-        while len(outputs) < len(requests):
-            while len(names) < len(requests) and len(names) - len(outputs) < most:
-                names.append(self._add_request(requests[len(names)]))
-            outputs |= {output.request_id: output for output in engine.step() if output.finished}
-            steps += 1
-            if deadline is not None and self._is_late(deadline, steps):
-                return
-
     def _add_request(self, request: Request) -> str:
         """Add a request to vLLM and return its id."""
         from vllm import SamplingParams, TokensPrompt
@@ -248,11 +259,11 @@ class ColocatedVllm(Vllm):
             raise EngineError(f"vLLM rejected a request: {error}") from error
         return name
 
-    def _is_late(self, deadline: float, steps: int) -> bool:
+    def _is_late(self, deadline: float) -> bool:
         """Return whether the deadline is past; the ranks of a team agree, because they step together."""
         if self._engine_ranks.world_size == 1:
             return time.monotonic() > deadline
-        if steps % _STEPS_PER_TIMEOUT_CHECK:
+        if self._num_steps % _STEPS_PER_TIMEOUT_CHECK:
             return False
         return bool(self._engine_ranks.max([float(time.monotonic() > deadline)])[0])
 
@@ -260,14 +271,6 @@ class ColocatedVllm(Vllm):
 def num_host_ranks(engine_ranks: Ranks, environ: Mapping[str, str]) -> int:
     """Return how many ranks sleep on this host at once: those that a launcher started here, otherwise the engine_ranks."""
     return int(environ.get("LOCAL_WORLD_SIZE") or engine_ranks.world_size)
-
-
-def _check_version() -> None:
-    """Raise MissingPackageError without vLLM; warn if its version is unsupported."""
-    require_vllm()
-    import vllm
-
-    warn_unsupported(vllm.__version__)
 
 
 def _is_building_vllm() -> bool:

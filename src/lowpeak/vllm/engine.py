@@ -16,9 +16,9 @@ from lowpeak.arguments import ColocateSettings, Sampling, ServerSettings, VllmSe
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import SLICE_BYTES, Group, Prompt, Weights, WeightSlice
-from lowpeak.rollout import Pending, SliceForm, check_lengths
+from lowpeak.rollout import Pending, SliceForm, TurnQueue, TurnRequest, check_lengths
 from lowpeak.vllm.engine_args import option_name
-from lowpeak.vllm.protocol import Adapter, EngineInfo, Vllm, call_concurrently, call_workers
+from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Vllm, call_concurrently, call_workers
 from lowpeak.vllm.requests import (
     CompletionLengths,
     PartialAnswers,
@@ -30,6 +30,7 @@ from lowpeak.vllm.requests import (
     to_completion,
     wave_capacity,
 )
+from lowpeak.vllm.turns import TurnLoop
 from lowpeak.vllm.weight_sync import (
     PushReport,
     TrainerGroup,
@@ -147,14 +148,29 @@ class VllmEngine:
             missing = answers.missing(sequences, version)
             if not missing:
                 return
-            # Computed in any case, because it raises for a sequence that can never fit.
-            capacity = self._capacity(missing)
-            for wave in form_waves(missing, self.settings.batch_size or capacity):
+            size = self.settings.batch_size or len(missing) if self._limits_to_cache else self._capacity(missing)
+            for wave in form_waves(missing, size):
                 self._answer_wave(wave, answers, version)
-            self._lengths.add(answers.of(missing))
+            self._lengths.add([len(answer.ids) for answer in answers.of(missing)])
         except LostEngineError:
             self._weights = LoadedWeights()
             raise
+
+    def sample_turns(self, queue: TurnQueue, sampling: Sampling) -> None:
+        with queue.answering():
+            make, check = partial(self._turn_sequence, sampling), partial(self._check_turns, self._known_version())
+            self._check_speculation(sampling)
+            vllms = list(zip(self._vllms, self._weights.adapters, strict=True))
+            ranks, timeout = self.sharing.engine_ranks, self.settings.wave_timeout
+            loop = TurnLoop(queue, ranks, vllms, self._limits_to_cache, make, self._capacity, check, timeout)
+            try:
+                self._check_identities()
+                loop.run()
+            except LostEngineError:
+                self._weights = LoadedWeights()
+                raise
+            if loop.lengths:
+                self._lengths.add(loop.lengths)
 
     def _known_version(self) -> int:
         if self.policy_version is None:
@@ -288,11 +304,35 @@ class VllmEngine:
             raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
 
     def _capacity(self, sequences: Sequence[SequenceRequest]) -> int:
-        """Return how many sequences the engines' caches are expected to hold; all if the engines limit themselves."""
-        if all(info.limits_to_cache for info in self._engine_infos):
-            return len(sequences)
+        """Return how many of these sequences may run at once, by the setting or by what the caches are expected to hold."""
         requests, callers = [sequence.request for sequence in sequences], self.sharing.num_callers
-        return wave_capacity(self._engine_infos, requests, self._lengths, callers, self.settings.where)
+        # Computed in any case, because it raises for a sequence that can never fit.
+        capacity = wave_capacity(self._engine_infos, requests, self._lengths, callers, self.settings.where)
+        size = self.settings.batch_size or capacity
+        return min(size, capacity) if self._limits_to_cache else size
+
+    @property
+    def _limits_to_cache(self) -> bool:
+        return all(info.limits_to_cache for info in self._engine_infos)
+
+    def _turn_sequence(self, sampling: Sampling, turn: TurnRequest) -> SequenceRequest:
+        """Return the request for a turn, drawn as completion `key[1]` of prompt `key[0]`."""
+        sampling = replace(sampling, num_generations=1, first_completion=turn.key[1], max_new_tokens=turn.max_tokens)
+        settings, prompt = self.settings, Prompt(turn.conversation[0], tuple(turn.ids), "")
+        self._check_lengths([prompt], sampling)
+        # vLLM refuses a min_tokens above max_tokens, which is small in a last turn.
+        more = {k: min(v, turn.max_tokens) if k == "min_tokens" else v for k, v in settings.sampling_kwargs.items()}
+        prompt, end_ids = replace(prompt, serial=turn.key[0]), self.policy.end_ids(sampling)
+        (sequence,) = sequence_requests([prompt], sampling, end_ids, settings.structured_regex, more)
+        return replace(sequence, serial=turn.conversation[0], number=turn.conversation[1])
+
+    def _check_turns(
+        self, version: int, sequences: Sequence[SequenceRequest], answers: Sequence[Answer]
+    ) -> list[Answer]:
+        """Return the answers if they are valid and no server has restarted since it began them."""
+        if not self._limits_to_cache:
+            self._check_identities()
+        return check_answers(sequences, answers, version, self.policy.num_tokens)
 
     def _complete(
         self,

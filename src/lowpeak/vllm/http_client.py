@@ -14,8 +14,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, wait
 from functools import cache
 from typing import Any, TypeVar
 
@@ -58,6 +58,7 @@ class Http:
         self.url = str(self._url).rstrip("/")
         self._token = token
         self._ssl = ssl.create_default_context()
+        self._slots = asyncio.Semaphore(_MAX_CONNECTIONS)
 
     def get(self, path: str, timeout: float, stopping: Callable[[], bool] = lambda: False) -> Any:
         """Return the server's JSON, None if the response is empty; raise StoppedError once `stopping()` is true."""
@@ -66,14 +67,13 @@ class Http:
     def post(self, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
         return run_on_loop(self._send("POST", path, body, deadline(timeout)))
 
-    def post_each(
-        self, path: str, bodies: Sequence[Mapping[str, Any]], until: float | None, read: Callable[[Any], Result]
-    ) -> tuple[list[Result | None], BaseException | None]:
-        """Post all bodies concurrently; return the result of `read` for each answer, and the first error.
+    async def generate(self, path: str, body: Mapping[str, Any], until: float | None) -> Any:
+        """Post as one of a bounded number of concurrent requests.
 
-        After an error or Ctrl-C the other requests are cancelled: a server aborts requests whose client disconnects.
+        A server aborts requests whose client disconnects, as one that is cancelled does.
         """
-        return run_on_loop(self._post_each(path, bodies, until, read))
+        async with self._slots:
+            return await self._send("POST", path, body, until)
 
     def exchange(self, verb: str, path: str, body: Any, until: float | None) -> tuple[int, str]:
         """Return status and text of one request; no status is an error."""
@@ -89,24 +89,6 @@ class Http:
         except EngineError:
             return False
         return status == 200
-
-    async def _post_each(
-        self, path: str, bodies: Sequence[Mapping[str, Any]], until: float | None, read: Callable[[Any], Result]
-    ) -> tuple[list[Result | None], BaseException | None]:
-        slots = asyncio.Semaphore(_MAX_CONNECTIONS)
-
-        async def post_one(body: Mapping[str, Any]) -> Result:
-            async with slots:
-                return read(await self._send("POST", path, body, until))
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(post_one(body)) for body in bodies]
-        except* EngineError:
-            pass
-        completed = [task for task in tasks if not task.cancelled()]
-        failure = next((error for task in completed if (error := task.exception()) is not None), None)
-        return [None if task.cancelled() or task.exception() else task.result() for task in tasks], failure
 
     async def _send(self, verb: str, path: str, body: Any, until: float | None) -> Any:
         status, text = await self._exchange(verb, path, body, until)
@@ -166,7 +148,7 @@ def run_on_loop(coroutine: Coroutine[Any, Any, Result], stopping: Callable[[], b
 
     Any error during the wait, including Ctrl-C, cancels the coroutine.
     """
-    future = asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid()))
+    future = start_on_loop(coroutine)
     try:
         while not wait([future], _CHECK_SECONDS).done:
             if stopping():
@@ -174,6 +156,11 @@ def run_on_loop(coroutine: Coroutine[Any, Any, Result], stopping: Callable[[], b
         return future.result()
     finally:
         future.cancel()
+
+
+def start_on_loop(coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+    """Start a coroutine on the background loop and return its future, whose `cancel` cancels it."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid()))
 
 
 @cache

@@ -78,8 +78,19 @@ class EngineInfo:
     in_process: bool = False
 
 
+class RequestRunner(Protocol):
+    """A vLLM that takes single requests at any time."""
+
+    def start(self, request: Request, timeout: float | None = None) -> Future[Answer]:
+        """Start a request and return its answer, or LostEngineError if vLLM dies or is late; `cancel` aborts it."""
+
+    def step(self) -> None:
+        """Compute one step of all requests; a server does so by itself."""
+        return
+
+
 @runtime_checkable
-class Vllm(Protocol):
+class Vllm(RequestRunner, Protocol):
     """One vLLM engine whose workers have the methods of `weight_sync/worker.py`.
 
     Methods that an implementation does not need do nothing: a server keeps its memory.

@@ -101,6 +101,7 @@ def sampling_params(sampling: Sampling, end_ids: Iterable[int], regex: str | Non
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        "min_tokens": min(sampling.min_new_tokens, sampling.max_new_tokens),
         # An explicit list, so that a server's generation config adds no end tokens.
         "ignore_eos": True,
         "stop_token_ids": sorted(end_ids),
@@ -248,11 +249,10 @@ class CompletionLengths:
     mean: float | None = None
     _count: int = 0
 
-    def add(self, answers: Sequence[Answer]) -> None:
+    def add(self, lengths: Sequence[int]) -> None:
         """Add all answers of a wave at once: those that come first are the short ones."""
-        total = self._count + len(answers)
-        tokens = sum(len(answer.ids) for answer in answers)
-        self.mean = (self._count * (self.mean or 0.0) + tokens) / total
+        total = self._count + len(lengths)
+        self.mean = (self._count * (self.mean or 0.0) + sum(lengths)) / total
         self._count = min(_LENGTH_WINDOW, total)
 
 

@@ -10,14 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from lowpeak.arguments import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
-from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run_on_loop
+from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run_on_loop, start_on_loop
 from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Request, Vllm, check_worker_answers, resumed_after
 from lowpeak.vllm.requests import COMPLETIONS, GENERATE, Route, parse_answer, request_body
 from lowpeak.vllm.serving import ADAPTER_ROUTE
@@ -99,14 +99,25 @@ class ServerVllm(Vllm):
         if not requests:
             return []
         self._check_incarnation()
-        self._register(next((request.adapter for request in requests if request.adapter is not None), None))
-        answers, failure = self._post_requests(requests, deadline(timeout))
-        if isinstance(failure, LostEngineError):
-            failure.finished = {i: answer for i, answer in enumerate(answers) if answer is not None}
-        if failure is not None:
-            raise failure
+        futures = [self.start(request, timeout) for request in requests]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            for future in futures:
+                future.cancel()
+        completed = {i: future for i, future in enumerate(futures) if not future.cancelled()}
+        finished = {i: future.result() for i, future in completed.items() if future.exception() is None}
+        for future in completed.values():
+            if isinstance(error := future.exception(), LostEngineError):
+                error.finished = finished
+            if error is not None:
+                raise error
         self._check_incarnation()
-        return [answer for answer in answers if answer is not None]
+        return list(finished.values())
+
+    def start(self, request: Request, timeout: float | None = None) -> Future[Answer]:
+        self._register(request.adapter)
+        return start_on_loop(self._answer(request, deadline(timeout)))
 
     def paused(self) -> AbstractContextManager[None]:
         return resumed_after(self._pause, self._resume)
@@ -155,20 +166,16 @@ class ServerVllm(Vllm):
                 )
             run_on_loop(asyncio.sleep(min(_POLL_SECONDS, until - now)), self._stopping)
 
-    def _post_requests(
-        self, requests: Sequence[Request], until: float | None
-    ) -> tuple[list[Answer | None], BaseException | None]:
-        """Return the answers and the first error; use the route with weight versions if the server has it."""
+    async def _answer(self, request: Request, until: float | None) -> Answer:
+        """Return the answer by the route with weight versions, if the server has it."""
         route = self._route or GENERATE
-        answers, failure = self._http.post_each(
-            route, [request_body(request, route) for request in requests], until, partial(self._read, route)
-        )
-        if self._route is None and isinstance(failure, NoRouteError):
+        try:
+            answer = await self._http.generate(route, request_body(request, route), until)
+        except NoRouteError:
+            if route == COMPLETIONS:
+                raise
             self._route = COMPLETIONS
-            return self._post_requests(requests, until)
-        return answers, failure
-
-    def _read(self, route: Route, answer: Any) -> Answer:
+            return await self._answer(request, until)
         parsed = parse_answer(answer, route, self.url)
         if parsed.finish_reason == "abort":
             raise LostEngineError(f"the server at {self.url} aborted a request.")

@@ -157,7 +157,7 @@ def test_the_page_for_trls_users_has_every_field():
 
 def test_a_file_with_trls_defaults_is_read(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("dataset_kwargs: null\ndataset_num_proc: null\nlearning_rate: 1e-5\nloss_type: nll\n")
+    path.write_text("dataset_kwargs: null\ntruncation_mode: keep_start\nlearning_rate: 1e-5\nloss_type: nll\n")
     told = parse_arguments([lowpeak.SFTConfig], ["--config", str(path)], "lowpeak sft")
     assert told == {"learning_rate": 1e-5, "loss_type": "nll"}
 

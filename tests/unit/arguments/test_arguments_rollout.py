@@ -73,3 +73,11 @@ def test_mini_batches_that_hold_no_whole_groups_are_named_as_the_user_did(tmp_pa
 def test_checkpointing_of_another_type_is_named_as_the_user_did(tmp_path, config, name):
     with pytest.raises(ArgumentError, match=f"^{name}='no'"):
         check_values(config(output_dir=str(tmp_path), use_cpu=True, **{name: "no"}))
+
+
+def test_two_names_of_checkpointing_that_differ_are_refused_and_equal_ones_are_taken(tmp_path):
+    pytest.importorskip("transformers", minversion="5.24")  # which has the newer name
+    both = {"gradient_checkpointing": False, "output_dir": str(tmp_path), "use_cpu": True}
+    with pytest.raises(ArgumentError, match=r"gradient_checkpointing=False .*activation_checkpointing=True"):
+        GRPOConfig(**both, activation_checkpointing=True)
+    assert not GRPOConfig(**both, activation_checkpointing=False).checkpoints_activations

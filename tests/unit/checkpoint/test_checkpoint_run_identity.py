@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from datasets import Dataset
 
-from lowpeak.checkpoint.run_state import check_run_identity
+from lowpeak.checkpoint.run_state import RolloutInFlight, check_run_identity
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.journal import read_steps
 from lowpeak.setup.resume import check_checkpoint_name
@@ -38,17 +39,18 @@ def finished(tmp_path_factory):
     return copy
 
 
-def saved_identity(run):
-    """A run's identity as a checkpoint has it."""
-    return json.loads(json.dumps(run.identity()))
+def saved_state(run):
+    """A run's state as a checkpoint has it."""
+    state = run.run_state()
+    return replace(state, identity=json.loads(json.dumps(state.identity)))
 
 
 def test_another_algorithm_is_refused_and_other_rewards_are_a_warning(tmp_path, caplog):
-    saved = saved_identity(run(tmp_path))
+    saved = saved_state(run(tmp_path))
     for kind in ("RLOO", "SFT"):
         with pytest.raises(CheckpointError, match=rf"algorithm .*'grpo' .*'{kind.lower()}'"):
-            check_run_identity(saved, run(tmp_path, kind).identity(), tmp_path, False)
-    check_run_identity(saved, run(tmp_path, reward_funcs=spread).identity(), tmp_path, False)
+            check_run_identity(saved, run(tmp_path, kind).run_state(), tmp_path)
+    check_run_identity(saved, run(tmp_path, reward_funcs=spread).run_state(), tmp_path)
     assert re.search(r"reward_funcs .*'ones'.*'spread'", caplog.text)
 
 
@@ -66,6 +68,16 @@ def test_a_resume_within_a_rollout_refuses_another_shape_of_rollouts(tmp_path, f
         run(tmp_path, num_iterations=2).train(resume_from_checkpoint=True)
     with pytest.raises(CheckpointError, match=r" 8 .* 16"):
         run(tmp_path, num_iterations=3, per_device_train_batch_size=16).train(resume_from_checkpoint=True)
+
+
+def test_a_resume_refuses_a_checkpoint_with_rollouts_in_flight(tmp_path, monkeypatch):
+    writer = run(tmp_path, max_steps=1)
+    present = writer.run_state
+    in_flight = (RolloutInFlight(1, 1, {}, 2, ()),)
+    monkeypatch.setattr(writer, "run_state", lambda: replace(present(), in_flight=in_flight))
+    writer.train()
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 .*\(1\)"):
+        run(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
 def contents(folder):
@@ -140,12 +152,13 @@ UNNAMED = {"logging_steps": 5, "micro_batch_tokens": 64, "save_total_limit": 3, 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_arguments_that_change_what_is_learned_are_named_in_one_warning(tmp_path, kind, caplog):
     others = {**SHARED_OTHERS, **OTHERS[kind]}
-    saved = saved_identity(run(tmp_path, kind))
-    check_run_identity(saved, run(tmp_path, kind, **UNNAMED).identity(), tmp_path, False)
-    now = run(tmp_path, kind, **UNNAMED, **others).identity()
-    check_run_identity({"algorithm": saved["algorithm"]}, now, tmp_path, False)  # an earlier version saved no more
+    saved = saved_state(run(tmp_path, kind))
+    check_run_identity(saved, run(tmp_path, kind, **UNNAMED).run_state(), tmp_path)
+    now = run(tmp_path, kind, **UNNAMED, **others).run_state()
+    algorithm = {"algorithm": saved.identity["algorithm"]}
+    check_run_identity(replace(saved, identity=algorithm), now, tmp_path)  # an earlier version saved no more
     assert " was " not in caplog.text
-    check_run_identity(saved, now, tmp_path, False)
+    check_run_identity(saved, now, tmp_path)
     (told,) = [record.getMessage() for record in caplog.records if " was " in record.getMessage()]
     renamed = {"per_device_train_batch_size": "rows of a step"}
     assert sorted(re.findall(r"([a-z_ ]+) was ", told)) == sorted(f" {renamed.get(name, name)}" for name in others)
@@ -164,7 +177,7 @@ def test_other_data_of_the_same_size_is_named_and_a_position_without_a_digest_is
     last.train(resume_from_checkpoint=True)
     assert caplog.text.count("train_dataset") == 1
     assert len(read_steps(tmp_path / "journal")) == 4
-    position = last.collector.cursor.state_dict()
-    del position["digest"]
-    run(tmp_path).collector.cursor.load_state_dict(position)
+    state = last.run_state()
+    of_earlier_version = replace(state, cursor={**state.cursor, "digest": None})
+    check_run_identity(of_earlier_version, run(tmp_path, max_steps=4).run_state(), tmp_path)
     assert caplog.text.count("train_dataset") == 1

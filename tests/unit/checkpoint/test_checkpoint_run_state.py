@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from lowpeak.checkpoint.folders import STATE_FILE
+from lowpeak.checkpoint.packed_records import pack_records, unpack_records
 from lowpeak.checkpoint.run_state import (
     FORMAT_VERSION,
     ROLLOUT_FILE,
+    RolloutInFlight,
     RunState,
     SavedRollout,
     capture_rng_state,
+    check_none_in_flight,
     load_run_state,
-    pack_records,
     preserve_rng_state,
     restore_rng_state,
     save_run_state,
-    unpack_records,
 )
 from lowpeak.errors import CheckpointError
 from lowpeak.records import Completion, Record
@@ -42,13 +45,22 @@ def completion(num_tokens, reason="stop", **more):
 
 
 def records():
-    """Records of all kinds: empty, partly scored, with another prompt and extra fields."""
+    """Records of all kinds: empty, partly scored, with another prompt, extra fields and policy versions."""
+    versions = torch.tensor([7, 2**31 - 1], dtype=torch.int32)
     tokens = torch.tensor([0.1, -math.inf, math.nan, 1e-45])
     extra = {"tool": ["a", {"b": None}], "score": 0.5}
     return (
         Record(0, (5, 6, 7), completion(4), (1.0, math.nan), 0.1 + 0.2, old=tokens, advantages=-tokens),
         Record(0, (5, 6, 7), completion(0, "length"), (), math.nan, old=torch.empty(0), entropy=torch.empty(0)),
-        Record(3, (), completion(2, prompt_ids=()), (math.inf,), -0.0, reference=torch.zeros(2), values=torch.ones(2)),
+        Record(
+            3,
+            (),
+            completion(2, prompt_ids=(), policy_versions=versions),
+            (math.inf,),
+            -0.0,
+            reference=torch.zeros(2),
+            values=torch.ones(2),
+        ),
         Record(2**40, (1,), completion(3, prompt_ids=(9, 8), extra=extra), (1 / 3, 2.0, 3.0), 1e300),
     )
 
@@ -104,6 +116,36 @@ def test_a_saved_state_is_loaded_bit_for_bit(tmp_path):
     assert bits(tuple(loaded.random["numpy"])) == bits(saved.random["numpy"])
     assert torch.equal(loaded.random["torch"], saved.random["torch"])
     assert loaded.random["cuda"] == []
+
+
+def test_rollouts_in_flight_are_loaded_bit_for_bit_and_refused_by_who_cannot_continue_them(tmp_path):
+    unrewarded = tuple(replace(each, rewards=(), reward=math.nan) for each in records())
+    in_flight = tuple(
+        RolloutInFlight(number, 6, {"position": number, "serial": 2**53 + 1}, 8, done)
+        for number, done in ((4, unrewarded), (5, ()))
+    )
+    save_run_state(tmp_path, state(in_flight=in_flight))
+    loaded = load_run_state(tmp_path)
+    assert [bits(tuple(vars(each).values())) for each in loaded.in_flight] == [
+        bits(tuple(vars(each).values())) for each in in_flight
+    ]
+    assert bits(loaded.rollout.records) == bits(records())
+    with pytest.raises(CheckpointError, match=rf"{tmp_path} .*\(4, 5\)"):
+        check_none_in_flight(loaded, tmp_path)
+    check_none_in_flight(state(), tmp_path)
+
+
+def test_a_state_of_format_1_is_loaded(tmp_path):
+    save_run_state(tmp_path, state())
+    plain = json.loads((tmp_path / STATE_FILE).read_text())
+    assert "in_flight" not in plain
+    (tmp_path / STATE_FILE).write_text(json.dumps({**plain, "format": 1}))
+    tensors = safetensors.torch.load_file(tmp_path / ROLLOUT_FILE)
+    former = {name: values for name, values in tensors.items() if "policy_versions" not in name}
+    assert len(former) == len(tensors) - 2
+    safetensors.torch.save_file(former, tmp_path / ROLLOUT_FILE)
+    expected = [replace(each, completion=replace(each.completion, policy_versions=None)) for each in records()]
+    assert bits(load_run_state(tmp_path).rollout.records) == bits(tuple(expected))
 
 
 def test_each_rank_gets_its_own_random_states_and_the_rest_of_rank_0(tmp_path):

@@ -14,14 +14,15 @@ class RecordingTrainer:
     """Keeps what it was made with and what it was asked to do."""
 
     made: list[RecordingTrainer]
+    was_finished = False
 
     def __init__(self, **keywords):
         self.keywords = keywords
         self.asked = []
         type(self).made.append(self)
 
-    def train(self, resume_from_checkpoint=None):
-        self.asked.append(("train", resume_from_checkpoint))
+    def train(self):
+        self.asked.append("train")
 
     def save_model(self):
         self.asked.append("save_model")

@@ -429,6 +429,19 @@ def test_ranks_start_again_only_with_sizes_that_this_launch_has_recorded(
     assert err.count("micro_batch_tokens 8") == launches - 1
 
 
+@pytest.mark.extended
+def test_ranks_have_more_than_half_a_minute_to_save_after_sigterm(tmp_path):
+    program = (
+        "def stop(*of):\n    time.sleep(32)\n    os.write(1, b'saved\\n')\n    os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\nos.write(1, b'on\\n')\ntime.sleep(60)"
+    )
+    process = start(tmp_path, program)
+    assert [process.stdout.readline(), process.stdout.readline()] == ["on\n", "on\n"]
+    process.terminate()
+    assert process.communicate(timeout=60)[0] == "saved\nsaved\n"
+    assert process.returncode == 143
+
+
 def test_the_first_ctrl_c_goes_to_the_ranks_which_end_by_themselves(tmp_path):
     program = (
         "def stop(*of):\n    time.sleep(1 + rank)\n    print('saved', rank, flush=True)\n    sys.exit(0)\n"

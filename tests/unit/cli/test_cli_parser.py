@@ -69,7 +69,12 @@ def test_a_token_is_not_repeated(argv, tmp_path, monkeypatch):
     [
         (["--learning_rte", "1"], "'learning_rte'.*'learning_rate'"),
         (["--use_liger_loss", "true"], "'use_liger_loss'"),
-        (["--num_generations", "many"], "--num_generations.*'many'"),
+        (["--num_generations", "many"], "^--num_generations must be of type integer, got 'many'"),
+        (["--num_generations", "2.5"], r"^--num_generations must be of type integer, got '2\.5'"),
+        (["--num_generations", "inf"], "^--num_generations must be of type integer, got 'inf'"),
+        (["--learning_rate", "abc"], "^--learning_rate must be of type float, got 'abc'"),
+        (["--rollout_batch_size", "8"], r"'rollout_batch_size'; --help .* help\(\) of the config"),
+        (["--logging_dir", "logs"], "'logging_dir' .* TENSORBOARD_LOGGING_DIR"),
         (["--loss_type"], "--loss_type"),
         (["gpt2"], "'gpt2'"),
         (["--config", "nowhere.yaml"], r"nowhere\.yaml"),

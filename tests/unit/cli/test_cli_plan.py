@@ -179,10 +179,11 @@ def test_fit_writes_files_that_the_trainer_reads(model, tmp_path, capsys):
     numbers = run.keys() & launched.keys()
     assert {"num_processes", "num_machines"} <= numbers
     assert all(run[name] == launched[name] for name in numbers)
-    assert "--nodes=2" in (out / "train.slurm").read_text()
+    slurm = (out / "train.slurm").read_text()
+    assert "--nodes=2" in slurm
+    assert "--signal=TERM@600" in slurm
     script = (out / "train.sh").read_text()
-    assert str(out / "run.yaml") in script
-    assert "checkpoint-*[0-9]'" in script  # no checkpoint that a kill left half written
+    assert f"exec lowpeak grpo --config {out / 'run.yaml'} --resume_from_checkpoint auto" in script
     _, job = parse_plan(["--config", str(out / "run.yaml")])
     assert job.config.micro_batch_tokens == run["micro_batch_tokens"]
 
@@ -321,16 +322,26 @@ def test_a_plan_needs_a_model_and_the_memory_of_a_gpu(model):
 
 
 @pytest.mark.extended
-def test_a_machine_is_checked_against_a_config(model, tmp_path, capsys):
+def test_a_machine_is_checked_against_a_config_and_one_without_gpus_as_the_cpus_that_the_run_would_use(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("lowpeak.cli.check_machine.num_devices", lambda: 0)
     run = tmp_path / "run.yaml"
-    settings = {"model": model, "use_cpu": True, "max_completion_length": 16, "output_dir": str(tmp_path)}
+    settings = {"model": model, "max_completion_length": 16, "output_dir": str(tmp_path)}
     run.write_text(yaml.safe_dump(settings))
     assert dispatch(["env", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     checked = {line.split(": ")[0] for line in lines}
-    assert checked >= {f"ok    {each}" for each in ("devices", "torch", "device memory", "disk")}
+    assert checked >= {f"ok    {each}" for each in ("devices", "torch", "generation", "device memory", "disk")}
     with pytest.raises(ArgumentError, match="plot"):
         dispatch(["env", "--config", str(run), "--plot", "page.html"])
+    on_gpu = {name: value for name, value in settings.items() if name != "use_cpu"}
+    run.write_text(yaml.safe_dump(on_gpu))
+    assert dispatch(["env", str(run)]) == 0
+    assert "ok    devices: torch finds no GPU: the run trains on CPUs" in capsys.readouterr().out
+    run.write_text(yaml.safe_dump({**on_gpu, "bf16": True}))
+    assert dispatch(["env", str(run)]) == 1
+    assert re.search(r"FAIL  devices: torch finds no GPU: .*bf16.*use_cpu", capsys.readouterr().out)
     run.write_text(yaml.safe_dump({**settings, "use_cpu": False, "num_processes": 512}))
     assert dispatch(["env", str(run)]) == 1
     assert "FAIL  devices" in capsys.readouterr().out

@@ -66,6 +66,32 @@ def test_a_run_leaves_its_model_and_its_results_with_what_its_journal_measured(f
     assert (folder / "out/results.json").read_text() == text
 
 
+def contents(folder):
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lowpeak.lock"]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def test_the_same_command_starts_a_run_resumes_it_and_leaves_a_finished_one_as_it_is(folder, capfd):
+    saves = ["--num_generations", "4", "--save_strategy", "steps", "--save_steps", "1"]
+    command = ["grpo", *rewarded(folder, *saves, "--resume_from_checkpoint", "auto")]
+    assert main(command) == 0
+    whole = (folder / "out/model.safetensors").read_bytes()
+    # As if the run had been killed between its last checkpoint and its results.
+    for name in ("results.json", "model.safetensors"):
+        (folder / "out" / name).unlink()
+    assert main(command) == 0
+    assert (folder / "out/model.safetensors").read_bytes() == whole
+    assert json.loads((folder / "out/results.json").read_text())["steps"] == 2
+    before = contents(folder / "out")
+    capfd.readouterr()
+    assert main(command) == 0
+    assert "is finished: it has all of its 2 steps" in capfd.readouterr().err
+    assert contents(folder / "out") == before
+    assert main([*command, "--beta", "0.5"]) == 2
+    assert "'auto'" in (told := capfd.readouterr().err)
+    assert "beta was 0.0 and is 0.5" in told
+
+
 def test_preferences_make_a_causal_model_a_reward_model(folder, capsys):
     rows = [{"prompt": f"{i % 10}+", "chosen": f"{i % 10}", "rejected": "77"} for i in range(16)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

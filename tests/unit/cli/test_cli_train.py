@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from lowpeak.cli.output import to_yaml
-from lowpeak.cli.train import parse_job, parse_resume, run_training, with_config
+from lowpeak.cli.train import parse_job, run_training, with_config
 from lowpeak.errors import ArgumentError, DataError, MemoryExhaustedError
 
 
@@ -33,7 +33,7 @@ def test_the_trainer_gets_what_a_script_would_give_it(kind, library, folder):
     assert trainer.keywords["eval_dataset"] is trainer.keywords["peft_config"] is None
     (reward,) = trainer.keywords["reward_funcs"]
     assert reward(completions=["a", "b"]) == [1.0, 1.0]
-    assert trainer.asked == [("train", None), "save_model"]
+    assert trainer.asked == ["train", "save_model"]
 
 
 def test_reward_models_take_two_answers_and_no_reward(library, folder):
@@ -46,7 +46,7 @@ def test_reward_models_take_two_answers_and_no_reward(library, folder):
     assert plain.keywords["train_dataset"][0] == {"prompt": "0+1?", "chosen": "1", "rejected": "0"}
     assert plain.keywords["args"].center_rewards_coefficient == 0.01
     assert plain.keywords["peft_config"].task_type == "SEQ_CLS"
-    assert plain.asked == [("train", None), "save_model"]
+    assert plain.asked == ["train", "save_model"]
     assert chat.keywords["train_dataset"][0]["rejected"] == [{"role": "assistant", "content": "0"}]
     assert "reward_funcs" not in plain.keywords
     with pytest.raises(ArgumentError, match="'num_generations'"):
@@ -67,6 +67,22 @@ def test_online_dpo_takes_a_judge_of_a_file_or_a_module(library, folder):
         run_training("grpo", argv(folder, "--judge", "pairs"), library)
 
 
+def test_tools_and_environments_come_from_files(library, folder):
+    (folder / "world.py").write_text(
+        "def add(a, b):\n    return a + b\n\n\nclass World:\n    pass\n\n\nclass Moon:\n    pass\n"
+    )
+    world = f"{folder}/world.py"
+    words = ["--tools", f"{world}:add", "--environment", f"{world}:World"]
+    keywords = trainer_of("grpo", argv(folder, *words, reward=False), library).keywords
+    assert keywords["tools"][0](1, 2) == 3
+    assert keywords["environment_factory"].__name__ == "World"
+    several = ["--environment", f"earth={world}:World", f"moon={world}:Moon"]
+    factories = trainer_of("rloo", argv(folder, *several), library).keywords["environment_factory"]
+    assert {name: factory.__name__ for name, factory in factories.items()} == {"earth": "World", "moon": "Moon"}
+    with pytest.raises(ArgumentError, match=r"--environment has several values: write each as NAME="):
+        run_training("grpo", argv(folder, "--environment", f"{world}:World", f"{world}:Moon"), library)
+
+
 def test_a_list_of_betas_is_several_words_or_a_list_in_the_file(library, folder):
     (folder / "betas.yaml").write_text("beta: [0.1, 0.4]\n")
     given = (["--beta", "0.1", "0.2"], ["--beta", "0.3"], ["--config", f"{folder}/betas.yaml"])
@@ -74,7 +90,7 @@ def test_a_list_of_betas_is_several_words_or_a_list_in_the_file(library, folder)
     assert found == [[0.1, 0.2], [0.3], [0.1, 0.4]]
 
 
-@pytest.mark.parametrize("name", ["max_length", "reward_model_path"])
+@pytest.mark.parametrize("name", ["max_length", "gpu_memory_utilization"])
 def test_names_of_trls_online_dpo_say_what_to_use_instead(name, library, folder):
     with pytest.raises(ArgumentError, match=f"'{name}'"):
         run_training("online-dpo", argv(folder, f"--{name}", "5"), library)
@@ -136,7 +152,7 @@ def test_words_about_a_hubs_data_set_that_do_nothing_for_a_file_are_told(library
 @pytest.mark.parametrize(("level", "shown"), [(None, True), ("info", True), ("warning", False)])
 def test_a_command_shows_messages_of_level_info_unless_log_level_excludes_them(level, shown, library, folder, capsys):
     class Logging(library.GRPOTrainer):
-        def train(self, resume_from_checkpoint=None):
+        def train(self):
             logging.getLogger("lowpeak.training").info("the sizes of the run")
 
     library.GRPOTrainer = Logging
@@ -179,10 +195,10 @@ def test_a_run_is_resumed_from_its_newest_checkpoint_or_a_named_one_and_pushed_o
     checkpoint = folder / "out" / "checkpoint-5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "lowpeak_state.json").write_text("{}")
-    for word, resumed in (("true", True), (f"{checkpoint}", f"{checkpoint}")):
+    for word, value in (("true", True), (f"{checkpoint}", f"{checkpoint}"), ("auto", "auto")):
         trainer = trainer_of("grpo", argv(folder, "--resume_from_checkpoint", word, "--push_to_hub"), library)
-        assert trainer.asked == [("train", resumed), "save_model", ("push_to_hub", None)]  # the hub knows no local file
-    assert parse_resume("false") is None
+        assert trainer.keywords["args"].resume_from_checkpoint == value
+        assert trainer.asked == ["train", "save_model", ("push_to_hub", None)]  # the hub knows no local file
 
 
 @pytest.mark.parametrize(

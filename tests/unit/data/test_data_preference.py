@@ -9,7 +9,8 @@ import torch
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from lowpeak.data.preference import PreferenceReader, read_pairs
+from lowpeak.data.preference import PreferenceReader, flatten_pairs
+from lowpeak.data.row_reader import read_all
 from lowpeak.errors import DataError
 from lowpeak.rewards.model import ModelReward
 from preference_data import tiny_classifier
@@ -101,9 +102,9 @@ def test_pairs_that_are_too_long_or_the_same_are_left_out_and_counted(caplog):
         {"chosen": "12", "rejected": "12"},
     ]
     with caplog.at_level(logging.WARNING):
-        records = read_pairs(Dataset.from_list(rows), PreferenceReader(TOKENIZER, max_length=3))
+        records = flatten_pairs(read_all(Dataset.from_list(rows), PreferenceReader(TOKENIZER, max_length=3)))
     assert [record.group for record in records] == [0, 0]
     (warning,) = caplog.records
     assert warning.args[:2] == (3, 4)
     with pytest.raises(DataError, match="3"):
-        read_pairs(Dataset.from_list(rows[1:]), PreferenceReader(TOKENIZER, max_length=3))
+        read_all(Dataset.from_list(rows[1:]), PreferenceReader(TOKENIZER, max_length=3))

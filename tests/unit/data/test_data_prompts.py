@@ -135,3 +135,21 @@ def test_a_template_that_fails_names_the_row_also_within_a_batch():
     reader = chat_reader("{% if messages[0].content == '2' %}{{ raise_exception('twos') }}{% endif %}1")
     with pytest.raises(DataError, match=r"row 11.*twos"):
         reader.read_batch([{"prompt": user(x)} for x in "123"], 10)
+
+
+def test_a_row_of_token_ids_is_a_prompt_whose_text_rewards_get():
+    tokenizer = char_tokenizer()
+    rows = Dataset.from_list([{"input_ids": tokenizer(text).input_ids, "answer": text} for text in ("12=", "3=")])
+    found = PromptReader(tokenizer).read_batch(list(rows), 0)
+    assert [list(each.ids) for each in found] == list(rows["input_ids"])
+    assert [each.source for each in found] == ["12=", "3="]
+    assert [each.columns["answer"] for each in found] == ["12=", "3="]
+
+
+@pytest.mark.parametrize(
+    ("row", "names"),
+    [({"input_ids": [99]}, "token 99"), ({"input_ids": "12"}, "integers"), ({"input_ids": []}, "empty")],
+)
+def test_a_row_of_token_ids_that_cannot_be_a_prompt_is_named(row, names):
+    with pytest.raises(DataError, match=f"row 3 .*{names}"):
+        PromptReader(char_tokenizer(), num_embeddings=13).read(row, 0, 3)

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lowpeak.data.cursor import make_cursor
-from lowpeak.data.supervised import SupervisedReader, make_record, read_records
+from lowpeak.data.row_reader import read_all
+from lowpeak.data.supervised import SupervisedReader, make_record
 from lowpeak.errors import DataError
 from tiny_models import char_tokenizer
 
@@ -207,8 +208,8 @@ def test_truncated_rows_of_training_data_are_counted_or_in_a_stream_named_once(m
 def test_all_records_of_a_data_set_are_counted_and_one_at_least_there_has_to_be(caplog):
     rows = [{"prompt": "1" * n, "completion": "22"} for n in (1, 9, 3)]
     with caplog.at_level(logging.WARNING):
-        records = read_records(Dataset.from_list(rows), reader(max_length=5))
+        records = read_all(Dataset.from_list(rows), reader(max_length=5))
     assert [record.group for record in records] == [0, 2]
     assert [record.args[:2] for record in caplog.records] == [(1, 3), (1, 3)]
     with pytest.raises(DataError, match="1 "):
-        read_records(Dataset.from_list(rows[1:2]), reader(max_length=5))
+        read_all(Dataset.from_list(rows[1:2]), reader(max_length=5))

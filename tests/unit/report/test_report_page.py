@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +17,11 @@ from case_selection import mark_extended
 from journals import MARKUP, data_of, online_run, token_row
 from lowpeak.cli.commands import main
 from lowpeak.errors import ArgumentError
-from lowpeak.journal import Journal
+from lowpeak.journal import FORMAT, Journal
 from lowpeak.report.page import write_report
 from small_runs import spread, trained
+
+SAVED = Path(__file__).parents[2] / "stored" / "saved"  # runs of former versions
 
 
 def titles(figures):
@@ -114,7 +117,8 @@ def test_completions_have_their_prompt_rewards_and_token_values(tmp_path):
     row = run["completions"][4]
     assert run["prompts"][row["prompt"]] == "prompt 2"
     assert (row["completion"], row["reward"], row["advantage"], row["length"]) == ("text 4", 4.0, -4.0, 3)
-    assert row["columns"] == {"group": "0", "my_reward": "4.0"}
+    facts = [["group", "1/0"], ["policy version", "1"], ["my_reward", "4.0"], ["answer", "4"]]
+    assert row["facts"] == facts
     expected = token_row(0, ["te", "xt ", "4"])
     assert row["tokens"] == {name: expected[name] for name in expected if name != "row"}
     assert [i for i, each in enumerate(run["completions"]) if "tokens" in each] == [0, 4, 8, 12]
@@ -124,6 +128,49 @@ def test_messages_are_shown_by_role_and_content(tmp_path):
     prompt = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     run = data_of(write_report([online_run(tmp_path / "run", prompt=prompt)]))["runs"][0]
     assert run["prompts"] == ["user: hi\nassistant: yes"]
+
+
+def test_a_reward_an_extra_and_a_column_of_any_name_are_shown_besides_the_text(tmp_path):
+    named = {"rewards": {"completion": 8.0, "step": 0.5}, "extra": {"reward": "R"}, "columns": {"completion": "c"}}
+    turns = [{"policy_version": 3, "num_tokens": 1}, {"policy_version": 4, "num_tokens": 2}]
+    run = data_of(write_report([online_run(tmp_path / "run", turns=turns, **named)]))["runs"][0]
+    row = run["completions"][4]
+    assert (row["completion"], row["step"], row["reward"]) == ("text 4", 2, 4.0)
+    assert row["facts"][2:] == [
+        ["turns", json.dumps(turns)],
+        *(["completion", "8.0"], ["step", "0.5"], ["reward", "R"], ["completion", "c"]),
+    ]
+
+
+def test_a_run_that_began_in_format_1_and_was_resumed_is_shown_whole(tmp_path):
+    journal = tmp_path / "run" / "journal"
+    shutil.copytree(SAVED / "grpo" / "run" / "journal", journal)
+    before = len((journal / "rollouts.jsonl").read_text().splitlines())
+    resumed = Journal(journal)
+    resumed.resume_at(99)
+    row = {"rollout": 9, "group": 0, "prompt": "new", "completion": "text", "rewards": {"spread": 0.5}, "reward": 0.5}
+    resumed.write_rollout(100, [row])
+    completions = data_of(write_report([tmp_path / "run"]))["runs"][0]["completions"]
+    assert len(completions) == before + 1
+    for row, group in ((completions[0], "0"), (completions[-1], "9/0")):
+        facts = dict(row["facts"])
+        assert facts["group"] == group
+        assert float(facts["spread"]) == row["reward"]
+
+
+def test_a_journal_of_a_newer_format_is_refused_in_one_sentence(tmp_path):
+    folder = online_run(tmp_path / "run", format=FORMAT + 1)
+    with pytest.raises(ArgumentError, match=rf" {FORMAT + 1}, .* {FORMAT}: "):
+        write_report([folder])
+
+
+def test_all_files_of_a_long_run_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("lowpeak.journal._FULL_FILE", 2_000)
+    folder = online_run(tmp_path / "run", num_steps=25, per_step=10)
+    assert len([*(folder / "journal").glob("rollouts.0*")]) > 10
+    run = data_of(write_report([folder]))["runs"][0]
+    assert [row["reward"] for row in run["completions"]] == [float(i) for i in range(250)]
+    assert [row["step"] for row in run["completions"] if "tokens" in row] == [*range(1, 26)]
 
 
 def limit(monkeypatch, **limits):
@@ -195,7 +242,7 @@ class Elements(HTMLParser):
 def test_texts_of_a_run_are_data_and_never_elements(tmp_path):
     plain = Elements(write_report([online_run(tmp_path / "plain")]).read_text())
     name = "<img src=x onerror=alert(3)>"
-    folder = online_run(tmp_path / name, prompt=MARKUP, completion=MARKUP, finish_reason=MARKUP, **{MARKUP: MARKUP})
+    folder = online_run(tmp_path / name, prompt=MARKUP, completion=MARKUP, finish_reason=MARKUP, extra={MARKUP: MARKUP})
     journal = Journal(folder / "journal")
     journal.resume_at(4)
     journal.write_tokens(1, [token_row(1, [MARKUP, "{{script}}", "]]>"])])
@@ -205,7 +252,7 @@ def test_texts_of_a_run_are_data_and_never_elements(tmp_path):
     run = data_of(page)["runs"][0]
     assert run["name"] == name
     assert run["completions"][1]["tokens"]["pieces"][:2] == [MARKUP, "{{script}}"]
-    assert run["completions"][0]["columns"][MARKUP] == MARKUP
+    assert [MARKUP, MARKUP] in run["completions"][0]["facts"]
     others = titles(data_of(page)["others"])
     assert not any("<" in title for title in others)
 

@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards.builtin import SoftOverlong, exact_match, get_soft_overlong_punishment
-from lowpeak.rewards.factory import BUILTIN_REWARDS, REWARD_FACTORIES, load_object, load_reward, make_rewards
+from lowpeak.rewards.factory import (
+    BUILTIN_REWARDS,
+    REWARD_FACTORIES,
+    check_rewards,
+    load_object,
+    load_reward,
+    make_rewards,
+)
 from lowpeak.rewards.function import callable_name
 
 FILE = """
@@ -126,8 +134,18 @@ def test_a_module_that_fails_inside_is_told_apart_from_one_that_is_missing(tmp_p
         (load_reward, "some/file.py", r"'some/file\.py:object'"),
         (load_reward, "no_such_package.rewards.f", "'no_such_package'"),
         (load_reward, "lowpeak.no_such_module.f", r"'lowpeak\.no_such_module'"),
-        (load_reward, "lowpeak.rewards.builtin.gone", "'gone'"),
-        (load_reward, "exact_mach", "'exact_mach'.*exact_match, numeric_match"),
+        (load_reward, "lowpeak.rewards.builtin.gone", "'gone'.*check the name"),
+        (load_reward, "unlike_any", "'unlike_any'.*exact_match, numeric_match"),
+        (load_reward, "exact_mach", "'exact_mach' .* did you mean 'exact_match'"),
+        (load_reward, "format_rewards('a:b.c')", "'format_rewards' .* did you mean 'format_reward'"),
+        (load_reward, "lowpeak.rewards.builtin.exact_mach", r"\.exact_mach' .* did you mean 'exact_match'"),
+        (load_reward, f"{__file__}:FILES", "FILES' .* did you mean 'FILE'"),
+        (
+            load_reward,
+            f"{Path(__file__).with_name('test_reward_factory.py')}:f",
+            f"did you mean '{Path(__file__).name}'",
+        ),
+        (load_reward, "format_reward(foo)", r"'format_reward\(foo\)' .* numbers or texts in quotes; write"),
         (load_reward, "", "''"),
         (load_reward, "soft_overlong", "'soft_overlong'"),
         (load_reward, "soft_overlong(1", r"'soft_overlong\(1'"),
@@ -141,6 +159,16 @@ def test_what_cannot_be_found_or_made_is_one_sentence(load, spec, words):
     with pytest.raises(ArgumentError, match=words) as caught:
         load(spec)
     assert "\n" not in str(caught.value)
+
+
+def test_a_reward_of_another_type_is_told_with_its_type(rewards_py):
+    with pytest.raises(ArgumentError, match="must be callable, but it is of type int"):
+        load_reward(f"{rewards_py}:number")
+
+
+def test_a_misspelt_name_in_reward_funcs_is_not_taken_for_a_model():
+    with pytest.raises(ArgumentError, match=r"'accuracy_rewards' .* did you mean 'accuracy_reward'"):
+        check_rewards(["accuracy_rewards"], [], "row 0")
 
 
 def test_a_tokenizer_for_a_function_is_named(caplog):

@@ -92,7 +92,7 @@ def test_records_stand_in_row_order_with_their_group_their_prompt_and_their_weig
     assert [record.reward for record in result.records] == [0.5, 3.0, 3.5]
     assert result.records[2].rewards == (3.0, 1.0)
     assert math.isnan(result.records[0].rewards[1])
-    assert result.texts == ("a", "bb", "ccc")
+    assert result.completions == ("a", "bb", "ccc")
 
 
 def test_a_row_that_nobody_scored_has_no_reward_and_one_scored_zero_has():
@@ -136,7 +136,7 @@ def test_rewards_log_metrics_and_columns():
         return length(completions)
 
     result = compute_rewards(logs, logs_too)
-    assert result.columns == {"first": ["a", "b", "c", ""], "logs_too/first": [0, 1, 2, 3]}
+    assert result.extra == {"first": ["a", "b", "c", ""], "logs_too/first": [0, 1, 2, 3]}
     assert result.metrics["parsed"].value() == 1.0
 
 
@@ -217,7 +217,7 @@ def test_no_rows_are_no_call():
 
     for groups in ([], [Group(Prompt(0, (1,), "p"), ())]):
         result = panel(never, on_failure="none").compute_rewards(groups)
-        assert (result.records, result.columns, result.texts) == ((), {}, ())
+        assert (result.records, result.extra, result.completions) == ((), {}, ())
         assert result.metrics["rewards/never/mean"].count == 0
         assert result.metrics["rewards/never/failed"].value() == 0
     assert called == []

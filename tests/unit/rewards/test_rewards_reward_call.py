@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import linecache
 import logging
 import math
+import re
 import sys
 import threading
 import time
@@ -103,12 +105,16 @@ async def leaves_in_a_task(completions):
 def test_an_exception_or_exit_is_told_with_the_rewards_own_line_and_kept_as_the_cause(
     reward, at, words, cause, timeout
 ):
-    told = rf"'{reward.__name__}' .*{words}.* \({Path(__file__)}, line {at.__code__.co_firstlineno + 1}\)"
+    line = at.__code__.co_firstlineno + 1
+    source = re.escape(linecache.getline(__file__, line).strip())
+    told = rf"'{reward.__name__}' .*{words}.* \({Path(__file__)}, line {line}: {source}\)"
     reward_panel = panel(reward, timeout=timeout)
     for _ in range(2):
         with pytest.raises(RewardError, match=told) as caught:
             reward_panel.compute_rewards([group("p", "a", "b")])
-        assert isinstance(caught.value.__cause__, cause)
+        error = caught.value.__cause__
+        assert isinstance(error, cause)
+        assert error.__traceback__.tb_frame.f_code is reward.__code__  # no frame of lowpeak comes first
 
 
 def logs_too_few(completions, log_extra, **kwargs):
@@ -191,7 +197,7 @@ def test_an_exception_counts_for_every_row_and_its_half_written_log_is_dropped(c
     assert [record.reward for record in result.records] == [1.0] * 4
     assert result.metrics["rewards/breaks/failed"].value() == 4
     assert result.metrics["rewards/<lambda>/failed"].value() == 0
-    assert result.columns == {}
+    assert result.extra == {}
     assert "seen" not in result.metrics
     # asyncio may log the tasks of an earlier test's stopped loop when they are collected.
     (warning,) = [record for record in caplog.records if record.name.startswith("lowpeak")]

@@ -79,12 +79,26 @@ def test_a_rollout_that_would_fill_a_part_of_a_step_fills_the_step(tmp_path):
         ({"epsilon_high": -1.0, "num_iterations": 2}, "epsilon_high=-1.0"),
         *(({"temperature": value}, f"temperature={value} .*1e-6") for value in (0.0, 1e-300, -1.0)),
         ({"generation_kwargs": {"temperature": INF}}, r"generation_kwargs\['temperature'\]=inf"),
-        ({"generation_kwargs": {"num_beams": 4}}, "num_beams"),
+        *(
+            ({"generation_kwargs": {name: value}}, f"{name}.*{remedy}")
+            for name, value, remedy in (
+                ("num_beams", 4, "token"),
+                ("no_repeat_ngram_size", 3, "repetition_penalty"),
+                ("typical_p", 0.9, "top_p"),
+                ("suppress_tokens", [3], "logit_bias"),
+                ("num_return_sequences", 2, "num_generations"),
+                ("min_length", 5, "min_new_tokens"),
+                ("banana", 1, "min_new_tokens"),
+            )
+        ),
+        *(
+            ({"generation_kwargs": {"min_new_tokens": value}}, f"min_new_tokens={value!r}")
+            for value in (-1, 1.5, 999999)
+        ),
         ({"generation_kwargs": {"stop_strings": [""]}}, r"generation_kwargs.*\[''\]"),
         ({"generation_kwargs": {"stop_strings": 5}}, "generation_kwargs.* 5"),
         ({"generation_kwargs": {"stop_token_ids": 5}}, "stop_token_ids=5"),
         ({"generation_kwargs": {"stop_token_ids": ["a"]}}, r"stop_token_ids=\['a'\]"),
-        ({"generation_kwargs": {"do_sample": False}}, "do_sample=False"),
         ({"generation_kwargs": {"stop": ["1"], "stop_strings": ["2"]}}, "generation_kwargs.* stop .*stop_strings"),
         ({"generation_kwargs": {"stop_token_ids": [True]}}, r"stop_token_ids=\[True\]"),
         ({"generation_kwargs": {"seed": -5}}, r"generation_kwargs.* seed=-5"),
@@ -117,14 +131,30 @@ def test_what_is_out_of_range_or_contradicts_itself_raises(tmp_path, changes, to
         grpo(tmp_path, **changes)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 4, 6, 8, 12])
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_the_size_of_a_rollout_that_an_error_names_is_taken(tmp_path, batch, accumulation):
-    sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
-    with pytest.raises(ArgumentError, match="steps_per_generation=") as refused:
-        online(tmp_path, **sizes, steps_per_generation=5, num_generations=9)
-    remedy = int(re.search(r"use steps_per_generation=(\d+)", str(refused.value))[1])
-    assert online(tmp_path, **sizes, steps_per_generation=remedy, num_generations=9).rollout.num_sequences % 9 == 0
+@pytest.mark.parametrize("steps", [None, 6])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("batch", [1, 4, 8, 11])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_each_size_that_an_error_names_is_taken_and_only_the_last_changes_the_steps_of_a_rollout(
+    tmp_path, batch, accumulation, world_size, steps
+):
+    sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "num_generations": 9}
+    sizes |= {} if steps is None else {"steps_per_generation": steps}
+    with pytest.raises(ArgumentError) as refused:
+        online(tmp_path, world_size, **sizes)
+    advice = str(refused.value).split(": use ")[1]
+    advised = re.findall(r"(\w+)=(\d+)(?: or (\d+))?", advice)
+    assert [name for name, *_ in advised][0 :: len(advised) - 1] == [
+        "per_device_train_batch_size",
+        "steps_per_generation",
+    ]
+    for name, *values in advised:
+        for value in filter(None, values):
+            served = online(tmp_path, world_size, **{**sizes, name: int(value)}).rollout.num_steps
+            if name == "steps_per_generation":
+                assert f"serves {served} steps, off-policy after the first" in advice or served == 1
+            else:
+                assert served == (1 if steps is None else steps // accumulation)
 
 
 def test_what_names_what_happens_anyway_is_taken(tmp_path):
@@ -147,6 +177,8 @@ def test_generation_kwargs_say_what_arguments_say_in_transformers_names(tmp_path
     assert args.generation_kwargs == {**told, "do_sample": True, "max_new_tokens": 9}
     copied = dataclasses.replace(args, learning_rate=1e-4)
     assert resolve_online(copied, 1, 1).sampling == sampling
+    for name in ("min_new_tokens", "min_tokens"):
+        assert online(tmp_path, generation_kwargs={name: 4}).sampling.min_new_tokens == 4
 
 
 def test_tokens_that_end_a_completion_are_told_in_either_way(tmp_path):

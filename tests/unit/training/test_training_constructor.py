@@ -323,9 +323,42 @@ def test_a_chat_template_comes_from_a_file(tmp_path):
     assert given.chat_template != run.processing_class.chat_template
 
 
+def saved_chat(folder, added=()):
+    """A folder of another model with a chat template, tokens of its own and another end of a sequence."""
+    source = char_tokenizer(chat=True)
+    source.add_tokens([*added])
+    source.chat_template = "{% for m in messages %}{{ m['content'] }}<eot>{% endfor %}"
+    source.eos_token = "<eot>" if added else "<user>"
+    source.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_chat_template_comes_from_a_model_with_its_tokens_and_its_end(tmp_path):
+    run, given = chatting(tmp_path, chat_template_path=saved_chat(tmp_path / "other", ["<eot>"]))
+    (record,) = run.cursor.take(1)
+    new = len(given)
+    one, two = given.convert_tokens_to_ids(["1", "2"])
+    assert [*record.prompt_ids, *record.completion.ids.tolist()] == [one, new, two, new]
+    assert run.model.get_input_embeddings().num_embeddings == len(run.processing_class) == new + 1
+    assert (run.processing_class.eos_token_id, run.model.config.eos_token_id) == (new, new)
+    assert run.model.generation_config.eos_token_id == [new, given.eos_token_id]
+    assert run.train().global_step == 2
+
+
+def test_tokens_of_a_models_chat_template_are_not_left_untrained_under_an_adapter(tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    with pytest.raises(ArgumentError, match=r"^chat_template_path=.* adapter"):
+        chatting(tmp_path, peft_config=lora, chat_template_path=saved_chat(tmp_path / "other", ["<eot>"]))
+    run, _ = chatting(tmp_path, peft_config=lora, chat_template_path=saved_chat(tmp_path / "same"))
+    assert run.processing_class.eos_token == "<user>"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("eos_token", "<none>"), ("pad_token", "<none>"), ("chat_template_path", "someone/model")],
+    [
+        *(("eos_token", "<none>"), ("pad_token", "<none>")),
+        *(("chat_template_path", "someone/model"), ("chat_template_path", "none.jinja")),
+    ],
 )
 def test_what_the_tokenizer_cannot_have_is_refused(tmp_path, name, value):
     with pytest.raises(ArgumentError, match=f"^{name}='{value}'"):

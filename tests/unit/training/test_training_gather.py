@@ -36,11 +36,11 @@ def test_ranks_answers_come_in_the_order_of_the_prompts_with_the_statistics_of_a
     alone = compute_rewards(0, 1, 2, 3, 4)
     shares = [((1, 4), compute_rewards(1, 4)), ((), compute_rewards()), ((0, 2, 3), compute_rewards(0, 2, 3))]
     together = with_reward_statistics(merge_in_prompt_order(shares, 0), ("length",))
-    assert together.texts == alone.texts
+    assert together.completions == alone.completions
     assert together.prompts == alone.prompts
     assert [record.group for record in together.records] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert [record.rewards for record in together.records] == [record.rewards for record in alone.records]
-    assert together.columns == {"size": [None, None, 0, 4, None, None, None, None, 2, 1]}
+    assert together.extra == {"size": [None, None, 0, 4, None, None, None, None, 2, 1]}
     for name in ("rewards/length/mean", "rewards/length/std"):
         assert together.metrics[name] == alone.metrics[name]
     assert together.metrics["longest"].value() == (4.0 + 3.0) / 2
@@ -48,7 +48,7 @@ def test_ranks_answers_come_in_the_order_of_the_prompts_with_the_statistics_of_a
 
 def test_groups_are_numbered_from_where_the_last_answer_ended():
     later = merge_in_prompt_order([((1,), compute_rewards(1)), ((0,), compute_rewards(0))], 7)
-    assert [(record.group, text) for record, text in zip(later.records, later.texts, strict=True)] == [
+    assert [(record.group, text) for record, text in zip(later.records, later.completions, strict=True)] == [
         *((7, text) for text in TEXTS[0]),
         *((8, text) for text in TEXTS[1]),
     ]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from fake_hub import serve_hub
-from small_runs import make
+from small_runs import SAVED, make, trained
 from tiny_models import tiny_model
 
 KWARGS = ["--model_init_kwargs", '{"token": "secret"}']
@@ -77,6 +77,38 @@ def test_each_algorithm_has_its_name_and_paper(tmp_path, kind, algorithm, paper)
     text = (tmp_path / "README.md").read_text()
     assert f"with {algorithm}" in text
     assert f"https://huggingface.co/papers/{paper})" in text
+
+
+def test_every_run_and_all_that_it_saves_have_a_card_and_an_adapters_is_not_pefts(tmp_path):
+    adapter = {"peft_config": LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"]), **SAVED}
+    for kind, algorithm, changes in (("GRPO", "GRPO", adapter), ("SFT", "supervised fine-tuning", {})):
+        folder = tmp_path / kind
+        run = trained(kind, folder, **changes)
+        run.save_model(str(folder / "saved"))
+        run.save_merged_model(str(folder / "merged"))
+        saved = ("", "saved", "merged", *(["checkpoint-1"] if changes else []))
+        cards = {name: ModelCard.load(folder / name / "README.md") for name in saved}
+        assert all(f"with {algorithm}" in each.text for each in cards.values())
+        assert " 2 steps" in cards[""].text
+        library = "peft" if changes else "transformers"
+        assert [cards[name].data.library_name for name in ("saved", "merged")] == [library, "transformers"]
+
+
+@pytest.mark.parametrize("change", ["", "My own notes.", "card"])
+def test_only_a_card_that_nobody_changed_is_written_again(tmp_path, change):
+    card = tmp_path / "README.md"
+    run = make("SFT", tmp_path, **SAVED)
+    if change == "card":
+        run.create_model_card()
+        change = card.read_text().replace("# ", "# My ", 1)
+    if change:
+        card.write_text(change)
+    run.train()
+    run.save_model()
+    assert card.read_text() == change or (not change and " 2 steps" in card.read_text())
+    (tmp_path / "checkpoint-2" / "README.md").write_text("My notes.")
+    make("SFT", tmp_path, **SAVED, max_steps=3).train(resume_from_checkpoint=True)
+    assert card.read_text() == change or (not change and " 3 steps" in card.read_text())
 
 
 def test_a_card_of_supervised_training_has_its_loss(hub):

@@ -28,6 +28,7 @@ from small_runs import (
     rows,
     same,
     saved,
+    spread,
     trained,
     weights,
 )
@@ -117,6 +118,7 @@ def test_a_reward_model_judges_beside_a_function(tmp_path, by):
 def test_several_evaluation_sets_are_reported_under_their_names(tmp_path):
     sets = {"easy": rows(4), "hard": rows(6)}
     evaluated = {"eval_dataset": sets, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2}
+    evaluated["success_threshold"] = 1.0
     run = trained_grpo(tmp_path, max_steps=1, **evaluated)
     metrics = run.evaluate()
     for name in sets:
@@ -126,13 +128,14 @@ def test_several_evaluation_sets_are_reported_under_their_names(tmp_path):
 
 
 def test_evaluating_changes_nothing_and_gives_the_same_twice_and_in_portions(tmp_path):
-    run = grpo(tmp_path, eval_dataset=rows(6))
+    evaluated = {"eval_dataset": rows(6), "success_threshold": 1.0}
+    run = grpo(tmp_path, **evaluated)
     before, state = weights(run), torch.get_rng_state()
     first, second = run.evaluate(), run.evaluate()
     assert all(first[name] == second[name] for name in first if name not in ("eval_runtime", "eval_samples_per_second"))
     assert torch.equal(torch.get_rng_state(), state)
     assert same(weights(run), before)
-    portions = grpo(tmp_path, eval_dataset=rows(6), per_device_eval_batch_size=4).evaluate()
+    portions = grpo(tmp_path, **evaluated, per_device_eval_batch_size=4).evaluate()
     for name in ("eval_reward", "eval_greedy_reward", "eval_pass@4"):
         assert portions[name] == pytest.approx(first[name])
 
@@ -157,6 +160,27 @@ def test_a_success_follows_the_reward_and_threshold_that_were_named(tmp_path, ch
     assert run.evaluate()["eval_accuracy"] == accuracy
 
 
+def right_or_none(completions, **columns):
+    return [None if "1" in text else float("2" in text) for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("reward", "changes", "counted"),
+    [
+        (right_or_none, {}, True),
+        (spread, {}, False),
+        (spread, {"success_threshold": 1.0}, True),
+        (spread, {"success_reward": "spread"}, True),
+        (spread, {"metric_for_best_model": "greedy_accuracy"}, True),
+    ],
+)
+def test_successes_are_counted_if_rewards_are_0_or_1_or_the_user_chose_a_criterion(tmp_path, reward, changes, counted):
+    metrics = grpo(tmp_path, reward_funcs=reward, eval_dataset=rows(4), **changes).evaluate()
+    names = {"eval_accuracy", "eval_greedy_accuracy", "eval_pass@1", "eval_pass@4"}
+    assert names & metrics.keys() == (names if counted else set())
+    assert {"eval_reward", "eval_greedy_reward"} <= metrics.keys()
+
+
 def test_callbacks_an_optimizer_and_a_schedule_are_taken_as_in_transformers(tmp_path):
     model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -172,7 +196,8 @@ def test_the_journal_has_one_record_a_step_and_every_rollout_row(finished):
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert {"loss", "grad_norm", "reward", "time/rollout", "peak_memory/train"} <= steps[0].keys()
     assert [row["step"] for row in rollouts] == [1] * 8 + [3] * 8
-    assert pandas.read_json(folder / "journal" / "rollouts.jsonl", lines=True)["ones"].notna().all()
+    table = pandas.read_json(folder / "journal" / "rollouts.jsonl", lines=True)
+    assert pandas.json_normalize(table["rewards"])["ones"].notna().all()
 
 
 def test_metrics_have_trls_names_and_the_entry_of_a_fully_logged_run_has_transformers_own(finished):

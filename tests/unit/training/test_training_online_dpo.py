@@ -184,8 +184,7 @@ def test_an_argument_that_online_dpo_cannot_take_is_named(tmp_path, changes, nam
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        *(("max_length", "overlong_prompts"), ("reward_model_path", "reward_funcs")),
-        *(("judge", "trainer"), ("cache_implementation", "engine")),
+        *(("max_length", "overlong_prompts"), ("judge", "trainer"), ("cache_implementation", "engine")),
     ],
 )
 def test_names_of_trl_that_have_another_place_say_so(name, remedy):
@@ -250,3 +249,12 @@ def test_a_dry_run_says_that_pairs_are_trained_and_trains_nothing(tmp_path):
     assert plan["micro_batches"]["longest_row"] == 3 + 5
     assert run.state.global_step == 0
     json.dumps(plan)
+
+
+def test_a_trainer_that_is_not_to_sample_evaluates_greedily_and_does_not_train(tmp_path):
+    run = online_dpo(tmp_path, generation_kwargs={"do_sample": False})
+    rows = run.predict(run.train_dataset).predictions
+    texts = {way: [row["completion"] for row in rows if row["decoding"] == way] for way in ("greedy", "sampled")}
+    assert texts["sampled"] == [text for text in texts["greedy"] for _ in range(run.num_generations_eval)]
+    with pytest.raises(ArgumentError, match=r"do_sample .*evaluate"):
+        run.train()

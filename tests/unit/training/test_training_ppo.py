@@ -168,7 +168,7 @@ def test_a_reward_model_and_a_reference_are_taken_by_trls_names(tmp_path):
         ({"num_mini_batches": 2, "generation_batch_size": 8}, "generation_batch_size=8 .*num_mini_batches"),
         ({"critic": "adapter"}, "critic='adapter'.*LoRA"),
         ({"critic": "none"}, "critic='none'"),
-        ({"value_model": tiny_model()}, "value_model.*critic='head'"),
+        ({"value_model": tiny_model(), "critic": "head"}, "value_model.*critic='head'"),
         ({"critic": "model", "value_model": tiny_model()}, "value_model.*Qwen2ForCausalLM"),
         ({"beta": 0.0, "ref_model": tiny_model()}, "ref_model.*beta"),
         ({"kl_target": -1.0}, "kl_target=-1.0"),
@@ -196,9 +196,8 @@ def test_a_wrong_argument_of_the_algorithm_costs_no_loading(tmp_path):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        *(("total_episodes", "max_steps"), ("response_length", "max_completion_length")),
-        *(("num_total_batches", "rollouts"), ("mini_batch_size", "per_device_train_batch_size")),
-        *(("reward_model_path", "reward_funcs"), ("stop_token_id", "generation_kwargs"), ("world_size", "launcher")),
+        *(("response_length", "max_completion_length"), ("mini_batch_size", "per_device_train_batch_size")),
+        ("stop_token_id", "generation_kwargs"),
     ],
 )
 def test_an_argument_of_trls_former_trainer_names_its_remedy(name, remedy):

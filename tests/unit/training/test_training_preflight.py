@@ -8,13 +8,14 @@ from datasets import Dataset
 from peft import LoraConfig
 
 import lowpeak
+from child_processes import free_port
 from lowpeak.cli.commands import main
-from lowpeak.errors import ArgumentError, DataError, ModelError
+from lowpeak.errors import ArgumentError, DataError, EngineError, MissingPackageError, ModelError, RewardError
 from lowpeak.models.sharded_loading import allow_missing_weights
+from lowpeak.rewards.builtin import get_cosine_scaled_reward
 from lowpeak.setup.optimization import check_optimizer
 from lowpeak.setup.preflight import check_adapter
-from lowpeak.setup.resume import find_resume_checkpoint
-from small_runs import KINDS, make, saved
+from small_runs import KINDS, TOKENIZER, make, saved
 from tiny_models import tiny_model
 
 ROWS = {"prompt": ["1="] * 8, "completion": ["1"] * 8, "chosen": ["1"] * 8, "rejected": ["2"] * 8}
@@ -56,6 +57,61 @@ def test_wrong_columns_are_told_first(folder, trainer):
     ):
         with pytest.raises(DataError, match=names):
             build(trainer, folder, data, eval_data)
+
+
+def graded(completions, grade, **columns):
+    return [0.0] * len(completions)
+
+
+def graded_by_default(completions, grade=None):
+    return [0.0] * len(completions)
+
+
+GRADED = TABLE.add_column("grade", [1] * 8)
+
+
+@pytest.mark.parametrize("trainer", ["GRPO", "RLOO", "PPO", "OnlineDPO"])
+def test_a_column_that_a_reward_needs_is_told_first(folder, trainer):
+    for reward, data, eval_data, names in (
+        (graded, TABLE, None, r"^row 0: Reward 'graded' .*grade.*completion"),
+        (graded, GRADED, TABLE, "^eval_dataset: row 0: Reward 'graded'"),
+        (graded, GRADED, {"hard": TABLE}, r"^eval_dataset\['hard'\]: row 0: Reward 'graded'"),
+        ("exact_match", TABLE, None, "^row 0: Reward 'exact_match' .*'answer' or 'solution'"),
+    ):
+        with pytest.raises(RewardError, match=names):
+            build(trainer, folder, data, eval_data, reward_funcs=reward)
+    for rest in ({"reward_funcs": graded_by_default}, {"reward_funcs": graded, "rollout_func": lambda *_: {}}):
+        with pytest.raises(ModelError):
+            build(trainer, folder, **rest)
+
+
+def test_a_package_that_a_reward_or_a_tracker_needs_is_told_first(folder, monkeypatch):
+    monkeypatch.setattr("lowpeak.errors.is_installed", lambda package: package != "math_verify")
+    monkeypatch.setattr("lowpeak.setup.preflight.get_available_reporting_integrations", list)
+    solved = TABLE.add_column("solution", ["1"] * 8)
+    for reward in ("accuracy_reward", "reasoning_accuracy_reward", get_cosine_scaled_reward(8)):
+        with pytest.raises(MissingPackageError, match="math-verify"):
+            build("GRPO", folder, solved, reward_funcs=reward)
+    for trainer in ("GRPO", "SFT"):
+        with pytest.raises(MissingPackageError, match=r"report_to='wandb' .*pip install wandb"):
+            build(trainer, folder, report_to=["wandb"])
+
+
+def test_a_server_that_does_not_answer_is_told_first_but_a_dry_run_needs_none(folder):
+    url = f"http://127.0.0.1:{free_port()}"
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 0.1}
+    with pytest.raises(EngineError, match=f"no vLLM was ready at {url}"):
+        build("GRPO", folder, **server)
+    with allow_missing_weights():
+        build("GRPO", folder, **server)
+
+
+@EACH
+def test_a_tokenizer_under_its_former_name_is_told_the_new_one(tmp_path, trainer):
+    args = getattr(lowpeak, f"{trainer}Config")(output_dir=str(tmp_path), use_cpu=True)
+    rewards = {} if trainer in ("SFT", "Reward") else {"reward_funcs": graded}
+    with pytest.raises(ArgumentError, match=r"tokenizer .*processing_class"):
+        getattr(lowpeak, f"{trainer}Trainer")("nowhere", args=args, tokenizer=TOKENIZER, **rewards)
 
 
 @EACH
@@ -157,16 +213,3 @@ def test_the_command_says_first_that_there_is_nothing_to_resume_from(folder, cap
         assert named in capsys.readouterr().err
         assert main([*words, "--use_cpu", "--resume_from_checkpoint", given]) == 2
         assert named in capsys.readouterr().err
-
-
-def test_a_configuration_that_asks_to_resume_is_named_if_train_is_not_asked(tmp_path, caplog):
-    args = lowpeak.SFTConfig(output_dir=str(tmp_path), use_cpu=True, resume_from_checkpoint="a/checkpoint-3")
-    assert find_resume_checkpoint(tmp_path, None, args) is None
-    assert "resume_from_checkpoint='a/checkpoint-3'" in caplog.text
-    caplog.clear()
-    args.strict_arguments = True
-    with pytest.raises(ArgumentError, match="resume_from_checkpoint='a/checkpoint-3'"):
-        find_resume_checkpoint(tmp_path, None, args)
-    args.resume_from_checkpoint = "false"
-    assert find_resume_checkpoint(tmp_path, None, args) is None
-    assert not caplog.text

@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, HeadMismatchError, ModelError
@@ -184,11 +185,11 @@ def test_a_data_set_that_cannot_be_used_is_refused(tmp_path, data, pattern):
     ("name", "value"),
     [
         *(("center_rewards_coefficient", -1.0), ("max_length", 1), ("pad_token", "x"), ("eos_token", "x")),
-        *(("chat_template_path", "x"), ("dataset_num_proc", 2), ("beta", 0.1)),
+        *(("chat_template_path", "x"), ("beta", 0.1)),
     ],
 )
 def test_an_argument_that_a_reward_model_cannot_take_is_named(tmp_path, name, value):
-    stated = f"'{name}'" if name in ("dataset_num_proc", "beta") else f"{name}={value!r}"
+    stated = f"'{name}'" if name == "beta" else f"{name}={value!r}"
     with pytest.raises(ArgumentError, match=stated):
         trainer(tmp_path, **{name: value})
 
@@ -208,9 +209,19 @@ def test_a_model_that_gives_no_single_score_at_the_last_token_is_refused(tmp_pat
     refuse_model(tmp_path, ModelError, "AutoModelForSequenceClassification.*GraniteConfig", base)
 
 
-def test_an_adapter_that_leaves_a_new_head_untrained_or_is_for_another_task_is_refused(tmp_path, checkpoint):
-    saved_head = r"LoraConfig\(modules_to_save=\['score'\]"
-    refuse_model(tmp_path, ArgumentError, saved_head, checkpoint, peft_config=LoraConfig(**LORA))
+def test_an_adapter_trains_and_saves_a_new_head_too_and_says_so(tmp_path, checkpoint, caplog):
+    lora = LoraConfig(**LORA)
+    run = trained_reward(tmp_path / "run", checkpoint, peft_config=lora)
+    assert "modules_to_save=['score']" in caplog.text
+    assert lora.modules_to_save is None
+    run.save_model(str(tmp_path / "saved"))
+    (head,) = (weight for name, weight in weights(run).items() if "score.modules_to_save" in name)
+    files = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    assert torch.equal(files["base_model.model.score.weight"], head)
+    assert not torch.equal(head, run.model.get_base_model().score.original_module.weight)
+
+
+def test_an_adapter_leaves_a_trained_head_as_it_is_and_one_for_another_task_is_refused(tmp_path):
     kept = trainer(tmp_path, peft_config=LoraConfig(**LORA))
     assert not kept.model.get_base_model().score.weight.requires_grad
     causal = LoraConfig(task_type="CAUSAL_LM", **LORA)

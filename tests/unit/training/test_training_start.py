@@ -23,7 +23,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import Metric
 from lowpeak.setup.elastic_restart import record_launch
 from lowpeak.setup.preflight import require_same_arguments, require_same_data, silence_nonzero_ranks
-from lowpeak.setup.resume import find_resume_checkpoint
+from lowpeak.setup.resume import find_resume_checkpoints
 from lowpeak.trainers.configs import GRPOConfig
 from lowpeak.training.memory_errors import explain_out_of_memory
 from lowpeak.training.step_metrics import gather_usage, usage_metrics
@@ -35,6 +35,10 @@ def checkpoint(folder: Path, step: int) -> Path:
     found.mkdir(parents=True)
     (found / STATE_FILE).write_text("{}")
     return found
+
+
+def to_resume(folder: Path, asked: Any) -> list[Path]:
+    return find_resume_checkpoints(SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=asked))[1]
 
 
 @pytest.fixture
@@ -59,19 +63,19 @@ def test_a_run_that_torchrun_started_again_goes_on_from_its_last_checkpoint(tmp_
     last = checkpoint(tmp_path, 4)
     (tmp_path / "checkpoint-6.staged").mkdir()
     life(2, launch)
-    assert find_resume_checkpoint(tmp_path, asked) == last
+    assert to_resume(tmp_path, asked) == [last]
     assert not (tmp_path / "checkpoint-6.staged").exists()
 
 
 def test_a_first_start_and_one_that_saved_nothing_do_as_the_arguments_say(tmp_path, life):
     life(1)
-    assert find_resume_checkpoint(tmp_path, None) is None
+    assert to_resume(tmp_path, None) == []
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        find_resume_checkpoint(tmp_path, True)
+        to_resume(tmp_path, True)
     life(0)
     found = checkpoint(tmp_path, 2)
-    assert find_resume_checkpoint(tmp_path, None) is None
-    assert find_resume_checkpoint(tmp_path, True) == found
+    assert to_resume(tmp_path, None) == []
+    assert to_resume(tmp_path, True) == [found]
 
 
 def test_checkpoints_of_another_run_and_up_to_the_one_that_the_first_life_went_on_from_are_not_its_own(tmp_path, life):
@@ -79,16 +83,16 @@ def test_checkpoints_of_another_run_and_up_to_the_one_that_the_first_life_went_o
     record_launch(tmp_path, 0)
     checkpoint(tmp_path, 4)
     life(1, "this launch")
-    assert find_resume_checkpoint(tmp_path, None) is None
+    assert to_resume(tmp_path, None) == []
     elsewhere = checkpoint(tmp_path / "elsewhere", 5)
     run = tmp_path / "run"
     checkpoint(run, 2)
     life(0)
     record_launch(run, 5)
     life(1)
-    assert find_resume_checkpoint(run, str(elsewhere)) == elsewhere
+    assert to_resume(run, str(elsewhere)) == [elsewhere]
     own = checkpoint(run, 6)
-    assert find_resume_checkpoint(run, str(elsewhere)) == own
+    assert to_resume(run, str(elsewhere)) == [own]
 
 
 @pytest.fixture

@@ -112,6 +112,6 @@ def test_the_journal_has_learning_rates_and_evaluations_in_training_alone_and_no
     run.train()
     found = journal(tmp_path, "evaluations")
     assert [row["step"] for row in found] == [1, 2]
-    assert "eval_accuracy" in found[0]
+    assert "eval_reward" in found[0]
     assert [row["learning_rate"] for row in journal(tmp_path)] == pytest.approx([0.4, 0.2])
     assert not (tmp_path / "journal" / "tokens.jsonl").exists()

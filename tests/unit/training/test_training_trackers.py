@@ -18,9 +18,10 @@ from small_runs import trained
 pytestmark = pytest.mark.extended
 
 ROWS = [
-    {"group": 0, "prompt": "1|<b>", "completion": "a\nb", "right": 1.0, "reward": 1.0, "advantage": 0.5},
-    {"group": 0, "prompt": "1|<b>", "completion": "c", "right": None, "reward": 0.0, "advantage": -0.5},
-    {"group": 1, "prompt": [{"role": "user", "content": "2"}], "completion": "d", "right": 0.0, "reward": 0.0, "advantage": 0.0},
+    {"group": 0, "prompt": "1|<b>", "completion": "a\nb", "rewards": {"right": 1.0}, "reward": 1.0, "advantage": 0.5},
+    {"group": 0, "prompt": "1|<b>", "completion": "c", "rewards": {"right": None}, "reward": 0.0, "advantage": -0.5},
+    {"group": 1, "prompt": [{"role": "user", "content": "2"}], "completion": [{"role": "assistant", "content": "d"}],
+     "rewards": {"right": 0.0}, "reward": 0.0, "advantage": 0.0},
 ]  # fmt: skip
 
 
@@ -99,7 +100,19 @@ def test_a_cell_shows_its_text_as_it_is():
     cells = [line.strip("| ").split(" | ") for line in writer.texts[0].splitlines()[2:]]
     assert cells[0] == ["1&#124;&lt;b&gt;", "a<br>b", "1.00", "1.00", "0.50"]
     assert cells[1][2] == "-"
-    assert cells[2][0] == "user: 2"
+    assert cells[2][:2] == ["user: 2", "d"]
+
+
+def test_a_reward_and_an_extra_with_the_name_of_a_column_have_a_column_of_their_own():
+    writer = Writer()
+    named = {"rewards": {"completion": 8.0, "step": 1.0, "right": 0.0}, "extra": {"right": "r", "note": "n"}}
+    track_completions([ROWS[0] | named], 3, [tensorboard_over(writer)])
+    heads, _, cells = (line.strip("| ").split(" | ") for line in writer.texts[0].splitlines())
+    assert heads == [
+        *("prompt", "completion", "rewards/completion", "rewards/step", "right", "reward", "advantage"),
+        *("extra/right", "note"),
+    ]
+    assert cells[1:] == ["a<br>b", "8.00", "1.00", "0.00", "1.00", "0.50", "r", "n"]
 
 
 def test_a_tracker_that_fails_is_named_and_the_others_get_their_table(caplog):

@@ -61,8 +61,9 @@ def test_an_environment_rewards_what_the_engine_wrote(tmp_path):
     run.train()
     again.train()
     rows = run.rollout.rows
-    assert [row["reward"] for row in rows] == pytest.approx([len(row["completion"]) / 8 for row in rows])
-    assert len({row["completion"] for row in rows if row["group"] == 0}) > 1
+    texts = [row["completion"][0]["content"] for row in rows]
+    assert [row["reward"] for row in rows] == pytest.approx([len(text) / 8 for text in texts])
+    assert len({text for text, row in zip(texts, rows, strict=True) if row["group"] == 0}) > 1
     assert max(column(run, "sampling/sampling_logp_difference/max")) < 1e-4
     assert again.rollout.rows == rows
 

@@ -9,7 +9,7 @@ import pytest
 from fake_vllm import facts
 from lowpeak.arguments.vllm import ColocateSettings, ServerSettings
 from lowpeak.errors import EngineError
-from lowpeak.vllm.protocol import Answer, Request
+from lowpeak.vllm.protocol import Request
 from lowpeak.vllm.requests import CompletionLengths, SequenceRequest, form_waves, split_wave, wave_capacity
 
 
@@ -61,7 +61,7 @@ def capacity(*engines, callers=1, seen=(), of=()):
     """Return the capacity for requests (of 20 + 80 tokens), after completions of the lengths `seen`, wave by wave."""
     lengths = CompletionLengths()
     for wave in seen:
-        lengths.add([Answer((1,) * length, (0.0,) * length, "stop") for length in wave])
+        lengths.add(wave)
     return wave_capacity(engines, of or requests(), lengths, callers, ColocateSettings())
 
 

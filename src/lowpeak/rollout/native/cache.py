@@ -145,7 +145,7 @@ class SlotLayer(DynamicLayer):
         return max(0, self.keys.shape[-2] - self.num_new)
 
     def lay_out(self, num_slots: int, num_columns: int, num_rows: int, kept: int) -> None:
-        """Divide the buffers into slots of other columns; `num_rows` slots keep their first `kept`."""
+        """Divide the buffers into slots of at most as many columns as before; `num_rows` slots keep their first `kept`."""
         for i, tokens_TKW in enumerate(self._tokens):
             before, after = (
                 self.buffers[i],
@@ -177,11 +177,11 @@ class SlotCache(Cache):
         self._view = (0, 0, 0)  # first slot, sequences and columns of the layers' views
 
     def reserve(self, num_slots: int, num_columns: int, num_rows: int) -> None:
-        """Have at least so many slots, or such wide ones; the first `num_rows` keep their contents.
+        """Have at least so many slots of `num_columns`, never more than before; the first `num_rows` keep their contents.
 
         The first call sets `max_tokens` to those of the buffer.
         """
-        if num_slots <= self.num_slots and num_columns <= self.num_columns:
+        if num_slots <= self.num_slots:
             return
         if not self.num_slots:
             self.max_tokens = num_slots * num_columns
@@ -226,14 +226,10 @@ class SlotCache(Cache):
         index_M = ((slots_N * self.num_columns + starts_N)[:, None] + tokens_T)[is_real_NT]
         source_M = is_real_NT.flatten().nonzero()[:, 0]
         num_columns = int((starts_N + lengths_N).max())
-        self._prepare(
-            (first_slot, len(starts), num_columns), index_M.to(device), source_M.to(device), len(tokens_T)
-        )
+        self._prepare((first_slot, len(starts), num_columns), index_M.to(device), source_M.to(device), len(tokens_T))
         return num_columns
 
-    def _prepare(
-        self, view: tuple[int, int, int], index_M: Tensor, source_M: Tensor | None, num_new: int
-    ) -> None:
+    def _prepare(self, view: tuple[int, int, int], index_M: Tensor, source_M: Tensor | None, num_new: int) -> None:
         self._clear(view[2])
         for layer in self.layers:
             layer.index_M, layer.source_M, layer.num_new = index_M, source_M, num_new
@@ -288,12 +284,10 @@ def _copy_prompts(slots_SCKW: Tensor, states_TKW: Tensor, index_NL: Tensor) -> N
 
 
 def _move_rows(before_NLKW: Tensor, after_SCKW: Tensor) -> None:
-    """Copy rows to the left of rows of another width in the same memory."""
-    # A part never reaches rows that are still to be copied: wider rows are copied from the last one on.
+    """Copy rows to the left of narrower rows in the same memory."""
+    # A part never reaches rows that are still to be copied.
     num_rows = max(1, MAX_COPIED // max(1, before_NLKW[:1].numel()))
-    starts = range(0, len(before_NLKW), num_rows)
-    for start in starts if after_SCKW.stride(0) <= before_NLKW.stride(0) else reversed(starts):
-        part = before_NLKW[start : start + num_rows]
+    for start, part in zip(range(0, len(before_NLKW), num_rows), before_NLKW.split(num_rows), strict=False):
         after_SCKW[start : start + len(part), : part.shape[1]] = part.clone()
 
 

@@ -177,7 +177,8 @@ class DecodeLoop:
         rows_N, written_N = self._inputs.rows_N, self._inputs.written_N
         sources_N = torch.arange(len(prompts), device=rows_N.device).repeat_interleave(size)
         uniforms_N = self._draws.at(rows_N, written_N)
-        draw = TokenDraw(logits_PV, self.sampling, uniforms_N, self._inputs.history(0), sources_N)
+        banned = self.output.banned(written_N)
+        draw = TokenDraw(logits_PV, self.sampling, uniforms_N, self._inputs.history(0), sources_N, banned)
         ended = self.output.add(rows_N, draw, len(rows))
         return [(row, sequence.prompt) for row, sequence, end in zip(rows, sequences, ended, strict=True) if not end]
 
@@ -207,9 +208,7 @@ class DecodeInputs:
     Row r of the output continues prompt `r // num_generations`.
     """
 
-    def __init__(
-        self, model: nn.Module, prompts: Ids, sampling: Sampling, output: OutputBuffer
-    ) -> None:
+    def __init__(self, model: nn.Module, prompts: Ids, sampling: Sampling, output: OutputBuffer) -> None:
         self._model = model
         self._cache_argument = cache_argument(model)
         self._sampling = sampling
@@ -262,7 +261,8 @@ class DecodeInputs:
         """Forward the newest tokens and add the next ones to the output; return which sequences are finished."""
         logits_NV = self.forward(cache, num_columns, graphs)
         uniforms_N, history_NL = draws.at(self.rows_N, self.written_N), self.history(num_columns)
-        draw = TokenDraw(logits_NV, self._sampling, uniforms_N, history_NL)
+        banned = self._output.banned(self.written_N)
+        draw = TokenDraw(logits_NV, self._sampling, uniforms_N, history_NL, banned=banned)
         ended = self._output.add(self.rows_N, draw, len(self.rows_N))
         self._tokens_N = draw.tokens_N
         self.written_N, self._columns_N = self.written_N + 1, self._columns_N + 1

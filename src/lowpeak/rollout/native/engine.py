@@ -44,8 +44,9 @@ class NativeEngine:
     `generate`. `kv_cache_bytes()` is read at each call, because a resumed run uses the value of its checkpoint.
     `on_tokens` receives, for each forward, the tokens added to completions and the sequences computed. `device` is
     where the engine computes, which may differ from the parameters' device (default: theirs); `graphs` the CUDA graphs of its
-    decode steps, which turns do not use. With a `turn_lag` a conversation goes on exactly so many steps after its turn's end, so
-    that the bits of log-probs do not depend on the speed of tools; None: as soon as it can. Greedy tokens equal those of `model.generate(do_sample=False)` on each prompt alone.
+    decode steps, which turns do not use. With a `turn_lag` a conversation goes on exactly so many steps after its turn has ended,
+    so that the bits of log-probs do not depend on the speed of tools; None: as soon as it can. Greedy tokens equal those of
+    `model.generate(do_sample=False)` on each prompt alone.
     """
 
     gather_policy: Callable[[], AbstractContextManager[nn.Module]]
@@ -86,7 +87,8 @@ class NativeEngine:
                 TurnLoop(model, requests, self.kv_cache_bytes(), sampling, new_output, self.on_tokens).run()
 
     def _new_output(self, model: nn.Module, sampling: Sampling, num_rows: int) -> OutputBuffer:
-        ends = (end_token_ids(model, self.tokenizer, sampling), StopStrings(self.tokenizer, sampling.stop))
+        stops = StopStrings(self.tokenizer, sampling.stop, sampling.min_new_tokens)
+        ends = (end_token_ids(model, self.tokenizer, sampling), stops)
         device = self.device or next(model.parameters()).device
         return OutputBuffer(num_rows, sampling.max_new_tokens, *ends, self.on_tokens, device)
 
@@ -209,8 +211,9 @@ class _TokenChooser(LogitsProcessor):
         # Ended sequences stay in the batch until all have ended; any token will do for them.
         running = [row for row, ended in enumerate(self.ended) if not ended]
         rows_n = torch.tensor(running).to(scores.device)
-        uniforms_n = self._draws.at(rows_n, torch.full_like(rows_n, self._position))
-        draw = TokenDraw(scores, self._sampling, uniforms_n, input_ids[rows_n], rows_n)
+        written_n = torch.full_like(rows_n, self._position)
+        uniforms_n, banned = self._draws.at(rows_n, written_n), self._output.banned(written_n)
+        draw = TokenDraw(scores, self._sampling, uniforms_n, input_ids[rows_n], rows_n, banned)
         ended = self._output.add(rows_n, draw, len(scores))
         self._position += 1
         for row, has_ended in zip(running, ended, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion
-from lowpeak.rollout.sampling import TokenDraw
+from lowpeak.rollout.sampling import BannedTokens, TokenDraw
 
 # Extra tokens before the shortest window that could contain a stop string: a window that starts inside a character or a word
 # decodes differently there, and special tokens decode to no text.
@@ -37,9 +37,9 @@ class StopStrings:
     new token's text can contain the last character of a stop string.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], min_new_tokens: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stop, self.min_new_tokens = tuple(stop), min_new_tokens
         self.window = max((len(text.encode()) for text in stop), default=0) + _MARGIN
         self._may_complete: dict[int, bool] = {}
 
@@ -141,10 +141,18 @@ class OutputBuffer:
                 row = int(rows_N[i])
                 stop = int(self._written_R[row])
                 start = max(0, stop - self._stops.window)
-                if self._stops.completed(self._ids_RC[row, start:stop].tolist()):
+                if stop > self._stops.min_new_tokens and self._stops.completed(self._ids_RC[row, start:stop].tolist()):
                     self._stopped_R[row] = True
                     stopped.add(i)
         return stopped
+
+    def banned(self, written_N: Tensor) -> BannedTokens | None:
+        """Return the end tokens, for sequences below `min_new_tokens`; None without such a minimum."""
+        return (
+            BannedTokens(self._end_ids_E, written_N < self._stops.min_new_tokens)
+            if self._stops.min_new_tokens
+            else None
+        )
 
     def written(self, rows_N: Tensor) -> Tensor:
         return self._written_R[rows_N]

@@ -1,5 +1,6 @@
 from lowpeak.vllm.serving.command import CPU as CPU
 from lowpeak.vllm.serving.command import LOOPBACK as LOOPBACK
+from lowpeak.vllm.serving.command import SERVER_URLS as SERVER_URLS
 from lowpeak.vllm.serving.command import ServerSpec as ServerSpec
 from lowpeak.vllm.serving.command import free_ports as free_ports
 from lowpeak.vllm.serving.command import server_command as server_command

@@ -16,6 +16,7 @@ from lowpeak.vllm.serving.entrypoint import SCALE_OUT
 from lowpeak.watchdog import PARENT_VARIABLE
 
 LOOPBACK = "127.0.0.1"
+SERVER_URLS = "LOWPEAK_VLLM_URLS"  # in the environment of a trainer whose command started the servers
 CPU = "cpu"
 _CPU_CACHE_BYTES = 1 << 30
 _ADAPTER_MIDDLEWARE = "lowpeak.vllm.serving.middleware.AdapterMiddleware"

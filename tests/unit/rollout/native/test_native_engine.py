@@ -246,9 +246,22 @@ def test_a_draw_depends_on_seed_rollout_serial_and_number_alone():
     assert drawn([replace(prompts()[0], serial=99)])[99] != whole[10]
 
 
-def test_completions_are_records_of_the_contract_with_the_logprobs_of_a_plain_forward():
+MINIMUM = {"stop_token_ids": (2, 3, 4, 5, 6, 7), "stop": ("8",), "min_new_tokens": 3}
+
+
+def test_no_completion_ends_before_the_minimum_by_a_token_or_a_string():
+    ended = [c for g in engine(tiny_model()).generate(prompts(), replace(SAMPLING, **MINIMUM)) for c in g.completions]
+    assert min(len(c.ids) for c in ended) == 4
+    ends = torch.tensor([1, *MINIMUM["stop_token_ids"]])
+    assert not any(torch.isin(c.ids[:3], ends).any() for c in ended)
+    freely = engine(tiny_model()).generate(prompts(), replace(SAMPLING, **{**MINIMUM, "min_new_tokens": 0}))
+    assert min(len(c.ids) for g in freely for c in g.completions) < 3
+
+
+@pytest.mark.parametrize("changed", [{"top_k": 5, "repetition_penalty": 1.2}, MINIMUM, {**MINIMUM, "top_p": 0.9}])
+def test_completions_are_records_of_the_contract_with_the_logprobs_of_a_plain_forward(changed):
     model, asked = tiny_model(), prompts()
-    groups = engine(model).generate(asked, replace(SAMPLING, temperature=0.8, top_k=5, repetition_penalty=1.2))
+    groups = engine(model).generate(asked, replace(SAMPLING, temperature=0.8, **changed))
     assert [group.prompt for group in groups] == asked
     for group in groups:
         assert len(group.completions) == 4

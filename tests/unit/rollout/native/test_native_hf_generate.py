@@ -79,12 +79,15 @@ def test_other_models_say_why_they_are_not_driven_and_have_logprobs_of_a_plain_f
             torch.testing.assert_close(completion.logprobs, expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("changed", [{}, {"temperature": 0.0}, {"stop": ("33",)}, {"stop_token_ids": (5,)}])
+MINIMUM = {"stop_token_ids": (5, 7, 9, 11), "stop": ("3",), "min_new_tokens": 3}
+
+
+@pytest.mark.parametrize("changed", [{}, {"temperature": 0.0}, {"stop": ("33",)}, {"stop_token_ids": (5,)}, MINIMUM])
 def test_the_fallback_draws_what_the_decode_loop_draws(changed):
     model, sampling = tiny_model(), replace(SAMPLING, **changed)
     rows = [SequenceId(i, j) for i in range(3) for j in range(3)]
     tokenizer = char_tokenizer()
-    ends = (end_token_ids(model, tokenizer, sampling), StopStrings(tokenizer, sampling.stop))
+    ends = (end_token_ids(model, tokenizer, sampling), StopStrings(tokenizer, sampling.stop, sampling.min_new_tokens))
     progress = OutputBuffer(9, sampling.max_new_tokens, *ends, None, torch.device("cpu"))
     decode_by_generate(model, rows, PROMPTS, sampling, progress)
     driven = [c for group in _engine(model).generate(PROMPTS, sampling) for c in group.completions]

@@ -1,0 +1,70 @@
+"""Rows of a rollout's completions, for the journal and for tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lowpeak.records import Completion, Record
+from lowpeak.rewards import RewardedCompletions
+
+
+def completion_rows(
+    rewarded: RewardedCompletions, records: Sequence[Record], names: Sequence[str], policy_version: int
+) -> tuple[dict[str, object], ...]:
+    """Return one row per completion, for the journal and for tables; `policy_version` generated those that have no own.
+
+    `turns` are those of a completion with several. `extra` are the values of `log_extra`, `columns` the dataset's.
+    """
+    rows = []
+    for i, record in enumerate(records):
+        counted = record.advantages[record.completion.loss_mask] if record.advantages is not None else torch.zeros(0)
+        generated = rewarded.records[i].completion  # its loss mask is that of before stage 7
+        turns = _turns(generated, policy_version)
+        extra, columns = (_row(values, i) for values in (rewarded.extra, rewarded.columns))
+        rows.append(
+            {
+                "group": record.group,
+                "prompt": rewarded.prompts[i],
+                "completion": rewarded.completions[i],
+                "policy_version": turns[0]["policy_version"] if turns else policy_version,
+                "num_tokens": generated.num_written,
+                "finish_reason": record.completion.finish_reason,
+                **({"turns": turns} if len(turns) > 1 else {}),
+                "rewards": dict(zip(names, map(_or_none, record.rewards), strict=True)),
+                "reward": _or_none(record.reward),
+                # Nine digits tell a float32 from all others.
+                "advantage": float(f"{counted.mean().item():.9g}") if counted.numel() else 0.0,
+                **({"extra": extra} if extra else {}),
+                **({"columns": columns} if columns else {}),
+            }
+        )
+    return tuple(rows)
+
+
+def _turns(completion: Completion, policy_version: int) -> list[dict[str, object]]:
+    """Return the policy version and the number of tokens of each range of tokens that the policy generated.
+
+    Turns of a conversation also have the seconds of its environment's reply, and their rewards if there are any.
+    """
+    is_generated, lengths = torch.unique_consecutive(completion.loss_mask, return_counts=True)
+    starts = lengths.cumsum(0) - lengths
+    versions = completion.policy_versions
+    turns: list[dict[str, object]] = [
+        {"policy_version": policy_version if versions is None else int(versions[start]), "num_tokens": length}
+        for counts, start, length in zip(is_generated.tolist(), starts.tolist(), lengths.tolist(), strict=True)
+        if counts
+    ]
+    for row, turn in zip(turns, completion.conversation.turns if completion.conversation else (), strict=False):
+        row |= {"seconds": round(turn.seconds, 4)} | ({} if turn.reward is None else {"reward": turn.reward})
+    return turns
+
+
+def _row(columns: Mapping[str, Sequence[object]], index: int) -> dict[str, object]:
+    return {name: values[index] for name, values in columns.items()}
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
