@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -150,20 +150,10 @@ def make_prompts(num_rows: int, seed: int, *, held_out: bool = False, num_terms:
     )
 
 
-def sum_is_right(
-    completions: Sequence[Any], answer: Sequence[str], log_extra: Callable[..., None], **columns: Any
-) -> list[float]:
-    """Return 1 for each conversation whose last message is the sum, else 0; the journal gets the conversations as text."""
-    log_extra("conversation", [" -> ".join(map(_message_text, messages)) for messages in completions])
+def sum_is_right(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
+    """Return 1 for each conversation whose last message is the sum, else 0."""
     last = [messages[-1] for messages in completions]
     return [
-        float(message["role"] == "assistant" and _message_text(message) == right)
+        float(message["role"] == "assistant" and not message.get("tool_calls") and message["content"] == right)
         for message, right in zip(last, answer, strict=True)
     ]
-
-
-def _message_text(message: Mapping[str, Any]) -> str:
-    """Return the content of a message, or its calls as Python."""
-    functions = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [f"{each['name']}({', '.join(f'{k}={v}' for k, v in each['arguments'].items())})" for each in functions]
-    return " ".join([message.get("content") or "", *calls]).strip()

@@ -376,8 +376,7 @@ def show(lesson: Lesson, before: Any, after: Any) -> None:
     for old, new in zip(sampled_rows(before), sampled_rows(after), strict=True):
         print(f"{question(old)}  ({answers[question(old)]})")
         for when, row in (("before", old), ("after", new)):
-            text = row.get("conversation", row["completion"])
-            print(f"     {when:6s}  {' '.join(text.split())}  {'ok' if row['reward'] == 1 else 'wrong'}")
+            print(f"     {when:6s}  {text_of(row['completion'])}  {'ok' if row['reward'] == 1 else 'wrong'}")
     print()
     show_accuracy("before", before)
     show_accuracy("after", after)
@@ -416,6 +415,18 @@ def question(row: Mapping[str, Any]) -> str:
     """The text of a row's prompt."""
     prompt = row["prompt"]
     return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+
+
+def text_of(completion: Any) -> str:
+    """A completion in one line: a conversation's messages and calls, `add(a=48, b=88) -> 136 -> 136`."""
+    if isinstance(completion, str):
+        return " ".join(completion.split())
+    parts = []
+    for message in completion:
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [f"{each['name']}({', '.join(f'{k}={v}' for k, v in each['arguments'].items())})" for each in functions]
+        parts.append(" ".join([*(message.get("content") or "").split(), *calls]))
+    return " -> ".join(parts)
 
 
 def sampled_rows(prediction: Any) -> list[dict[str, Any]]:
