@@ -3,9 +3,10 @@
 By default it trains SmolLM2-135M-Instruct, a real language model, on sums asked in English (sums.py), or to answer in two
 sentences (`--task sentences`, sentences.py). With `--model tiny` it makes a small model and a dataset of the task of
 noisy_sort.py, and warm-starts the model on demonstrations that are wrong on purpose; examples/grpo.py, rloo.py, ppo.py,
-online_dpo.py, sft.py, reward.py and their YAML files find their model and data in the folder of that run.
+online_dpo.py, sft.py, reward.py and their YAML files find their model and data in the folder of that run. `--task tools` makes a
+small model, too, and trains it to call a calculator (calculator.py).
 
-    python examples/quickstart.py [--algorithm rloo] [--task sentences] [--model tiny] [--seed 1] [--steps 160]
+    python examples/quickstart.py [--algorithm rloo] [--task sentences|tools] [--model tiny] [--seed 1] [--steps 160]
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import calculator
 import noisy_sort
 import sentences
 import sums
@@ -45,9 +47,6 @@ from lowpeak.report import write_report
 
 GENERATIONS = 8  # of each prompt
 SHOWN = 8
-WARM_STEPS = 32
-WARM_ROWS = 128  # a step, each row seen once
-TINY_STEPS = 160
 TINY_PROMPTS = 32  # a step
 PREFERENCES = 120 * 64  # rows that examples/reward.py trains a reward model on
 TASKS: Mapping[str, tuple[Any, Callable[..., list[float]]]] = {
@@ -56,6 +55,34 @@ TASKS: Mapping[str, tuple[Any, Callable[..., list[float]]]] = {
 }
 OUTPUT_DIR = "runs/quickstart"
 DEFAULT_MODEL = {"grpo": "smollm2", "rloo": "smollm2", "ppo": "tiny", "online-dpo": "tiny"}
+
+
+@dataclass(frozen=True)
+class TinyTask:
+    """A task of the tiny model: `warm` are the settings of its supervised start."""
+
+    module: Any
+    reward: Callable[..., list[float]]
+    steps: int
+    warm: Mapping[str, Any]
+    tools: Sequence[Callable[..., Any]] = ()
+
+
+TINY_TASKS = {
+    "sort": TinyTask(noisy_sort, noisy_sort.sorted_exactly, 160, {"max_steps": 32, "per_device_train_batch_size": 128}),
+    "tools": TinyTask(
+        calculator,
+        calculator.sum_is_right,
+        120,
+        {
+            "max_steps": calculator.WARM_STEPS,
+            "per_device_train_batch_size": calculator.WARM_ROWS,
+            "shuffle_dataset": False,
+            "assistant_only_loss": True,
+        },
+        [calculator.add],
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +98,7 @@ class Lesson:
     settings: Mapping[str, Any]
     folder: Path  # of the run
     next_command: str | None = None
+    tools: Sequence[Callable[..., Any]] = ()
 
 
 def main() -> None:
@@ -108,14 +136,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model", choices=["smollm2", "tiny"], help="default: smollm2 for grpo and rloo, tiny for the others"
     )
-    parser.add_argument("--task", choices=list(TASKS), help="of smollm2; default: sums")
+    parser.add_argument("--task", choices=[*TASKS, "tools"], help="default: sums; tools is the tiny model's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=positive, help=f"default: those of the task, {TINY_STEPS} for tiny")
+    parser.add_argument("--steps", type=positive, help="default: those of the task")
     parser.add_argument("--output_dir", default=OUTPUT_DIR)
     options = parser.parse_args()
-    options.model = options.model or DEFAULT_MODEL[options.algorithm]
-    if options.task and options.model == "tiny":
-        parser.error("--task: the tiny model has a task of its own; leave --task out, or add --model smollm2")
+    options.model = options.model or ("tiny" if options.task == "tools" else DEFAULT_MODEL[options.algorithm])
+    if options.task in TASKS and options.model == "tiny":
+        parser.error("--task: the tiny model has tasks of its own; leave --task out, or add --model smollm2")
+    if options.task == "tools" and options.model == "smollm2":
+        parser.error("--task tools: only the tiny model has this task; leave --model out")
     options.task = options.task or "sums"
     return options
 
@@ -177,21 +207,25 @@ def make_smollm2_lesson(options: argparse.Namespace) -> Lesson:
 
 
 def make_tiny_lesson(options: argparse.Namespace) -> Lesson:
-    """A new model that has learned too little from demonstrations, most of them wrong; other examples open the files."""
+    """A new model that has learned too little from demonstrations, most of them wrong; other examples open sort's files."""
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # for so small a model a second thread costs more than it gives
-    folder, seed = Path(options.output_dir), options.seed
-    steps = options.steps or TINY_STEPS
-    demonstrations = noisy_sort.make_demonstrations(WARM_STEPS * WARM_ROWS, seed)
-    prompts = noisy_sort.make_prompts(max(steps, TINY_STEPS) * TINY_PROMPTS, seed)
-    held_out = noisy_sort.make_prompts(512, seed, held_out=True)
-    preferences = noisy_sort.make_preferences(PREFERENCES, seed)
-    files = {"demonstrations": demonstrations, "prompts": prompts, "held_out": held_out, "preferences": preferences}
+    name = "tools" if options.task == "tools" else "sort"
+    task, seed = TINY_TASKS[name], options.seed
+    folder = Path(options.output_dir, "" if name == "sort" else name)
+    demonstrations = task.module.make_demonstrations(
+        task.warm["max_steps"] * task.warm["per_device_train_batch_size"], seed
+    )
+    prompts = task.module.make_prompts(max(options.steps or 0, task.steps) * TINY_PROMPTS, seed)
+    held_out = task.module.make_prompts(512, seed, held_out=True)
+    files = {"demonstrations": demonstrations, "prompts": prompts, "held_out": held_out}
+    if name == "sort":
+        files["preferences"] = noisy_sort.make_preferences(PREFERENCES, seed)
     write_rows(folder, files)
     print(f"1/3  supervised start: {len(demonstrations)} demonstrations, most of them wrong on purpose", flush=True)
-    model, tokenizer = warm_start(folder, demonstrations, seed)
+    model, tokenizer = warm_start(task, folder, demonstrations, seed)
     settings = {
-        "max_completion_length": noisy_sort.MAX_COMPLETION_LENGTH,
+        "max_completion_length": task.module.MAX_COMPLETION_LENGTH,
         "per_device_train_batch_size": TINY_PROMPTS * GENERATIONS,
         "learning_rate": 5e-4,
         "warmup_steps": 10,
@@ -206,13 +240,14 @@ def make_tiny_lesson(options: argparse.Namespace) -> Lesson:
     return Lesson(
         model=model,
         tokenizer=tokenizer,
-        reward=noisy_sort.sorted_exactly,
+        reward=task.reward,
         prompts=prompts,
         held_out=held_out,
-        steps=TINY_STEPS,
+        steps=task.steps,
         settings=settings,
         folder=folder / options.algorithm,
-        next_command="grpo --config examples/grpo.yaml --dry-run",
+        next_command="grpo --config examples/grpo.yaml --dry-run" if name == "sort" else None,
+        tools=task.tools,
     )
 
 
@@ -223,14 +258,12 @@ def write_rows(folder: Path, datasets: Mapping[str, Dataset]) -> None:
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
-def warm_start(folder: Path, demonstrations: Dataset, seed: int) -> tuple[Any, Any]:
+def warm_start(task: TinyTask, folder: Path, demonstrations: Dataset, seed: int) -> tuple[Any, Any]:
     """A new model, and its tokenizer, after too little supervised training on mostly wrong answers."""
-    tokenizer = noisy_sort.make_tokenizer()
-    model = noisy_sort.make_model(seed)
+    tokenizer = task.module.make_tokenizer()
+    model = task.module.make_model(seed)
     args = SFTConfig(
         output_dir=str(folder / "warm_start"),
-        max_steps=WARM_STEPS,
-        per_device_train_batch_size=WARM_ROWS,
         learning_rate=1e-3,
         adam_beta2=0.98,
         weight_decay=0.0,
@@ -239,6 +272,7 @@ def warm_start(folder: Path, demonstrations: Dataset, seed: int) -> tuple[Any, A
         save_strategy="no",
         disable_tqdm=not sys.stderr.isatty(),
         seed=seed,
+        **task.warm,
     )
     trainer = SFTTrainer(model=model, args=args, train_dataset=demonstrations, processing_class=tokenizer)
     log_shortly(trainer)
@@ -273,6 +307,7 @@ def make_trainer(options: argparse.Namespace, lesson: Lesson) -> Any:
         train_dataset=lesson.prompts,
         eval_dataset=lesson.held_out,
         processing_class=lesson.tokenizer,
+        tools=lesson.tools,
     )
     log_shortly(trainer)
     return trainer
@@ -341,7 +376,7 @@ def show(lesson: Lesson, before: Any, after: Any) -> None:
     for old, new in zip(sampled_rows(before), sampled_rows(after), strict=True):
         print(f"{question(old)}  ({answers[question(old)]})")
         for when, row in (("before", old), ("after", new)):
-            print(f"     {when:6s}  {' '.join(row['completion'].split())}  {'ok' if row['reward'] == 1 else 'wrong'}")
+            print(f"     {when:6s}  {text_of(row['completion'])}  {'ok' if row['reward'] == 1 else 'wrong'}")
     print()
     show_accuracy("before", before)
     show_accuracy("after", after)
@@ -380,6 +415,18 @@ def question(row: Mapping[str, Any]) -> str:
     """The text of a row's prompt."""
     prompt = row["prompt"]
     return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+
+
+def text_of(completion: Any) -> str:
+    """A completion in one line: a conversation's messages and calls, `add(a=48, b=88) -> 136 -> 136`."""
+    if isinstance(completion, str):
+        return " ".join(completion.split())
+    parts = []
+    for message in completion:
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [f"{each['name']}({', '.join(f'{k}={v}' for k, v in each['arguments'].items())})" for each in functions]
+        parts.append(" ".join([*(message.get("content") or "").split(), *calls]))
+    return " -> ".join(parts)
 
 
 def sampled_rows(prediction: Any) -> list[dict[str, Any]]:
