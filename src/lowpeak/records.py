@@ -79,6 +79,10 @@ class Conversation:
     environment: Any = None
     has_failed: bool = False
 
+    def without_environment(self) -> Conversation:
+        """Return the conversation for other processes, which the messages reach as the completion's."""
+        return replace(self, messages=(), environment=None)
+
 
 @dataclass(frozen=True)
 class Completion:

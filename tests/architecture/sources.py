@@ -22,7 +22,7 @@ LAYERS = (
     ("heads",),
     ("attention", "models"),
     ("parallel", "rewards", "rollout"),
-    ("checkpoint", "vllm"),
+    ("checkpoint", "environments", "vllm"),
     ("journal",),
     ("report", "sizes"),
     ("training",),

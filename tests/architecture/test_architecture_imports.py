@@ -20,7 +20,10 @@ from architecture.sources import (
     tree_of,
 )
 
-PROTOCOLS = ("lowpeak.parallel.strategy", "lowpeak.rollout.engine", "lowpeak.rollout.pending", "lowpeak.rewards.reward")
+PROTOCOLS = (
+    *("lowpeak.parallel.strategy", "lowpeak.rollout.engine", "lowpeak.rollout.pending", "lowpeak.rollout.turns"),
+    "lowpeak.rewards.reward",
+)
 GROUND = ("lowpeak.errors", "lowpeak.arguments", "lowpeak.exports", "lowpeak.records")
 
 

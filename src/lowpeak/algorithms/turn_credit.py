@@ -35,14 +35,7 @@ def turn_advantages(credit: TurnCredit, group: Sequence[Record]) -> list[Tensor]
     rewards = [_turn_rewards(record, turns) for record, turns in zip(group, ranges, strict=True)]
     totals = torch.tensor([record.reward for record in group], dtype=torch.float64)
     outcomes = totals - torch.stack([each.sum() for each in rewards])
-    most = max(map(len, ranges))
-    if credit.kind == "discounted":
-        returns = [
-            _returns(each, float(outcome), credit.discount) for each, outcome in zip(rewards, outcomes, strict=True)
-        ]
-        columns = [centered(torch.stack([each[min(k, len(each) - 1)] for each in returns])) for k in range(most)]
-    else:
-        columns = [_centered_turn(rewards, k) + centered(outcomes) for k in range(most)]
+    columns = _columns(credit, rewards, outcomes)
     advantages = []
     for i, (record, turns) in enumerate(zip(group, ranges, strict=True)):
         values = torch.zeros(len(record.completion), dtype=torch.float64)
@@ -50,6 +43,16 @@ def turn_advantages(credit: TurnCredit, group: Sequence[Record]) -> list[Tensor]
             values[start:stop] = columns[k][i]
         advantages.append(values)
     return advantages
+
+
+def _columns(credit: TurnCredit, rewards: Sequence[Tensor], outcomes: Tensor) -> list[Tensor]:
+    """Return the advantages of each turn's number: float64 [G]."""
+    numbers = range(max(map(len, rewards)))
+    if credit.kind == "turn":
+        return [_centered_turn(rewards, k) + centered(outcomes) for k in numbers]
+    pairs = zip(rewards, outcomes.tolist(), strict=True)
+    returns = [_returns(each, outcome, credit.discount) for each, outcome in pairs]
+    return [centered(torch.stack([each[min(k, len(each) - 1)] for each in returns])) for k in numbers]
 
 
 def _turn_rewards(record: Record, turns: Sequence[tuple[int, int]]) -> Tensor:

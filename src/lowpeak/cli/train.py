@@ -304,9 +304,8 @@ def check_job(job: Job) -> None:
     if job.online:
         names = [each.name for each in dataclasses.fields(job.rewards)]
         # An environment may have a reward of its own; its trainer says so if it has none.
-        required[" or --".join(names)] = bool(job.tools.environment) or any(
-            getattr(job.rewards, name) for name in names
-        )
+        values = [job.tools.environment, *(getattr(job.rewards, name) for name in names)]
+        required[" or --".join(names)] = any(values)
     missing = [f"--{name}" for name, value in required.items() if not value]
     if missing:
         raise ArgumentError(

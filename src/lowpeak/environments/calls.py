@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from lowpeak.data import TEMPLATE_ERRORS
 from lowpeak.environments.append import USER, common_length, render, tool_call
@@ -220,33 +220,50 @@ def read_turn(text: str, call_format: CallFormat, thinking: str = "", end: str =
     """Return a turn as a message; the template opened it with `thinking`, and the text ends with the end token `end`."""
     if thinking and any(re.match(start, thinking) and re.search(close, text) for start, close in _THINKING):
         text = thinking + text
-    alternatives = [call_format.opening, *(start for start, _ in _THINKING)]
-    regions = re.compile("|".join(f"(?P<region_{i}>{pattern})" for i, pattern in enumerate(alternatives)))
-    closings = [call_format.closing, *(close for _, close in _THINKING)]
     content, reasoning, calls = "", "", list[Call]()
-    num_malformed, position, is_call_open = 0, 0, False
-    while found := regions.search(text, position):
-        kind = next(i for i in range(len(closings)) if found[f"region_{i}"] is not None)
-        closed = re.compile(closings[kind]).search(text, found.end())
-        content += text[position : found.start()]
-        inside = text[found.end() : closed.start() if closed else len(text)]
-        position = closed.end() if closed else len(text)
-        if kind > 0:
-            reasoning += inside
-        elif closed is None:
-            is_call_open = True
-            content += text[found.start() :]
-        else:
+    num_malformed, is_call_open = 0, False
+    for region in _regions(text, call_format):
+        if region.kind == "thinking":
+            reasoning += region.inside
+        elif region.kind == "call" and region.is_closed:
             try:
-                calls += [_checked_call(*each) for each in call_format.read(inside, found.groupdict())]
+                calls += [_checked_call(*each) for each in call_format.read(region.inside, region.groups)]
             except _MALFORMED:
                 num_malformed += 1
-                content += text[found.start() : position]
-    content = _WRAPPERS.sub("", (content + text[position:]).removesuffix(end)).strip()
-    message: dict[str, Any] = {"role": "assistant", "content": content}
+                content += region.whole
+        else:
+            is_call_open |= region.kind == "call"
+            content += region.whole
+    message: dict[str, Any] = {"role": "assistant", "content": _WRAPPERS.sub("", content.removesuffix(end)).strip()}
     if reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
     return ParsedTurn(message, tuple(calls), num_malformed, is_call_open)
+
+
+class _Region(NamedTuple):
+    """A part of a turn: plain text, thinking or calls; `whole` has its marks, `inside` is between them."""
+
+    kind: Literal["text", "thinking", "call"]
+    whole: str
+    inside: str
+    is_closed: bool = True
+    groups: Mapping[str, str] = {}
+
+
+def _regions(text: str, call_format: CallFormat) -> Iterator[_Region]:
+    """Yield the parts of a turn in order; an open one is the last."""
+    alternatives = [(call_format.opening, call_format.closing), *_THINKING]
+    opening = re.compile("|".join(f"(?P<region_{i}>{start})" for i, (start, _) in enumerate(alternatives)))
+    position = 0
+    while found := opening.search(text, position):
+        index = next(i for i in range(len(alternatives)) if found[f"region_{i}"] is not None)
+        closed = re.compile(alternatives[index][1]).search(text, found.end())
+        yield _Region("text", text[position : found.start()], "")
+        position = closed.end() if closed else len(text)
+        inside = text[found.end() : closed.start() if closed else len(text)]
+        kind: Literal["thinking", "call"] = "thinking" if index else "call"
+        yield _Region(kind, text[found.start() : position], inside, closed is not None, found.groupdict())
+    yield _Region("text", text[position:], "")
 
 
 def _checked_call(name: Any, arguments: Any) -> Call:

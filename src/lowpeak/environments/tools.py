@@ -25,7 +25,7 @@ from lowpeak.environments.environment import Environment, Opening, Reply
 from lowpeak.environments.tool_process import call_in_process, tool_address
 from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError
 from lowpeak.errors import ArgumentError, DataError, EngineError
-from lowpeak.records import Conversation
+from lowpeak.records import Conversation, Turn
 from lowpeak.rewards import FunctionReward
 
 logger = logging.getLogger(__name__)
@@ -231,6 +231,17 @@ class Toolset:
                 instance.close()
 
 
+def _per_token(reward: float | None, turns: Sequence[Turn], num_tokens: int) -> float | list[float] | None:
+    """Return the reward with those of the turns, at each turn's last token; unchanged if no turn has one."""
+    if reward is None or all(turn.reward is None for turn in turns):
+        return reward
+    values = [0.0] * num_tokens
+    for turn in turns:
+        values[turn.last] += turn.reward or 0.0
+    values[turns[-1].last] += reward
+    return values
+
+
 def _isolated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return an async function with the same schema that calls a tool in a process of its own."""
     address = tool_address(name, function)
@@ -259,13 +270,7 @@ def _reward_of(cls: type[Any], counts: Counter[str]) -> Callable[..., Any]:
             counts["environment_failures"] += 1
             logger.warning("%s.get_reward raised %s: %s", cls.__name__, type(error).__name__, error)
             return None
-        if reward is None or all(turn.reward is None for turn in turns):
-            return reward
-        values = [0.0] * num_tokens
-        for turn in turns:
-            values[turn.last] += turn.reward or 0.0
-        values[turns[-1].last] += reward
-        return values
+        return _per_token(reward, turns, num_tokens)
 
     async def get_reward(conversations: Sequence[Conversation], completion_ids: Sequence[list[int]]) -> list[Any]:
         pairs = zip(conversations, completion_ids, strict=True)

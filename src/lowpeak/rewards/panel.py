@@ -238,11 +238,10 @@ class RewardPanel:
         pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
         records = []
         for index, (prompt, completion) in enumerate(pairs):
-            failed = completion.conversation is not None and completion.conversation.has_failed
-            rewards = tuple(NO_REWARD if failed else call.values[index] for call in calls)
-            if completion.conversation is not None:  # environments stay in their process
-                own = replace(completion.conversation, messages=(), environment=None)
-                completion = replace(completion, conversation=own)
+            rewards = tuple(call.values[index] for call in calls)
+            if completion.conversation is not None:
+                rewards = (NO_REWARD,) * len(calls) if completion.conversation.has_failed else rewards
+                completion = replace(completion, conversation=completion.conversation.without_environment())
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
             group = inputs.positions[index][0]
             reward = weighted_sum(rewards, self.settings.weights)
@@ -282,7 +281,7 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
         columns=_columns(fields),
         texts=texts,
         positions=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
-        conversations=tuple(each.conversation for _, each in pairs if each.conversation is not None),
+        conversations=tuple(filter(None, (completion.conversation for _, completion in pairs))),
     )
 
 

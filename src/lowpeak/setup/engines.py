@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.arguments import ColocateSettings, Sampling, ServerSettings, VllmSettings
 from lowpeak.data import PromptReader
 from lowpeak.environments import EnvironmentEngine
 from lowpeak.errors import ArgumentError, EngineError
@@ -133,31 +133,42 @@ def make_engine(
             check_function(parts.settings.vllm)
         engine = vllm_engine(context, parts, run, device, stats)
         gather_for_function = partial(gather_policy, 0)
+    if parts.toolset is None and rollout_func is None:
+        return engine
+    return _engine_of_user_code(context, parts, engine, stats, rollout_func, gather_for_function)
+
+
+def _engine_of_user_code(
+    context: RunContext,
+    parts: OnlineParts,
+    engine: TurnEngine,
+    stats: RolloutStats,
+    rollout_func: Callable[..., Mapping[str, Any]] | None,
+    gather_for_function: Callable[[], AbstractContextManager[nn.Module]],
+) -> RolloutEngine:
+    """Return the engine of a user's tools, environments or function over `engine`."""
     policy, tokenizer, template = causal_lm(parts.policy), parts.tokenizer, parts.settings.prompts.chat_template_kwargs
     new_reader = partial(
         PromptReader, tokenizer, num_embeddings=num_embeddings(policy), report_idle=parts.row_effects.add
     )
-    if parts.toolset is not None:
-        return EnvironmentEngine(
-            engine,
-            tokenizer,
-            parts.toolset.start,
-            parts.toolset.runner,
-            template,
-            lambda options: new_reader(chat_template_kwargs=options),
-            lambda sampling: end_token_ids(policy, tokenizer, sampling),
-            parts.toolset.counts,
-            stats.add_conversations,
-        )
-    if rollout_func is None:
-        return engine
-    return FunctionEngine(
-        rollout_func,
-        context,
+
+    def end_ids(sampling: Sampling) -> frozenset[int]:
+        return end_token_ids(policy, tokenizer, sampling)
+
+    if rollout_func is not None:
+        new_prompt_reader = partial(new_reader, chat_template_kwargs=template)
+        return FunctionEngine(rollout_func, context, engine, gather_for_function, end_ids, new_prompt_reader)
+    assert parts.toolset is not None, "the run has tools"
+    return EnvironmentEngine(
         engine,
-        gather_for_function,
-        end_ids=lambda sampling: end_token_ids(policy, tokenizer, sampling),
-        new_reader=partial(new_reader, chat_template_kwargs=template),
+        tokenizer,
+        parts.toolset.start,
+        parts.toolset.runner,
+        template,
+        lambda options: new_reader(chat_template_kwargs=options),
+        end_ids,
+        parts.toolset.counts,
+        stats.add_conversations,
     )
 
 

@@ -105,15 +105,12 @@ def prepare_online(
     """
     # Arguments come first, so that a wrong one costs no loading.
     check_devices(bool(user_args.fsdp), user_args.model_parallel.tensor > 1)
-    has_tools = bool(inputs.tools or inputs.environment_factory)
-    toolset = (
-        Toolset(inputs.tools, inputs.environment_factory, make_settings(ToolSettings, user_args)) if has_tools else None
-    )
+    toolset = _make_toolset(inputs, user_args)
     own_rewards = [] if toolset is None else toolset.rewards()
     num_rewards = len(as_list(inputs.reward_funcs))
     num_replicas = user_args.world_size // user_args.model_parallel.tensor
     settings = resolve_online(
-        user_args, num_replicas, num_rewards, num_own_rewards=len(own_rewards), has_tools=has_tools
+        user_args, num_replicas, num_rewards, num_own_rewards=len(own_rewards), has_tools=toolset is not None
     )
     args = reset_idle_arguments(user_args, settings.facts)
     algorithm = make_algorithm(args, settings)
@@ -122,14 +119,7 @@ def prepare_online(
     set_seed(args.seed)  # before anything is made: an adapter's first weights are random
     check_engine(settings.vllm, args.model_parallel.tensor, connects=isinstance(inputs.model, str))
     check_outputs(args)
-    tokenizers = inputs.reward_processing_classes
-    rewards = make_rewards(
-        [*as_list(inputs.reward_funcs), *own_rewards],
-        None if tokenizers is None else [*as_list(tokenizers), *[None] * len(own_rewards)],
-        model_kwargs={"trust_remote_code": True} if settings.model.trust_remote_code else {},
-        chat_template_kwargs=settings.prompts.chat_template_kwargs,
-        device=args.device,
-    )
+    rewards = _make_rewards(inputs, own_rewards, settings, args)
     success = _success_criterion(user_args, settings.evaluation, rewards)
     policy = load_policy(
         inputs.model,
@@ -145,19 +135,39 @@ def prepare_online(
         )
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     check_special_tokens(tokenizer, num_embeddings(policy))
-    if toolset is not None:
-        toolset.check_template(tokenizer, settings.prompts.chat_template_kwargs)
     reference = _load_reference(policy, inputs, settings, args, tokenizer, "reference" in algorithm.needs)
     attach_extra_modules(policy, inputs.model, args)
     convert_trainable(policy, settings.model)
     if settings.model.disable_dropout:
         for model in filter(None, (policy, reference)):
             disable_dropout(model)
+    if toolset is not None:
+        toolset.check_template(tokenizer, settings.prompts.chat_template_kwargs)
     return OnlineParts(
         *(user_args, args, algorithm, policy, tokenizer, reference, rewards),
         settings=settings,
         success=success,
         toolset=toolset,
+    )
+
+
+def _make_toolset(inputs: OnlineInputs, args: Any) -> Toolset | None:
+    if not (inputs.tools or inputs.environment_factory):
+        return None
+    return Toolset(inputs.tools, inputs.environment_factory, make_settings(ToolSettings, args))
+
+
+def _make_rewards(
+    inputs: OnlineInputs, own_rewards: Sequence[Reward], settings: OnlineSettings, args: Any
+) -> list[Reward]:
+    """Return the user's rewards, then those of the environments, which have no tokenizers."""
+    tokenizers = inputs.reward_processing_classes
+    return make_rewards(
+        [*as_list(inputs.reward_funcs), *own_rewards],
+        None if tokenizers is None else [*as_list(tokenizers), *[None] * len(own_rewards)],
+        model_kwargs={"trust_remote_code": True} if settings.model.trust_remote_code else {},
+        chat_template_kwargs=settings.prompts.chat_template_kwargs,
+        device=args.device,
     )
 
 

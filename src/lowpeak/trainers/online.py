@@ -107,21 +107,15 @@ class OnlineTrainer(StepTrainer):
         **unsupported: Any,
     ) -> None:
         reject_unsupported(self, unsupported)
-        if rollout_func is not None and (tools or environment_factory):
-            raise ArgumentError(
-                "rollout_func generates the completions itself: remove it, or tools and environment_factory."
-            )
-        check_kinds(
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            rollout_func=rollout_func,
-            ref_model=ref_model,
+        check_kinds(reward_processing_classes=reward_processing_classes, callbacks=callbacks, optimizers=optimizers)
+        check_kinds(rollout_func=rollout_func, ref_model=ref_model)
+        has_tools = bool(tools or environment_factory)
+        require(
+            not (rollout_func and has_tools), "rollout_func generates: remove it, or tools and environment_factory."
         )
         reject_virtual_tokens(model, peft_config)
         passed, args = args, make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
-        has_tools = bool(tools or environment_factory)
         with Ranks(args.device).propagate_errors():
             train_dataset = environment_prompts(train_dataset, environment_factory)
             check_row = partial(check_online_row, reward_funcs, rollout_func, has_tools)

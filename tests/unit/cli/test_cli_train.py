@@ -79,7 +79,7 @@ def test_tools_and_environments_come_from_files(library, folder):
     several = ["--environment", f"earth={world}:World", f"moon={world}:Moon"]
     factories = trainer_of("rloo", argv(folder, *several), library).keywords["environment_factory"]
     assert {name: factory.__name__ for name, factory in factories.items()} == {"earth": "World", "moon": "Moon"}
-    with pytest.raises(ArgumentError, match=r"--environment has several values: write each as NAME="):
+    with pytest.raises(ArgumentError, match=r"--environment.*NAME="):
         run_training("grpo", argv(folder, "--environment", f"{world}:World", f"{world}:Moon"), library)
 
 

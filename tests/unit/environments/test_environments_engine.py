@@ -187,7 +187,7 @@ def test_a_row_names_its_environment():
     group = talk.run(environment="b")
     assert type(group.completions[0].conversation.environment) is Other
     assert "environment" not in group.completions[0].conversation.environment.row
-    with pytest.raises(DataError, match="environment='c', which is not among those of environment_factory: 'a', 'b'"):
+    with pytest.raises(DataError, match=r"'c'.*environment_factory.*'a', 'b'"):
         talk.run(environment="c")
 
 
@@ -234,7 +234,7 @@ def test_a_tool_that_never_returns_is_abandoned_and_too_many_end_the_run():
     assert "no result within 0.05 seconds" in talk.run().completions[0].conversation.messages[1]["content"]
     assert talk.metrics["tools/timeouts"].value() == talk.metrics["tools/abandoned"].value() == 1
     talk.toolset.runner.num_abandoned = 32
-    with pytest.raises(EngineError, match=r"33 calls of tools exceeded tool_timeout=0\.05 and still run"):
+    with pytest.raises(EngineError, match=r"33.*tool_timeout=0\.05"):
         talk.run()
     release.set()
 
