@@ -158,8 +158,8 @@ def lockstep_forwards(model: nn.Module, lockstep: Lockstep) -> Iterator[None]:
             model(input_ids=one_token, use_cache=False)
         only_others_run = False
 
-    in_step.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # engines and generate() read it
     in_step.wait_in_step = partial(lockstep.wait, run_for_others)  # type: ignore[attr-defined]
+    in_step.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # engines and generate() read it
     with ExitStack() as stack:
         override_forward(stack, model, in_step)
         try:

@@ -141,33 +141,34 @@ class SlotTable:
         self._free_rows = list(range(num_rows))
 
     def admit(self, requests: Sequence[TurnRequest]) -> list[CachedSequence]:
-        """Return the sequences of those requests that have room now; they run from the next `arrange` on.
-
-        A kept sequence gives its slot up only while fewer than half of the slots run, since it is fed again later.
-        """
+        """Return the sequences of those requests that have room now; they run from the next `arrange` on."""
         started: list[CachedSequence] = []
-        kept = {each.request.conversation for each in self.kept}
         for request in requests:
-            is_full = len(self.running) + len(self.kept) >= self.num_slots
-            may_evict = 2 * len(self.running) < self.num_slots or request.conversation in kept
-            if len(self.running) >= self.num_slots or (is_full and not may_evict):
-                continue
-            ids = list(request.ids)
             own = [each for each in self.kept if each.request.conversation == request.conversation]
-            source, shared = _match(ids, own, [*self.kept, *self.running])
-            # A member of a group copies the prompt once another member's is in the cache.
-            if any(common_prefix(each.ids[:-1], ids[:-1]) >= shared + _LEAST_SHARED for each in started):
-                continue
-            if source in own and shared == source.num_cached:
-                self.kept.remove(source)
-            elif is_full:
-                # A branch takes a slot of its own conversation, in which its first tokens may be.
-                self.kept.remove((own or self.kept)[0])
-            slot = None if source is None else source.slot
-            started.append(CachedSequence(request, ids, shared, slot, self._free_rows.pop()))
-            self.running.append(started[-1])
+            if self._has_room(bool(own)):
+                ids = list(request.ids)
+                source, shared = _match(ids, own, [*self.kept, *self.running])
+                # A member of a group copies the prompt once another member's is in the cache.
+                if all(common_prefix(each.ids[:-1], ids[:-1]) < shared + _LEAST_SHARED for each in started):
+                    self._make_room(own, source, shared)
+                    slot = None if source is None else source.slot
+                    started.append(CachedSequence(request, ids, shared, slot, self._free_rows.pop()))
+                    self.running.append(started[-1])
         self.is_arranged &= not started
         return started
+
+    def _has_room(self, goes_on: bool) -> bool:
+        """A kept sequence gives its slot up only while fewer than half of the slots run, since it is fed again later."""
+        is_full = len(self.running) + len(self.kept) >= self.num_slots
+        may_evict = goes_on or 2 * len(self.running) < self.num_slots
+        return len(self.running) < self.num_slots and (may_evict or not is_full)
+
+    def _make_room(self, own: Sequence[CachedSequence], source: CachedSequence | None, shared: int) -> None:
+        if source is not None and source in own and shared == source.num_cached:
+            self.kept.remove(source)
+        elif len(self.running) + len(self.kept) >= self.num_slots:
+            # A branch takes a slot of its own conversation, in which its first tokens may be.
+            self.kept.remove((own or self.kept)[0])
 
     def keep(self, sequences: Sequence[CachedSequence]) -> None:
         """Let these running sequences wait for their next requests in their slots."""
@@ -183,22 +184,24 @@ class SlotTable:
         sequences to feed, in slots side by side, the fewest tokens first.
         """
         fed = sorted((each for each in self.running if each.num_missing > 0), key=lambda each: each.num_missing)
-        groups = ([each for each in self.running if each not in fed], fed, list(self.kept))
-        sources: dict[int, int] = {}
-        start = 0
-        for group in groups:
-            places = range(start, start + len(group))
-            # Sequences to feed stand in their order, all others stay where they can.
-            stays = {} if group is fed else {each.slot: each for each in group if each.slot in places}
-            others = iter([each for each in group if stays.get(each.slot) is not each])
-            group[:] = [stays[place] if place in stays else next(others) for place in places]
-            sources |= {place: each.slot for place, each in zip(places, group, strict=True) if each.slot is not None}
-            start = places.stop
-        self.running = groups[0] + fed
-        for place, each in enumerate([*self.running, *groups[2]]):
+        others = [each for each in self.running if each not in fed]
+        self.running = _stay_or_fill(others, 0) + fed
+        placed = self.running + _stay_or_fill(self.kept, len(self.running))
+        sources = {
+            place: each.slot for place, each in enumerate(placed) if each.slot is not None and each.slot != place
+        }
+        for place, each in enumerate(placed):
             each.slot = place
         self.is_arranged = True
-        return {place: slot for place, slot in sources.items() if place != slot}, fed
+        return sources, fed
+
+
+def _stay_or_fill(sequences: Sequence[CachedSequence], first: int) -> list[CachedSequence]:
+    """Return the sequences in the order of the slots from `first` on: as many as can stay, the others between them."""
+    places = range(first, first + len(sequences))
+    stays = {each.slot: each for each in sequences if each.slot in places}
+    others = iter([each for each in sequences if stays.get(each.slot) is not each])
+    return [stays[place] if place in stays else next(others) for place in places]
 
 
 def _match(
@@ -269,9 +272,7 @@ class TurnLoop:
                     raise
                 reason = first_line(error)
             # Outside of the handler: the error's frames hold tensors.
-            logger.warning(
-                "Out of memory: turns under way start again with a KV cache of %d tokens. (%s)", half, reason
-            )
+            logger.warning("Out of memory: turns start again with a KV cache of %d tokens. (%s)", half, reason)
             self._max_tokens = half
             self._drop_cache()
 
@@ -289,8 +290,8 @@ class TurnLoop:
     def _fit_slots(self) -> None:
         """Divide the cache for the conversations under way, into slots as wide as the longest of them needs."""
         if self._one_token is None:
-            ids = [self.requests.waiting[0].ids[:1]]
-            self._one_token = prefill_prompts(self.model, ids, self.new_output(0).device)[1]
+            first = self.requests.waiting[0].ids[:1]
+            self._one_token = prefill_prompts(self.model, [first], self.new_output(0).device)[1]
             # Under autocast the cache is narrower than the parameters.
             dtype = self._one_token.layers[0].values.dtype
             self._max_tokens = self.kv_cache_bytes // bytes_per_token(self.model, dtype)
@@ -345,11 +346,11 @@ class TurnLoop:
         """Forward the tokens that the cache lacks, but the last, of sequences in slots side by side."""
         for part in split_feed(sequences, self._inputs.can_feed_together):
             ids, starts = [each.ids[each.num_cached : -1] for each in part], [each.num_cached for each in part]
-            first_slot = self._table.running.index(part[0])
             # Only one sequence by itself can have more tokens than one forward.
             width = max(1, min(MAX_PREFILL, _MAX_MASK // max(len(each.ids) for each in part)) // len(part))
             for start in range(0, len(ids[-1]), width):
                 pieces = [each[start : start + width] for each in ids]
+                first_slot = self._table.running.index(part[0])
                 self._inputs.feed(self._cache, first_slot, pieces, [start + each for each in starts])
             self._count(part)
 
@@ -364,8 +365,7 @@ class TurnLoop:
             self.on_tokens(0, num_computed)
 
     def _step(self) -> None:
-        running = self._table.running
-        if running:
+        if running := self._table.running:
             num_columns = max(each.num_cached for each in running) + 1
             ended = self._inputs.step(self._cache, num_columns, self._draws)
             self.requests.step += 1
