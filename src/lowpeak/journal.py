@@ -190,6 +190,16 @@ def journal_files(folder: Path, name: str) -> list[Path]:
     return sorted(path for path in folder.glob(f"{name}*.jsonl") if pattern.fullmatch(path.name))
 
 
+def conversation_text(messages: Iterable[Mapping[str, Any]]) -> str:
+    """Return messages as text, a line for each with its role, its content and its tool calls as JSON."""
+    lines = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        shown = [message.get("content") or "", *([json.dumps(calls, ensure_ascii=False)] if calls else [])]
+        lines.append(f"{message.get('role', '?')}: {' '.join(map(str, shown)).strip()}")
+    return "\n".join(lines)
+
+
 def _json_value(value: Any) -> Any:
     """Return the value in types of JSON, integers of more than 64 bits as str.
 

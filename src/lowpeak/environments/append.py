@@ -118,6 +118,25 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
+def render_call(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    call: dict[str, Any],
+    results: Sequence[Message],
+    options: Mapping[str, Any],
+) -> str:
+    """Return a conversation with a call and its results; the arguments are a mapping, or JSON text if the template wants it."""
+    function = call["function"]
+    as_text = {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+    results = [{**result, "tool_call_id": call["id"]} for result in results]
+    options = {**options, "add_generation_prompt": bool(results)}
+    try:
+        turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return render(tokenizer, [*messages, turn, *results], options)
+    except TEMPLATE_ERRORS:
+        return render(tokenizer, [*messages, {**turn, "tool_calls": [as_text]}, *results], options)
+
+
 def tool_call(name: str, arguments: Any) -> dict[str, Any]:
     """Return an entry of a message's `tool_calls`."""
     return {"id": _CALL_ID, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -14,7 +14,7 @@ from typing import Any
 
 from lowpeak.arguments import Sampling
 from lowpeak.data import PromptReader, template_options
-from lowpeak.environments.append import TurnAppender
+from lowpeak.environments.append import TurnAppender, render_call, tool_call
 from lowpeak.environments.calls import CallParser
 from lowpeak.environments.conversation import ConversationRun, TurnFormat, warn_of_failure
 from lowpeak.environments.environment import Environment, Opening
@@ -139,6 +139,24 @@ class EnvironmentEngine:
             self.counts["environment_failures"] += 1
             warn_of_failure(environment, "reset", error)
             return None
+
+    def example(self, prompt: Prompt) -> str:
+        """Return a conversation as the chat template writes it: the prompt, a call of the first tool, its result."""
+        environment, row = self.start([{"prompt": copy.deepcopy(prompt.source), **prompt.columns}])[0]
+        opening = self._loop.run(self._reset(environment, 0, row))
+        opened, tools = self._opened_prompt(prompt, opening), list(_tools(opening))
+        if not tools:
+            return str(self.tokenizer.decode(opened.ids))
+        function = tools[0]["function"]
+        arguments = {name: each.get("type") for name, each in function["parameters"].get("properties", {}).items()}
+        result = {"role": "tool", "name": function["name"], "content": "the result"}
+        return render_call(
+            self.tokenizer,
+            opened.source,
+            tool_call(function["name"], arguments),
+            [result],
+            {**self.template, "tools": tools},
+        )
 
     def _opened_prompt(self, prompt: Prompt, opening: Opening | None) -> Prompt:
         """Return the prompt with the opening's text in its last message, rendered with the opening's tools."""

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lowpeak.errors import ArgumentError
-from lowpeak.journal import EVALUATIONS, EVENTS, FORMAT, ROLLOUTS, STEPS, TOKENS, journal_files, read_rows
+from lowpeak.journal import (
+    EVALUATIONS,
+    EVENTS,
+    FORMAT,
+    ROLLOUTS,
+    STEPS,
+    TOKENS,
+    conversation_text,
+    journal_files,
+    read_rows,
+)
 
 MAX_STEPS = 5_000  # of a run, in its curves
 MAX_COMPLETIONS = 20_000  # with their text
@@ -250,9 +260,9 @@ def _number(value: Any) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """Return a column of a completion as text; messages as their roles and contents."""
+    """Return a column of a completion as text; messages as their roles and contents, with their tool calls."""
     if isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value):
-        return "\n".join(f"{each['role']}: {each.get('content', '')}" for each in value)
+        return conversation_text(value)
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
     return "" if value is None else str(value)

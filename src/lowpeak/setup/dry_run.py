@@ -11,6 +11,7 @@ from torch import nn
 from lowpeak.arguments import VllmSettings
 from lowpeak.batching import plan_micro_batches
 from lowpeak.data import DatasetCursor
+from lowpeak.environments import EnvironmentEngine
 from lowpeak.rollout import FunctionEngine
 from lowpeak.setup.engines import describe_generation
 from lowpeak.training import BuildContext, RolloutCollector, Run
@@ -44,9 +45,18 @@ def describe_run(context: BuildContext, model: nn.Module, collector: RolloutColl
         "generation": describe_generation(
             model, settings.vllm, by_function=isinstance(collector.engine, FunctionEngine)
         ),
+        **_conversation(context, collector),
         "layout": str(run.sizes.layout_choice),
         "micro_batches": _rollout_plan(context, collector),
     }
+
+
+def _conversation(context: BuildContext, collector: RolloutCollector) -> Report:
+    """Return a conversation with the tools, rendered for the first prompt."""
+    if not isinstance(collector.engine, EnvironmentEngine):
+        return {}
+    prompt = collector.new_reader().read(next(iter(context.train_dataset)), 0)
+    return {} if prompt is None else {"conversation": collector.engine.example(prompt)}
 
 
 def describe_vllm(settings: VllmSettings) -> Report:

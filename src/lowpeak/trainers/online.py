@@ -162,18 +162,19 @@ class OnlineTrainer(StepTrainer):
     # a run
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the base class does, then close the engine; a later use builds it again."""
-        require(
-            self.parts.settings.evaluation.samples,
+        """Train as the base class does, then close the engine and environments; a later use opens them again."""
+        greedy = (
             "generation_kwargs turns do_sample off: greedy completions of a prompt are equal, so nothing is learned; "
-            "remove it (evaluate() and predict() take it).",
         )
+        require(self.parts.settings.evaluation.samples, greedy + "remove it (evaluate() and predict() take it).")
         try:
             return super().train(*args, **kwargs)
         except RewardError as error:
             raise error.with_traceback(None) from error.__cause__  # lowpeak's frames would hide the reward's
         finally:
             self.collector.engine.close()
+            if self.parts.toolset is not None:
+                self.parts.toolset.close()
 
     # a step
 

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from lowpeak.errors import first_line, show_controls
+from lowpeak.journal import conversation_text
 
 logger = logging.getLogger(__name__)
 
@@ -128,5 +129,5 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}"
     if isinstance(value, list):  # messages
-        return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in value)
+        return conversation_text(value)
     return str(value)

@@ -45,6 +45,9 @@ class Score:
     def get_reward(self) -> float:
         return float(self.total)
 
+    def close(self) -> None:
+        self.is_closed = True
+
 
 def questions(count: int = 8) -> Dataset:
     return Dataset.from_list(
@@ -104,6 +107,7 @@ def test_an_environment_rewards_its_conversations(tmp_path):
     run = scripted("GRPO", tmp_path, script, reward_funcs=reward, environment_factory=Score)
     run.train()
     assert got == run.environments
+    assert all(environment.is_closed for environment in got)
     logged = run.state.log_history[0]
     assert (logged["rewards/Score/mean"], logged["rewards/reward/mean"], logged["reward"]) == (0.5, 0.5, 1.0)
     assert [row["prompt"][-1]["content"][-3:] for row in journal(tmp_path, "rollouts")] == [" go"] * 8
@@ -178,6 +182,13 @@ def test_a_template_without_tool_calls_and_prompts_of_text_are_refused(tmp_path)
     plain = char_tokenizer("0123456789+", chat=True)
     with pytest.raises(DataError, match="response_template"):
         make("GRPO", tmp_path, tiny_model(len(plain)), questions(), plain, tools=[add])
+
+
+def test_a_dry_run_renders_a_conversation(tmp_path):
+    run = make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), questions(), TOKENIZER, tools=[add])
+    text = run.dry_run()["conversation"]
+    call_text = '<tool_call>{"name": "add", "arguments": {"a": "integer", "b": "integer"}}</tool_call>'
+    assert text == f"<user>0+1<eos><assistant>{call_text}<eos><tool>the result<eos><assistant>"
 
 
 def test_an_environment_can_own_the_data(tmp_path):
