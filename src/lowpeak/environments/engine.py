@@ -150,13 +150,8 @@ class EnvironmentEngine:
         function = tools[0]["function"]
         arguments = {name: each.get("type") for name, each in function["parameters"].get("properties", {}).items()}
         result = {"role": "tool", "name": function["name"], "content": "the result"}
-        return render_call(
-            self.tokenizer,
-            opened.source,
-            tool_call(function["name"], arguments),
-            [result],
-            {**self.template, "tools": tools},
-        )
+        call, options = tool_call(function["name"], arguments), {**self.template, "tools": tools}
+        return render_call(self.tokenizer, list(opened.source), call, [result], options)  # type: ignore[arg-type]
 
     def _opened_prompt(self, prompt: Prompt, opening: Opening | None) -> Prompt:
         """Return the prompt with the opening's text in its last message, rendered with the opening's tools."""
