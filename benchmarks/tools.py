@@ -25,7 +25,7 @@ from benchmarks.harness.report import OURS, PEER, available_sides, mean, print_r
 
 SIDE = "benchmarks.harness.tool_side"
 TERMS = 5  # of a sum with four calls
-LONGEST = 128  # tokens of a conversation of five turns
+LONGEST = 160  # tokens of a conversation of five turns
 # What both sides log, besides the seconds.
 COMPARED = (
     *("loss", "grad_norm", "reward", "reward_std", "frac_reward_zero_std", "entropy", "num_tokens"),

@@ -154,6 +154,6 @@ def sum_is_right(completions: Sequence[Any], answer: Sequence[str], **columns: A
     """Return 1 for each conversation whose last message is the sum, else 0."""
     last = [messages[-1] for messages in completions]
     return [
-        float(message["role"] == "assistant" and not message.get("tool_calls") and message["content"] == right)
+        float(message["role"] == "assistant" and not message.get("tool_calls") and message.get("content") == right)
         for message, right in zip(last, answer, strict=True)
     ]

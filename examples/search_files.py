@@ -106,7 +106,9 @@ def answer_is_found(completions: Sequence[Any], answer: Sequence[str], **columns
     """Return 1 for each conversation whose last message has the words of the answer, else 0."""
     last = [messages[-1] for messages in completions]
     return [
-        float(message["role"] == "assistant" and " ".join(_words(right)) in " ".join(_words(message["content"])))
+        float(
+            message["role"] == "assistant" and " ".join(_words(right)) in " ".join(_words(message.get("content") or ""))
+        )
         for message, right in zip(last, answer, strict=True)
     ]
 

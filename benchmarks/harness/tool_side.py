@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,6 +114,12 @@ def number_of_messages(completions: Sequence[Any], **columns: Any) -> list[float
     return [float(len(messages)) for messages in completions]
 
 
+def text_checksum(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Return numbers that differ within a group, so that every completion has a gradient."""
+    texts = ["".join(message.get("content") or "" for message in messages) for messages in completions]
+    return [float(zlib.crc32(text.encode()) % 97) for text in texts]
+
+
 def slow_tool(delay: float) -> Callable[..., int]:
     """Return the calculator, which sleeps before it answers."""
 
@@ -159,7 +166,8 @@ def make_trainer(request: ToolRequest) -> tuple[Any, TokenCount]:
     tokenizer.response_template = RESPONSE_TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(request.start)
     count = TokenCount(model, tokenizer)
-    reward = number_of_messages if request.canned else calculator.sum_is_right
+    long = text_checksum if request.num_terms > 2 else calculator.sum_is_right
+    reward = number_of_messages if request.canned else long
     num_rows = request.steps * request.num_prompts
     trainer = package.GRPOTrainer(
         model=model,
