@@ -74,8 +74,8 @@ class Talk:
         self.metrics: dict[str, Metric] = {}
         self.sampling = Sampling(num_generations=len(script), max_new_tokens=max_tokens, seed=1)
         self.engine = EnvironmentEngine(
-            self.turns, self.tokenizer, self.toolset.start, self.toolset.runner, {}, self._reader,
-            lambda sampling: {self.tokenizer.eos_token_id}, self.toolset.counts, self.metrics.update,
+            self.turns, self.tokenizer, self.toolset, {}, self._reader,
+            lambda sampling: {self.tokenizer.eos_token_id}, self.metrics.update,
         )  # fmt: skip
 
     def _reader(self, options: Mapping[str, Any]) -> PromptReader:

@@ -59,9 +59,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation: its tokens, the index of its last one, its reward, and the reply's seconds."""
+    """One turn of a conversation: the index of its last token, its reward, and the seconds of the reply to it."""
 
-    num_tokens: int
     last: int
     reward: float | None = None
     seconds: float = 0.0
@@ -69,7 +68,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A completion of several turns: its messages after the prompt, and the environment that replied.
+    """The messages and turns of a completion with tools, and the environment that replied.
 
     `has_failed`: the environment raised, so the completion has no reward.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,13 +12,10 @@ import torch
 
 from lowpeak.environments.append import Message, TurnAppender
 from lowpeak.environments.calls import CallParser, ParsedTurn
-from lowpeak.environments.environment import Environment, Reply
-from lowpeak.environments.tool_runner import ToolRunner, call_method
+from lowpeak.environments.tools import Reply, ToolEnvironment, warn_of_failure
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Completion, Conversation, FinishReason, Prompt, Turn
 from lowpeak.rollout import Key, SampledTurn, TurnQueue, TurnRequest, turn_key
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class ConversationRun:
 
     key: Key
     prompt: Prompt
-    environment: Environment
+    environment: ToolEnvironment
     turn_format: TurnFormat
     max_tokens: int
     counts: Counter[str]
@@ -59,7 +55,7 @@ class ConversationRun:
     _finish_reason: FinishReason = "stop"
     _is_over: bool = False
 
-    async def run(self, queue: TurnQueue, runner: ToolRunner) -> None:
+    async def run(self, queue: TurnQueue) -> None:
         """Take turns until the conversation is over, and tell the queue; return early if the engine is lost."""
         while not self._is_over:
             try:
@@ -71,7 +67,7 @@ class ConversationRun:
             parsed = self.turn_format.parse(sampled.ids, previous_role)
             self.counts["malformed"] += parsed.num_malformed
             start = time.perf_counter()
-            reply, reply_ids = await self._reply(sampled, parsed, runner)
+            reply, reply_ids = await self._reply(sampled, parsed)
             self._add(sampled, parsed, reply, reply_ids, time.perf_counter() - start)
         queue.end(self.key)
 
@@ -80,7 +76,7 @@ class ConversationRun:
         request = TurnRequest(self.key, ids, self.max_tokens - len(self._ids), turn_key(self.key, self._ids))
         return await asyncio.wrap_future(queue.submit(request))
 
-    async def _reply(self, sampled: SampledTurn, parsed: ParsedTurn, runner: ToolRunner) -> tuple[Reply, list[int]]:
+    async def _reply(self, sampled: SampledTurn, parsed: ParsedTurn) -> tuple[Reply, list[int]]:
         """Return the environment's reply and its token ids; an empty one if it leaves no room for another turn."""
         # Calls whose results cannot fit are not run.
         room = self.max_tokens - len(self._ids) - len(sampled.ids) - 1
@@ -88,11 +84,13 @@ class ConversationRun:
         if sampled.finish_reason == "length" or (shortest and len(self._append(sampled, shortest)) > room):
             return Reply(), []
         try:
-            reply = await call_method(self.environment.step, runner, turn=parsed)
+            reply = await self.environment.step(parsed)
         except EngineError:
             raise
-        except Exception as error:
-            self._fail("step", error)
+        except Exception as error:  # of get_turn_reward: those of tools are text
+            self.has_failed = True
+            self.counts["environment_failures"] += 1
+            warn_of_failure(self.environment.instance, "get_turn_reward", error)
             return Reply(), []
         ids = self._append(sampled, reply.messages) if reply.messages else []
         return (reply, ids) if len(ids) <= room else (Reply(reward=reply.reward), [])
@@ -108,14 +106,8 @@ class ConversationRun:
         self._loss_mask += [*[True] * len(sampled.ids), *[False] * len(reply_ids)]
         self._messages += [parsed.message, *(reply.messages if reply_ids else ())]
         last = len(self._ids) - len(reply_ids) - 1
-        self._turns.append(Turn(len(sampled.ids), last, reply.reward, seconds))
+        self._turns.append(Turn(last, reply.reward, seconds))
         self._finish_reason, self._is_over = sampled.finish_reason, not reply_ids
-
-    def _fail(self, method: str, error: Exception) -> None:
-        """Count a failure of the environment, whose conversation then has no reward."""
-        self.has_failed = True
-        self.counts["environment_failures"] += 1
-        warn_of_failure(self.environment, method, error)
 
     def completion(self, prompt_ids: tuple[int, ...] | None = None) -> Completion:
         """Return the conversation as one completion; `prompt_ids` replaces the prompt of its group, if given."""
@@ -130,9 +122,3 @@ class ConversationRun:
             prompt_ids=prompt_ids,
             conversation=conversation,
         )
-
-
-def warn_of_failure(environment: Environment, method: str, error: Exception) -> None:
-    """Log which method of an environment failed, and how."""
-    name = type(environment.instance or environment).__name__
-    logger.warning("%s.%s raised %s: %s", name, method, type(error).__name__, error)

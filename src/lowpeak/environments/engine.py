@@ -6,7 +6,6 @@ import asyncio
 import copy
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,9 +15,8 @@ from lowpeak.arguments import Sampling
 from lowpeak.data import PromptReader, template_options
 from lowpeak.environments.append import TurnAppender, render_call, tool_call
 from lowpeak.environments.calls import CallParser
-from lowpeak.environments.conversation import ConversationRun, TurnFormat, warn_of_failure
-from lowpeak.environments.environment import Environment, Opening
-from lowpeak.environments.tool_runner import ToolRunner, call_method
+from lowpeak.environments.conversation import ConversationRun, TurnFormat
+from lowpeak.environments.tools import ToolEnvironment, Toolset, warn_of_failure
 from lowpeak.errors import LostEngineError
 from lowpeak.records import Group, Metric, Prompt
 from lowpeak.rewards import BackgroundLoop
@@ -31,21 +29,18 @@ Row = Mapping[str, Any]
 class EnvironmentEngine:
     """Engine whose groups are conversations: `engine` samples their turns, an environment replies to each.
 
-    start           returns each row's environment, with the row that its `reset` gets; a prompt's row is repeated
     template        the run's arguments of the chat template
     new_reader      returns a reader of prompts with these arguments
     end_ids         returns the tokens that end a turn
-    counts          what the environments count; `add_metrics` receives the metrics of each call
+    add_metrics     receives the metrics of each call
     """
 
     engine: TurnEngine
     tokenizer: Any
-    start: Callable[[Sequence[Row]], Sequence[tuple[Environment, Row]]]
-    runner: ToolRunner
+    toolset: Toolset
     template: Mapping[str, Any]
     new_reader: Callable[[Mapping[str, Any]], PromptReader]
     end_ids: Callable[[Sampling], Collection[int]]
-    counts: Counter[str]
     add_metrics: Callable[[dict[str, Metric]], None]
     _formats: dict[str, TurnFormat] = field(default_factory=dict)
     _unfinished: tuple[Sequence[Prompt], Sampling, list[ConversationRun]] | None = None
@@ -74,7 +69,6 @@ class EnvironmentEngine:
         if unfinished is not None and (unfinished[0], unfinished[1]) == (prompts, sampling):
             runs = unfinished[2]
         else:
-            self.counts.clear()
             runs = self._loop.run(self._open(prompts, sampling))
         queue = TurnQueue(len(runs))
         conversations = self._loop.submit(self._converse(runs, queue))
@@ -86,6 +80,7 @@ class EnvironmentEngine:
             raise
         conversations.result()
         self.add_metrics(self._metrics(len(runs)))
+        self.toolset.counts.clear()
         size = sampling.num_generations
         return [_group(prompt, runs[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
 
@@ -94,7 +89,7 @@ class EnvironmentEngine:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for run in runs:
-                    tasks.create_task(run.run(queue, self.runner))
+                    tasks.create_task(run.run(queue))
         except* Exception as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -104,66 +99,65 @@ class EnvironmentEngine:
         """Return a conversation for each completion, with its environment reset."""
         owners = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
         rows = [{"prompt": copy.deepcopy(prompt.source), **prompt.columns} for prompt in owners]
-        started = self.start(rows)
+        started = self.toolset.start(rows)
         resets = [
             self._reset(environment, _reset_seed(sampling, prompt), row)
             for prompt, (environment, row) in zip(owners, started, strict=True)
         ]
-        openings = await asyncio.gather(*resets)
-        opened: dict[tuple[int, str, str], Prompt] = {}
+        texts = await asyncio.gather(*resets)
+        opened: dict[tuple[int, str | None, int], tuple[Prompt, TurnFormat]] = {}
         runs = []
-        for index, (prompt, (environment, _), opening) in enumerate(zip(owners, started, openings, strict=True)):
-            # The completions of a prompt mostly have equal openings.
-            key = (prompt.serial, "" if opening is None else opening.text, json.dumps(list(_tools(opening))))
+        for index, (prompt, (environment, _), text) in enumerate(zip(owners, started, texts, strict=True)):
+            # The completions of a prompt mostly open alike.
+            key = (prompt.serial, text, id(environment.schemas))
             if key not in opened:
-                opened[key] = self._opened_prompt(prompt, opening)
+                turn_format = self._turn_format(prompt, environment.schemas, sampling)
+                opened[key] = self._opened_prompt(prompt, text or "", environment.schemas), turn_format
             number = sampling.first_completion + index % sampling.num_generations
-            run = ConversationRun(
-                (prompt.serial, number),
-                opened[key],
-                environment,
-                self._turn_format(prompt, _tools(opening), sampling),
-                sampling.max_new_tokens,
-                self.counts,
-                has_failed=opening is None,
+            runs.append(
+                ConversationRun(
+                    *((prompt.serial, number), opened[key][0], environment, opened[key][1]),
+                    max_tokens=sampling.max_new_tokens,
+                    counts=self.toolset.counts,
+                    has_failed=text is None,
+                )
             )
-            runs.append(run)
         return runs
 
-    async def _reset(self, environment: Environment, seed: int, row: Row) -> Opening | None:
-        """Return the opening of an environment; None if it failed."""
+    async def _reset(self, environment: ToolEnvironment, seed: int, row: Row) -> str | None:
+        """Return what an environment adds to the prompt; None if it failed."""
         try:
-            opening: Opening = await call_method(environment.reset, self.runner, seed=seed, row=row)
-            return opening
+            return await environment.reset(seed, row)
         except Exception as error:
-            self.counts["environment_failures"] += 1
-            warn_of_failure(environment, "reset", error)
+            self.toolset.counts["environment_failures"] += 1
+            warn_of_failure(environment.instance, "reset", error)
             return None
 
     def example(self, prompt: Prompt) -> str:
         """Return a conversation as the chat template writes it: the prompt, a call of the first tool, its result."""
-        environment, row = self.start([{"prompt": copy.deepcopy(prompt.source), **prompt.columns}])[0]
-        opening = self._loop.run(self._reset(environment, 0, row))
-        opened, tools = self._opened_prompt(prompt, opening), list(_tools(opening))
-        if not tools:
+        environment, row = self.toolset.start([{"prompt": copy.deepcopy(prompt.source), **prompt.columns}])[0]
+        text = self._loop.run(self._reset(environment, 0, row))
+        opened = self._opened_prompt(prompt, text or "", environment.schemas)
+        if not environment.schemas:
             return str(self.tokenizer.decode(opened.ids))
-        function = tools[0]["function"]
+        function = environment.schemas[0]["function"]
         arguments = {name: each.get("type") for name, each in function["parameters"].get("properties", {}).items()}
         result = {"role": "tool", "name": function["name"], "content": "the result"}
-        call, options = tool_call(function["name"], arguments), {**self.template, "tools": tools}
+        call, options = tool_call(function["name"], arguments), {**self.template, "tools": list(environment.schemas)}
         return render_call(self.tokenizer, list(opened.source), call, [result], options)  # type: ignore[arg-type]
 
-    def _opened_prompt(self, prompt: Prompt, opening: Opening | None) -> Prompt:
-        """Return the prompt with the opening's text in its last message, rendered with the opening's tools."""
+    def _opened_prompt(self, prompt: Prompt, text: str, schemas: Sequence[Row]) -> Prompt:
+        """Return the prompt with `text` in its last message, rendered with the tools."""
         messages = [dict(message) for message in prompt.source if not isinstance(message, str)]
-        if opening is not None and opening.text:
-            messages[-1]["content"] = _with_text(messages[-1].get("content"), opening.text)
-        reader = self.new_reader({**self.template, "tools": _tools(opening)})
-        read = reader.read({**prompt.columns, "prompt": messages}, prompt.serial)
+        if text:
+            messages[-1]["content"] = _with_text(messages[-1].get("content"), text)
+        read = self.new_reader({**self.template, "tools": schemas}).read(
+            {**prompt.columns, "prompt": messages}, prompt.serial
+        )
         assert read is not None, "this reader drops no prompt"
         return read
 
-    def _turn_format(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], sampling: Sampling) -> TurnFormat:
+    def _turn_format(self, prompt: Prompt, tools: Sequence[Row], sampling: Sampling) -> TurnFormat:
         options = template_options(prompt.columns, {**self.template, "tools": list(tools)}, f"prompt {prompt.serial}")
         end_ids = self.end_ids(sampling)
         key = json.dumps([options, sorted(end_ids)])
@@ -175,23 +169,17 @@ class EnvironmentEngine:
         return self._formats[key]
 
     def _metrics(self, num_conversations: int) -> dict[str, Metric]:
-        counts, per = self.counts, float(num_conversations)
+        counts, per = self.toolset.counts, float(num_conversations)
         shares = {
             "tools/call_frequency": Metric(counts["calls"], per),
             "tools/malformed_frequency": Metric(counts["malformed"], per),
         }
         if counts["calls"]:
             shares["tools/failure_frequency"] = Metric(counts["failures"], counts["calls"])
-        totals = {
-            "tools/timeouts": counts["timeouts"],
-            "tools/abandoned": self.runner.num_abandoned,
-            "environments/failures": counts["environment_failures"],
-        }
-        return shares | {name: Metric(count, 1.0, "sum") for name, count in totals.items() if count}
-
-
-def _tools(opening: Opening | None) -> Sequence[Mapping[str, Any]]:
-    return () if opening is None else opening.tools
+        totals = {"tools/timeouts": counts["timeouts"], "environments/failures": counts["environment_failures"]}
+        sums = {name: Metric(count, 1.0, "sum") for name, count in totals.items() if count}
+        abandoned = self.toolset.runner.num_abandoned
+        return shares | sums | ({"tools/abandoned": Metric(abandoned, 1.0, "max")} if abandoned else {})
 
 
 def _with_text(content: Any, text: str) -> Any:

@@ -20,28 +20,31 @@ class ToolTimeoutError(Exception):
 class ToolRunner:
     """Runs functions on the event loop of its caller (`async def`), or in at most `num_threads` daemon threads.
 
-    A call that exceeds `timeout` seconds is cancelled. Python cannot stop a thread: it is abandoned and counted in
-    `num_abandoned`, and more than `num_threads` of them end the run.
+    A call that exceeds `timeout` seconds is cancelled. Python cannot stop a thread: it is abandoned, and more than
+    `num_threads` abandoned ones that still run end the run.
     """
 
     def __init__(self, timeout: float | None, num_threads: int = 32) -> None:
-        self.num_abandoned = 0
         self._timeout, self._num_threads = timeout, num_threads
-        self._threads: asyncio.Semaphore | None = None
+        self._threads = asyncio.Semaphore(num_threads)
+        self._abandoned: list[Future[Any]] = []
+
+    @property
+    def num_abandoned(self) -> int:
+        """The abandoned threads that still run."""
+        return sum(not future.done() for future in self._abandoned)
 
     async def run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Return `function(**arguments)`; ToolTimeoutError if it takes too long, EngineError if too many threads hang."""
         call = partial(function, **arguments)
         if inspect.iscoroutinefunction(function):
             return await self._limited(call())
-        if self._threads is None:
-            self._threads = asyncio.Semaphore(self._num_threads)
         async with self._threads:
             future = _start(call)
             try:
                 return await self._limited(asyncio.shield(asyncio.wrap_future(future)))
             except ToolTimeoutError:
-                self.num_abandoned += not future.done()
+                self._abandoned.append(future)
                 if self.num_abandoned > self._num_threads:
                     raise EngineError(
                         f"{self.num_abandoned} calls of tools exceeded tool_timeout={self._timeout} and still run in their "
@@ -57,13 +60,6 @@ class ToolRunner:
             if limit.expired():
                 raise ToolTimeoutError(f"no result within {self._timeout:g} seconds") from None
             raise
-
-
-async def call_method(method: Callable[..., Any], runner: ToolRunner, **arguments: Any) -> Any:
-    """Return an environment's `method(**arguments)`, in a thread of the runner unless it is `async def`."""
-    if inspect.iscoroutinefunction(method):
-        return await method(**arguments)
-    return await runner.run(method, arguments)
 
 
 def _start(call: Callable[[], Any]) -> Future[Any]:

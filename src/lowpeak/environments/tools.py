@@ -1,8 +1,9 @@
 """TRL's `tools=` and `environment_factory=` as environments: functions that the policy calls by their schemas.
 
 The contract is TRL's: a tool's result becomes a message with role "tool" and the text of the result, an exception the text of
-{"error": message}. Every public method of an environment but `reset` and `get_reward` is a tool. Beyond TRL: `get_turn_reward`
-is the reward of the turn whose calls were run, `close` is called at the end, and `reset` gets a `seed` if it names one.
+{"error": message}. Every public method of an environment is a tool, except those of `_NOT_TOOLS`. Beyond TRL:
+`get_turn_reward` is the reward of the turn whose calls were run, `close` is called at the end, and `reset` gets a `seed` if it
+names one.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lowpeak.arguments import ToolSettings
-from lowpeak.environments.append import TurnAppender
+from lowpeak.environments.append import Message, TurnAppender
 from lowpeak.environments.calls import Call, CallParser, ParsedTurn
-from lowpeak.environments.environment import Environment, Opening, Reply
 from lowpeak.environments.tool_process import call_in_process, tool_address
 from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError
 from lowpeak.errors import ArgumentError, DataError, EngineError
@@ -61,12 +62,20 @@ def named_tools(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., 
 
 
 def public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
-    """Return the tools of an environment: its public methods, inherited ones too, but `reset`, `get_reward` and `close`."""
+    """Return an environment's tools: its public methods, inherited ones too."""
     names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
     return {name: getattr(instance, name) for name in names if not name.startswith("_") and name not in _NOT_TOOLS}
 
 
-class ToolEnvironment(Environment):
+@dataclass(frozen=True)
+class Reply:
+    """Messages that follow a turn, and the turn's reward; without messages the conversation ends."""
+
+    messages: Sequence[Message] = ()
+    reward: float | None = None
+
+
+class ToolEnvironment:
     """The tools of one conversation, with an environment of the user's class or None; `schemas` are those of `functions`.
 
     `max_iterations` bounds the turns whose calls are run (None: no bound). `counts` gets `calls`, `failures`, `timeouts`.
@@ -82,19 +91,20 @@ class ToolEnvironment(Environment):
         counts: Counter[str],
     ) -> None:
         self.instance = instance
-        self._functions, self._schemas = functions, schemas
+        self._functions, self.schemas = functions, schemas
         self._runner, self._max_iterations, self._counts = runner, max_iterations, counts
         self._num_iterations = 0
 
-    async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
-        self._num_iterations = 0
+    async def reset(self, seed: int, row: Mapping[str, Any]) -> str:
+        """Start a conversation for a row of the dataset; return the text that is added to its prompt."""
         if self.instance is None:
-            return Opening(tools=self._schemas)
+            return ""
         accepts_seed = "seed" in inspect.signature(self.instance.reset).parameters and "seed" not in row
         observation = await self._runner.run(self.instance.reset, {**row, **({"seed": seed} if accepts_seed else {})})
-        return Opening(_observation_text(observation, type(self.instance).__name__), self._schemas)
+        return _observation_text(observation, type(self.instance).__name__)
 
     async def step(self, turn: ParsedTurn) -> Reply:
+        """Run the calls of a turn that the policy ended itself."""
         if not turn.calls or self._num_iterations == self._max_iterations:
             return Reply()
         self._num_iterations += 1
@@ -231,6 +241,11 @@ class Toolset:
                 instance.close()
 
 
+def warn_of_failure(environment: Any, method: str, error: Exception) -> None:
+    """Log which method of an environment failed, and how."""
+    logger.warning("%s.%s raised %s: %s", type(environment).__name__, method, type(error).__name__, error)
+
+
 def _per_token(reward: float | None, turns: Sequence[Turn], num_tokens: int) -> float | list[float] | None:
     """Return the reward with those of the turns, at each turn's last token; unchanged if no turn has one."""
     if reward is None or all(turn.reward is None for turn in turns):
@@ -261,14 +276,14 @@ def _reward_of(cls: type[Any], counts: Counter[str]) -> Callable[..., Any]:
 
     async def read(conversation: Conversation, num_tokens: int) -> float | list[float] | None:
         environment, turns = conversation.environment, conversation.turns
-        if type(environment) is not cls:
+        if type(environment) is not cls or conversation.has_failed:
             return None
         try:
             reward = environment.get_reward() if hasattr(cls, "get_reward") else 0.0
             reward = await reward if inspect.isawaitable(reward) else reward
         except Exception as error:
             counts["environment_failures"] += 1
-            logger.warning("%s.get_reward raised %s: %s", cls.__name__, type(error).__name__, error)
+            warn_of_failure(environment, "get_reward", error)
             return None
         return _per_token(reward, turns, num_tokens)
 

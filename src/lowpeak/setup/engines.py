@@ -162,12 +162,10 @@ def _engine_of_user_code(
     return EnvironmentEngine(
         engine,
         tokenizer,
-        parts.toolset.start,
-        parts.toolset.runner,
+        parts.toolset,
         template,
         lambda options: new_reader(chat_template_kwargs=options),
         end_ids,
-        parts.toolset.counts,
         stats.add_conversations,
     )
 
