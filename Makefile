@@ -105,7 +105,7 @@ $(UV):
 	@.venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 quickstart:
-	@echo "make quickstart: about 6 minutes on two cores (MODEL=tiny: 1), and two to install"
+	@echo "make quickstart: about 6 minutes on two cores (MODEL=tiny: 1, TASK=tools: 2 to 4), and two to install"
 	@$(MAKE) --no-print-directory $(CORE)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) $(if $(MODEL),--model $(MODEL)) $(if $(TASK),--task $(TASK)) --seed $(SEED)
 

@@ -73,7 +73,7 @@ TINY_TASKS = {
     "tools": TinyTask(
         calculator,
         calculator.sum_is_right,
-        120,
+        150,
         {
             "max_steps": calculator.WARM_STEPS,
             "per_device_train_batch_size": calculator.WARM_ROWS,
