@@ -88,10 +88,10 @@ KINDS = {
 STOPPED = 130  # the command's exit status after SIGTERM
 
 
-def prepare_quickstart(folder: Path, steps: int = quickstart.TINY_STEPS) -> None:
+def prepare_quickstart(folder: Path, steps: int = quickstart.TINY_TASKS["sort"].steps) -> None:
     """Make the quickstart's model and prompts, and the words of the command that trains on them."""
     files = folder / "files"
-    quickstart.make_tiny_lesson(Namespace(algorithm="grpo", output_dir=str(files), seed=0, steps=steps))
+    quickstart.make_tiny_lesson(Namespace(algorithm="grpo", task=None, output_dir=str(files), seed=0, steps=steps))
     words = ["grpo", "--config", str(EXAMPLES / "grpo.yaml"), "--model", f"{files}/warm_start", "--use_cpu"]
     words += ["--dataset", f"{files}/prompts.jsonl", "--eval_dataset", f"{files}/held_out.jsonl"]
     words += ["--reward", f"{EXAMPLES}/noisy_sort.py:sorted_exactly", "--max_steps", str(steps), "--report_to", "none"]

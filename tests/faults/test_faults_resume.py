@@ -102,7 +102,9 @@ def test_a_run_killed_again_while_it_resumes_ends_as_if_left_alone(tmp_path, lef
 @pytest.mark.extended
 def test_a_command_killed_by_each_signal_and_started_again_ends_as_if_left_alone(tmp_path, monkeypatch):
     """The short form of what `make test-release` does 20 times to the quickstart's whole run."""
-    monkeypatch.setattr(random_kills.quickstart, "WARM_STEPS", 1)
+    sort = random_kills.quickstart.TINY_TASKS["sort"]
+    shorter = replace(sort, warm={**sort.warm, "max_steps": 1})
+    monkeypatch.setitem(random_kills.quickstart.TINY_TASKS, "sort", shorter)
     monkeypatch.setitem(random_kills.KINDS, "quickstart", replace(random_kills.KINDS["quickstart"], latest=0.6))
     (tmp_path / "quickstart").mkdir()
     random_kills.prepare_quickstart(tmp_path / "quickstart", steps=12)

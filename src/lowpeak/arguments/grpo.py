@@ -272,15 +272,13 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
 def _resolve_turn_credit(args: Any) -> TurnCredit | None:
     if args.turn_credit == "outcome":
         return None
-    per_sequence = args.importance_sampling_level == "sequence"
     require(
-        not per_sequence and args.multi_objective_aggregation == "sum_then_normalize",
-        f"turn_credit={args.turn_credit!r} needs an advantage per token of one sum of rewards: set "
-        + (
-            "importance_sampling_level='token'."
-            if per_sequence
-            else "multi_objective_aggregation='sum_then_normalize'."
-        ),
+        args.importance_sampling_level != "sequence",
+        f"turn_credit={args.turn_credit!r} needs ratios of tokens: set importance_sampling_level='token'.",
+    )
+    require(
+        args.multi_objective_aggregation == "sum_then_normalize",
+        f"turn_credit={args.turn_credit!r} needs one sum of rewards: set multi_objective_aggregation='sum_then_normalize'.",
     )
     return TurnCredit(args.turn_credit, args.turn_discount)
 

@@ -24,13 +24,13 @@ class ToolArguments:
     )
     tool_timeout: float | None = generation_argument(
         60.0,
-        "Time limit of one call of a tool or environment, in seconds (None: no limit).",
+        "Time limit of one call of a tool, `reset` or `get_turn_reward`, in seconds (None: no limit).",
         above_zero("a number of seconds"),
         HAS_TOOLS,
     )
     tool_isolation: str = generation_argument(
         "thread",
-        "Where the functions of tools run: thread, or process, which tool_timeout ends; environments run in threads.",
+        "Where tools run: thread (a late call goes on), or process (a late call is killed); environments run in threads.",
         one_of(Literal["thread", "process"]),
         HAS_TOOLS,
     )

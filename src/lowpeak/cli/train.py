@@ -39,7 +39,9 @@ Part = TypeVar("Part")
 ANSWER_COLUMNS = {"sft": ("completion",), "reward": ("chosen", "rejected")}
 # Arguments that a script's own call of evaluate() reads, and a command only if eval_strategy is set.
 _EVALUATION_ARGUMENTS = ("per_device_eval_batch_size", "num_generations_eval", "success_reward", "success_threshold")
-_ADAPTER_ARGUMENTS = [name for name in ModelArguments.__annotations__ if name.startswith(("lora_", "use_rs", "use_do"))]
+_ADAPTER_ARGUMENTS = [
+    name for name in ModelArguments.__annotations__ if name.startswith(("lora_", "use_rslora", "use_dora"))
+]
 _QUANTIZATION_ARGUMENTS = ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant")
 # TRL's defaults where lowpeak's differ: a file that spells them out is not told that they have no effect.
 _TRL_DEFAULTS = {"model_revision": "main", "eval_split": "test", "lora_dropout": 0.05, "per_device_eval_batch_size": 8}

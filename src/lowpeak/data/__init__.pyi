@@ -17,6 +17,7 @@ from lowpeak.data.row_reader import RowReader as RowReader
 from lowpeak.data.row_reader import check_max_steps as check_max_steps
 from lowpeak.data.row_reader import check_special_tokens as check_special_tokens
 from lowpeak.data.row_reader import check_tokenizer as check_tokenizer
+from lowpeak.data.row_reader import common_prefix_length as common_prefix_length
 from lowpeak.data.row_reader import fetch_rows as fetch_rows
 from lowpeak.data.row_reader import num_rows as num_rows
 from lowpeak.data.row_reader import padding_id as padding_id

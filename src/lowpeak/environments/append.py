@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from lowpeak.data import TEMPLATE_ERRORS
+from lowpeak.data import TEMPLATE_ERRORS, common_prefix_length
 from lowpeak.errors import DataError
 
 Message = dict[str, Any]
@@ -69,7 +69,7 @@ class TurnAppender:
         ]
         before, after = (self._encode(text, mark) for text in self._texts_after(marker, marked))
         # Compared as ids: texts can share the first characters of two different control tokens (gpt-oss).
-        shared = common_length(before, after)
+        shared = common_prefix_length(before, after)
         return before[:shared], after[shared:]
 
     def _encode(self, text: str, mark: str) -> list[int]:
@@ -110,12 +110,6 @@ class TurnAppender:
 def render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
     """Return a conversation as the chat template writes it."""
     return str(tokenizer.apply_chat_template(list(messages), **{**options, "tokenize": False}))
-
-
-def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return the length of the longest common prefix."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def render_call(

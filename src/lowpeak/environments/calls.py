@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from lowpeak.data import TEMPLATE_ERRORS
-from lowpeak.environments.append import USER, common_length, render, tool_call
+from lowpeak.data import TEMPLATE_ERRORS, common_prefix_length
+from lowpeak.environments.append import USER, render, tool_call
 from lowpeak.errors import DataError
 
 # Errors of a malformed call.
@@ -33,13 +33,12 @@ class Call:
 class ParsedTurn:
     """A sampled turn as a message, with its complete calls.
 
-    `num_malformed` counts calls that cannot be read. `is_call_open`: the turn ends within a call, which is not among `calls`.
+    `num_malformed` counts calls that cannot be read, or that the model did not close before it ended the turn.
     """
 
     message: dict[str, Any]
     calls: tuple[Call, ...] = ()
     num_malformed: int = 0
-    is_call_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,9 +193,8 @@ class CallParser:
         is_ended = bool(ids) and ids[-1] in self._end_ids
         end = self._decode(ids[-1:]) if is_ended else ""
         turn = read_turn(self._decode(ids), self._format, _thinking_opening(opening), end)
-        calls = tuple(Call(call.name, self._typed_arguments(call)) for call in turn.calls)
-        num_malformed = turn.num_malformed + (turn.is_call_open and is_ended)
-        return replace(turn, message=_with_calls(turn.message, calls), calls=calls, num_malformed=num_malformed)
+        calls = tuple(Call(each.name, _typed_arguments(each, self._schemas.get(each.name, {}))) for each in turn.calls)
+        return replace(turn, message=_with_calls(turn.message, calls), calls=calls)
 
     def _parse_by_template(self, ids: Sequence[int], opening: str) -> ParsedTurn:
         schemas = [{"type": "function", "function": schema} for schema in self._schemas.values()]
@@ -211,17 +209,13 @@ class CallParser:
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _typed_arguments(self, call: Call) -> dict[str, Any]:
-        properties = self._schemas.get(call.name, {}).get("parameters", {}).get("properties", {})
-        return {name: _typed(value, properties.get(name, {})) for name, value in call.arguments.items()}
-
 
 def read_turn(text: str, call_format: CallFormat, thinking: str = "", end: str = "") -> ParsedTurn:
     """Return a turn as a message; the template opened it with `thinking`, and the text ends with the end token `end`."""
     if thinking and any(re.match(start, thinking) and re.search(close, text) for start, close in _THINKING):
         text = thinking + text
     content, reasoning, calls = "", "", list[Call]()
-    num_malformed, is_call_open = 0, False
+    num_malformed = 0
     for region in _regions(text, call_format):
         if region.kind == "thinking":
             reasoning += region.inside
@@ -232,12 +226,12 @@ def read_turn(text: str, call_format: CallFormat, thinking: str = "", end: str =
                 num_malformed += 1
                 content += region.whole
         else:
-            is_call_open |= region.kind == "call"
+            num_malformed += region.kind == "call" and bool(end)
             content += region.whole
     message: dict[str, Any] = {"role": "assistant", "content": _WRAPPERS.sub("", content.removesuffix(end)).strip()}
     if reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
-    return ParsedTurn(message, tuple(calls), num_malformed, is_call_open)
+    return ParsedTurn(message, tuple(calls), num_malformed)
 
 
 class _Region(NamedTuple):
@@ -280,6 +274,11 @@ def _with_calls(message: dict[str, Any], calls: Sequence[Call]) -> dict[str, Any
     return {**message, "tool_calls": entries} if entries else message
 
 
+def _typed_arguments(call: Call, schema: Mapping[str, Any]) -> dict[str, Any]:
+    properties = schema.get("parameters", {}).get("properties", {})
+    return {name: _typed(value, properties.get(name, {})) for name, value in call.arguments.items()}
+
+
 def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
     """Return an argument that was written as text in the type of its schema; unchanged if the text does not fit."""
     kind = schema.get("type")
@@ -294,20 +293,16 @@ def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
 def find_call_format(tokenizer: Any, options: Mapping[str, Any]) -> CallFormat:
     """Return the format that reads back a call which the chat template renders; DataError if there is none."""
     options = {**options, "tools": [_PROBE_TOOL]}
-    parameters = _PROBE_TOOL["function"]["parameters"]["properties"]
     for arguments in (dict(_PROBE_CALL.arguments), json.dumps(_PROBE_CALL.arguments)):
         turn = {"role": "assistant", "content": "", "tool_calls": [tool_call(_PROBE_CALL.name, arguments)]}
         try:
             prompt, rendered = (render(tokenizer, messages, options) for messages in ([USER], [USER, turn]))
         except TEMPLATE_ERRORS:
             continue
-        text = rendered[common_length(prompt, rendered) :]
+        text = rendered[common_prefix_length(prompt, rendered) :]
         for call_format in FORMATS:
             calls = read_turn(text, call_format).calls
-            typed = [
-                {name: _typed(value, parameters.get(name, {})) for name, value in call.arguments.items()}
-                for call in calls
-            ]
+            typed = [_typed_arguments(call, _PROBE_TOOL["function"]) for call in calls]
             if [call.name for call in calls] == [_PROBE_CALL.name] and typed == [_PROBE_CALL.arguments]:
                 return call_format
     raise DataError(
@@ -328,7 +323,7 @@ def _turn_opening(tokenizer: Any, previous_role: str, options: Mapping[str, Any]
         )
     except TEMPLATE_ERRORS:
         return _turn_opening(tokenizer, "user", options)
-    return opened[common_length(closed, opened) :]
+    return opened[common_prefix_length(closed, opened) :]
 
 
 def _thinking_opening(opening: str) -> str:

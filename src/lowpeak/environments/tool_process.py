@@ -30,7 +30,7 @@ def tool_address(name: str, function: Callable[..., Any]) -> dict[str, str]:
     """Return where another process finds a function; ArgumentError if it cannot."""
     module, qualified = getattr(function, "__module__", ""), getattr(function, "__qualname__", "<")
     source = inspect.getsourcefile(inspect.unwrap(function)) if inspect.isfunction(function) else None
-    if module == "__main__" or "<" in qualified or source is None:
+    if module == "__main__" or source is None or not qualified.isidentifier():
         raise ArgumentError(
             f"tool_isolation='process' needs tools that another process can load, but {name!r} is not a function at the top of "
             "a module: move it into a file of its own and import it."
@@ -75,7 +75,7 @@ async def _read(stream: asyncio.StreamReader) -> bytes:
     output = b""
     while part := await stream.read(1 << 16):
         output += part
-        if len(output) > 2 * MAX_RESULT:
+        if len(output) > MAX_RESULT:
             raise RuntimeError(f"the result is longer than {MAX_RESULT} bytes")
     return output
 
@@ -91,9 +91,7 @@ def _load(request: Mapping[str, str]) -> Callable[..., Any]:
         assert spec.loader is not None
         target = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(target)
-    for part in request["name"].split("."):
-        target = getattr(target, part)
-    function: Callable[..., Any] = target
+    function: Callable[..., Any] = getattr(target, request["name"])
     return function
 
 

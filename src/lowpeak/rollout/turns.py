@@ -155,12 +155,14 @@ def answer_in_rounds(queue: TurnQueue, sample: Callable[[Sequence[TurnRequest]],
     A round waits until every conversation that began has a request or has ended. A turn is cut to its `max_tokens`.
     """
     waiting: dict[Key, TurnRequest] = {}
+    begun: set[Key] = set()
     live: set[Key] = set()
     while True:
-        arrivals = queue.take(wait=not live or len(waiting) < len(live))
+        arrivals = queue.take(wait=True)
         waiting |= {request.conversation: request for request in arrivals.requests}
+        begun |= waiting.keys() | set(arrivals.ended)
         live = (live | waiting.keys()) - set(arrivals.ended)
-        if waiting and waiting.keys() >= live:
+        if waiting and waiting.keys() >= live and len(begun) >= queue.num_conversations:
             requests = list(waiting.values())
             waiting.clear()
             for request, turn in zip(requests, sample(requests), strict=True):

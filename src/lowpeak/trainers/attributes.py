@@ -23,8 +23,10 @@ class RunAttribute:
         self._name = name
 
     def __get__(self, trainer: Any, owner: type) -> Any:
-        if trainer is None or self._name in vars(trainer):
-            return self if trainer is None else vars(trainer)[self._name]
+        if trainer is None:
+            return self
+        if self._name in vars(trainer):
+            return vars(trainer)[self._name]
         args = vars(trainer).get("acting_args")
         if not hasattr(args, self._name):
             raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")

@@ -163,10 +163,10 @@ class OnlineTrainer(StepTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the base class does, then close the engine and environments; a later use opens them again."""
-        greedy = (
-            "generation_kwargs turns do_sample off: greedy completions of a prompt are equal, so nothing is learned; "
+        require(
+            self.parts.settings.evaluation.samples,
+            "do_sample=False in generation_kwargs: equal completions teach nothing; remove it, or call evaluate().",
         )
-        require(self.parts.settings.evaluation.samples, greedy + "remove it (evaluate() and predict() take it).")
         try:
             return super().train(*args, **kwargs)
         except RewardError as error:

@@ -189,8 +189,10 @@ def _reward_metrics(prefix: str, records: Sequence[Record], success: SuccessCrit
     rewards = [record.reward for record in records if not math.isnan(record.reward)]
     if not rewards:
         return {}
-    accuracy = success and {f"{prefix}_accuracy": sum(map(success.is_met, records)) / len(records)}
-    return {f"{prefix}_reward": sum(rewards) / len(rewards), **(accuracy or {})}
+    metrics = {f"{prefix}_reward": sum(rewards) / len(rewards)}
+    if success is not None:
+        metrics[f"{prefix}_accuracy"] = sum(map(success.is_met, records)) / len(records)
+    return metrics
 
 
 def _pass_rates(records: Sequence[Record], success: SuccessCriterion | None) -> dict[int, float]:

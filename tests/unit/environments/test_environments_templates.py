@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import trl_wheel
+from lowpeak.data.row_reader import common_prefix_length
 from lowpeak.environments.append import USER, TurnAppender, render, tool_call
 from lowpeak.environments.calls import CallParser, find_call_format
 from lowpeak.errors import DataError
@@ -89,11 +90,6 @@ def canonical(tokenizer, replies):
     raise AssertionError("the template renders neither form of arguments")
 
 
-def shared(first, second):
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
 @trl_wheel.needs_trl
 @pytest.mark.parametrize("name", names())
 def test_a_conversation_has_the_ids_of_its_canonical_rendering(name):
@@ -109,7 +105,7 @@ def test_a_conversation_has_the_ids_of_its_canonical_rendering(name):
         # A turn that was cut off gets the template's end, too.
         cut = appender.append(tokenizer("x")["input_ids"][-1], results(count))
         assert whole[len(whole) - len(cut) :] == cut
-        turn = parser.parse(whole[shared(prompt, whole) : start])
+        turn = parser.parse(whole[common_prefix_length(prompt, whole) : start])
         assert [(each.name, each.arguments) for each in turn.calls] == [("add", ARGUMENTS)]
         assert (turn.message["content"], turn.num_malformed) == ("", 0)
         # Control tokens in a result stay text.

@@ -132,7 +132,6 @@ def test_a_conversation_that_waits_gives_its_slot_to_others_and_is_forwarded_aga
     made = engine(model, 8 * LONGEST * bytes_per_token(model), on_tokens=lambda *both: counts.append(both))
     with watched(model) as seen:
         log = Programs(prompts(), replace(SAMPLING, num_generations=8), delay=waits).run(made)
-    assert {turns for turns in range(1, 5) if any(request.conversation[0] == 5 for request, _ in log)}
     assert max(rows * columns for rows, _, columns in seen) <= 8 * LONGEST
     assert sum(n for useful, n in counts if not useful) > 0
     check_turns([pair for pair in log if pair[0].conversation[0] == 5], SAMPLING)
