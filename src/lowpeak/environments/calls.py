@@ -212,11 +212,9 @@ class CallParser:
 
 def read_turn(text: str, call_format: CallFormat, thinking: str = "", end: str = "") -> ParsedTurn:
     """Return a turn as a message; the template opened it with `thinking`, and the text ends with the end token `end`."""
-    if thinking and any(re.match(start, thinking) and re.search(close, text) for start, close in _THINKING):
-        text = thinking + text
     content, reasoning, calls = "", "", list[Call]()
     num_malformed = 0
-    for region in _regions(text, call_format):
+    for region in _regions(_with_opening(text, thinking), call_format):
         if region.kind == "thinking":
             reasoning += region.inside
         elif region.kind == "call" and region.is_closed:
@@ -232,6 +230,12 @@ def read_turn(text: str, call_format: CallFormat, thinking: str = "", end: str =
     if reasoning.strip():
         message["reasoning_content"] = reasoning.strip()
     return ParsedTurn(message, tuple(calls), num_malformed)
+
+
+def _with_opening(text: str, thinking: str) -> str:
+    """Return a turn with the mark that the template opened its thinking with, if the turn closes it."""
+    closes = thinking and any(re.match(start, thinking) and re.search(close, text) for start, close in _THINKING)
+    return thinking + text if closes else text
 
 
 class _Region(NamedTuple):

@@ -22,7 +22,7 @@ import torch
 
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
 from lowpeak.ranks import Ranks
-from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
+from lowpeak.records import Completion, Conversation, Group, Metric, Prompt, Record, merge_metrics
 from lowpeak.rewards.factory import unique_names
 from lowpeak.rewards.function import BackgroundLoop, FunctionReward, TimeLimitExceeded
 from lowpeak.rewards.model import ModelReward
@@ -281,8 +281,13 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
         columns=_columns(fields),
         texts=texts,
         positions=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
-        conversations=tuple(filter(None, (completion.conversation for _, completion in pairs))),
+        conversations=_conversations(groups),
     )
+
+
+def _conversations(groups: Sequence[Group]) -> tuple[Conversation, ...]:
+    every = (completion.conversation for group in groups for completion in group.completions)
+    return tuple(filter(None, every))
 
 
 def _columns(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

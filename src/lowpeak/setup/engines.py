@@ -116,10 +116,7 @@ def make_engine(
             yield model
 
     device = context.accelerator.device
-    by_function = rollout_func is not None
-    is_slow = parts.settings.vllm is None and not by_function and unsupported_reason(parts.policy) is not None
-    path = describe_generation(parts.policy, parts.settings.vllm, by_function=by_function)
-    _logger.log(logging.WARNING if is_slow else logging.INFO, "Generation: %s.", path)
+    _log_path(parts, by_function=rollout_func is not None)
     engine: TurnEngine
     gather_for_function: Callable[[], AbstractContextManager[nn.Module]]
     if parts.settings.vllm is None:
@@ -136,6 +133,12 @@ def make_engine(
     if parts.toolset is None and rollout_func is None:
         return engine
     return _engine_of_user_code(context, parts, engine, stats, rollout_func, gather_for_function)
+
+
+def _log_path(parts: OnlineParts, *, by_function: bool) -> None:
+    is_slow = parts.settings.vllm is None and not by_function and unsupported_reason(parts.policy) is not None
+    path = describe_generation(parts.policy, parts.settings.vllm, by_function=by_function)
+    _logger.log(logging.WARNING if is_slow else logging.INFO, "Generation: %s.", path)
 
 
 def _engine_of_user_code(

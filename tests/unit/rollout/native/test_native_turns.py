@@ -201,7 +201,7 @@ def test_a_forward_that_fails_fails_all_requests_and_a_later_call_works(at):
 
 @pytest.mark.parametrize("at", [3, 12, 20])
 def test_out_of_memory_halves_the_cache_and_conversations_go_on(at, caplog):
-    model = failing(tiny_model(), at, torch.OutOfMemoryError("no room"))
+    model = failing(tiny_model(), at, torch.OutOfMemoryError("full"))
     made = engine(model, 8 * LONGEST * bytes_per_token(model))
     with watched(model) as seen:
         log = Programs(prompts(8), SAMPLING, delay=delays(0, 0.01)).run(made)
@@ -211,14 +211,14 @@ def test_out_of_memory_halves_the_cache_and_conversations_go_on(at, caplog):
 
 
 def test_out_of_memory_with_one_slot_is_the_engines_error():
-    model = failing(tiny_model(), 3, torch.OutOfMemoryError("no room"))
-    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+    model = failing(tiny_model(), 3, torch.OutOfMemoryError("full"))
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
         Programs(prompts(2), SAMPLING).run(engine(model, LONGEST * bytes_per_token(model)))
 
 
 def test_a_conversation_that_fits_no_slot_is_an_error_with_the_numbers():
     model = tiny_model()
-    with pytest.raises(EngineError, match=r"24 prompt and 60 new tokens does not fit .* of 83 tokens"):
+    with pytest.raises(EngineError, match=r"24\D+60\D+83"):
         Programs(prompts(4), SAMPLING).run(engine(model, (LONGEST - 1) * bytes_per_token(model)))
 
 
