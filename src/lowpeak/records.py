@@ -100,8 +100,8 @@ class Completion:
     finish_reason: FinishReason
     prompt_ids: tuple[int, ...] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    conversation: Conversation | None = None
     policy_versions: Tensor | None = None  # int32 [C]
+    conversation: Conversation | None = None
 
     def __len__(self) -> int:
         return self.ids.numel()

@@ -289,7 +289,7 @@ def test_a_checkpoint_that_ranks_cannot_share_out_is_refused(runs):
 @pytest.mark.parametrize("strategy", EACH)
 def test_a_full_disk_on_one_rank_is_an_error_on_each_and_leaves_nothing(runs, strategy):
     failed = read(runs, strategy, "failed")
-    assert failed["left"] == [".lowpeak.lock", "checkpoint-3", "checkpoint-5", "journal"]
+    assert failed["left"] == [".lowpeak.lock", "README.md", "checkpoint-3", "checkpoint-5", "journal"]
     for told in failed["told"]:
         assert len(told) == 2
         assert all(text.startswith("CheckpointError: ") and "File too large" in text for text in told)

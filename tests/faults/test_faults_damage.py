@@ -48,7 +48,8 @@ def copied(whole, tmp_path):
 def test_no_damage_to_any_file_of_a_checkpoint_is_trained_on(tmp_path, copied, damage):
     trainer = build(CASE, tmp_path / "run")
     before = digest(trainer.model)
-    for file in sorted(path for path in copied.rglob("*") if path.is_file()):
+    # A model card is a text for people, who may change it.
+    for file in sorted(path for path in copied.rglob("*") if path.is_file() and path.name != "README.md"):
         content = file.read_bytes()
         if harm(file, damage):
             with pytest.raises(CheckpointError) as caught:

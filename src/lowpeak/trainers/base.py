@@ -158,7 +158,8 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
                 self._check_weights()  # an engine can fail because of NaN weights: then report those, with the last good ones
                 raise
         self.run.interrupts.raise_if_stopped(output_dir, self.state.global_step)
-        ranks.call_on_first(self.create_model_card)
+        if not self.was_finished:
+            ranks.call_on_first(self.create_model_card)
         return result
 
     def _start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path | None:

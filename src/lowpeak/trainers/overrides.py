@@ -20,7 +20,7 @@ _UNCALLED = (
 _UNCALLED_ONLINE = (
     (_LOSS, "_compute_loss _forward _get_per_token_logps_and_entropies beta get_high_entropy_mask get_off_policy_mask "
     "get_gamma_weights _enable_gradient_checkpointing"),
-    ("pass a rollout_func, or set generation_kwargs",
+    ("pass tools, an environment_factory or a rollout_func, or set generation_kwargs",
      "_generate _generate_single_turn _generate_and_score_completions _get_tool_suffix_ids _tool_call_loop "
      "_generate_vllm _generate_vllm_server _generate_vllm_colocate"),
     ("write a reward function, which may call log_metric and log_extra",
@@ -43,5 +43,5 @@ def check_overrides(trainer: type) -> None:
 
 def uncalled_methods(trainer: type) -> dict[str, str]:
     """Return the methods that a trainer never calls, each with the place where its code belongs."""
-    table = (*_UNCALLED, *(_UNCALLED_ONLINE if hasattr(trainer, "num_generations") else ()))
+    table = (*_UNCALLED, *(_UNCALLED_ONLINE if hasattr(trainer, "attach_extra_modules") else ()))
     return {name: place for place, names in table for name in names.split()}

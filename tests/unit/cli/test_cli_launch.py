@@ -232,7 +232,7 @@ def test_processes_that_do_not_match_the_devices_or_the_mesh_are_refused(name, g
         ({"distributed_type": "FSDP", "fsdp_config": "full"}, "fsdp_config .*'full'"),
         ({"distributed_type": "MULTI_GPU", "parallelism_config": [1]}, r"parallelism_config .*\[1\]"),
         ({"distributed_type": "MULTI_GPU", "num_procs": 2}, "num_procs"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stagee": 3}}, r"zero_stagee.*zero_stage\?"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stagee": 3}}, r"zero_stagee.*'zero_stage'\?"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "bogus": 1}}, "fsdp_bogus"),
         ("\0", r"config\.yaml"),
         ("- 1", r"config\.yaml"),

@@ -18,7 +18,6 @@ from transformers import (
 
 from lowpeak.arguments.sampling import Sampling
 from lowpeak.device_kind import rehearse_device
-from lowpeak.records import Prompt
 from lowpeak.rollout.sampling import (
     BlockSums,
     Candidates,
@@ -78,23 +77,23 @@ def test_a_uniform_depends_on_its_own_five_numbers_only():
         assert not (uniforms(sampling, *rows) == uniforms(replace(sampling, **changed), *rows)).any()
 
 
-PROMPTS = [Prompt(serial, (1,), "") for serial in (30, 20)]
-
-
 @pytest.mark.parametrize("num_generations", [2, MAX_DRAWS // 100])
 def test_draws_are_those_of_each_position_asked_for_alone(num_generations):
     sampling = replace(PLAIN, max_new_tokens=150, seed=4, rollout=6)
-    numbers, wave = range(num_generations), [(1, i) for i in range(num_generations)]
+    numbers, keys = (
+        range(num_generations),
+        {serial: [(serial, i) for i in range(num_generations)] for serial in (20, 30)},
+    )
     draws = UniformDraws(2 * num_generations, sampling, torch.device("cpu"))
-    draws.make(numbers, wave, PROMPTS)
-    draws.make(range(num_generations, 2 * num_generations), [(0, i) for i in numbers], PROMPTS)  # begins later
+    draws.make(numbers, keys[20])
+    draws.make(range(num_generations, 2 * num_generations), keys[30])  # begins later
     for first, serial in ((0, 20), (num_generations, 30)):
         completions = torch.arange(num_generations)
         expected = uniforms(sampling, torch.full_like(completions, serial), completions, torch.arange(150))
         positions = (completions + 77) % 150
         assert torch.equal(draws.at(first + completions, positions), expected[completions, positions])
     greedy = UniformDraws(4, replace(sampling, temperature=0.0), torch.device("cpu"))
-    greedy.make([0, 1], wave[:2], PROMPTS)
+    greedy.make([0, 1], keys[20][:2])
     assert greedy.at(torch.arange(2), torch.zeros(2, dtype=torch.int64)) is None
 
 

@@ -66,7 +66,6 @@ def test_arguments_stand_where_trl_has_them_and_no_unknown_one_is_taken(kind):
 
 
 REFUSED = [
-    *[(kind, name) for kind in ONLINE for name in ("tools", "environment_factory")],
     *[(kind, "data_collator") for kind in ("PPO", "OnlineDPO", "SFT", "Reward")],
     ("OnlineDPO", "compute_metrics"),
     ("OnlineDPO", "preprocess_logits_for_metrics"),

@@ -79,5 +79,6 @@ def test_a_trl_users_script_runs_with_its_import_changed(tmp_path):
     assert (tmp_path / "final" / "adapter_config.json").is_file()
     rollouts = journal(tmp_path / "out", "rollouts")
     assert len(rollouts) == 4 * 16
-    assert {"prompt", "completion", "correct", "short", "reward", "advantage", "length"} <= rollouts[0].keys()
+    assert {"prompt", "completion", "rewards", "reward", "advantage", "extra"} <= rollouts[0].keys()
+    assert (rollouts[0]["rewards"].keys(), rollouts[0]["extra"].keys()) == ({"correct", "short"}, {"length"})
     assert same(weights(names["first"]), weights(names["second"]))

@@ -90,12 +90,14 @@ class OutputBuffer:
         self._ids_RC = torch.zeros(num_rows, max_new_tokens, dtype=torch.int32, device=device)
         self._logprobs_RC = torch.zeros(num_rows, max_new_tokens, device=device)
         self._written_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._most_R = torch.full_like(self._written_R, max_new_tokens)
+        self._most_R: Tensor | None = None  # tokens of each row, if `begin` has set them
         self._stopped_R = torch.zeros(num_rows, dtype=torch.bool, device=device)  # by a stop string
 
     def begin(self, rows: Sequence[int], max_tokens: Sequence[int]) -> None:
         """Empty these rows for sequences of at most so many tokens."""
         rows_N, most_N = torch.tensor([rows, max_tokens]).to(self.device)
+        if self._most_R is None:
+            self._most_R = torch.zeros_like(self._written_R)
         self._written_R[rows_N], self._stopped_R[rows_N], self._most_R[rows_N] = 0, False, most_N
 
     def add(self, rows_N: Tensor, draw: TokenDraw, num_computed: int) -> list[bool]:
@@ -125,7 +127,8 @@ class OutputBuffer:
         self._ids_RC[rows_N, positions_N] = tokens_N.to(torch.int32)
         self._logprobs_RC[rows_N, positions_N] = logprobs_N
         self._written_R[rows_N] = written_N = positions_N + 1
-        finished_N = self._is_end(tokens_N) | (written_N >= self._most_R[rows_N])
+        most = self._ids_RC.shape[1] if self._most_R is None else self._most_R[rows_N]
+        finished_N = self._is_end(tokens_N) | (written_N >= most)
         # `isfinite` is four kernels.
         return torch.where(logprobs_N.abs() < math.inf, finished_N.to(torch.int8), _NON_FINITE)
 

@@ -24,7 +24,7 @@ from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine, decode_by_generate, unsupported_reason
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
-from lowpeak.rollout.native.scheduler import SequenceId
+from lowpeak.rollout.native.scheduler import SequenceId, sequence_keys
 from tiny_models import char_tokenizer, tiny_model
 
 PROMPTS = [Prompt(i, ids, "") for i, ids in enumerate([(2, 3, 4, 5, 6, 7, 8), (9, 9), (4, 5, 6)])]
@@ -89,7 +89,8 @@ def test_the_fallback_draws_what_the_decode_loop_draws(changed):
     tokenizer = char_tokenizer()
     ends = (end_token_ids(model, tokenizer, sampling), StopStrings(tokenizer, sampling.stop, sampling.min_new_tokens))
     progress = OutputBuffer(9, sampling.max_new_tokens, *ends, None, torch.device("cpu"))
-    decode_by_generate(model, rows, PROMPTS, sampling, progress)
+    ids = [PROMPTS[row.prompt].ids for row in rows]
+    decode_by_generate(model, ids, sequence_keys(rows, PROMPTS, sampling), sampling, progress)
     driven = [c for group in _engine(model).generate(PROMPTS, sampling) for c in group.completions]
     for ours, other in zip(progress.completions(), driven, strict=True):
         assert ours.ids.tolist() == other.ids.tolist()
