@@ -90,7 +90,7 @@ class EnvironmentEngine:
             async with asyncio.TaskGroup() as tasks:
                 for run in runs:
                     tasks.create_task(run.run(queue))
-        except* Exception as errors:
+        except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
             queue.close()

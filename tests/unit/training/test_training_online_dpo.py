@@ -256,5 +256,5 @@ def test_a_trainer_that_is_not_to_sample_evaluates_greedily_and_does_not_train(t
     rows = run.predict(run.train_dataset).predictions
     texts = {way: [row["completion"] for row in rows if row["decoding"] == way] for way in ("greedy", "sampled")}
     assert texts["sampled"] == [text for text in texts["greedy"] for _ in range(run.num_generations_eval)]
-    with pytest.raises(ArgumentError, match=r"do_sample .*evaluate"):
+    with pytest.raises(ArgumentError, match=r"do_sample.*evaluate"):
         run.train()
