@@ -325,7 +325,7 @@ def test_a_plan_needs_a_model_and_the_memory_of_a_gpu(model):
 def test_a_machine_is_checked_against_a_config_and_one_without_gpus_as_the_cpus_that_the_run_would_use(
     model, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("lowpeak.cli.check_machine.num_devices", lambda: 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     run = tmp_path / "run.yaml"
     settings = {"model": model, "max_completion_length": 16, "output_dir": str(tmp_path)}
     run.write_text(yaml.safe_dump(settings))
