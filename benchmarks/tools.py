@@ -1,4 +1,4 @@
-"""Conversations with a tool, next to TRL's: `python -m benchmarks.tools [--kind learn|turns|waits|same] [--quick]`.
+"""Conversations with a tool, next to TRL's: `python -m benchmarks.tools [--kind learn|turns|waits|same] [--vllm] [--quick]`.
 
     learn   the calculator of examples/calculator.py: CPU seconds of 150 steps, and held-out accuracy, for each seed
     turns   four calls and an answer: tokens forwarded in generation and in training per useful token; peak memory
@@ -6,7 +6,8 @@
     same    one step on fixed transcripts: masks, metrics, the loss and the gradient norm
 
 Useful tokens: each completion's (sampled and the tool's) once, each prompt's once per group. Both sides train the same weights
-on the same prompts with the same settings, in turns, each in a fresh process with one thread.
+on the same prompts with the same settings, in turns, each in a fresh process with one thread. `--vllm` lets lowpeak learn alone,
+over a vLLM in its process.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ class Plan:
     steps: int
     warm_steps: int
     num_prompts: int
+    vllm: bool
     quick: bool
 
 
 def main() -> None:
     plan = parse(sys.argv[1:])
-    sides = available_sides(plan.quick)
+    sides = [OURS] if plan.vllm else available_sides(plan.quick)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # without it freed blocks stay resident, and look like a peak
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     measure = {"learn": learn, "turns": count_turns, "waits": wait_for_tools, "same": compare_steps}[plan.kind]
@@ -64,14 +66,15 @@ def parse(arguments: Sequence[str]) -> Plan:
     parser.add_argument("--kind", choices=["learn", "turns", "waits", "same"], default="same")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="default: 150 to learn, 4 for turns, 2 for waits")
+    parser.add_argument("--vllm", action="store_true", help="learn: lowpeak alone, generating with vLLM")
     parser.add_argument("--quick", action="store_true", help="a step on few prompts: whether it runs at all")
     found = parser.parse_args(arguments)
     seeds = tuple(found.seeds) if found.kind == "learn" else (0,)
     if found.quick:
-        return Plan(found.kind, seeds[:1], 1, 2, 2, quick=True)
+        return Plan(found.kind, seeds[:1], 1, 2, 2, vllm=found.vllm, quick=True)
     steps = found.steps or {"learn": 150, "turns": 4, "waits": 2, "same": 1}[found.kind]
     num_prompts = {"learn": 32, "turns": 16, "waits": 4, "same": 2}[found.kind]
-    return Plan(found.kind, seeds, steps, 160, num_prompts, quick=False)
+    return Plan(found.kind, seeds, steps, 160, num_prompts, vllm=found.vllm, quick=False)
 
 
 def request_of(plan: Plan, side: str, seed: int, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -95,9 +98,10 @@ def warm_start(plan: Plan, seed: int, folder: Path, **changes: Any) -> None:
 def learn(plan: Plan, sides: Sequence[str], folder: Path) -> dict[str, Any]:
     """Return CPU seconds and accuracies of each seed, and the ratio of the seconds."""
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    changes = {"settings": {"use_vllm": True, "vllm_enable_sleep_mode": False}} if plan.vllm else {}
     for seed in plan.seeds:
         warm_start(plan, seed, folder, num_terms=2)
-        found = {side: run_apart(SIDE, request_of(plan, side, seed, folder)) for side in sides}
+        found = {side: run_apart(SIDE, request_of(plan, side, seed, folder, **changes)) for side in sides}
         models = {side: str(folder / f"{side}-{seed}") for side in sides} | {"start": str(folder / f"start-{seed}")}
         asked = {"models": models, "held_out": 16 if plan.quick else 512, "folder": str(folder / "accuracy")}
         accuracies = run_apart(SIDE, asked)

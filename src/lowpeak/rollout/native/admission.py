@@ -149,7 +149,7 @@ class SlotTable:
                 ids = list(request.ids)
                 source, shared = _match(ids, own, [*self.kept, *self.running])
                 # A member of a group copies the prompt once another member's is in the cache.
-                if all(common_prefix(each.ids[:-1], ids[:-1]) < shared + _LEAST_SHARED for each in started):
+                if not any(_share(each.ids[:-1], ids[:-1], shared + _LEAST_SHARED) for each in started):
                     self._make_room(own, source, shared)
                     slot = None if source is None else source.slot
                     started.append(CachedSequence(request, ids, shared, slot, self._free_rows.pop()))
@@ -211,14 +211,21 @@ def _match(
 
     One of the conversation's `own` comes first if the tokens continue it.
     """
-    best, most = None, 0
-    for each in (*own, *others):
-        shared = common_prefix(each.ids[: each.num_cached], ids[:-1])
-        if each in own and shared == each.num_cached:
-            return each, shared
-        if shared > most:
-            best, most = each, shared
-    return (best, most) if most >= _LEAST_SHARED else (None, 0)
+    for each in own:
+        if _share(each.ids[: each.num_cached], ids[:-1], each.num_cached):
+            return each, each.num_cached
+    best, most = None, _LEAST_SHARED - 1
+    for each in others:
+        cached = each.ids[: each.num_cached]
+        # Most sequences are of other prompts: one comparison tells it.
+        if _share(cached, ids[:-1], most + 1):
+            best, most = each, common_prefix(cached, ids[:-1])
+    return (best, most) if best is not None else (None, 0)
+
+
+def _share(first: list[int], second: list[int], count: int) -> bool:
+    """Return whether both begin with the same `count` tokens."""
+    return min(len(first), len(second)) >= count and first[:count] == second[:count]
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
