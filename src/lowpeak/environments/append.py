@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from lowpeak.data import TEMPLATE_ERRORS, common_prefix_length
@@ -19,6 +20,8 @@ Message = dict[str, Any]
 
 _CALL_ID = "call00000"  # Mistral's templates accept ids of nine letters and digits only
 USER: Message = {"role": "user", "content": "x"}
+_SHORT_CONTENT = 256  # characters
+_SHORT_SPLITS = 1024
 _PRIVATE_USE = range(0xE000, 0xF900)  # code points that no text has by convention
 
 
@@ -39,6 +42,8 @@ class TurnAppender:
         tokens = {str(token) for token in tokenizer.get_added_vocab() if len(token) > 1}
         by_length = sorted(tokens, key=len, reverse=True)
         self._control_token = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+        # Short results are often equal, and an empty one measures the room of every turn with calls.
+        self._split_short = lru_cache(_SHORT_SPLITS)(lambda text: self._split(json.loads(text)))
 
     def append(self, last_id: int, messages: Sequence[Message]) -> list[int]:
         """Return the ids of `messages` and of the opening of the next turn, after a turn that ended with `last_id`.
@@ -46,7 +51,8 @@ class TurnAppender:
         All messages are a tool's results, or one is the user's. A text in them that looks like a control token stays text.
         Raises DataError if the template does not render them.
         """
-        turn_end, new = self._split(messages)
+        is_short = sum(len(str(message["content"])) for message in messages) < _SHORT_CONTENT
+        turn_end, new = self._split_short(json.dumps(messages)) if is_short else self._split(messages)
         is_ended = last_id in self._end_ids
         if is_ended and last_id in turn_end:
             return turn_end[turn_end.index(last_id) + 1 :] + new
