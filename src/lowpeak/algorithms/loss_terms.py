@@ -105,6 +105,15 @@ def product_ratio(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     return bounded_exp(sum_per_sequence(logprobs_T - old_logprobs(logprobs_T, tokens), tokens))
 
 
+def own_gradient(ratio_T: Tensor, logprobs_T: Tensor) -> Tensor:
+    """Return ratios of sequences at their tokens, each with the gradient of the token's own log-prob: [T].
+
+    `stopgrad(ratio) * exp(logprob - stopgrad(logprob))`: GSPO-token (arXiv 2507.18071, section 4.3), for advantages that
+    differ within a sequence. If they do not, the sum of the tokens' gradients is that of a ratio of products.
+    """
+    return ratio_T.detach() * torch.exp(logprobs_T - logprobs_T.detach())
+
+
 def importance_ratio(logprobs_T: Tensor, tokens: TokenBatch, level: ImportanceLevel) -> Tensor:
     """Return each token's ratio, or at sequence level GSPO's ratio of its sequence: [T]."""
     if level == "token":

@@ -272,17 +272,23 @@ def resolve_online(
     hardware: Hardware | None = None,
     num_own_rewards: int = 0,
     has_tools: bool | None = None,
+    has_turns: bool | None = None,
 ) -> OnlineSettings:
     """Return the settings of an online run on `world_size` ranks with `num_rewards` reward functions.
 
     `hardware` is where it will run; None: what this process has. Environments have `num_own_rewards` further rewards, with
-    weight 1. `has_tools` is None if it is not known.
+    weight 1. `has_tools` and `has_turns` are None if they are not known.
     """
     check_values(args)
     require(num_rewards + num_own_rewards > 0, "reward_funcs is empty: pass at least one function or reward model.")
     rollout = resolve_rollout(args, world_size)
     facts = run_facts(
-        args, hardware, num_rewards=num_rewards + num_own_rewards, num_steps=rollout.num_steps, has_tools=has_tools
+        args,
+        hardware,
+        num_rewards=num_rewards + num_own_rewards,
+        num_steps=rollout.num_steps,
+        has_tools=has_tools,
+        has_turns=has_turns,
     )
     _check_online(args, world_size)
     args = reset_idle_arguments(args, facts)

@@ -15,12 +15,13 @@ from lowpeak.arguments.online import (
     clip_high,
     resolve_correction,
 )
+from lowpeak.arguments.tools import TurnCredit, TurnCreditArguments, resolve_turn_credit
 
 KL_IN_REWARD = "Weight of the KL in the reward; at 0 no reference model is loaded."
 
 
 @dataclass(repr=False)
-class RLOOArguments(OnlineArguments):
+class RLOOArguments(TurnCreditArguments, OnlineArguments):
     """Arguments of RLOO."""
 
     num_generations: int = redeclared(OnlineArguments, "num_generations", 2, check=GROUP_SIZE)
@@ -47,6 +48,7 @@ class RLOOSettings(CorrectedSettings):
     drop_equal_groups: bool
     score_old: bool
     correction: Correction | None = None
+    turn_credit: TurnCredit | None = None
 
     @property
     def needs_old(self) -> bool:
@@ -71,4 +73,5 @@ def resolve_rloo(args: RLOOArguments, online: OnlineSettings) -> RLOOSettings:
         drop_equal_groups=args.dynamic_sampling_rounds > 0,
         score_old=online.rollout.num_steps > 1,
         correction=correction,
+        turn_credit=resolve_turn_credit(args),
     )

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from lowpeak.arguments.declare import EffectCondition, above_zero, at_least, generation_argument, one_of
+from lowpeak.arguments.declare import (
+    SHARE,
+    EffectCondition,
+    above_zero,
+    argument,
+    at_least,
+    generation_argument,
+    one_of,
+)
 
 TurnCreditKind = Literal["outcome", "turn", "discounted"]
 
 HAS_TOOLS = EffectCondition(
     lambda args, facts: facts.has_tools is not False,
     "the run has no tools; pass tools or environment_factory to the trainer, or remove it",
+)
+_HAS_TURNS = EffectCondition(
+    lambda args, facts: facts.has_turns is not False,
+    "each completion has one turn; pass tools, environment_factory or rollout_func to the trainer, or remove it",
+)
+_DISCOUNTED = EffectCondition(
+    lambda args, facts: args.turn_credit == "discounted",
+    "turn_credit is not 'discounted'; set it or remove this",
+    switch="turn_credit",
 )
 
 
@@ -36,12 +53,30 @@ class ToolArguments:
     )
 
 
+@dataclass(repr=False)
+class TurnCreditArguments:
+    """Arguments of advantages per turn."""
+
+    turn_credit: str = argument(
+        "outcome",
+        "Advantages of a conversation's turns: outcome (one for the completion), turn, or discounted.",
+        one_of(TurnCreditKind),
+        _HAS_TURNS,
+    )
+    turn_discount: float = argument(1.0, "Discount per turn of later rewards.", SHARE, _DISCOUNTED)
+
+
 @dataclass(frozen=True)
 class TurnCredit:
     """How rewards of turns become advantages: algorithms/turn_credit.py has the formulas."""
 
     kind: Literal["turn", "discounted"]
     discount: float
+
+
+def resolve_turn_credit(args: Any) -> TurnCredit | None:
+    """Return how turns are credited; None for the outcome alone."""
+    return None if args.turn_credit == "outcome" else TurnCredit(args.turn_credit, args.turn_discount)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class OnlineInputs:
     ref_model: Any
     tools: Sequence[Callable[..., Any]] = ()
     environment_factory: Any = None
+    has_turns: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def prepare_online(
     num_rewards = len(as_list(inputs.reward_funcs))
     num_replicas = user_args.world_size // user_args.model_parallel.tensor
     settings = resolve_online(
-        user_args, num_replicas, num_rewards, num_own_rewards=len(own_rewards), has_tools=toolset is not None
+        *(user_args, num_replicas, num_rewards, None, len(own_rewards)), toolset is not None, inputs.has_turns
     )
     args = reset_idle_arguments(user_args, settings.facts)
     algorithm = make_algorithm(args, settings)
