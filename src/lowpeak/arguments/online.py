@@ -280,7 +280,11 @@ def resolve_online(
     weight 1. `has_tools` and `has_turns` are None if they are not known.
     """
     check_values(args)
-    require(num_rewards + num_own_rewards > 0, "reward_funcs is empty: pass at least one function or reward model.")
+    require(
+        num_rewards + num_own_rewards > 0,
+        "reward_funcs is empty: pass a function, a reward model, "
+        "an environment with get_reward, or (Online DPO) a judge.",
+    )
     rollout = resolve_rollout(args, world_size)
     facts = run_facts(
         args,

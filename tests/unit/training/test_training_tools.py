@@ -143,6 +143,30 @@ def test_ppo_gets_the_reward_of_a_turn_at_its_last_token(tmp_path):
         assert returns.tolist() == pytest.approx([20 + 30 + 3] * first + [30 + 3] * second + [3] * last)
 
 
+@pytest.mark.parametrize("differs", [True, False])
+def test_online_dpo_compares_completions_of_one_prompt_only(tmp_path, differs):
+    class Task(Score):
+        count = 0
+
+        def __init__(self) -> None:
+            self.number = Task.count = Task.count + 1
+
+        def reset(self, seed: int, **row: object) -> str:
+            super().reset()
+            if self.number % 4 == 3:
+                raise OSError("a failed environment's completion is in no pair, whatever its prompt")
+            return f" {self.number if differs else seed % 10}"
+
+    script = [[call("increase", by=2) + "<eos>", "x<eos>"], ["x<eos>"], ["y<eos>"], ["z<eos>"]]
+    run = scripted("OnlineDPO", tmp_path, script, reward_funcs=[], environment_factory=Task)
+    if differs:
+        with pytest.raises(DataError, match=r"3 completions .* 3 prompts.*seed"):
+            run.train()
+    else:
+        run.train()
+        assert run.state.log_history[0]["num_pairs"] == 2
+
+
 def test_turn_credit_without_turns_is_named(tmp_path):
     for changes in ({"turn_credit": "turn"}, {"turn_discount": 0.5}):
         with pytest.raises(ArgumentError, match=f"{next(iter(changes))}=.*turn"):
