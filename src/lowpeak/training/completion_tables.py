@@ -31,7 +31,7 @@ def print_completions(rows: Rows, step: int, *, most: int | None = None, unique:
     columns = [*shown[0]]
     table = Table(title=f"step {step}", show_lines=True)
     for name in columns:
-        table.add_column(name, justify="left" if name in ("prompt", "completion") else "right")
+        table.add_column(name, justify="left" if name in ("prompt", "completion") else "right", overflow="fold")
     for row in shown:
         table.add_row(*(Text(show_controls(_cell(row.get(name)))) for name in columns))
     Console().print(table)
@@ -78,8 +78,10 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(completion: Any) -> str:
-    """Return a completion's text; of several messages, their roles and contents."""
-    return str(completion[0]["content"]) if isinstance(completion, list) and len(completion) == 1 else _cell(completion)
+    """Return a completion's text; of a conversation, its turns with their calls and results."""
+    if isinstance(completion, list) and len(completion) == 1 and "tool_calls" not in completion[0]:
+        return str(completion[0]["content"])
+    return _cell(completion)
 
 
 def _send_to_wandb(callback: Any, step: int, columns: list[str], rows: Rows) -> None:

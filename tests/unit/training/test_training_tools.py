@@ -126,6 +126,16 @@ def test_an_environment_alone_is_reward_enough_and_its_turns_have_rewards(tmp_pa
     run = scripted(kind, tmp_path, script, reward_funcs=[], environment_factory=Steps, turn_credit="discounted")
     run.train()
     assert run.state.log_history[0]["reward"] == (20 + 2) / 4
+    rows = journal(tmp_path, "rollouts")
+    acts, other = (next(row["turns"] for row in rows if (row["reward"] > 0) == acts) for acts in (True, False))
+    size = len(TOKENIZER(script[0][0])["input_ids"])
+    assert [(turn["first_token"] > 0, turn["num_tokens"], turn.get("reward")) for turn in acts] == [
+        (False, size, 20.0),
+        (True, 2, None),
+    ]
+    assert acts[1]["first_token"] > size
+    assert all(turn["seconds"] >= 0 for turn in [*acts, *other])
+    assert len(other) == 1
     first = next(record for record in run.rollout.records if record.reward > 0)
     sampled = first.advantages[first.completion.loss_mask]
     assert sampled[0] > sampled[-1] > 0  # the last turn's return lacks the first turn's reward
