@@ -198,8 +198,8 @@ def conversation_text(messages: Iterable[Mapping[str, Any]]) -> str:
         if message.get("role") == "tool":
             lines.append(f"  {message.get('name') or 'tool'} -> {content}".replace("\n", "\n    "))
             continue
-        thought = f"<think>{thinking}</think> " if thinking else ""
-        lines.append(f"{message.get('role', '?')}: {thought}{content}".strip())
+        content = f"<think>{thinking}</think> {content}" if thinking else content
+        lines.append(f"{message.get('role', '?')}: {content}".strip())
         lines += [f"  {_call_text(call)}" for call in message.get("tool_calls") or ()]
     return "\n".join(lines)
 
@@ -209,7 +209,7 @@ def _call_text(call: Mapping[str, Any]) -> str:
     function = call.get("function", call)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, Mapping):
-        arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+        arguments = ", ".join(f"{name}={_ENCODER.encode(_json_value(value))}" for name, value in arguments.items())
     return f"{function.get('name')}({arguments})"
 
 

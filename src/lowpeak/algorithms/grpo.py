@@ -111,9 +111,9 @@ def grpo_advantages(settings: GRPOSettings, records: Sequence[Record]) -> Advant
     The std is the group's, the rollout's, or absent (`scale_rewards`). A sequence without a reward or alone in its group
     gets 0, and so do all sequences of a group whose rewards are equal. Truncated completions count in the statistics.
     """
-    if settings.turn_credit is not None:
+    if settings.turn_credit != "outcome":
         inputs = (records, total_rewards(records), centered, _reward_scales(records, settings.scale_rewards))
-        per_token = turn_advantages(settings.turn_credit, *inputs)
+        per_token = turn_advantages((settings.turn_credit, settings.turn_discount), *inputs)
     elif settings.aggregation == "normalize_then_sum":
         per_token = constant_per_token(_normalize_then_sum(records, settings.reward_weights), records)
     else:
@@ -134,12 +134,9 @@ def _sum_then_normalize(records: Sequence[Record], scale: str) -> Tensor:
 def _reward_scales(records: Sequence[Record], scale: str) -> Tensor:
     """Return what divides each record's advantages, also those of turns: [N]."""
     rewards_N = total_rewards(records)
-    scales_N = torch.ones_like(rewards_N)
-    if scale == "batch":
-        return scales_N * (unbiased_std(rewards_N) + _STD_EPSILON)
-    if scale == "group":
-        for group in indices_by_group(records).values():
-            scales_N[group] = unbiased_std(rewards_N[group]) + _STD_EPSILON
+    scales_N = torch.full_like(rewards_N, unbiased_std(rewards_N) + _STD_EPSILON if scale == "batch" else 1.0)
+    for group in indices_by_group(records).values() if scale == "group" else ():
+        scales_N[group] = unbiased_std(rewards_N[group]) + _STD_EPSILON
     return scales_N
 
 
@@ -244,7 +241,7 @@ def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, tokens: TokenBatch) ->
     not part of this loss: it is the mean over the step's tokens for every loss type, and the training step adds it.
     """
     ratio_T = policy_ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
-    if settings.importance_level == "sequence" and settings.turn_credit is not None:
+    if settings.importance_level == "sequence" and settings.turn_credit != "outcome":
         policy_ratio_T = own_gradient(ratio_T, logprobs_T)
     loss_T = _policy_term(settings, logprobs_T, policy_ratio_T, tokens)
     if settings.off_policy_mask_threshold is not None:

@@ -106,11 +106,7 @@ def product_ratio(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
 
 
 def own_gradient(ratio_T: Tensor, logprobs_T: Tensor) -> Tensor:
-    """Return ratios of sequences at their tokens, each with the gradient of the token's own log-prob: [T].
-
-    `stopgrad(ratio) * exp(logprob - stopgrad(logprob))`: GSPO-token (arXiv 2507.18071, section 4.3), for advantages that
-    differ within a sequence. If they do not, the sum of the tokens' gradients is that of a ratio of products.
-    """
+    """Return sequences' ratios at tokens, with the gradient of the token's log-prob (arXiv 2507.18071, section 4.3): [T]."""
     return ratio_T.detach() * torch.exp(logprobs_T - logprobs_T.detach())
 
 

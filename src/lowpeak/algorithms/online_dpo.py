@@ -92,10 +92,7 @@ def pair_scores(settings: OnlineDPOSettings, records: Sequence[Record]) -> list[
 
 
 def _pairs(records: Sequence[Record], scores: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """Yield (best, worst) of each group that has a difference; of equal scores the first.
-
-    Raises DataError for a group whose completions have different prompts.
-    """
+    """Yield (best, worst) of each group that has a difference, of equal scores the first; DataError for different prompts."""
     for group in indices_by_group(records).values():
         known = [i for i in group if not math.isnan(scores[i])]
         num_prompts = len({records[i].prompt_ids for i in known})

@@ -6,11 +6,8 @@
 
 The KL is part of the reward, so it is fixed for the rollout and needs old and reference log-probs before advantages.
 
-With `turn_credit` a token has the advantage A_t of its turn, and the ratio stays the sequence's:
-
-    L = -sum(min(s_t * A_t, clip(s_t) * A_t)) over tokens,   s_t = stopgrad(ratio) * exp(logprob_t - stopgrad(logprob_t))
-
-With equal A_t the gradient is that of the first form.
+With `turn_credit` a token t has the advantage of its turn; L is the sum over tokens of the same with A_t and, in place of the
+ratio, `stopgrad(ratio) * exp(logprob_t - stopgrad(logprob_t))`. With equal A_t the gradient is the same.
 
 Different from the paper: the clipped ratio, so that a rollout can serve several steps. On-policy the ratio is 1 and the
 gradient is the paper's, REINFORCE's `-A * sum(grad logprob)`.
@@ -94,10 +91,10 @@ def rloo_advantages(settings: RLOOSettings, records: Sequence[Record]) -> Advant
     for group in indices_by_group(records).values():
         advantages_N[group] = leave_one_out(rewards_N[group])
     divisor = unbiased_std(advantages_N) + _STD_EPSILON if settings.normalize_advantages else 1.0
-    if settings.turn_credit is None:
+    if settings.turn_credit == "outcome":
         return Advantages(constant_per_token(advantages_N / divisor, records), metrics)
-    divisors_N = torch.full_like(rewards_N, divisor)
-    return Advantages(turn_advantages(settings.turn_credit, records, rewards_N, leave_one_out, divisors_N), metrics)
+    inputs = records, rewards_N, leave_one_out, torch.full_like(rewards_N, divisor)
+    return Advantages(turn_advantages((settings.turn_credit, settings.turn_discount), *inputs), metrics)
 
 
 def leave_one_out(values_G: Tensor) -> Tensor:
@@ -126,7 +123,7 @@ def _sequence_kl(settings: RLOOSettings, records: Sequence[Record]) -> tuple[Ten
 def rloo_loss(settings: RLOOSettings, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """Return the clipped surrogate of each sequence's ratio and advantage, or the sum over its tokens' with turns: [B]."""
     ratio_B, clips = product_ratio(logprobs_T, tokens), (settings.clip_low, settings.clip_high)
-    if settings.turn_credit is None:
+    if settings.turn_credit == "outcome":
         loss_B = clipped_surrogate(ratio_B, value_per_sequence(tokens.advantages_T, tokens), *clips)
     else:
         ratio_T = own_gradient(repeat_per_token(ratio_B, tokens), logprobs_T)

@@ -13,14 +13,14 @@ discounted advantage is the outcome's. RLOO's KL is in R, so it is in O.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lowpeak.algorithms.groups import indices_by_group
-from lowpeak.arguments import TurnCredit
+from lowpeak.arguments import TurnCreditKind
 from lowpeak.records import Record
 
 
@@ -31,68 +31,47 @@ def turn_ranges(mask: Tensor) -> list[tuple[int, int]]:
 
 
 def turn_advantages(
-    credit: TurnCredit,
+    credit: tuple[TurnCreditKind, float],
     records: Sequence[Record],
     rewards_N: Tensor,
-    subtract_baseline: Callable[[Tensor], Tensor],
+    center: Callable[[Tensor], Tensor],
     divisors_N: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the advantages of a rollout's completions: float32 [C] each, 0 without a reward.
 
-    `rewards_N` are float64 totals R. `subtract_baseline` maps values of a group, [G], to these less their means.
+    `credit` is the kind with its discount, `rewards_N` are totals R. `center` subtracts the mean of a group's values [G].
     """
-    advantages = [torch.zeros(0)] * len(records)
+    advantages = [torch.zeros(len(record.completion)) for record in records]
     for indices in indices_by_group(records).values():
-        group = [records[i] for i in indices]
-        for i, values in zip(
-            indices, _group_advantages(credit, group, rewards_N[indices], subtract_baseline), strict=True
-        ):
-            advantages[i] = (values / divisors_N[i]).nan_to_num(nan=0.0).float()
+        masks = [records[i].completion.loss_mask for i in indices]
+        # Without a loss token, all of it is one turn.
+        ranges = [turn_ranges(mask) or [(0, len(mask))] for mask in masks]
+        rewards = [_turn_rewards(records[i], turns) for i, turns in zip(indices, ranges, strict=True)]
+        rewards_GK = pad_sequence(rewards, batch_first=True, padding_value=torch.nan)
+        rewards_GK[rewards_N[indices].isnan()] = torch.nan
+        columns = _columns(*credit, rewards_GK, rewards_N[indices] - rewards_GK.nansum(1), center)
+        for row, (i, turns) in enumerate(zip(indices, ranges, strict=True)):
+            for (start, stop), column_G in zip(turns, columns, strict=False):
+                advantages[i][start:stop] = (column_G[row] / divisors_N[i]).nan_to_num(nan=0.0)
     return tuple(advantages)
 
 
-def _group_advantages(
-    credit: TurnCredit, group: Sequence[Record], rewards_G: Tensor, subtract_baseline: Callable[[Tensor], Tensor]
-) -> Iterator[Tensor]:
-    """Yield the advantages of each completion of a group: float64 [C], NaN without a reward."""
-    ranges = [turn_ranges(record.completion.loss_mask) or [(0, len(record.completion))] for record in group]
-    rewards = [_turn_rewards(record, turns) for record, turns in zip(group, ranges, strict=True)]
-    columns = _columns(credit, rewards, rewards_G - torch.stack([each.sum() for each in rewards]), subtract_baseline)
-    for i, (record, turns) in enumerate(zip(group, ranges, strict=True)):
-        values = torch.zeros(len(record.completion), dtype=torch.float64)
-        for k, (start, stop) in enumerate(turns):
-            values[start:stop] = columns[k][i]
-        yield values
+def _turn_rewards(record: Record, turns: Sequence[tuple[int, int]]) -> Tensor:
+    tokens = torch.zeros(len(record.completion)) if record.token_rewards is None else record.token_rewards
+    return torch.stack([tokens[start:stop].double().sum() for start, stop in turns])
 
 
 def _columns(
-    credit: TurnCredit, rewards: Sequence[Tensor], outcomes_G: Tensor, subtract_baseline: Callable[[Tensor], Tensor]
+    kind: TurnCreditKind, discount: float, rewards_GK: Tensor, outcomes_G: Tensor, center: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Return the advantages of each turn's number: float64 [G]."""
-    numbers = range(max(map(len, rewards)))
-    if credit.kind == "turn":
-        outcome_G = subtract_baseline(outcomes_G)
-        # A completion without a k-th turn is in no mean of k-th turns.
-        columns = (
-            torch.stack([each[k] if k < len(each) else each.new_tensor(torch.nan) for each in rewards]) for k in numbers
-        )
-        return [subtract_baseline(column_G).nan_to_num(nan=0.0) + outcome_G for column_G in columns]
-    pairs = zip(rewards, outcomes_G.tolist(), strict=True)
-    returns = [_returns(each, outcome, credit.discount) for each, outcome in pairs]
-    return [subtract_baseline(torch.stack([each[min(k, len(each) - 1)] for each in returns])) for k in numbers]
-
-
-def _turn_rewards(record: Record, turns: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the rewards of a completion's turns: float64 [K], NaN if the completion has no reward."""
-    tokens = torch.zeros(len(record.completion)) if record.token_rewards is None else record.token_rewards
-    rewards_K = torch.stack([tokens[start:stop].double().sum() for start, stop in turns])
-    return torch.full_like(rewards_K, torch.nan) if math.isnan(record.reward) else rewards_K
-
-
-def _returns(rewards_K: Tensor, outcome: float, discount: float) -> Tensor:
-    """Return the discounted sum of a turn's reward and those after it: float64 [K]."""
-    returns_K = rewards_K.clone()
-    returns_K[-1] += outcome
-    for k in range(len(returns_K) - 2, -1, -1):
-        returns_K[k] += discount * returns_K[k + 1]
-    return returns_K
+    """Return the advantages of each turn's number, [G]; rewards are NaN after a completion's last turn."""
+    if kind == "turn":
+        outcome_G = center(outcomes_G)
+        return [center(reward_G).nan_to_num(nan=0.0) + outcome_G for reward_G in rewards_GK.T]
+    columns: list[Tensor] = []
+    lasts_G = (~rewards_GK.isnan()).sum(1).clamp(min=1) - 1
+    returns_G = rewards_GK.gather(1, lasts_G[:, None])[:, 0] + outcomes_G
+    for k in reversed(range(rewards_GK.shape[1])):
+        returns_G = torch.where(k < lasts_G, rewards_GK[:, k] + discount * returns_G, returns_G)
+        columns.insert(0, center(returns_G))
+    return columns

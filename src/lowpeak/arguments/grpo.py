@@ -30,7 +30,7 @@ from lowpeak.arguments.online import (
     clip_high,
     resolve_correction,
 )
-from lowpeak.arguments.tools import TurnCredit, TurnCreditArguments, resolve_turn_credit
+from lowpeak.arguments.tools import TurnCreditArguments, TurnCreditKind
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,8 @@ class GRPOSettings(CorrectedSettings):
     sapo: SAPOGate | None = None
     vespo: VESPOWeight | None = None
     off_policy_mask_threshold: float | None = None
-    turn_credit: TurnCredit | None = None
+    turn_credit: TurnCreditKind = "outcome"
+    turn_discount: float = 1.0
 
 
 def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
@@ -260,7 +261,6 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
         correction=None if vespo else correction,
         sapo=SAPOGate(args.sapo_temperature_pos, args.sapo_temperature_neg) if args.loss_type == "sapo" else None,
         vespo=_resolve_vespo(args, correction) if vespo else None,
-        turn_credit=resolve_turn_credit(args),
     )
 
 

@@ -15,7 +15,7 @@ from lowpeak.arguments.online import (
     clip_high,
     resolve_correction,
 )
-from lowpeak.arguments.tools import TurnCredit, TurnCreditArguments, resolve_turn_credit
+from lowpeak.arguments.tools import TurnCreditArguments, TurnCreditKind
 
 KL_IN_REWARD = "Weight of the KL in the reward; at 0 no reference model is loaded."
 
@@ -48,7 +48,8 @@ class RLOOSettings(CorrectedSettings):
     drop_equal_groups: bool
     score_old: bool
     correction: Correction | None = None
-    turn_credit: TurnCredit | None = None
+    turn_credit: TurnCreditKind = "outcome"
+    turn_discount: float = 1.0
 
     @property
     def needs_old(self) -> bool:
@@ -73,5 +74,4 @@ def resolve_rloo(args: RLOOArguments, online: OnlineSettings) -> RLOOSettings:
         drop_equal_groups=args.dynamic_sampling_rounds > 0,
         score_old=online.rollout.num_steps > 1,
         correction=correction,
-        turn_credit=resolve_turn_credit(args),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from lowpeak.arguments.declare import (
     SHARE,
@@ -64,19 +64,6 @@ class TurnCreditArguments:
         _HAS_TURNS,
     )
     turn_discount: float = argument(1.0, "Discount per turn of later rewards.", SHARE, _DISCOUNTED)
-
-
-@dataclass(frozen=True)
-class TurnCredit:
-    """How rewards of turns become advantages: algorithms/turn_credit.py has the formulas."""
-
-    kind: Literal["turn", "discounted"]
-    discount: float
-
-
-def resolve_turn_credit(args: Any) -> TurnCredit | None:
-    """Return how turns are credited; None for the outcome alone."""
-    return None if args.turn_credit == "outcome" else TurnCredit(args.turn_credit, args.turn_discount)
 
 
 @dataclass(frozen=True)

@@ -84,23 +84,24 @@
     }
   }
 
-  function addReply(place, text, summary, isLong) {
-    const reply = add(place, isLong ? "details" : "div", isLong ? undefined : text, "reply");
-    if (isLong) add(reply, "summary", `${summary} \u2026`);
-    return isLong ? add(reply, "div", text) : reply;
+  function addReply(place, text, summary, length) {
+    if (length <= LONG_REPLY) return add(place, "div", text, "reply");
+    const reply = add(place, "details", undefined, "reply");
+    add(reply, "summary", `${summary} \u2026`);
+    return add(reply, "div", text);
   }
 
   function showTurn(place, turn, following, tokens) {
     showFacts(place, turn.facts);
-    if (!tokens || turn.start === null) {
-      add(place, "div", turn.text, "completion");
-      for (const text of turn.replies) addReply(place, text, text.split("\n")[0].slice(0, 100), text.length > LONG_REPLY);
+    const said = add(place, "div", tokens ? undefined : turn.text, "completion");
+    if (!tokens) {
+      turn.replies.forEach((text) => addReply(place, text, text.split("\n")[0].slice(0, 100), text.length));
       return;
     }
     const stop = turn.start + turn.length;
-    showTokens(add(place, "div", undefined, "completion"), tokens, turn.start, stop);
     const length = following ? following.start - stop : 0;
-    if (length) showTokens(addReply(place, undefined, `${length} tokens of the reply`, length > LONG_REPLY), tokens, stop, stop + length);
+    showTokens(said, tokens, turn.start, stop);
+    if (length) showTokens(addReply(place, undefined, `${length} tokens of the reply`, length), tokens, stop, stop + length);
   }
 
   function showCompletion(row) {

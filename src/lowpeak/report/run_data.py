@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 from lowpeak.errors import ArgumentError
 from lowpeak.journal import (
@@ -238,11 +238,9 @@ def _completion(row: Mapping[str, Any], prompts: dict[str, int], tokens: Mapping
 
 def _turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a conversation's turns: text with calls, replies, facts, range of tokens; none for other completions."""
-    messages, values = row.get("completion"), row.get("turns")
-    if not _are_messages(messages) or not isinstance(values, list):
-        return []
-    firsts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(firsts) != len(values):
+    messages, values = row.get("completion", ""), row.get("turns")
+    firsts = [i for i, each in enumerate(messages) if each["role"] == "assistant"] if _are_messages(messages) else []
+    if not isinstance(values, list) or len(values) != len(firsts):
         return []
     facts = (("tokens", "num_tokens"), ("reward", "reward"), ("seconds of the reply", "seconds"))
     return [
@@ -291,5 +289,5 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _are_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)

@@ -48,11 +48,9 @@ class JudgeReward(FunctionReward):
 
 def resolve_reward_funcs(reward_funcs: Any, judge: Any) -> Any:
     """Return `reward_funcs` unchanged, or the judge as the only one; ArgumentError for both."""
-    if judge is None:
-        return reward_funcs
-    if as_list(reward_funcs):
+    if judge is not None and as_list(reward_funcs):
         raise ArgumentError("pairs need reward_funcs or a judge, got both: pass one of them.")
-    return [JudgeReward(judge)]
+    return reward_funcs if judge is None else [JudgeReward(judge)]
 
 
 def _reward_function(judge: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,12 +58,8 @@ def track_completions(rows: Rows, step: int, callbacks: Iterable[TrainerCallback
 
 def select_rows(rows: Rows, *, unique: bool) -> list[Mapping[str, object]]:
     """Return all rows; with `unique`, the first of each group."""
-    if not unique:
-        return list(rows)
-    firsts: dict[object, Mapping[str, object]] = {}
-    for row in rows:
-        firsts.setdefault(row["group"], row)
-    return list(firsts.values())
+    firsts = {row["group"]: row for row in reversed(rows)} if unique else {}
+    return [row for row in rows if not unique or row is firsts[row["group"]]]
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,9 +75,8 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(completion: Any) -> str:
     """Return a completion's text; of a conversation, its turns with their calls and results."""
-    if isinstance(completion, list) and len(completion) == 1 and "tool_calls" not in completion[0]:
-        return str(completion[0]["content"])
-    return _cell(completion)
+    is_text = isinstance(completion, list) and len(completion) == 1 and "tool_calls" not in completion[0]
+    return str(completion[0]["content"]) if is_text else _cell(completion)
 
 
 def _send_to_wandb(callback: Any, step: int, columns: list[str], rows: Rows) -> None:

@@ -17,8 +17,7 @@ def completion_rows(
 ) -> tuple[dict[str, object], ...]:
     """Return one row per completion, for the journal and for tables; `policy_version` generated those that have no own.
 
-    `turns` are those of a conversation, and of a completion with several. `extra` are the values of `log_extra`, `columns` the
-    dataset's.
+    `turns` are a conversation's, or several of another completion; `extra` the values of `log_extra`; `columns` the dataset's.
     """
     rows = []
     for i, record in enumerate(records):
@@ -51,13 +50,10 @@ def _turns(completion: Completion, policy_version: int) -> list[dict[str, object
 
     Turns of a conversation also have the seconds of its environment's reply, and their rewards if there are any.
     """
-    versions = completion.policy_versions
+    versions = torch.full_like(completion.ids, policy_version)
+    versions = versions if completion.policy_versions is None else completion.policy_versions
     rows: list[dict[str, object]] = [
-        {
-            "policy_version": policy_version if versions is None else int(versions[start]),
-            "first_token": start,
-            "num_tokens": stop - start,
-        }
+        {"policy_version": int(versions[start]), "first_token": start, "num_tokens": stop - start}
         for start, stop in turn_ranges(completion.loss_mask)
     ]
     for row, turn in zip(rows, completion.conversation.turns if completion.conversation else (), strict=False):

@@ -12,7 +12,6 @@ from algorithm_cases import GRPO, RLOO, gradients, ragged_rows, trained_loss
 from lowpeak.algorithms.grpo import grpo_advantages, make_grpo
 from lowpeak.algorithms.rloo import make_rloo, rloo_advantages
 from lowpeak.algorithms.turn_credit import turn_ranges
-from lowpeak.arguments import TurnCredit
 from lowpeak.records import Completion, Record
 
 MASKS = ([1, 1, 0, 0, 1, 0, 1, 1], [1, 0, 1], [1, 1])
@@ -54,13 +53,13 @@ def test_discount_1_with_an_outcome_alone_equals_the_outcomes_advantages_to_the_
     advantages, settings = ADVANTAGES[algorithm]
     settings = replace(settings, **changes)
     outcome = advantages(settings, records).per_token
-    per_turn = advantages(replace(settings, turn_credit=TurnCredit("discounted", 1.0)), records).per_token
+    per_turn = advantages(replace(settings, turn_credit="discounted"), records).per_token
     for one, other, each in zip(outcome, per_turn, records, strict=True):
         mask = each.completion.loss_mask
         assert torch.equal(one[mask], other[mask])
 
 
-def naive(credit, turn_rewards, outcomes, leaves_one_out):
+def naive(credit, discount, turn_rewards, outcomes, leaves_one_out):
     """The advantages of each completion's turns; a completion whose outcome is NaN has none and is in no mean."""
     known = [i for i, outcome in enumerate(outcomes) if not math.isnan(outcome)]
 
@@ -71,7 +70,7 @@ def naive(credit, turn_rewards, outcomes, leaves_one_out):
     advantages = [[0.0] * len(each) for each in turn_rewards]
     for i in known:
         for k in range(len(turn_rewards[i])):
-            if credit.kind == "turn":
+            if credit == "turn":
                 column = [each[k] if k < len(each) else None for each in turn_rewards]
                 advantages[i][k] = less_mean(column, i) + less_mean(outcomes, i)
             else:
@@ -79,13 +78,13 @@ def naive(credit, turn_rewards, outcomes, leaves_one_out):
                 for each, outcome in zip(turn_rewards, outcomes, strict=True):
                     first = min(k, len(each) - 1)
                     rewards = [*each[first:-1], each[-1] + outcome]
-                    returns.append(sum(credit.discount**n * reward for n, reward in enumerate(rewards)))
+                    returns.append(sum(discount**n * reward for n, reward in enumerate(rewards)))
                 advantages[i][k] = less_mean(returns, i)
     return advantages
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-@pytest.mark.parametrize("credit", [TurnCredit("turn", 1.0), TurnCredit("discounted", 0.5)], ids=lambda each: each.kind)
+@pytest.mark.parametrize("credit", ["turn", "discounted"])
 def test_advantages_of_turns_follow_their_formulas(algorithm, credit):
     # Rewards of turns 1, 0, 2 and an outcome of 4; 3, 0 and 1; 5 and 0; 6, 6, 6 without a reward.
     group = [
@@ -100,8 +99,8 @@ def test_advantages_of_turns_follow_their_formulas(algorithm, credit):
         group = [with_kl(each, i + 1.0) for i, each in enumerate(group)]
         settings = replace(settings, beta=0.5)
         outcomes = [outcome - 0.5 * (i + 1.0) for i, outcome in enumerate(outcomes)]
-    got = advantages(replace(settings, turn_credit=credit), group).per_token
-    expected = naive(credit, [[1, 0, 2], [3, 0], [5], [6, 6, 6]], outcomes, leaves_one_out=algorithm == "rloo")
+    got = advantages(replace(settings, turn_credit=credit, turn_discount=0.5), group).per_token
+    expected = naive(credit, 0.5, [[1, 0, 2], [3, 0], [5], [6, 6, 6]], outcomes, leaves_one_out=algorithm == "rloo")
     for each, per_token, turns in zip(group, got, expected, strict=True):
         for (start, stop), value in zip(turn_ranges(each.completion.loss_mask), turns, strict=True):
             assert per_token[start:stop].tolist() == pytest.approx([value] * (stop - start), abs=1e-6)
@@ -110,7 +109,7 @@ def test_advantages_of_turns_follow_their_formulas(algorithm, credit):
 @pytest.mark.parametrize("kind", SEQUENCE_LOSSES)
 def test_a_ratio_of_sequences_weighs_each_token_by_the_advantage_of_its_turn(kind):
     make, settings = SEQUENCE_LOSSES[kind]
-    settings = replace(settings, turn_credit=TurnCredit("turn", 1.0))
+    settings = replace(settings, turn_credit="turn")
     for seed in range(3):
         rows = ragged_rows((3, 1, 6, 2, 0, 4), seed)
         advantages = [torch.linspace(-1.0, 2.0, len(row.logprobs), dtype=torch.float64) for row in rows]
@@ -137,5 +136,5 @@ def test_a_ratio_of_sequences_weighs_each_token_by_the_advantage_of_its_turn(kin
 def test_equal_advantages_of_turns_have_the_gradient_of_the_outcome(kind):
     make, settings = SEQUENCE_LOSSES[kind]
     rows = ragged_rows()
-    of_turns = trained_loss(make(replace(settings, turn_credit=TurnCredit("turn", 1.0))), rows)
+    of_turns = trained_loss(make(replace(settings, turn_credit="turn")), rows)
     torch.testing.assert_close(gradients(of_turns, rows), gradients(trained_loss(make(settings), rows), rows))
