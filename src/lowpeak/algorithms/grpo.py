@@ -112,8 +112,9 @@ def grpo_advantages(settings: GRPOSettings, records: Sequence[Record]) -> Advant
     gets 0, and so do all sequences of a group whose rewards are equal. Truncated completions count in the statistics.
     """
     if settings.turn_credit != "outcome":
-        inputs = (records, total_rewards(records), centered, _reward_scales(records, settings.scale_rewards))
-        per_token = turn_advantages((settings.turn_credit, settings.turn_discount), *inputs)
+        inputs = records, total_rewards(records), centered
+        scales_N = None if settings.scale_rewards == "none" else _reward_scales(records, settings.scale_rewards)
+        per_token = turn_advantages((settings.turn_credit, settings.turn_discount), *inputs, scales_N)
     elif settings.aggregation == "normalize_then_sum":
         per_token = constant_per_token(_normalize_then_sum(records, settings.reward_weights), records)
     else:

@@ -93,8 +93,9 @@ def rloo_advantages(settings: RLOOSettings, records: Sequence[Record]) -> Advant
     divisor = unbiased_std(advantages_N) + _STD_EPSILON if settings.normalize_advantages else 1.0
     if settings.turn_credit == "outcome":
         return Advantages(constant_per_token(advantages_N / divisor, records), metrics)
-    inputs = records, rewards_N, leave_one_out, torch.full_like(rewards_N, divisor)
-    return Advantages(turn_advantages((settings.turn_credit, settings.turn_discount), *inputs), metrics)
+    inputs = records, rewards_N, leave_one_out
+    divisors_N = torch.full_like(rewards_N, divisor) if settings.normalize_advantages else None
+    return Advantages(turn_advantages((settings.turn_credit, settings.turn_discount), *inputs, divisors_N), metrics)
 
 
 def leave_one_out(values_G: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lowpeak.algorithms.groups import indices_by_group
+from lowpeak.algorithms.groups import indices_by_group, unbiased_std
 from lowpeak.arguments import TurnCreditKind
 from lowpeak.records import Record
 
@@ -35,11 +35,12 @@ def turn_advantages(
     records: Sequence[Record],
     rewards_N: Tensor,
     center: Callable[[Tensor], Tensor],
-    divisors_N: Tensor,
+    divisors_N: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Return the advantages of a rollout's completions: float32 [C] each, 0 without a reward.
 
     `credit` is the kind with its discount, `rewards_N` are totals R. `center` subtracts the mean of a group's values [G].
+    Advantages are divided by `divisors_N` if they are scaled, but at least by the largest std of the group's k-th turns.
     """
     advantages = [torch.zeros(len(record.completion)) for record in records]
     for indices in indices_by_group(records).values():
@@ -50,9 +51,11 @@ def turn_advantages(
         rewards_GK = pad_sequence(rewards, batch_first=True, padding_value=torch.nan)
         rewards_GK[rewards_N[indices].isnan()] = torch.nan
         columns = _columns(*credit, rewards_GK, rewards_N[indices] - rewards_GK.nansum(1), center)
+        spread = max(map(unbiased_std, rewards_GK.T))  # not 0 for different turns of equal totals
         for row, (i, turns) in enumerate(zip(indices, ranges, strict=True)):
             for (start, stop), column_G in zip(turns, columns, strict=False):
-                advantages[i][start:stop] = (column_G[row] / divisors_N[i]).nan_to_num(nan=0.0)
+                divisor = 1.0 if divisors_N is None else max(float(divisors_N[i]), spread)
+                advantages[i][start:stop] = (column_G[row] / divisor).nan_to_num(nan=0.0)
     return tuple(advantages)
 
 

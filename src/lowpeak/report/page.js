@@ -2,7 +2,6 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const PAGE_SIZE = 20;
-  const LONG_REPLY = 300; // characters, or tokens; longer ones are collapsed
   const SCALES = {
     logprobs: { text: "log-prob", low: -5, high: 0, color: (x) => [220, 60, 40, 0.75 * (1 - x)] },
     entropy: { text: "entropy", low: 0, high: 3, color: (x) => [230, 120, 0, 0.75 * x] },
@@ -85,7 +84,7 @@
   }
 
   function addReply(place, text, summary, length) {
-    if (length <= LONG_REPLY) return add(place, "div", text, "reply");
+    if (length <= 300) return add(place, "div", text, "reply"); // characters, or tokens
     const reply = add(place, "details", undefined, "reply");
     add(reply, "summary", `${summary} \u2026`);
     return add(reply, "div", text);
@@ -94,10 +93,8 @@
   function showTurn(place, turn, following, tokens) {
     showFacts(place, turn.facts);
     const said = add(place, "div", tokens ? undefined : turn.text, "completion");
-    if (!tokens) {
-      turn.replies.forEach((text) => addReply(place, text, text.split("\n")[0].slice(0, 100), text.length));
-      return;
-    }
+    const showReply = (text) => addReply(place, text, text.split("\n")[0].slice(0, 100), text.length);
+    if (!tokens) return turn.replies.forEach(showReply);
     const stop = turn.start + turn.length;
     const length = following ? following.start - stop : 0;
     showTokens(said, tokens, turn.start, stop);

@@ -106,6 +106,19 @@ def test_advantages_of_turns_follow_their_formulas(algorithm, credit):
             assert per_token[start:stop].tolist() == pytest.approx([value] * (stop - start), abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "expected"),
+    [("grpo", {"scale_rewards": scale}, 0.5**0.5) for scale in ("group", "batch")]
+    + [("rloo", {"normalize_advantages": True}, 2**0.5)],
+)
+def test_turns_of_completions_with_equal_rewards_are_divided_by_the_std_of_turns(algorithm, changes, expected):
+    group = [record(MASKS[1], 1.0, [1.0, 0, 0]), record(MASKS[1], 1.0, [0.0, 0, 1])]
+    advantages, settings = ADVANTAGES[algorithm]
+    first, second = advantages(replace(settings, **changes, turn_credit="turn"), group).per_token
+    assert first.tolist() == pytest.approx([expected, 0.0, -expected])
+    assert second.tolist() == pytest.approx([-expected, 0.0, expected])
+
+
 @pytest.mark.parametrize("kind", SEQUENCE_LOSSES)
 def test_a_ratio_of_sequences_weighs_each_token_by_the_advantage_of_its_turn(kind):
     make, settings = SEQUENCE_LOSSES[kind]
