@@ -32,6 +32,22 @@ def online_run(folder: Path, num_steps: int = 4, per_step: int = 4, **changes: A
     return folder
 
 
+def conversation(result: str) -> dict[str, Any]:
+    """The columns of a completion with one call of a tool, which has this result."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    return {
+        "completion": [
+            {"role": "assistant", "content": "let me see", "tool_calls": [call]},
+            {"role": "tool", "name": "add", "content": result},
+            {"role": "assistant", "content": "so 3"},
+        ],
+        "turns": [
+            {"policy_version": 0, "first_token": 0, "num_tokens": 1, "seconds": 0.25, "reward": 0.5},
+            {"policy_version": 0, "first_token": 2, "num_tokens": 1, "seconds": 0.0},
+        ],
+    }
+
+
 def token_row(row: int, pieces: list[str]) -> dict[str, Any]:
     """Token values that grow along a completion; the second token is not in the loss."""
     count = len(pieces)

@@ -191,13 +191,26 @@ def journal_files(folder: Path, name: str) -> list[Path]:
 
 
 def conversation_text(messages: Iterable[Mapping[str, Any]]) -> str:
-    """Return messages as text, a line for each with its role, its content and its tool calls as JSON."""
+    """Return messages as text: a line with role and content, then indented lines with tool calls, and with their results."""
     lines = []
     for message in messages:
-        calls = message.get("tool_calls")
-        shown = [message.get("content") or "", *([json.dumps(calls, ensure_ascii=False)] if calls else [])]
-        lines.append(f"{message.get('role', '?')}: {' '.join(map(str, shown)).strip()}")
+        content, thinking = str(message.get("content") or ""), message.get("reasoning_content")
+        if message.get("role") == "tool":
+            lines.append(f"  {message.get('name') or 'tool'} -> {content}".replace("\n", "\n    "))
+            continue
+        content = f"<think>{thinking}</think> {content}" if thinking else content
+        lines.append(f"{message.get('role', '?')}: {content}".strip())
+        lines += [f"  {_call_text(call)}" for call in message.get("tool_calls") or ()]
     return "\n".join(lines)
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    """Return a tool call as `name(argument=value)`, with values as JSON."""
+    function = call.get("function", call)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, Mapping):
+        arguments = ", ".join(f"{name}={_ENCODER.encode(_json_value(value))}" for name, value in arguments.items())
+    return f"{function.get('name')}({arguments})"
 
 
 def _json_value(value: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from find_browser import find_browser
 from playwright.sync_api import sync_playwright
 
-from journals import MARKUP, online_run, token_row
+from journals import MARKUP, conversation, online_run, token_row
 from lowpeak.journal import Journal
 from lowpeak.report.page import write_report
 
@@ -169,6 +169,30 @@ def test_markup_in_any_text_stays_text(browser, tmp_path):
     assert "rewards/<img src=x onerror=alert(5)>/mean" in opened.texts("#curves .legendtext")
     assert MARKUP in opened.texts("#others .gtitle")
     assert opened.tab.locator("img, b:not(.facts b), #list script, #events script").count() == 0
+    opened.check_is_alone()
+
+
+def test_a_conversation_is_shown_by_turns_and_a_long_result_is_collapsed(browser, tmp_path):
+    result = f"{MARKUP}\n{'x' * 400}"
+    opened = Opened(browser, online_run(tmp_path / "run", num_steps=1, per_step=2, **conversation(result)))
+    with_tokens, plain = (opened.tab.locator("#list article").nth(i) for i in range(2))
+    assert plain.locator(".completion").all_text_contents() == [
+        "assistant: let me see\n  add(a=1, b=2)",
+        "assistant: so 3",
+    ]
+    reply = plain.locator("details.reply")
+    shown = f"add -> {MARKUP}\n    {'x' * 400}"
+    assert reply.locator("summary").inner_text() == f"{shown[:100].splitlines()[0]} \u2026"
+    assert not reply.locator("div").is_visible()
+    reply.locator("summary").click()
+    assert reply.locator("div").inner_text() == shown
+    # Context tokens are hatched in any colour.
+    assert with_tokens.locator(".completion").all_text_contents() == ["te", "0"]
+    assert with_tokens.locator(".reply .token.masked").all_text_contents() == ["xt "]
+    assert with_tokens.locator(".completion .masked").count() == 0
+    opened.search("ADD(A=1")
+    assert opened.texts("#found") == ["2 completions, page 1 of 1"]
+    assert opened.tab.locator("img, #list script").count() == 0
     opened.check_is_alone()
 
 

@@ -20,3 +20,4 @@ from lowpeak.algorithms.result_checks import check_metrics as check_metrics
 from lowpeak.algorithms.reward_model import make_reward_model as make_reward_model
 from lowpeak.algorithms.rloo import make_rloo as make_rloo
 from lowpeak.algorithms.supervised import make_supervised as make_supervised
+from lowpeak.algorithms.turn_credit import turn_ranges as turn_ranges

@@ -49,6 +49,7 @@ from lowpeak.algorithms.loss_terms import (
     mean_per_sequence,
     off_policy_mask,
     old_logprobs,
+    own_gradient,
     repeat_per_token,
     sequence_mean,
     step_weights,
@@ -58,7 +59,7 @@ from lowpeak.algorithms.loss_terms import (
 )
 from lowpeak.algorithms.metrics import clip_ratios, masked_mean, mean_over_step, measure_pass, weighted_tokens
 from lowpeak.algorithms.turn_credit import turn_advantages
-from lowpeak.arguments import EntropyBonus, GRPOSettings, SAPOGate, TurnCredit, VESPOWeight
+from lowpeak.arguments import EntropyBonus, GRPOSettings, SAPOGate, VESPOWeight
 from lowpeak.records import Metric, Record, TokenBatch
 
 _STD_EPSILON = 1e-4  # added to a std before it divides
@@ -110,8 +111,10 @@ def grpo_advantages(settings: GRPOSettings, records: Sequence[Record]) -> Advant
     The std is the group's, the rollout's, or absent (`scale_rewards`). A sequence without a reward or alone in its group
     gets 0, and so do all sequences of a group whose rewards are equal. Truncated completions count in the statistics.
     """
-    if settings.turn_credit is not None:
-        per_token = _per_turn(settings.turn_credit, records, settings.scale_rewards)
+    if settings.turn_credit != "outcome":
+        inputs = records, total_rewards(records), centered
+        scales_N = None if settings.scale_rewards == "none" else _reward_scales(records, settings.scale_rewards)
+        per_token = turn_advantages((settings.turn_credit, settings.turn_discount), *inputs, scales_N)
     elif settings.aggregation == "normalize_then_sum":
         per_token = constant_per_token(_normalize_then_sum(records, settings.reward_weights), records)
     else:
@@ -125,22 +128,17 @@ def _sum_then_normalize(records: Sequence[Record], scale: str) -> Tensor:
     rewards_N = total_rewards(records)
     advantages_N = torch.empty_like(rewards_N)
     for group in indices_by_group(records).values():
-        divisor = unbiased_std(rewards_N[group]) + _STD_EPSILON if scale == "group" else 1.0
-        advantages_N[group] = centered(rewards_N[group]) / divisor
-    return advantages_N / (unbiased_std(rewards_N) + _STD_EPSILON) if scale == "batch" else advantages_N
+        advantages_N[group] = centered(rewards_N[group])
+    return advantages_N / _reward_scales(records, scale)
 
 
-def _per_turn(credit: TurnCredit, records: Sequence[Record], scale: str) -> tuple[Tensor, ...]:
-    """Return the advantages of turns, divided by the std of the completions' rewards as an outcome's are."""
+def _reward_scales(records: Sequence[Record], scale: str) -> Tensor:
+    """Return what divides each record's advantages, also those of turns: [N]."""
     rewards_N = total_rewards(records)
-    advantages = [torch.zeros(0)] * len(records)
-    for group in indices_by_group(records).values():
-        divisor = unbiased_std(rewards_N[group]) + _STD_EPSILON if scale == "group" else 1.0
-        for i, values in zip(group, turn_advantages(credit, [records[i] for i in group]), strict=True):
-            advantages[i] = values / divisor
-    if scale == "batch":
-        advantages = [values / (unbiased_std(rewards_N) + _STD_EPSILON) for values in advantages]
-    return tuple(values.nan_to_num(nan=0.0).float() for values in advantages)
+    scales_N = torch.full_like(rewards_N, unbiased_std(rewards_N) + _STD_EPSILON if scale == "batch" else 1.0)
+    for group in indices_by_group(records).values() if scale == "group" else ():
+        scales_N[group] = unbiased_std(rewards_N[group]) + _STD_EPSILON
+    return scales_N
 
 
 def _normalize_then_sum(records: Sequence[Record], weights: Sequence[float]) -> Tensor:
@@ -243,8 +241,10 @@ def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, tokens: TokenBatch) ->
     The weight is 1, or corrects the sampler's drift (`correction_weight`), or is 0 for a masked sequence. The entropy bonus is
     not part of this loss: it is the mean over the step's tokens for every loss type, and the training step adds it.
     """
-    ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
-    loss_T = _policy_term(settings, logprobs_T, ratio_T, tokens)
+    ratio_T = policy_ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
+    if settings.importance_level == "sequence" and settings.turn_credit != "outcome":
+        policy_ratio_T = own_gradient(ratio_T, logprobs_T)
+    loss_T = _policy_term(settings, logprobs_T, policy_ratio_T, tokens)
     if settings.off_policy_mask_threshold is not None:
         loss_T = loss_T * off_policy_mask(logprobs_T, tokens, settings.off_policy_mask_threshold)
     if settings.step_correction is not None:

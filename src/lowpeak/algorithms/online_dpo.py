@@ -37,6 +37,7 @@ from lowpeak.algorithms.loss_terms import (
 )
 from lowpeak.algorithms.metrics import masked_mean, measure_pass
 from lowpeak.arguments import OnlineDPOSettings
+from lowpeak.errors import DataError
 from lowpeak.records import Metric, Record, TokenBatch
 
 
@@ -91,9 +92,16 @@ def pair_scores(settings: OnlineDPOSettings, records: Sequence[Record]) -> list[
 
 
 def _pairs(records: Sequence[Record], scores: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """Yield (best, worst) of each group that has a difference; of equal scores the first."""
+    """Yield (best, worst) of each group that has a difference, of equal scores the first; DataError for different prompts."""
     for group in indices_by_group(records).values():
         known = [i for i in group if not math.isnan(scores[i])]
+        num_prompts = len({records[i].prompt_ids for i in known})
+        if num_prompts > 1:
+            # DPO's partition function, which depends on the prompt, would not cancel in the logit.
+            raise DataError(
+                f"the {len(known)} completions of a group have {num_prompts} prompts, but Online DPO compares completions of one "
+                "prompt: let reset (or rollout_func) add the same to all, by reset's argument seed, or use GRPO or RLOO."
+            )
         if not all_equal(scores[i] for i in known):
             yield max(known, key=lambda i: scores[i]), min(known, key=lambda i: scores[i])
 

@@ -6,6 +6,9 @@
 
 The KL is part of the reward, so it is fixed for the rollout and needs old and reference log-probs before advantages.
 
+With `turn_credit` a token t has the advantage of its turn; L is the sum over tokens of the same with A_t and, in place of the
+ratio, `stopgrad(ratio) * exp(logprob_t - stopgrad(logprob_t))`. With equal A_t the gradient is the same.
+
 Different from the paper: the clipped ratio, so that a rollout can serve several steps. On-policy the ratio is 1 and the
 gradient is the paper's, REINFORCE's `-A * sum(grad logprob)`.
 
@@ -36,13 +39,16 @@ from lowpeak.algorithms.loss_terms import (
     clipped_surrogate,
     corrected_advantages,
     kl_estimate,
+    own_gradient,
     product_ratio,
     repeat_per_token,
     sequence_mean,
     step_weights,
+    sum_per_sequence,
     value_per_sequence,
 )
 from lowpeak.algorithms.metrics import clip_ratios, measure_pass, weighted_tokens
+from lowpeak.algorithms.turn_credit import turn_advantages
 from lowpeak.arguments import RLOOSettings
 from lowpeak.records import Metric, Record, TokenBatch
 
@@ -69,7 +75,7 @@ def make_rloo(settings: RLOOSettings) -> Algorithm:
 
 
 def rloo_advantages(settings: RLOOSettings, records: Sequence[Record]) -> Advantages:
-    """Return the advantages of a whole rollout, the same for all tokens of a completion.
+    """Return the advantages of a whole rollout, the same for all tokens of a completion, or of a turn with `turn_credit`.
 
     With `normalize_advantages` they are divided by their std over the rollout; their mean is zero by construction. A
     sequence without a reward or alone in its group gets 0, and so do all sequences of a group whose rewards are equal.
@@ -84,9 +90,12 @@ def rloo_advantages(settings: RLOOSettings, records: Sequence[Record]) -> Advant
     advantages_N = torch.full_like(rewards_N, math.nan)
     for group in indices_by_group(records).values():
         advantages_N[group] = leave_one_out(rewards_N[group])
-    if settings.normalize_advantages:
-        advantages_N = advantages_N / (unbiased_std(advantages_N) + _STD_EPSILON)
-    return Advantages(constant_per_token(advantages_N, records), metrics)
+    divisor = unbiased_std(advantages_N) + _STD_EPSILON if settings.normalize_advantages else 1.0
+    if settings.turn_credit == "outcome":
+        return Advantages(constant_per_token(advantages_N / divisor, records), metrics)
+    inputs = records, rewards_N, leave_one_out
+    divisors_N = torch.full_like(rewards_N, divisor) if settings.normalize_advantages else None
+    return Advantages(turn_advantages((settings.turn_credit, settings.turn_discount), *inputs, divisors_N), metrics)
 
 
 def leave_one_out(values_G: Tensor) -> Tensor:
@@ -113,10 +122,13 @@ def _sequence_kl(settings: RLOOSettings, records: Sequence[Record]) -> tuple[Ten
 
 
 def rloo_loss(settings: RLOOSettings, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
-    """Return the clipped surrogate of each sequence's ratio and advantage: [B]."""
-    advantages_B = value_per_sequence(tokens.advantages_T, tokens)
-    ratio_B = product_ratio(logprobs_T, tokens)
-    loss_B = clipped_surrogate(ratio_B, advantages_B, settings.clip_low, settings.clip_high)
+    """Return the clipped surrogate of each sequence's ratio and advantage, or the sum over its tokens' with turns: [B]."""
+    ratio_B, clips = product_ratio(logprobs_T, tokens), (settings.clip_low, settings.clip_high)
+    if settings.turn_credit == "outcome":
+        loss_B = clipped_surrogate(ratio_B, value_per_sequence(tokens.advantages_T, tokens), *clips)
+    else:
+        ratio_T = own_gradient(repeat_per_token(ratio_B, tokens), logprobs_T)
+        loss_B = sum_per_sequence(clipped_surrogate(ratio_T, tokens.advantages_T, *clips), tokens)
     if settings.step_correction is None:
         return loss_B
     return loss_B * value_per_sequence(step_weights(settings.step_correction, logprobs_T, tokens), tokens)

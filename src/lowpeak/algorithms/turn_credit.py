@@ -1,25 +1,26 @@
 """Advantages per turn of a conversation, from the rewards of its turns and of the whole.
 
 A turn is a run of tokens that the policy wrote. Its reward r_k is the sum of its tokens' rewards; the outcome O is the part of a
-completion's reward R that no token has. Means are over the completions of a group.
+completion's reward R that no token has. Means are over the completions of a group; RLOO's are over the others of the group.
 
     outcome      A   = R - mean(R)                                         one number for the completion
     turn         A_k = r_k - mean(r_k) + O - mean(O)                       the mean over the group's k-th turns
     discounted   A_k = G_k - mean(G_k),   G_k = r_k + discount * G_{k+1}   the last turn's reward includes O
 
 A completion with fewer turns counts in the mean of a later G_k with its last turn's. With discount 1 and an outcome alone the
-discounted advantage is the outcome's.
+discounted advantage is the outcome's. RLOO's KL is in R, so it is in O.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from lowpeak.algorithms.groups import centered
-from lowpeak.arguments import TurnCredit
+from lowpeak.algorithms.groups import indices_by_group, unbiased_std
+from lowpeak.arguments import TurnCreditKind
 from lowpeak.records import Record
 
 
@@ -29,49 +30,51 @@ def turn_ranges(mask: Tensor) -> list[tuple[int, int]]:
     return list(zip((edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist(), strict=True))
 
 
-def turn_advantages(credit: TurnCredit, group: Sequence[Record]) -> list[Tensor]:
-    """Return the advantages of a group's completions before they are scaled: float64 [C] each, NaN without a reward."""
-    ranges = [turn_ranges(record.completion.loss_mask) or [(0, len(record.completion))] for record in group]
-    rewards = [_turn_rewards(record, turns) for record, turns in zip(group, ranges, strict=True)]
-    totals = torch.tensor([record.reward for record in group], dtype=torch.float64)
-    outcomes = totals - torch.stack([each.sum() for each in rewards])
-    columns = _columns(credit, rewards, outcomes)
-    advantages = []
-    for i, (record, turns) in enumerate(zip(group, ranges, strict=True)):
-        values = torch.zeros(len(record.completion), dtype=torch.float64)
-        for k, (start, stop) in enumerate(turns):
-            values[start:stop] = columns[k][i]
-        advantages.append(values)
-    return advantages
+def turn_advantages(
+    credit: tuple[TurnCreditKind, float],
+    records: Sequence[Record],
+    rewards_N: Tensor,
+    center: Callable[[Tensor], Tensor],
+    divisors_N: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return the advantages of a rollout's completions: float32 [C] each, 0 without a reward.
 
-
-def _columns(credit: TurnCredit, rewards: Sequence[Tensor], outcomes: Tensor) -> list[Tensor]:
-    """Return the advantages of each turn's number: float64 [G]."""
-    numbers = range(max(map(len, rewards)))
-    if credit.kind == "turn":
-        return [_centered_turn(rewards, k) + centered(outcomes) for k in numbers]
-    pairs = zip(rewards, outcomes.tolist(), strict=True)
-    returns = [_returns(each, outcome, credit.discount) for each, outcome in pairs]
-    return [centered(torch.stack([each[min(k, len(each) - 1)] for each in returns])) for k in numbers]
+    `credit` is the kind with its discount, `rewards_N` are totals R. `center` subtracts the mean of a group's values [G].
+    Advantages are divided by `divisors_N` if they are scaled, but at least by the largest std of the group's k-th turns.
+    """
+    advantages = [torch.zeros(len(record.completion)) for record in records]
+    for indices in indices_by_group(records).values():
+        masks = [records[i].completion.loss_mask for i in indices]
+        # Without a loss token, all of it is one turn.
+        ranges = [turn_ranges(mask) or [(0, len(mask))] for mask in masks]
+        rewards = [_turn_rewards(records[i], turns) for i, turns in zip(indices, ranges, strict=True)]
+        rewards_GK = pad_sequence(rewards, batch_first=True, padding_value=torch.nan)
+        rewards_GK[rewards_N[indices].isnan()] = torch.nan
+        columns = _columns(*credit, rewards_GK, rewards_N[indices] - rewards_GK.nansum(1), center)
+        spread = max(map(unbiased_std, rewards_GK.T))  # not 0 for different turns of equal totals
+        for row, (i, turns) in enumerate(zip(indices, ranges, strict=True)):
+            for (start, stop), column_G in zip(turns, columns, strict=False):
+                divisor = 1.0 if divisors_N is None else max(float(divisors_N[i]), spread)
+                advantages[i][start:stop] = (column_G[row] / divisor).nan_to_num(nan=0.0)
+    return tuple(advantages)
 
 
 def _turn_rewards(record: Record, turns: Sequence[tuple[int, int]]) -> Tensor:
-    tokens = record.token_rewards
-    if tokens is None:
-        return torch.zeros(len(turns), dtype=torch.float64)
+    tokens = torch.zeros(len(record.completion)) if record.token_rewards is None else record.token_rewards
     return torch.stack([tokens[start:stop].double().sum() for start, stop in turns])
 
 
-def _returns(rewards_K: Tensor, outcome: float, discount: float) -> Tensor:
-    """Return the discounted sum of a turn's reward and those after it: float64 [K]."""
-    returns_K = rewards_K.clone()
-    returns_K[-1] += outcome
-    for k in range(len(returns_K) - 2, -1, -1):
-        returns_K[k] += discount * returns_K[k + 1]
-    return returns_K
-
-
-def _centered_turn(rewards: Sequence[Tensor], number: int) -> Tensor:
-    """Return the rewards of the group's turns of this number less their mean [G]; 0 for a completion without it."""
-    column_G = torch.tensor([float(each[number]) if number < len(each) else torch.nan for each in rewards]).double()
-    return centered(column_G).nan_to_num(nan=0.0)
+def _columns(
+    kind: TurnCreditKind, discount: float, rewards_GK: Tensor, outcomes_G: Tensor, center: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Return the advantages of each turn's number, [G]; rewards are NaN after a completion's last turn."""
+    if kind == "turn":
+        outcome_G = center(outcomes_G)
+        return [center(reward_G).nan_to_num(nan=0.0) + outcome_G for reward_G in rewards_GK.T]
+    columns: list[Tensor] = []
+    lasts_G = (~rewards_GK.isnan()).sum(1).clamp(min=1) - 1
+    returns_G = rewards_GK.gather(1, lasts_G[:, None])[:, 0] + outcomes_G
+    for k in reversed(range(rewards_GK.shape[1])):
+        returns_G = torch.where(k < lasts_G, rewards_GK[:, k] + discount * returns_G, returns_G)
+        columns.insert(0, center(returns_G))
+    return columns

@@ -89,7 +89,7 @@ from lowpeak.arguments.text import show as show
 from lowpeak.arguments.text import show_bytes as show_bytes
 from lowpeak.arguments.text import show_seconds as show_seconds
 from lowpeak.arguments.tools import ToolSettings as ToolSettings
-from lowpeak.arguments.tools import TurnCredit as TurnCredit
+from lowpeak.arguments.tools import TurnCreditKind as TurnCreditKind
 from lowpeak.arguments.validation import EffectReport as EffectReport
 from lowpeak.arguments.validation import check_finite as check_finite
 from lowpeak.arguments.validation import check_range as check_range

@@ -48,7 +48,8 @@ class RunFacts:
     `casts_weights`: autocast casts fp32 weights.
     `frozen`: the run has a model that is never trained. `passed_optimizer`: the user passed an optimizer to the trainer
     ("instance"), or its class ("class"); `passed_schedule`: a schedule. `has_tools`: the policy talks to tools or
-    environments. `idle` maps other arguments without effect, as shown to the user, to the reason.
+    environments. `has_turns`: a completion may have several turns. `idle` maps other arguments without effect, as shown to the
+    user, to the reason.
     """
 
     num_processes: int | None = None
@@ -65,6 +66,7 @@ class RunFacts:
     passed_optimizer: str | None = None
     passed_schedule: bool | None = None
     has_tools: bool | None = None
+    has_turns: bool | None = None
     idle: Mapping[str, str] = field(default_factory=dict)
 
 

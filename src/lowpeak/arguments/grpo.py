@@ -30,7 +30,7 @@ from lowpeak.arguments.online import (
     clip_high,
     resolve_correction,
 )
-from lowpeak.arguments.tools import TurnCredit, TurnCreditKind
+from lowpeak.arguments.tools import TurnCreditArguments, TurnCreditKind
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,10 @@ _LEVELS_DIFFER = EffectCondition(
     lambda args, facts: REUSES_ROLLOUTS.holds(args, facts) or _levels_differ(args), REUSES_ROLLOUTS.reason
 )
 _ADAPTIVE_ENTROPY = if_on("use_adaptive_entropy")
-_DISCOUNTED = EffectCondition(
-    lambda args, facts: args.turn_credit == "discounted", "turn_credit is not 'discounted'; set it or remove this"
-)
 
 
 @dataclass(repr=False)
-class GRPOArguments(OnlineArguments):
+class GRPOArguments(TurnCreditArguments, OnlineArguments):
     """Arguments of GRPO and its family."""
 
     num_generations: int = redeclared(OnlineArguments, "num_generations", check=GROUP_SIZE)
@@ -147,12 +144,6 @@ class GRPOArguments(OnlineArguments):
     use_bias_correction_kl: bool = argument(
         True, "Multiply the KL in the loss by the importance ratio.", acts_if=HAS_KL
     )
-    turn_credit: str = argument(
-        "outcome",
-        "Advantages of a conversation's turns: outcome (one for the completion), turn, or discounted.",
-        one_of(TurnCreditKind),
-    )
-    turn_discount: float = argument(1.0, "Discount per turn of later rewards.", SHARE, _DISCOUNTED)
     top_entropy_quantile: float = argument(
         1.0, "Fraction of tokens, those of highest entropy, in the policy loss.", SHARE
     )
@@ -235,7 +226,8 @@ class GRPOSettings(CorrectedSettings):
     sapo: SAPOGate | None = None
     vespo: VESPOWeight | None = None
     off_policy_mask_threshold: float | None = None
-    turn_credit: TurnCredit | None = None
+    turn_credit: TurnCreditKind = "outcome"
+    turn_discount: float = 1.0
 
 
 def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
@@ -248,6 +240,10 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
         args.delta is None or args.delta > 1 + high,
         f"delta={args.delta} must be above 1 + epsilon_high = {1 + high}: it bounds the ratio of negative advantages, "
         "which clipping does not.",
+    )
+    require(
+        args.turn_credit == "outcome" or args.multi_objective_aggregation == "sum_then_normalize",
+        f"turn_credit={args.turn_credit!r} needs one sum of rewards: set multi_objective_aggregation='sum_then_normalize'.",
     )
     return make_settings(
         GRPOSettings,
@@ -265,22 +261,7 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
         correction=None if vespo else correction,
         sapo=SAPOGate(args.sapo_temperature_pos, args.sapo_temperature_neg) if args.loss_type == "sapo" else None,
         vespo=_resolve_vespo(args, correction) if vespo else None,
-        turn_credit=_resolve_turn_credit(args),
     )
-
-
-def _resolve_turn_credit(args: Any) -> TurnCredit | None:
-    if args.turn_credit == "outcome":
-        return None
-    require(
-        args.importance_sampling_level != "sequence",
-        f"turn_credit={args.turn_credit!r} needs ratios of tokens: set importance_sampling_level='token'.",
-    )
-    require(
-        args.multi_objective_aggregation == "sum_then_normalize",
-        f"turn_credit={args.turn_credit!r} needs one sum of rewards: set multi_objective_aggregation='sum_then_normalize'.",
-    )
-    return TurnCredit(args.turn_credit, args.turn_discount)
 
 
 def _check_loss_type(args: GRPOArguments, correction: Correction | None) -> None:

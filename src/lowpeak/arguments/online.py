@@ -271,19 +271,17 @@ def resolve_online(
     num_rewards: int,
     hardware: Hardware | None = None,
     num_own_rewards: int = 0,
-    has_tools: bool | None = None,
+    **known: bool,
 ) -> OnlineSettings:
     """Return the settings of an online run on `world_size` ranks with `num_rewards` reward functions.
 
     `hardware` is where it will run; None: what this process has. Environments have `num_own_rewards` further rewards, with
-    weight 1. `has_tools` is None if it is not known.
+    weight 1. `known` are further facts of the run.
     """
     check_values(args)
     require(num_rewards + num_own_rewards > 0, "reward_funcs is empty: pass at least one function or reward model.")
     rollout = resolve_rollout(args, world_size)
-    facts = run_facts(
-        args, hardware, num_rewards=num_rewards + num_own_rewards, num_steps=rollout.num_steps, has_tools=has_tools
-    )
+    facts = run_facts(args, hardware, num_rewards=num_rewards + num_own_rewards, num_steps=rollout.num_steps, **known)
     _check_online(args, world_size)
     args = reset_idle_arguments(args, facts)
     return OnlineSettings(

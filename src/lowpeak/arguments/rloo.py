@@ -15,12 +15,13 @@ from lowpeak.arguments.online import (
     clip_high,
     resolve_correction,
 )
+from lowpeak.arguments.tools import TurnCreditArguments, TurnCreditKind
 
 KL_IN_REWARD = "Weight of the KL in the reward; at 0 no reference model is loaded."
 
 
 @dataclass(repr=False)
-class RLOOArguments(OnlineArguments):
+class RLOOArguments(TurnCreditArguments, OnlineArguments):
     """Arguments of RLOO."""
 
     num_generations: int = redeclared(OnlineArguments, "num_generations", 2, check=GROUP_SIZE)
@@ -47,6 +48,8 @@ class RLOOSettings(CorrectedSettings):
     drop_equal_groups: bool
     score_old: bool
     correction: Correction | None = None
+    turn_credit: TurnCreditKind = "outcome"
+    turn_discount: float = 1.0
 
     @property
     def needs_old(self) -> bool:

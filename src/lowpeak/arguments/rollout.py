@@ -208,7 +208,7 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
         rows % args.num_generations == 0,
         f"a rollout has per_device_train_batch_size x ranks x steps_per_generation = {args.per_device_train_batch_size} x "
         f"{world_size} x {per_generation} = {rows} completions, which num_generations={args.num_generations} must divide: use "
-        f"{_sizes_with_groups(args, rows)}, or {larger}.",
+        f"{_nearest_valid_sizes(args, rows)}, or {larger}.",
     )
     return make_settings(
         RolloutSettings,
@@ -220,7 +220,7 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
     )
 
 
-def _sizes_with_groups(args: Any, rows: int) -> str:
+def _nearest_valid_sizes(args: Any, rows: int) -> str:
     """Return the nearest sizes with which a rollout has whole groups and serves as many steps as before."""
     group, names, texts = args.num_generations, ["per_device_train_batch_size", "gradient_accumulation_steps"], []
     names = [] if args.generation_batch_size else names[:1] if args.steps_per_generation else names

@@ -5,13 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lowpeak.arguments.declare import EffectCondition, above_zero, at_least, generation_argument, one_of
+from lowpeak.arguments.declare import (
+    SHARE,
+    EffectCondition,
+    above_zero,
+    argument,
+    at_least,
+    generation_argument,
+    one_of,
+)
 
 TurnCreditKind = Literal["outcome", "turn", "discounted"]
 
 HAS_TOOLS = EffectCondition(
     lambda args, facts: facts.has_tools is not False,
     "the run has no tools; pass tools or environment_factory to the trainer, or remove it",
+)
+_HAS_TURNS = EffectCondition(
+    lambda args, facts: facts.has_turns is not False,
+    "each completion has one turn; pass tools, environment_factory or rollout_func to the trainer, or remove it",
+)
+_DISCOUNTED = EffectCondition(
+    lambda args, facts: args.turn_credit == "discounted",
+    "turn_credit is not 'discounted'; set it or remove this",
+    switch="turn_credit",
 )
 
 
@@ -36,12 +53,17 @@ class ToolArguments:
     )
 
 
-@dataclass(frozen=True)
-class TurnCredit:
-    """How rewards of turns become advantages: algorithms/turn_credit.py has the formulas."""
+@dataclass(repr=False)
+class TurnCreditArguments:
+    """Arguments of advantages per turn."""
 
-    kind: Literal["turn", "discounted"]
-    discount: float
+    turn_credit: str = argument(
+        "outcome",
+        "Advantages of a conversation's turns: outcome (one for the completion), turn, or discounted.",
+        one_of(TurnCreditKind),
+        _HAS_TURNS,
+    )
+    turn_discount: float = argument(1.0, "Discount per turn of later rewards.", SHARE, _DISCOUNTED)
 
 
 @dataclass(frozen=True)

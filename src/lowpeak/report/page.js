@@ -61,11 +61,13 @@
     add(at("legend"), "span", `${scale.high}`);
   }
 
-  function showTokens(place, tokens) {
+  function showTokens(place, tokens, start = 0, stop = tokens.pieces.length) {
     const name = at("color").value;
-    tokens.pieces.forEach((piece, i) => {
+    tokens.pieces.slice(start, stop).forEach((piece, index) => {
+      const i = start + index;
       const bare = piece === "";
       const token = add(place, "span", bare ? "\u00b7" : piece, bare ? "token bare" : "token");
+      token.classList.toggle("masked", tokens.loss_mask[i] === 0);
       token.style.backgroundColor = shade(name, name && tokens[name][i]);
       token.title = `log-prob ${number(tokens.logprobs[i])}, entropy ${number(tokens.entropy[i])}, mismatch ` +
         `${number(tokens.mismatch[i], 4)}, loss mask ${number(tokens.loss_mask[i])}` +
@@ -73,17 +75,44 @@
     });
   }
 
-  function showCompletion(row) {
-    const article = add(at("list"), "article");
-    const facts = add(article, "div", undefined, "facts");
-    const several = data.runs.length > 1 ? { run: data.runs[row.run].name } : {};
-    const values = { ...several, step: row.step, reward: number(row.reward), advantage: number(row.advantage),
-      length: number(row.length), finish: row.finish };
-    for (const [name, value] of [...Object.entries(values), ...row.facts]) {
+  function showFacts(place, entries) {
+    const facts = add(place, "div", undefined, "facts");
+    for (const [name, value] of entries) {
       add(facts, "span", `${name} `);
       add(facts, "b", `${value}  `);
     }
+  }
+
+  function addReply(place, text, summary, length) {
+    if (length <= 300) return add(place, "div", text, "reply"); // characters, or tokens
+    const reply = add(place, "details", undefined, "reply");
+    add(reply, "summary", `${summary} \u2026`);
+    return add(reply, "div", text);
+  }
+
+  function showTurn(place, turn, following, tokens) {
+    showFacts(place, turn.facts);
+    const said = add(place, "div", tokens ? undefined : turn.text, "completion");
+    const showReply = (text) => addReply(place, text, text.split("\n")[0].slice(0, 100), text.length);
+    if (!tokens) return turn.replies.forEach(showReply);
+    const stop = turn.start + turn.length;
+    const length = following ? following.start - stop : 0;
+    showTokens(said, tokens, turn.start, stop);
+    if (length) showTokens(addReply(place, undefined, `${length} tokens of the reply`, length), tokens, stop, stop + length);
+  }
+
+  function showCompletion(row) {
+    const article = add(at("list"), "article");
+    const several = data.runs.length > 1 ? { run: data.runs[row.run].name } : {};
+    const values = { ...several, step: row.step, reward: number(row.reward), advantage: number(row.advantage),
+      length: number(row.length), finish: row.finish };
+    showFacts(article, [...Object.entries(values), ...row.facts]);
     add(article, "div", data.runs[row.run].prompts[row.prompt], "prompt");
+    if (typeof row.completion !== "string") {
+      row.completion.forEach((turn, i) =>
+        showTurn(add(article, "div", undefined, "turn"), turn, row.completion[i + 1], row.tokens));
+      return;
+    }
     const completion = add(article, "div", row.tokens ? undefined : row.completion, "completion");
     if (row.tokens) showTokens(completion, row.tokens);
   }
@@ -100,7 +129,8 @@
   }
 
   function contains(row, text) {
-    row.searched ??= `${data.runs[row.run].prompts[row.prompt]}\n${row.completion}`.toLowerCase();
+    const texts = [row.completion].flat().flatMap((each) => (each.replies ? [each.text, ...each.replies] : each));
+    row.searched ??= [data.runs[row.run].prompts[row.prompt], ...texts].join("\n").toLowerCase();
     return row.searched.includes(text);
   }
 

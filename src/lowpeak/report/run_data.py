@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -218,20 +219,40 @@ def _is_complete(row: Mapping[str, Any]) -> bool:
 
 def _completion(row: Mapping[str, Any], prompts: dict[str, int], tokens: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a completion for the page; its prompt is a number of `prompts`, which is filled."""
+    turns = _turns(row)
     shown: dict[str, Any] = {
         "step": row["step"],
         "prompt": prompts.setdefault(_text(row.get("prompt")), len(prompts)),
-        "completion": _text(row.get("completion")),
+        "completion": turns or _text(row.get("completion")),
         "reward": _number(row.get("reward")),
         "advantage": _number(row.get("advantage")),
         "length": _number(row.get("num_tokens")),
         "finish": _text(row.get("finish_reason")),
-        "facts": [[name, _text(value)] for name, value in _facts(row)],
+        "facts": [[name, _text(value)] for name, value in _facts(row) if name != "turns" or not turns],
     }
     if tokens is not None:
         values = {name: [*map(_number, tokens[name])] for name in ("logprobs", "entropy", "mismatch", "loss_mask")}
         shown["tokens"] = {"pieces": [*map(_text, tokens["pieces"])], **values}
     return shown
+
+
+def _turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a conversation's turns: text with calls, replies, facts, range of tokens; none for other completions."""
+    messages, values = row.get("completion", ""), row.get("turns")
+    firsts = [i for i, each in enumerate(messages) if each["role"] == "assistant"] if _are_messages(messages) else []
+    if not isinstance(values, list) or len(values) != len(firsts):
+        return []
+    facts = (("tokens", "num_tokens"), ("reward", "reward"), ("seconds of the reply", "seconds"))
+    return [
+        {
+            "text": conversation_text(messages[first : first + 1]),
+            "replies": [conversation_text([message]).strip() for message in messages[first + 1 : last]],
+            "facts": [[name, _text(turn[key])] for name, key in facts[: 2 + (last > first + 1)] if key in turn],
+            "start": turn.get("first_token"),
+            "length": turn["num_tokens"],
+        }
+        for turn, (first, last) in zip(values, itertools.pairwise([*firsts, len(messages)]), strict=True)
+    ]
 
 
 def _facts(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -261,8 +282,12 @@ def _number(value: Any) -> float | None:
 
 def _text(value: Any) -> str:
     """Return a column of a completion as text; messages as their roles and contents, with their tool calls."""
-    if isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value):
+    if _are_messages(value):
         return conversation_text(value)
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
     return "" if value is None else str(value)
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)

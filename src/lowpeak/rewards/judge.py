@@ -47,10 +47,9 @@ class JudgeReward(FunctionReward):
 
 
 def resolve_reward_funcs(reward_funcs: Any, judge: Any) -> Any:
-    """Return `reward_funcs` unchanged, or the judge as the only reward; ArgumentError for both or neither."""
-    if (judge is None) == (not as_list(reward_funcs)):
-        number = "none" if judge is None else "both"
-        raise ArgumentError(f"Pairs need either reward_funcs or a judge, got {number} of the two: pass exactly one.")
+    """Return `reward_funcs` unchanged, or the judge as the only one; ArgumentError for both."""
+    if judge is not None and as_list(reward_funcs):
+        raise ArgumentError("pairs need reward_funcs or a judge, got both: pass one of them.")
     return reward_funcs if judge is None else [JudgeReward(judge)]
 
 

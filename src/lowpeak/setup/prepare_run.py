@@ -50,6 +50,7 @@ class OnlineInputs:
     ref_model: Any
     tools: Sequence[Callable[..., Any]] = ()
     environment_factory: Any = None
+    has_turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,8 @@ def prepare_online(
     own_rewards = [] if toolset is None else toolset.rewards()
     num_rewards = len(as_list(inputs.reward_funcs))
     num_replicas = user_args.world_size // user_args.model_parallel.tensor
-    settings = resolve_online(
-        user_args, num_replicas, num_rewards, num_own_rewards=len(own_rewards), has_tools=toolset is not None
-    )
+    facts = {"has_tools": toolset is not None, "has_turns": inputs.has_turns}
+    settings = resolve_online(user_args, num_replicas, num_rewards, None, len(own_rewards), **facts)
     args = reset_idle_arguments(user_args, settings.facts)
     algorithm = make_algorithm(args, settings)
     if not isinstance(algorithm, Algorithm):

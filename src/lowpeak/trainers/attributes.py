@@ -12,8 +12,8 @@ from lowpeak.trainers.configs import GRPOConfig, OnlineDPOConfig, PPOConfig, Rew
 
 # Arguments that transformers reads when training starts. The others have acted when the trainer is made.
 _READ_BY_TRAIN = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
-_OF_REWARDS = ("reward_funcs", "reward_func_names", "reward_processing_classes")
-_OF_RUN = ("train_dataset", "rollout_func", "ref_model", "tools", *_OF_REWARDS)
+_REWARD_ATTRIBUTES = ("reward_funcs", "reward_func_names", "reward_processing_classes")
+_PART_ATTRIBUTES = ("train_dataset", "rollout_func", "ref_model", "tools", *_REWARD_ATTRIBUTES)
 
 
 class RunAttribute:
@@ -89,5 +89,5 @@ class TrainerAttributes:
 
 
 for _config in (GRPOConfig, RLOOConfig, PPOConfig, OnlineDPOConfig, SFTConfig, RewardConfig):
-    for _name in own_arguments(_config).union(_OF_RUN):
+    for _name in own_arguments(_config).union(_PART_ATTRIBUTES):
         setattr(TrainerAttributes, _name, RunAttribute(_name))

@@ -122,9 +122,9 @@ class OnlineTrainer(StepTrainer):
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_row)
             check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
-            reward_parts = reward_funcs, processing_class, reward_processing_classes
-            inputs = OnlineInputs(model, *reward_parts, peft_config, ref_model, as_list(tools), environment_factory)
-            parts = prepare_online(inputs, args, self.make_algorithm, self.attach_extra_modules)
+            models = model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model
+            turns = as_list(tools), environment_factory, has_tools or rollout_func is not None
+            parts = prepare_online(OnlineInputs(*models, *turns), args, self.make_algorithm, self.attach_extra_modules)
         check_optimized(optimizers[0], parts.policy)
         super().__init__(
             model=parts.policy,

@@ -31,7 +31,7 @@ def print_completions(rows: Rows, step: int, *, most: int | None = None, unique:
     columns = [*shown[0]]
     table = Table(title=f"step {step}", show_lines=True)
     for name in columns:
-        table.add_column(name, justify="left" if name in ("prompt", "completion") else "right")
+        table.add_column(name, justify="left" if name in ("prompt", "completion") else "right", overflow="fold")
     for row in shown:
         table.add_row(*(Text(show_controls(_cell(row.get(name)))) for name in columns))
     Console().print(table)
@@ -58,12 +58,8 @@ def track_completions(rows: Rows, step: int, callbacks: Iterable[TrainerCallback
 
 def select_rows(rows: Rows, *, unique: bool) -> list[Mapping[str, object]]:
     """Return all rows; with `unique`, the first of each group."""
-    if not unique:
-        return list(rows)
-    firsts: dict[object, Mapping[str, object]] = {}
-    for row in rows:
-        firsts.setdefault(row["group"], row)
-    return list(firsts.values())
+    firsts = {row["group"]: row for row in reversed(rows)} if unique else {}
+    return [row for row in rows if not unique or row is firsts[row["group"]]]
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,8 +74,9 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(completion: Any) -> str:
-    """Return a completion's text; of several messages, their roles and contents."""
-    return str(completion[0]["content"]) if isinstance(completion, list) and len(completion) == 1 else _cell(completion)
+    """Return a completion's text; of a conversation, its turns with their calls and results."""
+    is_text = isinstance(completion, list) and len(completion) == 1 and "tool_calls" not in completion[0]
+    return str(completion[0]["content"]) if is_text else _cell(completion)
 
 
 def _send_to_wandb(callback: Any, step: int, columns: list[str], rows: Rows) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from lowpeak.algorithms import turn_ranges
 from lowpeak.records import Completion, Record
 from lowpeak.rewards import RewardedCompletions
 
@@ -16,7 +17,7 @@ def completion_rows(
 ) -> tuple[dict[str, object], ...]:
     """Return one row per completion, for the journal and for tables; `policy_version` generated those that have no own.
 
-    `turns` are those of a completion with several. `extra` are the values of `log_extra`, `columns` the dataset's.
+    `turns` are a conversation's, or several of another completion; `extra` the values of `log_extra`; `columns` the dataset's.
     """
     rows = []
     for i, record in enumerate(records):
@@ -32,7 +33,7 @@ def completion_rows(
                 "policy_version": turns[0]["policy_version"] if turns else policy_version,
                 "num_tokens": generated.num_written,
                 "finish_reason": record.completion.finish_reason,
-                **({"turns": turns} if len(turns) > 1 else {}),
+                **({"turns": turns} if len(turns) > 1 or generated.conversation else {}),
                 "rewards": dict(zip(names, map(_or_none, record.rewards), strict=True)),
                 "reward": _or_none(record.reward),
                 # Nine digits tell a float32 from all others.
@@ -45,21 +46,19 @@ def completion_rows(
 
 
 def _turns(completion: Completion, policy_version: int) -> list[dict[str, object]]:
-    """Return the policy version and the number of tokens of each range of tokens that the policy generated.
+    """Return the policy version, first token and number of tokens of each range of tokens that the policy generated.
 
     Turns of a conversation also have the seconds of its environment's reply, and their rewards if there are any.
     """
-    is_generated, lengths = torch.unique_consecutive(completion.loss_mask, return_counts=True)
-    starts = lengths.cumsum(0) - lengths
-    versions = completion.policy_versions
-    turns: list[dict[str, object]] = [
-        {"policy_version": policy_version if versions is None else int(versions[start]), "num_tokens": length}
-        for counts, start, length in zip(is_generated.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-        if counts
+    versions = torch.full_like(completion.ids, policy_version)
+    versions = versions if completion.policy_versions is None else completion.policy_versions
+    rows: list[dict[str, object]] = [
+        {"policy_version": int(versions[start]), "first_token": start, "num_tokens": stop - start}
+        for start, stop in turn_ranges(completion.loss_mask)
     ]
-    for row, turn in zip(turns, completion.conversation.turns if completion.conversation else (), strict=False):
+    for row, turn in zip(rows, completion.conversation.turns if completion.conversation else (), strict=False):
         row |= {"seconds": round(turn.seconds, 4)} | ({} if turn.reward is None else {"reward": turn.reward})
-    return turns
+    return rows
 
 
 def _row(columns: Mapping[str, Sequence[object]], index: int) -> dict[str, object]:

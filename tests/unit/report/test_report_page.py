@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from case_selection import mark_extended
-from journals import MARKUP, data_of, online_run, token_row
+from journals import MARKUP, conversation, data_of, online_run, token_row
 from lowpeak.cli.commands import main
 from lowpeak.errors import ArgumentError
 from lowpeak.journal import FORMAT, Journal
@@ -128,6 +128,27 @@ def test_messages_are_shown_by_role_and_content(tmp_path):
     prompt = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     run = data_of(write_report([online_run(tmp_path / "run", prompt=prompt)]))["runs"][0]
     assert run["prompts"] == ["user: hi\nassistant: yes"]
+
+
+def test_a_conversation_is_shown_by_turns_with_the_tokens_of_each(tmp_path):
+    run = data_of(write_report([online_run(tmp_path / "run", **conversation("3"))]))["runs"][0]
+    row = run["completions"][0]
+    assert row["completion"] == [
+        {
+            "text": "assistant: let me see\n  add(a=1, b=2)",
+            "replies": ["add -> 3"],
+            "facts": [["tokens", "1"], ["reward", "0.5"], ["seconds of the reply", "0.25"]],
+            "start": 0,
+            "length": 1,
+        },
+        {"text": "assistant: so 3", "replies": [], "facts": [["tokens", "1"]], "start": 2, "length": 1},
+    ]
+    assert "turns" not in dict(row["facts"])
+    # Ranges of tokens that are not those of the messages' turns.
+    changed = conversation("3") | {"turns": conversation("3")["turns"][:1]}
+    row = data_of(write_report([online_run(tmp_path / "other", **changed)]))["runs"][0]["completions"][0]
+    assert row["completion"] == "assistant: let me see\n  add(a=1, b=2)\n  add -> 3\nassistant: so 3"
+    assert "turns" in dict(row["facts"])
 
 
 def test_a_reward_an_extra_and_a_column_of_any_name_are_shown_besides_the_text(tmp_path):

@@ -12,6 +12,7 @@ from datasets import Dataset
 
 from lowpeak.records import Completion, Record
 from lowpeak.rewards.panel import RewardedCompletions
+from lowpeak.training.completion_tables import print_completions
 from lowpeak.training.journal_rows import completion_rows
 from small_runs import SAVED, TOKENIZER, journal, make, ones, rows, trained
 from tiny_models import char_tokenizer, tiny_model
@@ -88,6 +89,36 @@ def test_a_conversation_is_its_prompts_messages_and_the_completions(tmp_path):
         assert row["reward"] == len(assistant["content"])
 
 
+def test_a_conversation_is_printed_as_its_turns_calls_and_results_within_the_terminals_width(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "to": "é"}}}, {"name": "look"}]
+    messages = [
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "name": "add", "content": "first\nsecond"},
+        {"role": "tool", "name": "look", "content": "x" * 500},
+        {"role": "user", "content": "go on"},
+        {"role": "assistant", "content": "done"},
+    ]
+    print_completions(
+        [{"prompt": "p", "completion": messages, "rewards": {}, "reward": 1.0, "advantage": 0.0, "group": 0}], step=1
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    cells = [line.split("│")[2][1:].rstrip() for line in lines if line.startswith("│")]
+    assert cells[:5] == [
+        "assistant: <think>hm</think>",
+        '  add(a=1, to="é")',
+        "  look()",
+        "  add -> first",
+        "    second",
+    ]
+    assert cells[-2:] == ["user: go on", "assistant: done"]
+    assert "".join(cells).count("x") == 500
+    # A call without a result, too.
+    print_completions([{"prompt": "p", "completion": messages[:1], "rewards": {}, "reward": 1.0, "advantage": 0.0}], 1)
+    assert "look()" in capsys.readouterr().out
+
+
 def row_of(mask, policy_versions=None):
     """The journal's row of a completion that weights of version 7 generated unless it has versions of its own."""
     size = len(mask)
@@ -103,8 +134,11 @@ def row_of(mask, policy_versions=None):
 
 def test_each_turn_has_its_policy_version_and_number_of_tokens():
     versions = torch.tensor([3, 3, 0, 0, 4, 4, 4], dtype=torch.int32)
-    turns = [{"policy_version": 3, "num_tokens": 2}, {"policy_version": 4, "num_tokens": 3}]
-    assert row_of([1, 1, 0, 0, 1, 1, 1], versions)["turns"] == turns
+    turns = row_of([1, 1, 0, 0, 1, 1, 1], versions)["turns"]
+    assert turns == [
+        {"policy_version": 3, "first_token": 0, "num_tokens": 2},
+        {"policy_version": 4, "first_token": 4, "num_tokens": 3},
+    ]
     several = row_of([1, 1, 0, 1])
     assert [turn["policy_version"] for turn in several["turns"]] == [7, 7]
     assert (several["policy_version"], several["num_tokens"]) == (7, 3)

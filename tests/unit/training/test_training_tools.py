@@ -113,19 +113,74 @@ def test_an_environment_rewards_its_conversations(tmp_path):
     assert [row["prompt"][-1]["content"][-3:] for row in journal(tmp_path, "rollouts")] == [" go"] * 8
 
 
-def test_an_environment_alone_is_reward_enough_and_its_turns_have_rewards(tmp_path):
-    class Steps(Score):
-        def get_turn_reward(self) -> float:
-            return 10.0 * self.total
+class Steps(Score):
+    """Score with a reward for each turn that has calls."""
 
+    def get_turn_reward(self) -> float:
+        return 10.0 * self.total
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_an_environment_alone_is_reward_enough_and_its_turns_have_rewards(tmp_path, kind):
     script = [[call("increase", by=2) + "<eos>", "x<eos>"], ["x<eos>"], ["y<eos>"], ["z<eos>"]]
-    run = scripted("GRPO", tmp_path, script, reward_funcs=[], environment_factory=Steps, turn_credit="discounted")
+    run = scripted(kind, tmp_path, script, reward_funcs=[], environment_factory=Steps, turn_credit="discounted")
     run.train()
     assert run.state.log_history[0]["reward"] == (20 + 2) / 4
+    rows = journal(tmp_path, "rollouts")
+    acts, other = (next(row["turns"] for row in rows if (row["reward"] > 0) == acts) for acts in (True, False))
+    size = len(TOKENIZER(script[0][0])["input_ids"])
+    assert [(turn["first_token"] > 0, turn["num_tokens"], turn.get("reward")) for turn in acts] == [
+        (False, size, 20.0),
+        (True, 2, None),
+    ]
+    assert acts[1]["first_token"] > size
+    assert all(turn["seconds"] >= 0 for turn in [*acts, *other])
+    assert len(other) == 1
     first = next(record for record in run.rollout.records if record.reward > 0)
     sampled = first.advantages[first.completion.loss_mask]
     assert sampled[0] > sampled[-1] > 0  # the last turn's return lacks the first turn's reward
     assert first.token_rewards.sum() == 22
+
+
+def test_ppo_gets_the_reward_of_a_turn_at_its_last_token(tmp_path):
+    turns = [call("increase", by=2) + "<eos>", call("increase", by=1) + "<eos>", "x<eos>"]
+    changes = {"reward_funcs": [], "environment_factory": Steps, "beta": 0.0, "lam": 1.0}
+    run = scripted("PPO", tmp_path, [turns], **changes)
+    run.train()
+    first, second, last = (len(TOKENIZER(turn)["input_ids"]) for turn in turns)
+    for record in run.rollout.records:
+        returns = record.returns[record.completion.loss_mask]  # with lambda 1, the sum of the rewards from a token on
+        assert returns.tolist() == pytest.approx([20 + 30 + 3] * first + [30 + 3] * second + [3] * last)
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_online_dpo_compares_completions_of_one_prompt_only(tmp_path, differs):
+    class Task(Score):
+        count = 0
+
+        def __init__(self) -> None:
+            self.number = Task.count = Task.count + 1
+
+        def reset(self, seed: int, **row: object) -> str:
+            super().reset()
+            if self.number % 4 == 3:
+                raise OSError("a failed environment's completion is in no pair, whatever its prompt")
+            return f" {self.number if differs else seed % 10}"
+
+    script = [[call("increase", by=2) + "<eos>", "x<eos>"], ["x<eos>"], ["y<eos>"], ["z<eos>"]]
+    run = scripted("OnlineDPO", tmp_path, script, reward_funcs=[], environment_factory=Task)
+    if differs:
+        with pytest.raises(DataError, match=r"3 completions .* 3 prompts.*seed"):
+            run.train()
+    else:
+        run.train()
+        assert run.state.log_history[0]["num_pairs"] == 2
+
+
+def test_turn_credit_without_turns_is_named(tmp_path):
+    for changes in ({"turn_credit": "turn"}, {"turn_discount": 0.5}):
+        with pytest.raises(ArgumentError, match=f"{next(iter(changes))}=.*turn"):
+            make("RLOO", tmp_path, strict_arguments=True, **changes)
 
 
 def test_a_failed_environment_gives_no_reward(tmp_path):
