@@ -37,7 +37,7 @@ class Programs:
     limit: int | None = None  # None: of a completion
     delay: Delay = lambda conversation, turn: 0.0
     longest_turn: int = 1 << 20
-    is_ready: Callable[[], bool] = lambda: True  # tools wait until it is, a minute at most
+    is_ready: Callable[[], bool] = lambda: True  # tools wait until it is
     on_end: Callable[[], object] = lambda: None
     failures: list[BaseException] = field(default_factory=list)
     log: list[tuple[TurnRequest, SampledTurn]] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Programs:
         """Return all requests with their turns, in the order of conversations."""
         owners = [(prompt, number) for prompt in self.prompts for number in range(self.sampling.num_generations)]
         queue = TurnQueue(len(owners))
-        thread = threading.Thread(target=asyncio.run, args=(self._converse_all(queue, owners),))
+        thread = threading.Thread(target=asyncio.run, args=(self._converse_all(queue, owners),), daemon=True)
         thread.start()
         try:
             engine.sample_turns(queue, self.sampling)
@@ -76,9 +76,8 @@ class Programs:
             if len(completion) + len(answer) >= limit:
                 break
             await asyncio.sleep(self.delay(conversation, turn))
-            async with asyncio.timeout(60):
-                while not self.is_ready():
-                    await asyncio.sleep(0.01)
+            while not self.is_ready():
+                await asyncio.sleep(0.01)
             completion += answer
         queue.end(conversation)
 
