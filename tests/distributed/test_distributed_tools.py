@@ -33,6 +33,7 @@ from scripted_turns import Score, add, calling_model, questions
 STRATEGIES = ["ddp", "fsdp2", "zero3", "tp", "fsdp2-tp"]
 UNDER_EACH = mark_extended(STRATEGIES, ["fsdp2", "tp"])
 SIZES = {"single": (1, 1), "tp": (2, 1), "fsdp2-tp": (2, 2)}  # processes of a rank, and ranks; by default (1, 2)
+MEASURED = ("eval_reward", "eval_greedy_reward", "eval_tools/call_frequency", "eval_completions/mean_length")
 PARTS = ("", "model.layers.1.mlp", "lm_head")
 
 
@@ -71,7 +72,7 @@ run_out.__name__ = "add"
 def build(
     place: Path, strategy: str, factory: Any = SlowScore, tools: Any = (add,), data: Any = None, **changes: Any
 ) -> Any:
-    """A trainer of eight conversations a rollout."""
+    """A trainer of eight conversations a rollout, which evaluates one prompt: a second rank has none."""
     group, ranks = SIZES.get(strategy, (1, 2))
     own = tensor_parallel(group, ranks) if group > 1 else prepare(strategy)
     sharded = {"gather_budget": "0"} if strategy in ("fsdp2", "zero3", "fsdp2-tp") else {}
@@ -79,7 +80,7 @@ def build(
         "output_dir": str(place), "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2, "adam_epsilon": 1e-3,
         "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "max_steps": 3, "num_generations": 4,
         "per_device_train_batch_size": 8 // ranks, "micro_batch_tokens": 256, "max_completion_length": 40,
-        "kv_cache_bytes": 1 << 24,
+        "kv_cache_bytes": 1 << 24, "eval_strategy": "steps", "eval_steps": 3,
     }  # fmt: skip
     args = lowpeak.GRPOConfig(**{**settings, **own, **sharded, **changes})
     allow_meshes_on_cpu()
@@ -88,6 +89,7 @@ def build(
         str(folder),
         args=args,
         train_dataset=data or questions(),
+        eval_dataset=questions(1),
         tools=[*tools],
         environment_factory=factory,
     )
@@ -124,7 +126,8 @@ def train(trainer: Any, path: Path) -> None:
 
     trainer.collector.collect = recorded
     trainer.train()
-    keep(trainer, {**result_of(trainer), "rollouts": rollouts}, path)
+    evaluated = [{name: row.get(name) for name in MEASURED} for row in trainer.state.log_history if "eval_loss" in row]
+    keep(trainer, {**result_of(trainer), "rollouts": rollouts, "evaluated": evaluated}, path)
 
 
 def fail_outside(place: Path, strategy: str) -> dict[str, str]:
@@ -156,6 +159,7 @@ def runs(request, tmp_path_factory):
 def test_conversations_are_those_of_one_process_also_after_one_of_several_had_no_memory(runs, strategy, run):
     alone, ours = torch.load(runs / "single/whole.pt"), torch.load(runs / strategy / f"{run}.pt")
     assert ours["rollouts"] == alone["rollouts"]
+    assert ours["evaluated"] == alone["evaluated"] != []
     assert sum(reward > 0 for rollout in alone["rollouts"] for _, reward in rollout) > 12
     assert_same_run(ours, alone)
 
