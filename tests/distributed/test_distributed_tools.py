@@ -29,6 +29,7 @@ from case_selection import mark_extended, selected_cases
 from child_processes import succeed_on_ranks
 from lowpeak.errors import EngineError
 from scripted_turns import Score, add, calling_model, questions
+from small_runs import sliding_model
 
 STRATEGIES = ["ddp", "fsdp2", "zero3", "tp", "fsdp2-tp"]
 UNDER_EACH = mark_extended(STRATEGIES, ["fsdp2", "tp"])
@@ -70,7 +71,13 @@ run_out.__name__ = "add"
 
 
 def build(
-    place: Path, strategy: str, factory: Any = SlowScore, tools: Any = (add,), data: Any = None, **changes: Any
+    place: Path,
+    strategy: str,
+    factory: Any = SlowScore,
+    tools: Any = (add,),
+    data: Any = None,
+    model: str = "calling",
+    **changes: Any,
 ) -> Any:
     """A trainer of eight conversations a rollout, which evaluates one prompt: a second rank has none."""
     group, ranks = SIZES.get(strategy, (1, 2))
@@ -84,9 +91,8 @@ def build(
     }  # fmt: skip
     args = lowpeak.GRPOConfig(**{**settings, **own, **sharded, **changes})
     allow_meshes_on_cpu()
-    folder = place.parents[1] / "model"
     return lowpeak.GRPOTrainer(
-        str(folder),
+        str(place.parents[1] / model),
         args=args,
         train_dataset=data or questions(),
         eval_dataset=questions(1),
@@ -97,8 +103,9 @@ def build(
 
 def train_all(place: Path, strategy: str) -> None:
     """A whole run, one that a process without memory holds up, and runs that one process ends."""
-    train(build(place / "whole", strategy), place / "whole.pt")
-    forget()
+    for run, model in (("whole", "calling"), ("rounds", "sliding")):
+        train(build(place / run, strategy, model=model), place / f"{run}.pt")
+        forget()
     if strategy == "single":
         return
     trainer, errors = build(place / "memory", strategy), {}
@@ -145,9 +152,13 @@ def fail_outside(place: Path, strategy: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("tools")
-    model, tokenizer = calling_model()
-    model.save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
+    calling, tokenizer = calling_model()
+    # Its turns are rounds of `model.generate()`, of which ranks have different numbers.
+    sliding = sliding_model(len(tokenizer))
+    sliding.generation_config = calling.generation_config
+    for name, model in (("calling", calling), ("sliding", sliding)):
+        model.save_pretrained(out / name)
+        tokenizer.save_pretrained(out / name)
     for strategy in ("single", *selected_cases(request, "strategy")):
         group, ranks = SIZES.get(strategy, (1, 2))
         succeed_on_ranks(train_all, out / strategy, strategy, world_size=group * ranks)
@@ -155,9 +166,10 @@ def runs(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("strategy", UNDER_EACH)
-@pytest.mark.parametrize("run", ["whole", "memory"])
+@pytest.mark.parametrize("run", ["whole", "memory", "rounds"])
 def test_conversations_are_those_of_one_process_also_after_one_of_several_had_no_memory(runs, strategy, run):
-    alone, ours = torch.load(runs / "single/whole.pt"), torch.load(runs / strategy / f"{run}.pt")
+    alone = torch.load(runs / f"single/{'rounds' if run == 'rounds' else 'whole'}.pt")
+    ours = torch.load(runs / strategy / f"{run}.pt")
     assert ours["rollouts"] == alone["rollouts"]
     assert ours["evaluated"] == alone["evaluated"] != []
     assert sum(reward > 0 for rollout in alone["rollouts"] for _, reward in rollout) > 12

@@ -200,6 +200,8 @@ def decode_by_generate(
             attention_mask=torch.ones_like(input_ids) if mask_NL is None else mask_NL,
             logits_processor=LogitsProcessorList([chooser]),
             stopping_criteria=StoppingCriteriaList([_StopEnded(chooser)]),
+            # By default ranks of a sharded model would have to call `generate` equally often; here forwards run in lockstep.
+            synced_gpus=False,
         )
 
 
