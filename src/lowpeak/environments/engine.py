@@ -86,7 +86,7 @@ class EnvironmentEngine:
         try:
             self.engine.sample_turns(queue, sampling)
         except Exception:
-            # The tools' calls have ended before another attempt, which may use the same environments.
+            # Another attempt may use the same environments, so it waits for the tools' calls under way.
             if conversations.exception() is None:
                 self._unfinished = rollout, conversations.result()
             raise
