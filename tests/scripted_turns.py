@@ -1,10 +1,12 @@
-"""An engine whose turns are written in advance, and the conversations that tests build on it."""
+"""Conversations with tools for tests: over an engine whose turns are written in advance, or by a tiny model that calls them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from datasets import Dataset
 
 from lowpeak.arguments import Sampling, ToolSettings
 from lowpeak.data import PromptReader
@@ -13,7 +15,7 @@ from lowpeak.environments.tools import Toolset
 from lowpeak.records import Group, Metric
 from lowpeak.rollout import SliceForm, TurnQueue, TurnRequest
 from lowpeak.rollout.turns import SampledTurn
-from tiny_models import tool_tokenizer
+from tiny_models import tiny_model, tool_tokenizer
 
 
 class ScriptedTurns:
@@ -53,6 +55,56 @@ def call(name: str, **arguments: Any) -> str:
     """A tool call as the tokenizer's template writes it."""
     body = ", ".join(f'"{key}": {value!r}' for key, value in arguments.items()).replace("'", '"')
     return f'<tool_call>{{"name": "{name}", "arguments": {{{body}}}}}</tool_call>'
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+class Score:
+    """An environment with a tool and a reward of its own."""
+
+    def reset(self, **row: object) -> str:
+        self.total, self.row = 0, row
+        return " go"
+
+    def increase(self, by: int) -> int:
+        """Add to the total.
+
+        Args:
+            by: How much.
+        """
+        self.total += by
+        return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def questions(count: int = 8) -> Dataset:
+    """Prompts in chat form with an answer each."""
+    return Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"{i}+1"}], "answer": str(i)} for i in range(count)]
+    )
+
+
+def calling_model() -> tuple[Any, Any]:
+    """Return a tiny model that calls `add` or `increase` in most turns, and its tokenizer; a call is one token, and ends a turn."""
+    tokenizer = tool_tokenizer()
+    num_others = len(tokenizer)
+    tokenizer.add_tokens([call("add", a=i, b=i % 3) for i in range(30)] + [call("increase", by=i) for i in range(30)])
+    model = tiny_model(len(tokenizer), context=512)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(num_others, len(tokenizer))]
+    return model, tokenizer
 
 
 class Talk:

@@ -100,12 +100,14 @@ def granite() -> GraniteForCausalLM:
     return GraniteForCausalLM(config)
 
 
-def sliding_model() -> MistralForCausalLM:
+def sliding_model(vocab_size: int = 13) -> MistralForCausalLM:
     """A model whose attention looks back six tokens, which cannot keep rows of one sequence apart."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return MistralForCausalLM(MistralConfig(vocab_size=13, intermediate_size=64, sliding_window=6, **sizes, **ends))
+    return MistralForCausalLM(
+        MistralConfig(vocab_size=vocab_size, intermediate_size=64, sliding_window=6, **sizes, **ends)
+    )
 
 
 def make(

@@ -13,28 +13,31 @@ from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Completion, Prompt
 from lowpeak.rollout.engine import TurnEngine
 from lowpeak.rollout.native.engine import NativeEngine
-from lowpeak.rollout.turns import SampledTurn, TurnQueue, TurnRequest, turn_key
+from lowpeak.rollout.turns import Key, SampledTurn, TurnQueue, TurnRequest, turn_key
 
-Delay = Callable[[tuple[int, int], int], float]  # of a conversation's turn, in seconds
+Delay = Callable[[Key, int], float]  # of a conversation's turn, in seconds
+Turns = list[tuple[tuple[int, ...], SampledTurn]]  # the ids before each turn, and the turn
+REPLY = [5, 6]
 
 
-def reply(ids: Sequence[int], vocab_size: int) -> list[int]:
+def reply(ids: Sequence[int]) -> list[int]:
     """Return the tokens of a tool's answer, which follow from what it is given."""
     rng = random.Random(hashlib.sha256(str(list(ids)).encode()).hexdigest())
-    return [rng.randrange(2, vocab_size) for _ in range(rng.randrange(1, 9))]
+    return [rng.randrange(2, 13) for _ in range(rng.randrange(1, 9))]
 
 
 @dataclass
 class Programs:
-    """Conversations that take at most `num_turns`, with the tools' replies between them."""
+    """Conversations that take at most `num_turns` and `limit` tokens after the prompt, with the tools' replies between them."""
 
     prompts: Sequence[Prompt]
     sampling: Sampling
     num_turns: int = 4
-    vocab_size: int = 13
+    reply: Callable[[Sequence[int]], list[int]] = reply
+    limit: int | None = None  # None: of a completion
     delay: Delay = lambda conversation, turn: 0.0
     longest_turn: int = 1 << 20
-    is_ready: Callable[[], bool] = lambda: True  # tools wait until it is, a minute at most
+    is_ready: Callable[[], bool] = lambda: True  # tools wait until it is
     on_end: Callable[[], object] = lambda: None
     failures: list[BaseException] = field(default_factory=list)
     log: list[tuple[TurnRequest, SampledTurn]] = field(default_factory=list)
@@ -43,7 +46,7 @@ class Programs:
         """Return all requests with their turns, in the order of conversations."""
         owners = [(prompt, number) for prompt in self.prompts for number in range(self.sampling.num_generations)]
         queue = TurnQueue(len(owners))
-        thread = threading.Thread(target=asyncio.run, args=(self._converse_all(queue, owners),))
+        thread = threading.Thread(target=asyncio.run, args=(self._converse_all(queue, owners),), daemon=True)
         thread.start()
         try:
             engine.sample_turns(queue, self.sampling)
@@ -61,22 +64,43 @@ class Programs:
 
     async def _converse(self, queue: TurnQueue, prompt: Prompt, number: int) -> None:
         conversation, completion = (prompt.serial, self.sampling.first_completion + number), list[int]()
+        limit = self.limit or self.sampling.max_new_tokens
         for turn in range(self.num_turns):
-            room = min(self.longest_turn, self.sampling.max_new_tokens - len(completion))
+            room = min(self.longest_turn, limit - len(completion))
             key = turn_key(conversation, completion)
             request = TurnRequest(conversation, [*prompt.ids, *completion], room, key)
             sampled = await asyncio.wrap_future(queue.submit(request))
             self.log.append((request, sampled))
             completion += sampled.ids
-            answer = reply(completion, self.vocab_size)
-            if len(completion) + len(answer) >= self.sampling.max_new_tokens:
+            answer = self.reply(completion)
+            if len(completion) + len(answer) >= limit:
                 break
             await asyncio.sleep(self.delay(conversation, turn))
-            async with asyncio.timeout(60):
-                while not self.is_ready():
-                    await asyncio.sleep(0.01)
+            while not self.is_ready():
+                await asyncio.sleep(0.01)
             completion += answer
         queue.end(conversation)
+
+
+def converse(
+    engine: TurnEngine,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    num_turns: int = 3,
+    delay: Delay = lambda conversation, turn: 0.0,
+) -> dict[Key, Turns]:
+    """Return the turns of each conversation, each of any length up to that of a completion and followed by `REPLY`."""
+    most = sampling.max_new_tokens
+    programs = Programs(prompts, sampling, num_turns, lambda ids: REPLY, limit=1 << 20, delay=delay, longest_turn=most)
+    turns: dict[Key, Turns] = {}
+    for request, turn in programs.run(engine):
+        turns.setdefault(request.conversation, []).append((tuple(request.ids), turn))
+    return turns
+
+
+def ids_of(turns: dict[Key, Turns]) -> list[list[tuple[list[int], list[int]]]]:
+    """Return the token ids before and of each turn."""
+    return [[(list(ids), turn.ids) for ids, turn in each] for each in turns.values()]
 
 
 def by_generate(engine: NativeEngine, request: TurnRequest, sampling: Sampling) -> Completion:

@@ -17,13 +17,14 @@ from accelerate import PartialState
 from setups import build, error_of, named_models, note, prepare, rank, seen, weights
 
 from child_processes import succeed_on_ranks
-from conversations import converse, ids_of
 from fake_vllm import SAMPLING, engine_over, prompts, said, scripted
 from lowpeak.ranks import Ranks
 from lowpeak.rollout.turns import Key
 from lowpeak.vllm.engine import EngineSharing, VllmEngine
 from lowpeak.vllm.requests import sequence_requests
 from lowpeak.vllm.server import ServerVllm
+from scripted_turns import Score, Talk
+from turn_programs import converse, ids_of
 
 
 def run_with(
@@ -105,7 +106,12 @@ def share_prompts(place: Path) -> None:
     none = engine.generate(own if rank() == 0 else [], SAMPLING)
     turns = scripted(said, limits_to_cache=True)
     engine = engine_over(turns, sharing=EngineSharing(engine_ranks), batch_size=2)
-    talks = [converse(engine, asked, SAMPLING, seconds=uneven) for asked in (own, own if rank() == 0 else [])]
+    talks = [converse(engine, asked, SAMPLING, delay=uneven) for asked in (own, own if rank() == 0 else [])]
+    # One rank's environment does not open: its error reaches the other, which does not wait for its requests.
+    factory = {"a": Score} if rank() else {"b": Score}
+    talk = Talk([["x"]], environment=factory, max_tokens=8)
+    talk.engine.engine = engine_over(scripted(said, limits_to_cache=True), sharing=EngineSharing(engine_ranks))
+    opened = error_of(lambda: Ranks().call_on_all(lambda: len(talk.run(environment="a").completions)))
     alone = Ranks().subgroup(1)
     note(
         place,
@@ -116,6 +122,7 @@ def share_prompts(place: Path) -> None:
         started=[[request.prompt_ids, request.params["seed"]] for request in turns.started],
         talks=[ids_of(each) for each in talks],
         alone=[alone.rank, alone.world_size, alone.gather(rank()), alone.sum([1.0])],
+        opened=opened,
         team=[engine_ranks.rank, engine_ranks.world_size, engine_ranks.gather(rank())],
     )
     torch.distributed.barrier()
@@ -172,6 +179,8 @@ def test_a_team_asks_the_same_in_the_same_order_and_each_keeps_its_own(tmp_path)
         expected = ids_of(converse(engine_over(scripted(limits_to_cache=True)), own, SAMPLING))
         lists = json.loads(json.dumps(expected))
         assert found["talks"] == [lists, lists if found is first else []]
+    assert first["opened"].startswith("DataError: a row has environment='a'")
+    assert second["opened"].startswith("DataError: on rank 0")
     assert first["team"] == [0, 2, [0, 1]]
     assert second["team"] == [1, 2, [0, 1]]
     assert (first["alone"], second["alone"]) == ([0, 1, [0], [1.0]], [0, 1, [1], [1.0]])

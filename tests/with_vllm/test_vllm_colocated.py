@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conversations import converse, ids_of
 from lowpeak.arguments.sampling import Sampling
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.ranks import Ranks, has_process_group
@@ -20,6 +19,7 @@ from lowpeak.rollout.native.output import end_token_ids
 from lowpeak.vllm.compatibility import warn_unsupported
 from lowpeak.vllm.engine import EngineSharing, PolicyFacts, VllmEngine
 from lowpeak.vllm.requests import CompletionLengths
+from turn_programs import converse, ids_of
 from vllm_in_process import logprobs_of
 from vllm_runs import TOKENIZER, grpo_arguments, grpo_trainer
 
@@ -132,7 +132,7 @@ def uneven(conversation, turn):
 def test_turns_of_conversations_are_the_native_engines_at_any_speed_of_tools(trainer, native, sampling):
     long = prompts("0123456789" * 13 + "=")  # its turns find a block of 128 tokens in the prefix cache
     sampling = replace(sampling, num_generations=1)
-    found = converse(trainer.collector.engine, [*MANY, replace(long[0], serial=7)], sampling, seconds=uneven)
+    found = converse(trainer.collector.engine, [*MANY, replace(long[0], serial=7)], sampling, delay=uneven)
     narrow = converse(over(trainer, batch_size=3), [*MANY, replace(long[0], serial=7)], sampling)
     assert ids_of(found) == ids_of(narrow)
     assert len(found) == 8

@@ -19,7 +19,6 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from conversations import converse, ids_of
 from lowpeak.arguments.sampling import Sampling
 from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
@@ -31,6 +30,7 @@ from lowpeak.vllm.engine import EngineSharing, PolicyFacts, VllmEngine
 from lowpeak.vllm.protocol import Request
 from lowpeak.vllm.server import ServerVllm, connect_servers
 from tiny_models import char_tokenizer
+from turn_programs import converse, ids_of
 from vllm_in_process import logprobs_of, slices
 from vllm_runs import grpo_arguments, grpo_trainer, steps_of
 from vllm_servers import SECRET, environment, members, metric, model_in, model_of, serving, until
@@ -245,7 +245,7 @@ def test_conversations_over_two_servers_draw_what_one_draws_by_the_policys_log_p
         )
         engine.wake()
         engine.load(slices(policy), 4)
-        found.append(converse(engine, asked, sampling, seconds=lambda key, turn: 0.05 * ((sum(key) + turn) % 3)))
+        found.append(converse(engine, asked, sampling, delay=lambda key, turn: 0.05 * ((sum(key) + turn) % 3)))
     assert ids_of(found[0]) == ids_of(found[1])
     assert len(found[1]) == 8
     for ids, turn in (each for turns in found[1].values() for each in turns):

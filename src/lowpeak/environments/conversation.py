@@ -13,7 +13,7 @@ import torch
 from lowpeak.environments.append import Message, TurnAppender
 from lowpeak.environments.calls import CallParser, ParsedTurn
 from lowpeak.environments.tools import Reply, ToolEnvironment, warn_of_failure
-from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.errors import EngineError
 from lowpeak.records import Completion, Conversation, FinishReason, Prompt, Turn
 from lowpeak.rollout import Key, SampledTurn, TurnQueue, TurnRequest, turn_key
 
@@ -37,7 +37,7 @@ class ConversationRun:
     """A conversation under way: it samples a turn, lets the environment reply, and goes on until either ends it.
 
     `max_tokens` bounds the tokens of the completion, the environment's among them. The state changes after whole turns, so
-    that a conversation whose engine was lost goes on from its last turn. `counts` gets `malformed` and `environment_failures`.
+    that a conversation whose engine has failed goes on from its last turn. `counts` gets `malformed` and `environment_failures`.
     """
 
     key: Key
@@ -56,11 +56,11 @@ class ConversationRun:
     _is_over: bool = False
 
     async def run(self, queue: TurnQueue) -> None:
-        """Take turns until the conversation is over, and tell the queue; return early if the engine is lost."""
+        """Take turns until the conversation is over, and tell the queue; return early if the engine fails."""
         while not self._is_over:
             try:
                 sampled = await self._sample(queue)
-            except LostEngineError:
+            except Exception:
                 # The engine reports it. Other conversations still finish their tools' calls, which must not run twice.
                 return
             previous_role = self._messages[-1]["role"] if self._messages else "user"

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,10 +17,10 @@ from lowpeak.environments.append import TurnAppender, render_call, tool_call
 from lowpeak.environments.calls import CallParser
 from lowpeak.environments.conversation import ConversationRun, TurnFormat
 from lowpeak.environments.tools import ToolEnvironment, Toolset, warn_of_failure
-from lowpeak.errors import LostEngineError
+from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Metric, Prompt
 from lowpeak.rewards import BackgroundLoop
-from lowpeak.rollout import GeneratedOnResult, Pending, SliceForm, TurnEngine, TurnQueue
+from lowpeak.rollout import GeneratedOnResult, GroupQueue, Pending, SliceForm, TurnEngine, TurnQueue
 
 Row = Mapping[str, Any]
 
@@ -33,6 +33,8 @@ class EnvironmentEngine:
     new_reader      returns a reader of prompts with these arguments
     end_ids         returns the tokens that end a turn
     add_metrics     receives the metrics of each call
+    add_prompts     receives the prompts as environments have changed them
+    processes       of a tensor parallel group, of which the first has the conversations; None: there is one
     """
 
     engine: TurnEngine
@@ -42,8 +44,10 @@ class EnvironmentEngine:
     new_reader: Callable[[Mapping[str, Any]], PromptReader]
     end_ids: Callable[[Sampling], Collection[int]]
     add_metrics: Callable[[dict[str, Metric]], None]
+    add_prompts: Callable[[Iterable[Prompt]], None] = lambda prompts: None
+    processes: Ranks | None = None
     _formats: dict[str, TurnFormat] = field(default_factory=dict)
-    _unfinished: tuple[Sequence[Prompt], Sampling, list[ConversationRun]] | None = None
+    _unfinished: tuple[object, list[ConversationRun]] | None = None
 
     def __post_init__(self) -> None:
         engine = self.engine
@@ -64,32 +68,43 @@ class EnvironmentEngine:
         return GeneratedOnResult(partial(self.generate, prompts, sampling))
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """Return the conversations of each prompt; after a lost engine, those of the same prompts go on."""
-        unfinished, self._unfinished = self._unfinished, None
-        if unfinished is not None and (unfinished[0], unfinished[1]) == (prompts, sampling):
-            runs = unfinished[2]
-        else:
-            runs = self._loop.run(self._open(prompts, sampling))
-        queue = TurnQueue(len(runs))
-        conversations = self._loop.submit(self._converse(runs, queue))
+        """Return the conversations of each prompt; after an error of the engine, those of the same prompts go on.
+
+        Without conversations, in a process that only samples their turns with others, there are no groups.
+        """
+        size, rollout = sampling.num_generations, (prompts, sampling, self.policy_version)
+        (previous, runs), self._unfinished = self._unfinished or (None, []), None
+        num_conversations = len(prompts) * size
+        queue = TurnQueue(num_conversations)
+        if self.processes is not None:
+            queue = GroupQueue(num_conversations, self.processes)
+            if self.processes.rank > 0:
+                self.engine.sample_turns(queue, sampling)
+                return []
+        unfinished = runs if previous == rollout else None
+        conversations = self._loop.submit(self._converse(prompts, sampling, unfinished, queue))
         try:
             self.engine.sample_turns(queue, sampling)
-        except LostEngineError:
-            conversations.exception()
-            self._unfinished = prompts, sampling, runs
+        except Exception:
+            # Another attempt may use the same environments, so it waits for the tools' calls under way.
+            if conversations.exception() is None:
+                self._unfinished = rollout, conversations.result()
             raise
-        conversations.result()
+        runs = conversations.result()
         self.add_metrics(self._metrics(len(runs)))
         self.toolset.counts.clear()
-        size = sampling.num_generations
         return [_group(prompt, runs[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)]
 
-    async def _converse(self, runs: Sequence[ConversationRun], queue: TurnQueue) -> None:
+    async def _converse(
+        self, prompts: Sequence[Prompt], sampling: Sampling, unfinished: list[ConversationRun] | None, queue: TurnQueue
+    ) -> list[ConversationRun]:
         """Take all conversations to their ends, then close the queue; the first error ends all."""
         try:
+            runs = unfinished or await self._open(prompts, sampling)
             async with asyncio.TaskGroup() as tasks:
                 for run in runs:
                     tasks.create_task(run.run(queue))
+            return runs
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -122,6 +137,7 @@ class EnvironmentEngine:
                     has_failed=text is None,
                 )
             )
+        self.add_prompts(run.prompt for run in runs)
         return runs
 
     async def _reset(self, environment: ToolEnvironment, seed: int, row: Row) -> str | None:

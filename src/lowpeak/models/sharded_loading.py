@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ def init_without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> An
     A quantised checkpoint is read nevertheless, since its quantiser places it on the device while it is loaded.
     """
     from accelerate import init_empty_weights
+    from transformers import GenerationConfig
 
     config = find_config(name, options)
     if getattr(config, "quantization_config", None) is not None:
@@ -93,6 +94,10 @@ def init_without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> An
         model = auto.from_config(config, dtype=config.dtype if dtype == "auto" else dtype, **model_options)
     model.tie_weights()  # creating the parameters one by one has untied them
     model.name_or_path = name
+    if model.can_generate():
+        # Generation ends at this file's tokens, on all ranks alike; a model may lack the file.
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(name, **_file_options(options))
     return model.eval()
 
 
@@ -100,9 +105,13 @@ def find_config(name: str, options: Mapping[str, Any]) -> Any:
     """Return the config with which `from_pretrained(name, **options)` creates a model."""
     from transformers import AutoConfig
 
+    return options.get("config") or AutoConfig.from_pretrained(name, **_file_options(options))
+
+
+def _file_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that say where a model's files are."""
     of_model = ("config", "dtype", "attn_implementation", "quantization_config", "device_map")
-    explicit = options.get("config")
-    return explicit or AutoConfig.from_pretrained(name, **{key: options[key] for key in options if key not in of_model})
+    return {key: value for key, value in options.items() if key not in of_model}
 
 
 def materialize_meta_params(module: nn.Module, device: torch.device | str = "cpu") -> None:

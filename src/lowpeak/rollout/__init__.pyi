@@ -6,6 +6,7 @@ from lowpeak.rollout.function import FunctionEngine as FunctionEngine
 from lowpeak.rollout.pending import GeneratedOnResult as GeneratedOnResult
 from lowpeak.rollout.pending import Pending as Pending
 from lowpeak.rollout.sampling import TokenDraw as TokenDraw
+from lowpeak.rollout.turns import GroupQueue as GroupQueue
 from lowpeak.rollout.turns import Key as Key
 from lowpeak.rollout.turns import SampledTurn as SampledTurn
 from lowpeak.rollout.turns import TurnQueue as TurnQueue

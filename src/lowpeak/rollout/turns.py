@@ -11,11 +11,12 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lowpeak.errors import EngineError
+from lowpeak.ranks import Ranks
 from lowpeak.records import Completion, FinishReason
 
 Key = tuple[int, int]  # two 32-bit words of the counter of a turn's random numbers
@@ -44,10 +45,9 @@ class TurnRequest:
 
 
 class Arrivals(NamedTuple):
-    """What has arrived since the last look: new requests, requests that nobody waits for, conversations that have ended."""
+    """What has arrived since the last look: new requests, and conversations that have ended."""
 
     requests: list[TurnRequest]
-    cancelled: list[TurnRequest]
     ended: list[Key]
     is_closed: bool
 
@@ -55,7 +55,7 @@ class Arrivals(NamedTuple):
 class TurnQueue:
     """The way from conversations, in any thread, to the engine that samples their turns.
 
-    answer = queue.submit(request)          # any thread; also cancel, end
+    answer = queue.submit(request)          # any thread; also end
     queue.close()                           # once the last conversation has ended
 
     with queue.answering():                 # the engine's thread; `wake` ends a `take` that waits
@@ -64,12 +64,14 @@ class TurnQueue:
             request.answer.set_result(turn)
     """
 
+    is_shared = False  # whether several processes sample each turn together
+
     def __init__(self, num_conversations: int = 0) -> None:
         """Open the queue; so many conversations make their first requests at once, 0 if they begin at any time."""
         self.num_conversations = num_conversations
         self._changed = threading.Condition()
         self._open: dict[int, TurnRequest] = {}  # unanswered requests by identity
-        self._arrivals = Arrivals([], [], [], False)
+        self._arrivals = Arrivals([], [], False)
         self._is_woken = False
         self._failure: BaseException = EngineError("the rollout is over: no further turn is sampled.")
 
@@ -86,12 +88,6 @@ class TurnQueue:
             self._changed.notify()
         request.answer.add_done_callback(lambda _: self._open.pop(id(request), None))
         return request.answer
-
-    def cancel(self, request: TurnRequest) -> None:
-        """Tell the engine that nobody waits for the answer."""
-        with self._changed:
-            self._arrivals.cancelled.append(request)
-            self._changed.notify()
 
     def end(self, conversation: Key) -> None:
         """Tell the engine that a conversation makes no further request, so that it can drop what it kept of it."""
@@ -117,7 +113,7 @@ class TurnQueue:
             if wait:
                 self._changed.wait_for(self._has_changed, seconds)
             taken, self._is_woken = self._arrivals, False
-            self._arrivals = Arrivals([], [], [], taken.is_closed)
+            self._arrivals = Arrivals([], [], taken.is_closed)
             return taken
 
     def _has_changed(self) -> bool:
@@ -136,6 +132,64 @@ class TurnQueue:
             for request in list(self._open.values()):
                 if not request.answer.done():
                     request.answer.set_exception(self._failure)
+
+    def check_processes(self) -> None:
+        """Raise EngineError if another process failed: turns that all sampled together are then invalid."""
+
+    def sampling_by(self, model: Any) -> AbstractContextManager[None]:
+        """Return a context for the forwards of the transformers model that samples the turns."""
+        return nullcontext()
+
+
+class GroupQueue(TurnQueue):
+    """The queue of a tensor parallel group: its processes answer together, and the first has the conversations.
+
+    All take the same arrivals in the same step. They exchange whether one has failed there, before each forward and before they
+    answer, since a process that failed takes part in no other exchange; the error of the lockstep names it.
+    """
+
+    is_shared = True
+
+    def __init__(self, num_conversations: int, processes: Ranks) -> None:
+        super().__init__(num_conversations)
+        self._processes = processes
+        self._has_failed = False
+        self._raise_in_step: Callable[[], None]
+
+    @contextmanager
+    def sampling_by(self, model: Any) -> Iterator[None]:
+        self._raise_in_step = model.forward.wait_in_step
+        hook = model.register_forward_pre_hook(lambda *inputs: self.check_processes())
+        try:
+            yield
+        except BaseException:
+            if not self._has_failed:
+                self._processes.max([1.0, 0.0, 0.0])
+            raise
+        finally:
+            hook.remove()
+
+    def take(self, wait: bool, seconds: float | None = None) -> Arrivals:
+        is_first = self._processes.rank == 0
+        taken = super().take(wait, seconds) if is_first else Arrivals([], [], False)
+        has_news, is_closed = self._exchange(bool(taken.requests or taken.ended), taken.is_closed)
+        if has_news:
+            requests = [(each.conversation, each.ids, each.max_tokens, each.key) for each in taken.requests]
+            requests, ended = self._processes.gather((requests, taken.ended))[0]
+            if not is_first:
+                taken = Arrivals([TurnRequest(*each) for each in requests], ended, False)
+        return taken._replace(is_closed=bool(is_closed))
+
+    def check_processes(self) -> None:
+        self._exchange(False, False)
+
+    def _exchange(self, *facts: bool) -> list[float]:
+        """Return which facts hold on any process; EngineError if one has failed."""
+        has_failed, *numbers = self._processes.max([0.0, *facts])
+        self._has_failed = bool(has_failed)
+        if self._has_failed:
+            self._raise_in_step()
+        return numbers
 
 
 def turn_key(conversation: Key, completion_ids: Sequence[int]) -> Key:
@@ -165,7 +219,9 @@ def answer_in_rounds(queue: TurnQueue, sample: Callable[[Sequence[TurnRequest]],
         if waiting and waiting.keys() >= live and len(begun) >= queue.num_conversations:
             requests = list(waiting.values())
             waiting.clear()
-            for request, turn in zip(requests, sample(requests), strict=True):
+            turns = sample(requests)
+            queue.check_processes()
+            for request, turn in zip(requests, turns, strict=True):
                 room = request.max_tokens
                 reason: FinishReason = turn.finish_reason if len(turn) <= room else "length"
                 request.answer.set_result(SampledTurn(turn.ids.tolist()[:room], turn.logprobs.tolist()[:room], reason))

@@ -55,9 +55,8 @@ _logger = logging.getLogger(__name__)
 
 _MAX_SEQUENCES = 256  # that vLLM decodes at once by default
 _LEAST_CACHE_BYTES = 1 << 24
-_TURN_LAG = (
-    8  # decode steps between a turn and the next under full_determinism: more hide slower tools, and delay quick ones
-)
+# Decode steps between a turn and the next under full_determinism: more hide slower tools, and delay quick ones.
+_TURN_LAG = 8
 
 
 def why_adapters_idle(settings: VllmSettings | None, policy: nn.Module, num_ranks: int) -> str:
@@ -132,7 +131,9 @@ def make_engine(
         gather_for_function = partial(gather_policy, 0)
     if parts.toolset is None and rollout_func is None:
         return engine
-    return _engine_of_user_code(context, parts, engine, stats, rollout_func, gather_for_function)
+    group_size = parts.args.model_parallel.tensor
+    processes = strategy.ranks.processes.subgroup(group_size) if group_size > 1 else None
+    return _engine_of_user_code(context, parts, engine, stats, rollout_func, gather_for_function, processes)
 
 
 def _log_path(parts: OnlineParts, *, by_function: bool) -> None:
@@ -148,6 +149,7 @@ def _engine_of_user_code(
     stats: RolloutStats,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
     gather_for_function: Callable[[], AbstractContextManager[nn.Module]],
+    processes: Ranks | None,
 ) -> RolloutEngine:
     """Return the engine of a user's tools, environments or function over `engine`."""
     policy, tokenizer, template = causal_lm(parts.policy), parts.tokenizer, parts.settings.prompts.chat_template_kwargs
@@ -170,6 +172,8 @@ def _engine_of_user_code(
         lambda options: new_reader(chat_template_kwargs=options),
         end_ids,
         stats.add_conversations,
+        stats.add_prompts,
+        processes,
     )
 
 

@@ -21,7 +21,6 @@ from lowpeak.arguments import (
     ToolSettings,
     VllmSettings,
     make_settings,
-    require,
     reset_idle_arguments,
     resolve_online,
 )
@@ -155,11 +154,6 @@ def prepare_online(
 def _make_toolset(inputs: OnlineInputs, args: Any) -> Toolset | None:
     if not (inputs.tools or inputs.environment_factory):
         return None
-    require(
-        args.model_parallel.tensor == 1,
-        f"tools and environment_factory do not go with tp_size={args.model_parallel.tensor}: each process of a group would run the "
-        "tools. Shard the policy with fsdp2 or zero3.",
-    )
     return Toolset(inputs.tools, inputs.environment_factory, make_settings(ToolSettings, args))
 
 

@@ -188,7 +188,8 @@ class RolloutCollector:
         if self.settings.vllm is not None:
             return self._vllm_demand()
         policy = self._policy()
-        tokens = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
+        most = max(self.stats.most_prompt_tokens, *(len(prompt.ids) for prompt in prompts))
+        tokens = most + sampling.max_new_tokens
         num_sequences = -(-len(prompts) * sampling.num_generations // self._ranks.world_size)
         per_sequence = tokens * bytes_per_token(policy)
         return Demand(cache_bytes=num_sequences * per_sequence, sequence_bytes=per_sequence)

@@ -6,7 +6,7 @@ report is metrics of lengths and of the engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import accumulate
@@ -19,7 +19,7 @@ from lowpeak.arguments import RolloutSettings
 from lowpeak.batching import TokenBudget, assign_to_ranks, masked_batch, num_loss_tokens, pack, scatter
 from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
-from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
+from lowpeak.records import Metric, MicroBatch, Prompt, Record, Unit, merge_metrics
 from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.recovery import attempts
 from lowpeak.training.run import Run, RunContext
@@ -291,16 +291,18 @@ def _has_zero_advantages(record: Record) -> bool:
 class RolloutStats:
     """Counts of the engine's work since they were last popped.
 
-    useful      tokens that the engine added to completions
-    computed    positions that its forwards computed for them
-    pushes      metrics of the weights that were sent to it
-    turns       metrics of conversations with tools
+    useful              tokens that the engine added to completions
+    computed            positions that its forwards computed for them
+    pushes              metrics of the weights that were sent to it
+    turns               metrics of conversations with tools
+    most_prompt_tokens  of all conversations, whose environments may lengthen prompts
     """
 
     useful: int = 0
     computed: int = 0
     pushes: dict[str, Metric] = field(default_factory=dict)
     turns: dict[str, Metric] = field(default_factory=dict)
+    most_prompt_tokens: int = 0
 
     def add(self, useful: int, computed: int) -> None:
         self.useful += useful
@@ -314,6 +316,10 @@ class RolloutStats:
 
     def add_conversations(self, metrics: dict[str, Metric]) -> None:
         self.turns = merge_metrics(self.turns, metrics)
+
+    def add_prompts(self, prompts: Iterable[Prompt]) -> None:
+        """Note the longest prompt, which bounds the memory of a conversation."""
+        self.most_prompt_tokens = max([self.most_prompt_tokens, *(len(prompt.ids) for prompt in prompts)])
 
     def pop_conversations(self) -> dict[str, Metric]:
         """Return the metrics of conversations since the last call."""

@@ -9,17 +9,7 @@ import time
 import pytest
 
 from lowpeak.errors import DataError, EngineError, LostEngineError
-from scripted_turns import Talk, call
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: The first number.
-        b: The second number.
-    """
-    return a + b
+from scripted_turns import Score, Talk, add, call
 
 
 async def wait(seconds: float) -> str:
@@ -35,26 +25,6 @@ async def wait(seconds: float) -> str:
 def fail() -> str:
     """Fail."""
     raise ValueError("broken")
-
-
-class Score:
-    """An environment that counts."""
-
-    def reset(self, **row: object) -> str:
-        self.total, self.row = 0, row
-        return " start"
-
-    def increase(self, by: int) -> int:
-        """Add to the total.
-
-        Args:
-            by: How much.
-        """
-        self.total += by
-        return self.total
-
-    def get_reward(self) -> float:
-        return float(self.total)
 
 
 def test_results_are_appended_as_context_and_sampled_tokens_stay():
@@ -168,7 +138,7 @@ def test_control_tokens_of_a_result_stay_text():
 def test_an_environment_opens_replies_and_is_reused():
     talk = Talk([[call("increase", by=2) + "<eos>", "x<eos>"], ["y<eos>"]], [add], Score)
     group = talk.run(answer="5")
-    assert group.prompt.source == [{"role": "user", "content": "1+2 start"}]
+    assert group.prompt.source == [{"role": "user", "content": "1+2 go"}]
     environments = [completion.conversation.environment for completion in group.completions]
     assert [environment.total for environment in environments] == [2, 0]
     assert environments[0].row == {"prompt": [{"role": "user", "content": "1+2"}], "answer": "5"}

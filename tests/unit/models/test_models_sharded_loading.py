@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lowpeak import PPOConfig
 from lowpeak.arguments.base import ModelSettings
@@ -22,6 +23,7 @@ from lowpeak.models.pretrained import from_pretrained
 from lowpeak.models.sharded_loading import (
     GRAD_ALLREDUCE_STYLE,
     device_map_for_loading,
+    init_without_weights,
     load_tensor_parallel,
     modules_with_style,
 )
@@ -35,6 +37,16 @@ def test_an_unsharded_policy_is_read_into_its_devices_memory(tmp_path):
     for device, expected in ((DEVICE, "meta"), (torch.device("cpu"), "cpu"), (None, "cpu")):
         policy = load_policy(str(tmp_path), ModelSettings({"dtype": "float32"}), device=device)
         assert {parameter.device.type for parameter in policy.parameters()} == {expected}
+
+
+def test_ranks_that_read_no_weights_generate_until_the_same_tokens(tmp_path):
+    model = tiny_model()
+    model.generation_config.eos_token_id = [1, 7]
+    model.save_pretrained(tmp_path)
+    policy = init_without_weights(AutoModelForCausalLM, str(tmp_path), {"revision": "main"})
+    assert policy.generation_config.eos_token_id == [1, 7]
+    (tmp_path / "generation_config.json").unlink()
+    assert init_without_weights(AutoModelForCausalLM, str(tmp_path), {}).generation_config.eos_token_id == 1
 
 
 @patch.dict(os.environ)

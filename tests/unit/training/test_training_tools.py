@@ -4,55 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from datasets import Dataset
 
 from lowpeak.errors import ArgumentError, DataError
-from scripted_turns import ScriptedTurns, call
+from scripted_turns import Score, ScriptedTurns, add, call, questions
 from small_runs import journal, make, rows, weights
 from tiny_models import char_tokenizer, tiny_model, tool_tokenizer
 
 TOKENIZER = tool_tokenizer()
 CALL = call("add", a=1, b=2) + "<eos>"
 ENDS = {"max_completion_length": 200, "max_steps": 1}
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: The first number.
-        b: The second number.
-    """
-    return a + b
-
-
-class Score:
-    """An environment with a tool, a reward of its own and rewards of turns."""
-
-    def reset(self, **row: object) -> str:
-        self.total = 0
-        return " go"
-
-    def increase(self, by: int) -> int:
-        """Add to the total.
-
-        Args:
-            by: How much.
-        """
-        self.total += by
-        return self.total
-
-    def get_reward(self) -> float:
-        return float(self.total)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def questions(count: int = 8) -> Dataset:
-    return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": f"{i}+1"}], "answer": str(i)} for i in range(count)]
-    )
 
 
 def scripted(kind, folder, script, **changes):

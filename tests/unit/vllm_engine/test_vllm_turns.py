@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from conversations import REPLY, converse
 from fake_server import DROP, GENERATE, FakeServer, generated, serving
 from fake_vllm import END, SAMPLING, ScriptedVllm, engine_over, facts, prompts, said, scripted, slices
 from lowpeak.errors import EngineError, LostEngineError
@@ -19,6 +18,7 @@ from lowpeak.vllm.protocol import Answer
 from lowpeak.vllm.requests import completion_seed
 from lowpeak.vllm.server import ServerVllm
 from scripted_turns import Talk, call
+from turn_programs import REPLY, converse
 
 KINDS = {"in process": {"limits_to_cache": True}, "server": {}}
 
@@ -50,7 +50,7 @@ def slow(conversation, turn):
 def test_a_turn_depends_on_its_own_history_alone(kind, settings):
     expected = converse(engine_over(scripted(limits_to_cache=True)), prompts(), SAMPLING)
     vllms = [scripted(**kind) for _ in range(1 if kind else 2)]
-    found = converse(engine_over(*vllms, **settings), prompts(), SAMPLING, seconds=slow)
+    found = converse(engine_over(*vllms, **settings), prompts(), SAMPLING, delay=slow)
     assert found == expected
     for conversation, turns in found.items():
         for ids, turn in turns:
@@ -62,7 +62,7 @@ def test_a_turn_depends_on_its_own_history_alone(kind, settings):
 
 def test_conversations_stay_on_their_vllm_and_are_spread_evenly():
     vllms = [scripted(), scripted(), scripted()]
-    converse(engine_over(*vllms), prompts(9), replace(SAMPLING, num_generations=1), seconds=slow)
+    converse(engine_over(*vllms), prompts(9), replace(SAMPLING, num_generations=1), delay=slow)
     served = [Counter(request.prompt_ids[0] for request in vllm.started) for vllm in vllms]
     assert [sorted(each.values()) for each in served] == [[3, 3, 3]] * 3
     assert len(set().union(*served)) == 9

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from lowpeak.arguments import Sampling
+from lowpeak.data import common_prefix_length
 from lowpeak.errors import first_line
 from lowpeak.memory import is_out_of_memory
 from lowpeak.rollout.native.cache import MAX_PREFILL, SlotCache, bytes_per_token, prefill_prompts
@@ -40,7 +41,7 @@ class RequestSchedule:
     """
 
     def __init__(self, queue: TurnQueue, lag: int | None, poll: Callable[[], None] | None) -> None:
-        self._queue, self._lag, self._poll = queue, lag, poll
+        self.queue, self._lag, self._poll = queue, lag, poll
         self.step = 0
         self.waiting: list[TurnRequest] = []
         self.widths: dict[Key, int] = {}  # the most columns of each conversation that has begun and not ended
@@ -51,7 +52,7 @@ class RequestSchedule:
 
     @property
     def num_conversations(self) -> int:
-        return max(len(self.widths), self._queue.num_conversations)
+        return max(len(self.widths), self.queue.num_conversations)
 
     def collect(self, is_running: bool) -> bool:
         """Take what has arrived, and wait while nothing can be done without more; return whether the rollout goes on."""
@@ -63,22 +64,21 @@ class RequestSchedule:
         return not is_closed
 
     def _take(self, wait: bool) -> bool:
-        requests, cancelled, ended, is_closed = self._queue.take(wait)
+        requests, ended, is_closed = self.queue.take(wait)
         for request in requests:
             key, width = request.conversation, len(request.ids) + request.max_tokens
             self._num_begun += key not in self.widths
             self.widths[key] = max(width, self.widths.get(key, 0))
         self._num_begun += len(set(ended) - self.widths.keys())
         self._ended.update(ended)
-        # A turn under way is sampled to its end: nobody reads it.
-        self.waiting = [request for request in (*self.waiting, *requests) if request not in cancelled]
+        self.waiting += requests
         return is_closed
 
     def _lacks_due(self) -> bool:
         """Return whether a request that is due has not arrived: a first one, or with a lag a later one."""
-        here = {request.conversation for request in self.waiting} | self._ended
-        is_late = any(step <= self.step and key not in here for key, step in self._due.items())
-        return is_late or self._num_begun < self._queue.num_conversations
+        arrived = {request.conversation for request in self.waiting} | self._ended
+        is_late = any(step <= self.step and key not in arrived for key, step in self._due.items())
+        return is_late or self._num_begun < self.queue.num_conversations
 
     def _skip_steps(self) -> bool:
         """Go to the next step at which a conversation goes on, if nothing runs until then; return whether there is one."""
@@ -88,8 +88,8 @@ class RequestSchedule:
     def ready(self) -> list[TurnRequest]:
         """Return the requests that may start: those of conversations under way first, and the longest conversations first."""
         ready = [request for request in self.waiting if self._due.get(request.conversation, 0) <= self.step]
-        rank = {key: (key not in self._started, -width, key) for key, width in self.widths.items()}
-        return sorted(ready, key=lambda request: rank[request.conversation])
+        precedence = {key: (key not in self._started, -width, key) for key, width in self.widths.items()}
+        return sorted(ready, key=lambda request: precedence[request.conversation])
 
     def start(self, requests: Sequence[TurnRequest]) -> None:
         self.waiting = [request for request in self.waiting if request not in requests]
@@ -219,7 +219,7 @@ def _match(
         cached = each.ids[: each.num_cached]
         # Most sequences are of other prompts: one comparison tells it.
         if _share(cached, ids[:-1], most + 1):
-            best, most = each, common_prefix(cached, ids[:-1])
+            best, most = each, common_prefix_length(cached, ids[:-1])
     return (best, most) if best is not None else (None, 0)
 
 
@@ -228,24 +228,12 @@ def _share(first: list[int], second: list[int], count: int) -> bool:
     return min(len(first), len(second)) >= count and first[:count] == second[:count]
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
-    low, high = 0, min(len(first), len(second))
-    if first[:high] == second[:high]:
-        return high
-    # Slices are compared in C, so a bisection is faster than a scan.
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle)
-    return low
-
-
 @dataclass(eq=False, repr=False)
-class TurnLoop:
+class TurnDecodeLoop:
     """Sampling of the turns that conversations request, in the slots of a cache that never exceeds the budget.
 
     `new_output` returns an output buffer of so many rows. If memory runs out, the turns under way start again in a cache of
-    half the size, with the same random numbers.
+    half the size, with the same random numbers; processes that sample together raise instead.
     """
 
     model: nn.Module
@@ -275,7 +263,8 @@ class TurnLoop:
                 continue
             except (MemoryError, RuntimeError) as error:
                 half = self._cache.max_tokens // 2
-                if not is_out_of_memory(error) or half < max(self.requests.widths.values()):
+                must_raise = self.requests.queue.is_shared or half < max(self.requests.widths.values())
+                if must_raise or not is_out_of_memory(error):
                     raise
                 reason = first_line(error)
             # Outside of the handler: the error's frames hold tensors.
@@ -383,12 +372,12 @@ class TurnLoop:
 
     def _answer(self, sequences: Sequence[CachedSequence]) -> None:
         """Answer the requests of ended turns, and keep their slots."""
+        self.requests.queue.check_processes()
         for each, turn in zip(sequences, self._output.completions([each.row for each in sequences]), strict=True):
             each.ids = [*each.ids, *turn.ids.tolist()]
             self._num_forwarded[each.request.conversation] = each.num_cached
             self.requests.end_turn(each.request.conversation)
-            sampled = SampledTurn(turn.ids.tolist(), turn.logprobs.tolist(), turn.finish_reason)
-            each.request.answer.set_result(sampled)
+            each.request.answer.set_result(SampledTurn(turn.ids.tolist(), turn.logprobs.tolist(), turn.finish_reason))
         self._table.keep(sequences)
 
 

@@ -25,7 +25,7 @@ from lowpeak.heads import transformers_model
 from lowpeak.memory import return_cached_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
-from lowpeak.rollout.native.admission import RequestSchedule, TurnLoop
+from lowpeak.rollout.native.admission import RequestSchedule, TurnDecodeLoop
 from lowpeak.rollout.native.cache import bytes_per_token, cache_argument, left_mask, left_pad, text_config
 from lowpeak.rollout.native.decode_graphs import DecodeGraphs
 from lowpeak.rollout.native.decode_loop import DecodeLoop
@@ -76,16 +76,21 @@ class NativeEngine:
     def sample_turns(self, queue: TurnQueue, sampling: Sampling) -> None:
         if self.policy_version is None:
             raise EngineError("The engine has no known weights yet: call load() before sample_turns().")
-        with queue.answering(), self.gather_policy() as model, torch.no_grad():
+        with (
+            queue.answering(),
+            self.gather_policy() as model,
+            queue.sampling_by(driver := transformers_model(model)),
+            torch.no_grad(),
+        ):
             if unsupported_reason(model) is not None:
                 answer_in_rounds(queue, partial(self._sample_round, model, sampling))
                 return
             # Ranks in lockstep wait for requests by taking part in the others' forwards.
-            poll = getattr(transformers_model(model).forward, "wait_in_step", None)
+            poll = getattr(driver.forward, "wait_in_step", None)
             requests = RequestSchedule(queue, self.turn_lag, poll)
             new_output = partial(self._new_output, model, sampling)
             with _inference_mode(model):
-                TurnLoop(model, requests, self.kv_cache_bytes(), sampling, new_output, self.on_tokens).run()
+                TurnDecodeLoop(model, requests, self.kv_cache_bytes(), sampling, new_output, self.on_tokens).run()
 
     def _new_output(self, model: nn.Module, sampling: Sampling, num_rows: int) -> OutputBuffer:
         stops = StopStrings(self.tokenizer, sampling.stop, sampling.min_new_tokens)
@@ -195,6 +200,8 @@ def decode_by_generate(
             attention_mask=torch.ones_like(input_ids) if mask_NL is None else mask_NL,
             logits_processor=LogitsProcessorList([chooser]),
             stopping_criteria=StoppingCriteriaList([_StopEnded(chooser)]),
+            # By default ranks of a sharded model would have to call `generate` equally often; here forwards run in lockstep.
+            synced_gpus=False,
         )
 
 
