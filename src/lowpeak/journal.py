@@ -5,7 +5,7 @@
     tokens.jsonl        token values of some completions: text, log-prob, entropy, mismatch and loss mask
     evaluations.jsonl   the metrics of each evaluation during training
     events.jsonl        resumed runs, lost engines, and sizes that measured peaks corrected
-    tool_results.jsonl  the results of tool calls, which a resumed run uses again
+    tool_results.jsonl  the results of functions that the policy called, which a resumed run uses again; each rank has its file
 
 pandas (`read_json(path, lines=True)`) and polars (`read_ndjson(path, infer_schema_length=None)`) read these files. A file of
 64 MiB is renamed to `rollouts.00001.jsonl`, and so on, before the lines of the next rollout are written, so the order of names
@@ -51,11 +51,11 @@ logger = logging.getLogger(__name__)
 class Journal:
     """A writer of a run's files in `folder`.
 
-    Rank 0 writes; the other ranks pass `writes=False`. When the first line of a run is written, an earlier run's folder is moved
-    to `earlier-1/` next to it, and so on, unless `resume_at` was called to continue its files. A full disk raises
-    `CheckpointError`.
+    Rank 0 writes. Other ranks write their results of tools alone, as `tool_results-rank1.jsonl`, and so on. When the first line
+    of a run is written, an earlier run's folder is moved to `earlier-1/` next to it, and so on, unless `resume_at` was called to
+    continue its files. A full disk raises `CheckpointError`.
 
-        journal = Journal(folder, writes=rank == 0)
+        journal = Journal(folder, rank)
         journal.begin_run()                                          # before anything trains
         journal.resume_at(step)                                      # only when a run is resumed
         journal.write_rollout(step, rows)                            # at a rollout's first step
@@ -63,9 +63,9 @@ class Journal:
         journal.sync()                                               # before a checkpoint
     """
 
-    def __init__(self, folder: Path, writes: bool = True) -> None:
+    def __init__(self, folder: Path, rank: int = 0) -> None:
         self.folder = folder
-        self._writes = writes
+        self._rank, self._writes = rank, rank == 0
         self._owns_files = False  # whether the files in `folder` are this run's
         self._written = False
 
@@ -82,6 +82,12 @@ class Journal:
                 raise CheckpointError(f"{path} is a folder, but the journal needs a file there: move or remove it.")
             os.close(open_without_symlink(path, os.O_RDONLY))
 
+    def begin_files(self) -> None:
+        """Move an earlier run's files away now, before ranks write; else the first line does."""
+        with _write_errors(self.folder):
+            _move_earlier_run(self.folder)
+        self._owns_files = True
+
     def resume_at(self, step: int) -> None:
         """Continue the files after `step`: remove the lines of later steps, and an incomplete last line.
 
@@ -91,8 +97,8 @@ class Journal:
         if not self._writes:
             return
         with _write_errors(self.folder):
-            for name in _NAMES:
-                until = math.inf if name in (EVENTS, TOOL_RESULTS) else step
+            for name in _names(self.folder):
+                until = math.inf if name == EVENTS or name.startswith(TOOL_RESULTS) else step
                 for path in reversed(journal_files(self.folder, name)):
                     if _remove_later_lines(path, until):
                         break  # steps ascend: earlier files keep all lines
@@ -124,7 +130,12 @@ class Journal:
         The row has `key` (a hash of all that the call depends on), `name`, `arguments`, `result` or `error`, and `seconds`.
         `read_tool_results` finds it by its key.
         """
-        self._append(TOOL_RESULTS, step, [row])
+        if self._rank == 0:
+            self._append(TOOL_RESULTS, step, [row])
+        else:
+            # Rank 0 has moved an earlier run's files before the run began.
+            with _write_errors(self.folder):
+                self._write_lines(f"{TOOL_RESULTS}-rank{self._rank}", step, [row])
 
     def sync(self) -> None:
         """Wait until all lines are on disk."""
@@ -136,7 +147,7 @@ class Journal:
                 fsync_path(path)
 
     def _files(self) -> list[Path]:
-        return [path for name in _NAMES for path in journal_files(self.folder, name)]
+        return [path for name in _names(self.folder) for path in journal_files(self.folder, name)]
 
     def _append(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         if not self._writes:
@@ -146,15 +157,16 @@ class Journal:
                 self._warn_of_removal(step)
             if not self._owns_files:
                 _move_earlier_run(self.folder)
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._owns_files = self._written = True
-            path = self.folder / f"{name}.jsonl"
-            _number_full_file(path)
-            with os.fdopen(
-                open_without_symlink(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0
-            ) as file:
-                for row in rows:
-                    _append_line(file.fileno(), {"step": step} | dict(row) | {"step": step})
+            self._write_lines(name, step, rows)
+
+    def _write_lines(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{name}.jsonl"
+        _number_full_file(path)
+        with os.fdopen(open_without_symlink(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as file:
+            for row in rows:
+                _append_line(file.fileno(), {"step": step} | dict(row) | {"step": step})
 
     def _warn_of_removal(self, step: int) -> None:
         removed = self.folder if self.folder.parent.exists() else self.folder.parent
@@ -181,13 +193,20 @@ def read_rows(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 def read_tool_results(folder: Path, after: int) -> dict[str, dict[str, Any]]:
     """Return the tools' results of rollouts that begin after step `after`, by their keys."""
-    return {row["key"]: row for row in read_rows(folder, TOOL_RESULTS) if row["step"] > after}
+    names = [name for name in _names(folder) if name.startswith(TOOL_RESULTS)]
+    return {row["key"]: row for name in names for row in read_rows(folder, name) if row["step"] > after}
 
 
 def journal_files(folder: Path, name: str) -> list[Path]:
     """Return the files of a name (STEPS, ROLLOUTS, ...) in the order of their lines."""
     pattern = re.compile(rf"{name}(\.\d{{5}})?\.jsonl")
     return sorted(path for path in folder.glob(f"{name}*.jsonl") if pattern.fullmatch(path.name))
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names of all files, those of other ranks among them."""
+    others = {re.sub(r"(\.\d{5})?\.jsonl$", "", path.name) for path in folder.glob(f"{TOOL_RESULTS}-rank*.jsonl")}
+    return [*_NAMES, *sorted(others)]
 
 
 def conversation_text(messages: Iterable[Mapping[str, Any]]) -> str:
@@ -281,7 +300,7 @@ def _remove_later_lines(path: Path, step: float) -> bool:
 def _move_earlier_run(folder: Path) -> None:
     """Move an earlier run's folder into the last `earlier-K` next to it, or the next one if that has a journal."""
     # Its checkpoints are already in that folder, if it has some.
-    last_files = [files[-1] for name in _NAMES if (files := journal_files(folder, name))]
+    last_files = [files[-1] for name in _names(folder) if (files := journal_files(folder, name))]
     if not last_files:
         return
     for path in last_files:

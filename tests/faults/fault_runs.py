@@ -175,8 +175,12 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def rollouts(folder: Path) -> list[dict[str, Any]]:
+    """The journal's completions without the seconds of tools."""
     path = folder / "journal" / f"{ROLLOUTS}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for turn in (turn for row in found for turn in row.get("turns", ())):
+        turn.pop("seconds", None)
+    return found
 
 
 def checkpoints(folder: Path) -> list[str]:

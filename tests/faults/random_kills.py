@@ -7,12 +7,16 @@ Started once more it must end well and change neither.
 
 `quickstart` is the command of examples/grpo.yaml on the files of the tiny quickstart. It saves every fifth step, and SIGKILL and
 SIGTERM alternate, so early that one run is killed about 20 times.
+
+`tools` is a run with `full_determinism` whose policy calls a function and an environment. It is killed while the function runs,
+after it has told a file so. Results that the journal has are not computed again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import random
 import shutil
@@ -37,7 +41,10 @@ import quickstart  # noqa: E402
 import setups  # noqa: E402
 
 import child_processes  # noqa: E402
+import scripted_turns  # noqa: E402
+import small_runs  # noqa: E402
 from lowpeak.cli.commands import main as run_command  # noqa: E402
+from lowpeak.journal import TOOL_RESULTS, read_rows  # noqa: E402
 
 SECONDS = 300.0  # until a run that is left alone has ended
 SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 6}
@@ -59,6 +66,27 @@ def build_grpo(folder: Path) -> Any:
     return fault_runs.build(fault_runs.Case(args=args, dropout=0.1), folder)
 
 
+def build_tools(folder: Path) -> Any:
+    """GRPO with a slow function, an environment, and a fixed lag of turns."""
+    calls = folder.parent / "calls"
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        calls.touch()
+        time.sleep(0.02)
+        return operator.add(a, b)
+
+    model, tokenizer = scripted_turns.calling_model()
+    settings = {**SAVES, **KL, "max_completion_length": 40, "full_determinism": True, "output_dir": str(folder)}
+    tools = {"tools": [add], "environment_factory": scripted_turns.Score, "reward_funcs": []}
+    return small_runs.make("GRPO", folder, model, scripted_turns.questions(), tokenizer, **settings, **tools)
+
+
 def build_adapter(folder: Path) -> Any:
     return fault_runs.build(fault_runs.Case(args={**SAVES, **KL}, adapter="fresh", dropout=0.1), folder)
 
@@ -67,7 +95,7 @@ def build_adapter(folder: Path) -> Any:
 class Kind:
     """A kind of run: who builds its trainer, its share of the kills, on how many ranks; None builds the quickstart's command.
 
-    A kill comes after at most `latest` of the run's length, by one of `signals` in turn.
+    A kill comes after at most `latest` of the run's length, by one of `signals` in turn; with `in_call` while a tool runs.
     """
 
     build: Callable[[Path], Any] | None
@@ -75,6 +103,7 @@ class Kind:
     num_ranks: int = 1
     latest: float = 1.1
     signals: Sequence[int] = (signal.SIGKILL,)
+    in_call: bool = False
 
 
 KINDS = {
@@ -83,6 +112,7 @@ KINDS = {
     "lora": Kind(build_adapter, 0.25),
     "fsdp2": Kind(partial(build_on, "fsdp2"), 0.1, 2),
     "zero3": Kind(partial(build_on, "zero3"), 0.1, 2),
+    "tools": Kind(build_tools, 10 / 3, latest=0.9, signals=(signal.SIGKILL, signal.SIGTERM), in_call=True),
     "quickstart": Kind(None, 2 / 3, latest=0.2, signals=(signal.SIGKILL, signal.SIGTERM)),
 }
 STOPPED = 130  # the command's exit status after SIGTERM
@@ -106,7 +136,10 @@ def train_and_export(name: str, place: Path) -> None:
         sys.exit(run_command([*json.loads((place.parent / "words.json").read_text()), "--output_dir", f"{place}/run"]))
     trainer = build(place / "run")
     (place / f"built-{os.environ.get('RANK', '0')}").touch()
-    trainer.train(resume_from_checkpoint="auto")
+    try:
+        trainer.train(resume_from_checkpoint="auto")
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)
     trainer.save_model(str(place / "export"))
 
 
@@ -139,6 +172,24 @@ def kill_one(processes: list[BaseProcess], random_: random.Random, place: Path) 
     met = all((place / f"built-{rank}").exists() for rank in range(len(processes)))
     assert not met or wait(processes, SECONDS), f"a rank does not end: {place}"
     return met
+
+
+def wait_for_call(processes: list[BaseProcess], place: Path) -> bool:
+    """Wait until a tool begins to run; return False if the run ends without."""
+    (place / "calls").unlink(missing_ok=True)
+    until = time.monotonic() + SECONDS
+    while not (place / "calls").exists() and time.monotonic() < until:
+        if not any(process.is_alive() for process in processes):
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def check_results(place: Path) -> None:
+    """Assert that no call ran again whose result the journal had."""
+    keys = [row["key"] for row in read_rows(place / "run" / "journal", TOOL_RESULTS)]
+    assert keys, f"no result is in the journal: {place}"
+    assert len(keys) == len(set(keys)), f"a call ran twice: {place}"
 
 
 def ending(place: Path) -> dict[str, Any]:
@@ -176,7 +227,8 @@ def try_kind(name: str, num_kills: int, random_: random.Random, root: Path) -> N
             for mark in place.glob("built-*"):
                 mark.unlink()
             processes = start(name, place)
-            if kills < num_kills and not wait(processes, random_.uniform(0.0, kind.latest * length)):
+            runs_on = kills < num_kills and not wait(processes, random_.uniform(0.0, kind.latest * length))
+            if runs_on and (not kind.in_call or wait_for_call(processes, place)):
                 if len(processes) > 1 and random_.random() < 0.5:
                     partial += kill_one(processes, random_, place)
                 if kind.signals[kills % len(kind.signals)] == signal.SIGTERM:
@@ -194,6 +246,8 @@ def try_kind(name: str, num_kills: int, random_: random.Random, root: Path) -> N
             assert set(codes) - {0} <= {*ended, 1}, f"{name}: ended with {codes}: {place / 'log'}"
             assert ended & set(codes), f"{name}: failed without a kill: {(place / 'log').read_text()[-3000:]}"
         assert ending(place) == expected, f"{name}: ended in another way: {place}"
+        if kind.in_call:
+            check_results(place)
         again = start(name, place)
         assert wait(again, SECONDS), f"{name}: a finished run does not end: {place}"
         assert all(process.exitcode == 0 for process in again), f"{name}: a finished run fails: {place / 'log'}"

@@ -13,7 +13,7 @@ import torch
 from lowpeak.environments.append import Message, TurnAppender
 from lowpeak.environments.calls import CallParser, ParsedTurn
 from lowpeak.environments.tools import Reply, ToolEnvironment, warn_of_failure
-from lowpeak.errors import EngineError
+from lowpeak.errors import CheckpointError, EngineError
 from lowpeak.records import Completion, Conversation, FinishReason, Prompt, Turn
 from lowpeak.rollout import Key, SampledTurn, TurnQueue, TurnRequest, turn_key
 
@@ -84,8 +84,9 @@ class ConversationRun:
         if sampled.finish_reason == "length" or (shortest and len(self._append(sampled, shortest)) > room):
             return Reply(), []
         try:
-            reply = await self.environment.step(parsed)
-        except EngineError:
+            high, low = turn_key(self.key, [*self.prompt.ids, *self._ids, *sampled.ids])
+            reply = await self.environment.step(parsed, f"{self.key[0]}/{self.key[1]}/{high:08x}{low:08x}")
+        except (CheckpointError, EngineError):
             raise
         except Exception as error:  # of get_turn_reward: those of tools are text
             self.has_failed = True

@@ -16,7 +16,9 @@ from lowpeak.data import PromptReader, template_options
 from lowpeak.environments.append import TurnAppender, render_call, tool_call
 from lowpeak.environments.calls import CallParser
 from lowpeak.environments.conversation import ConversationRun, TurnFormat
+from lowpeak.environments.tool_results import ToolResults
 from lowpeak.environments.tools import ToolEnvironment, Toolset, warn_of_failure
+from lowpeak.errors import StoppedError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Metric, Prompt
 from lowpeak.rewards import BackgroundLoop
@@ -35,6 +37,7 @@ class EnvironmentEngine:
     add_metrics     receives the metrics of each call
     add_prompts     receives the prompts as environments have changed them
     processes       of a tensor parallel group, of which the first has the conversations; None: there is one
+    results         keeps the results of functions, so that no call runs twice
     """
 
     engine: TurnEngine
@@ -46,6 +49,7 @@ class EnvironmentEngine:
     add_metrics: Callable[[dict[str, Metric]], None]
     add_prompts: Callable[[Iterable[Prompt]], None] = lambda prompts: None
     processes: Ranks | None = None
+    results: ToolResults = field(default_factory=ToolResults)
     _formats: dict[str, TurnFormat] = field(default_factory=dict)
     _unfinished: tuple[object, list[ConversationRun]] | None = None
 
@@ -82,9 +86,12 @@ class EnvironmentEngine:
                 self.engine.sample_turns(queue, sampling)
                 return []
         unfinished = runs if previous == rollout else None
+        self.results.begin(f"{self.policy_version}/{sampling.rollout}")
         conversations = self._loop.submit(self._converse(prompts, sampling, unfinished, queue))
         try:
             self.engine.sample_turns(queue, sampling)
+        except StoppedError:
+            raise
         except Exception:
             # Another attempt may use the same environments, so it waits for the tools' calls under way.
             if conversations.exception() is None:
@@ -114,7 +121,7 @@ class EnvironmentEngine:
         """Return a conversation for each completion, with its environment reset."""
         owners = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
         rows = [{"prompt": copy.deepcopy(prompt.source), **prompt.columns} for prompt in owners]
-        started = self.toolset.start(rows)
+        started = self.toolset.start(rows, self.results)
         resets = [
             self._reset(environment, _reset_seed(sampling, prompt), row)
             for prompt, (environment, row) in zip(owners, started, strict=True)
@@ -151,7 +158,9 @@ class EnvironmentEngine:
 
     def example(self, prompt: Prompt) -> str:
         """Return a conversation as the chat template writes it: the prompt, a call of the first tool, its result."""
-        environment, row = self.toolset.start([{"prompt": copy.deepcopy(prompt.source), **prompt.columns}])[0]
+        environment, row = self.toolset.start(
+            [{"prompt": copy.deepcopy(prompt.source), **prompt.columns}], self.results
+        )[0]
         text = self._loop.run(self._reset(environment, 0, row))
         opened = self._opened_prompt(prompt, text or "", environment.schemas)
         if not environment.schemas:

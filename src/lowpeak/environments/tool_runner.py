@@ -36,6 +36,16 @@ class ToolRunner:
 
     async def run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Return `function(**arguments)`; ToolTimeoutError if it takes too long, EngineError if too many threads hang."""
+        try:
+            return await self._run(function, arguments)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Raised by the function: it would end the event loop, or its conversation without a word.
+            raise RuntimeError(str(error) or type(error).__name__) from error
+
+    async def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         call = partial(function, **arguments)
         if inspect.iscoroutinefunction(function):
             return await self._limited(call())

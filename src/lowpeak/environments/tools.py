@@ -12,6 +12,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from lowpeak.arguments import ToolSettings
 from lowpeak.environments.append import Message, TurnAppender
 from lowpeak.environments.calls import Call, CallParser, ParsedTurn
 from lowpeak.environments.tool_process import call_in_process, tool_address
+from lowpeak.environments.tool_results import ResultRow, ToolResults
 from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError
 from lowpeak.errors import ArgumentError, DataError, EngineError
 from lowpeak.records import Conversation, Turn
@@ -89,10 +91,11 @@ class ToolEnvironment:
         runner: ToolRunner,
         max_iterations: int | None,
         counts: Counter[str],
+        results: ToolResults,
     ) -> None:
         self.instance = instance
         self._functions, self.schemas = functions, schemas
-        self._runner, self._max_iterations, self._counts = runner, max_iterations, counts
+        self._runner, self._max_iterations, self._counts, self._results = runner, max_iterations, counts, results
         self._num_iterations = 0
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> str:
@@ -103,41 +106,68 @@ class ToolEnvironment:
         observation = await self._runner.run(self.instance.reset, {**row, **({"seed": seed} if accepts_seed else {})})
         return _observation_text(observation, type(self.instance).__name__)
 
-    async def step(self, turn: ParsedTurn) -> Reply:
-        """Run the calls of a turn that the policy ended itself."""
+    async def step(self, turn: ParsedTurn, name: str) -> Reply:
+        """Run the calls of a turn that the policy ended itself; `name` is the turn's, unique in its rollout."""
         if not turn.calls or self._num_iterations == self._max_iterations:
             return Reply()
         self._num_iterations += 1
-        results = await asyncio.gather(*(self._run(call) for call in turn.calls))
+        results = await asyncio.gather(*(self._run(call, f"{name}/{i}") for i, call in enumerate(turn.calls)))
         named = zip(turn.calls, results, strict=True)
         messages = [{"role": "tool", "name": call.name, "content": text} for call, text in named]
         if not hasattr(self.instance, "get_turn_reward"):
             return Reply(messages)
         return Reply(messages, await self._runner.run(self.instance.get_turn_reward, {}))
 
-    async def _run(self, call: Call) -> str:
-        """Return the text of a call's result, or of its error."""
+    async def _run(self, call: Call, name: str) -> str:
+        """Return the text of a call's result, or of its error; a result that is known is used again."""
         self._counts["calls"] += 1
         function = self._functions.get(call.name)
+        # An environment's state is in this process: after a restart its methods run again.
+        is_method = self.instance is not None and getattr(function, "__self__", None) is self.instance
+        row = None if is_method else self._results.find(name)
+        if row is None:
+            row = await self._result(call, function)
+            if not is_method:
+                self._results.add(name, row)
+        self._counts["failures"] += "error" in row
+        self._counts["timeouts"] += "is_late" in row
+        return str({"error": row["error"]}) if "error" in row else str(row["result"])
+
+    async def _result(self, call: Call, function: Callable[..., Any] | None) -> ResultRow:
+        row: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
+        start = time.perf_counter()
         try:
             if function is None:
                 raise LookupError(f"Tool {call.name} not found.")
-            return str(await self._runner.run(function, call.arguments))
+            row["result"] = _readable(str(await self._runner.run(function, call.arguments)))
         except EngineError:
             raise
-        except (Exception, SystemExit) as error:
-            self._counts["failures"] += 1
-            self._counts["timeouts"] += isinstance(error, ToolTimeoutError)
-            return str({"error": str(error)})
+        except Exception as error:
+            row["error"] = _readable(_text_of(error))
+            if isinstance(error, ToolTimeoutError):
+                row["is_late"] = True
+        return {**row, "seconds": round(time.perf_counter() - start, 4)}
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__
+
+
+def _readable(text: str) -> str:
+    """Return the text with a question mark in place of lone surrogates, which tokenizers and the journal cannot store."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _observation_text(observation: Any, name: str) -> str:
     """Return what `reset` adds to the prompt; TypeError unless it is a string, parts of text, or None."""
     if observation is None or isinstance(observation, str):
-        return observation or ""
+        return _readable(observation or "")
     parts = observation if isinstance(observation, list) else [observation]
     if all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
+        return _readable("".join(part["text"] for part in parts))
     raise TypeError(f"{name}.reset() returned {observation!r:.80}; return a string, or None.")
 
 
@@ -196,7 +226,9 @@ class Toolset:
         )
         return [FunctionReward(_reward_of(cls, self.counts), cls.__name__) for cls in classes]
 
-    def start(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[ToolEnvironment, dict[str, Any]]]:
+    def start(
+        self, rows: Sequence[Mapping[str, Any]], results: ToolResults
+    ) -> list[tuple[ToolEnvironment, dict[str, Any]]]:
         """Return an environment for each row, and the row that its `reset` gets; DataError for a name without a factory."""
         used = Counter[str | None]()
         started = []
@@ -211,7 +243,8 @@ class Toolset:
             used[name] += 1
             functions = self._functions(name, instance)
             environment = ToolEnvironment(
-                functions, self._schemas[name], instance, self.runner, self._max_iterations, self.counts
+                *(functions, self._schemas[name], instance, self.runner, self._max_iterations, self.counts),
+                results=results,
             )
             columns = {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
             started.append((environment, columns))
@@ -241,7 +274,7 @@ class Toolset:
                 instance.close()
 
 
-def warn_of_failure(environment: Any, method: str, error: Exception) -> None:
+def warn_of_failure(environment: Any, method: str, error: BaseException) -> None:
     """Log which method of an environment failed, and how."""
     logger.warning("%s.%s raised %s: %s", type(environment).__name__, method, type(error).__name__, error)
 
@@ -281,7 +314,7 @@ def _reward_of(cls: type[Any], counts: Counter[str]) -> Callable[..., Any]:
         try:
             reward = environment.get_reward() if hasattr(cls, "get_reward") else 0.0
             reward = await reward if inspect.isawaitable(reward) else reward
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             counts["environment_failures"] += 1
             warn_of_failure(environment, "get_reward", error)
             return None

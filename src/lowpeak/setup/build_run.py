@@ -174,7 +174,7 @@ def make_run(
         ),
         strategy=strategy,
         tracker=ProgressTracker(device, context),
-        journal=Journal(Path(args.output_dir) / "journal", writes=ranks.processes.rank == 0),
+        journal=Journal(Path(args.output_dir) / "journal", ranks.processes.rank),
         sizes=sizes,
         budget=sizes.budget(memory, padding_id(parts.tokenizer), policy.config),
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),

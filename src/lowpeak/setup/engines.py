@@ -14,9 +14,10 @@ from torch import nn
 
 from lowpeak.arguments import ColocateSettings, Sampling, ServerSettings, VllmSettings
 from lowpeak.data import PromptReader
-from lowpeak.environments import EnvironmentEngine
+from lowpeak.environments import EnvironmentEngine, ResultRow, ToolResults
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.heads import causal_lm, is_peft, num_embeddings, transformers_model
+from lowpeak.journal import read_tool_results
 from lowpeak.memory import free_bytes
 from lowpeak.models import context_length, longrope_switch_length
 from lowpeak.parallel import unchanged_names, unties_head
@@ -174,7 +175,25 @@ def _engine_of_user_code(
         stats.add_conversations,
         stats.add_prompts,
         processes,
+        _tool_results(context),
     )
+
+
+def _tool_results(context: RunContext) -> ToolResults:
+    """Return the results of tools in the journal: a resumed run uses those of rollouts that it generates again."""
+
+    def write(row: ResultRow) -> None:
+        if context.is_in_train:  # an evaluation by itself would begin a new journal
+            context.run.journal.write_tool_result(context.state.global_step + 1, row)
+
+    def read() -> Mapping[str, ResultRow] | None:
+        step = context.state.global_step
+        if not context.is_in_train:
+            return None
+        # A run without a checkpoint starts anew: files that are there are another run's.
+        return read_tool_results(context.run.journal.folder, step) if step else {}
+
+    return ToolResults(write, read)
 
 
 def _decode_graphs(parts: OnlineParts, device: torch.device, sharded: bool) -> DecodeGraphs | None:

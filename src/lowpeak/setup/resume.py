@@ -92,6 +92,8 @@ def clear_output_dir(output_dir: Path, journal: Journal, step: int | None) -> No
         logger.warning("%s had later checkpoints, or those of another run; they are now in %s.", output_dir, moved_to)
     if step is not None:
         journal.resume_at(step)
+    else:
+        journal.begin_files()
     if step is not None or num_restarts():
         journal.write_event(step or 0, "resumed", restarts=num_restarts())
     record_launch(output_dir, step or 0)

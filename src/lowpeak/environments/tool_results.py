@@ -1,0 +1,45 @@
+"""Results of calls of functions, kept so that a call whose result is known does not run twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ResultRow = Mapping[str, Any]  # key, name, arguments, result or error, seconds: as in the journal
+
+
+@dataclass(eq=False)
+class ToolResults:
+    """The results of the present rollout, and those that an interrupted run left for the rollouts that it did not finish.
+
+    A key names all that a call depends on: weights, rollout, conversation, tokens so far and place in the turn. `write` gets each
+    new row. `read` returns the rows of the interrupted run by key; None as long as there is no run.
+    """
+
+    write: Callable[[ResultRow], None] = lambda row: None
+    read: Callable[[], Mapping[str, ResultRow] | None] = dict
+    _left: dict[str, ResultRow] | None = None
+    _present: dict[str, ResultRow] = field(default_factory=dict)
+    _rollout: str = ""
+
+    def begin(self, rollout: str) -> None:
+        """Keep results for this rollout: generated again after an error, it finds them."""
+        if self._left is None and (left := self.read()) is not None:
+            self._left = dict(left)
+        if rollout != self._rollout:
+            self._rollout = rollout
+            self._present.clear()
+
+    def find(self, call: str) -> ResultRow | None:
+        """Return the row of a call of the present rollout, if its result is known."""
+        key = f"{self._rollout}/{call}"
+        if self._left and key in self._left:
+            self._present[key] = self._left.pop(key)
+        return self._present.get(key)
+
+    def add(self, call: str, row: ResultRow) -> None:
+        """Keep the result of a call of the present rollout, and write it."""
+        key = f"{self._rollout}/{call}"
+        self._present[key] = row
+        self.write({"key": key, **row})
