@@ -174,8 +174,12 @@ def kill_one(processes: list[BaseProcess], random_: random.Random, place: Path) 
     return met
 
 
-def wait_for_call(processes: list[BaseProcess], place: Path) -> bool:
-    """Wait until a tool begins to run; return False if the run ends without."""
+def reach_kill(kind: Kind, processes: list[BaseProcess], place: Path, seconds: float) -> bool:
+    """Wait so long, and with `in_call` until a tool begins to run; return False if the run ends before."""
+    if wait(processes, seconds):
+        return False
+    if not kind.in_call:
+        return True
     (place / "calls").unlink(missing_ok=True)
     until = time.monotonic() + SECONDS
     while not (place / "calls").exists() and time.monotonic() < until:
@@ -185,8 +189,10 @@ def wait_for_call(processes: list[BaseProcess], place: Path) -> bool:
     return True
 
 
-def check_results(place: Path) -> None:
+def check_results(kind: Kind, place: Path) -> None:
     """Assert that no call ran again whose result the journal had."""
+    if not kind.in_call:
+        return
     keys = [row["key"] for row in read_rows(place / "run" / "journal", TOOL_RESULTS)]
     assert keys, f"no result is in the journal: {place}"
     assert len(keys) == len(set(keys)), f"a call ran twice: {place}"
@@ -227,8 +233,8 @@ def try_kind(name: str, num_kills: int, random_: random.Random, root: Path) -> N
             for mark in place.glob("built-*"):
                 mark.unlink()
             processes = start(name, place)
-            runs_on = kills < num_kills and not wait(processes, random_.uniform(0.0, kind.latest * length))
-            if runs_on and (not kind.in_call or wait_for_call(processes, place)):
+            seconds = random_.uniform(0.0, kind.latest * length)
+            if kills < num_kills and reach_kill(kind, processes, place, seconds):
                 if len(processes) > 1 and random_.random() < 0.5:
                     partial += kill_one(processes, random_, place)
                 if kind.signals[kills % len(kind.signals)] == signal.SIGTERM:
@@ -246,8 +252,7 @@ def try_kind(name: str, num_kills: int, random_: random.Random, root: Path) -> N
             assert set(codes) - {0} <= {*ended, 1}, f"{name}: ended with {codes}: {place / 'log'}"
             assert ended & set(codes), f"{name}: failed without a kill: {(place / 'log').read_text()[-3000:]}"
         assert ending(place) == expected, f"{name}: ended in another way: {place}"
-        if kind.in_call:
-            check_results(place)
+        check_results(kind, place)
         again = start(name, place)
         assert wait(again, SECONDS), f"{name}: a finished run does not end: {place}"
         assert all(process.exitcode == 0 for process in again), f"{name}: a finished run fails: {place / 'log'}"

@@ -111,6 +111,12 @@ def test_a_command_killed_by_each_signal_and_started_again_ends_as_if_left_alone
     random_kills.try_kind("quickstart", 3, random.Random(0), tmp_path)
 
 
+@pytest.mark.extended
+def test_a_run_killed_within_calls_of_tools_ends_as_if_left_alone_and_no_result_is_computed_twice(tmp_path):
+    """The short form of 100 such kills in `make test-release`."""
+    random_kills.try_kind("tools", 4, random.Random(0), tmp_path)
+
+
 def test_a_run_killed_before_its_first_checkpoint_says_so_and_can_be_started_again(tmp_path, left_alone):
     assert call(run_killed_in_training, STANDARD, tmp_path, 1) == KILLED
     with pytest.raises(CheckpointError, match="checkpoint-N"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,18 @@ from lowpeak.errors import EngineError
 
 class ToolTimeoutError(Exception):
     """A call that did not return within its time limit."""
+
+
+@contextmanager
+def exits_as_errors() -> Iterator[None]:
+    """Raise RuntimeError in place of what would end the event loop, or a conversation without a word."""
+    try:
+        yield
+    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError(str(error) or type(error).__name__) from error
 
 
 class ToolRunner:
@@ -36,17 +49,11 @@ class ToolRunner:
 
     async def run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Return `function(**arguments)`; ToolTimeoutError if it takes too long, EngineError if too many threads hang."""
-        try:
-            return await self._run(function, arguments)
-        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # Raised by the function: it would end the event loop, or its conversation without a word.
-            raise RuntimeError(str(error) or type(error).__name__) from error
-
-    async def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         call = partial(function, **arguments)
+        with exits_as_errors():
+            return await self._run(function, call)
+
+    async def _run(self, function: Callable[..., Any], call: Callable[[], Any]) -> Any:
         if inspect.iscoroutinefunction(function):
             return await self._limited(call())
         async with self._threads:

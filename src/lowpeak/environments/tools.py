@@ -26,7 +26,7 @@ from lowpeak.environments.append import Message, TurnAppender
 from lowpeak.environments.calls import Call, CallParser, ParsedTurn
 from lowpeak.environments.tool_process import call_in_process, tool_address
 from lowpeak.environments.tool_results import ResultRow, ToolResults
-from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError
+from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError, exits_as_errors
 from lowpeak.errors import ArgumentError, DataError, EngineError
 from lowpeak.records import Conversation, Turn
 from lowpeak.rewards import FunctionReward
@@ -274,7 +274,7 @@ class Toolset:
                 instance.close()
 
 
-def warn_of_failure(environment: Any, method: str, error: BaseException) -> None:
+def warn_of_failure(environment: Any, method: str, error: Exception) -> None:
     """Log which method of an environment failed, and how."""
     logger.warning("%s.%s raised %s: %s", type(environment).__name__, method, type(error).__name__, error)
 
@@ -312,9 +312,10 @@ def _reward_of(cls: type[Any], counts: Counter[str]) -> Callable[..., Any]:
         if type(environment) is not cls or conversation.has_failed:
             return None
         try:
-            reward = environment.get_reward() if hasattr(cls, "get_reward") else 0.0
-            reward = await reward if inspect.isawaitable(reward) else reward
-        except (Exception, SystemExit) as error:
+            with exits_as_errors():
+                reward = environment.get_reward() if hasattr(cls, "get_reward") else 0.0
+                reward = await reward if inspect.isawaitable(reward) else reward
+        except Exception as error:
             counts["environment_failures"] += 1
             warn_of_failure(environment, "get_reward", error)
             return None

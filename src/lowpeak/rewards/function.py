@@ -213,8 +213,8 @@ def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         while True:
-            # A task that calls sys.exit ends `run_forever`; its waiters get the exception only if the loop runs again.
-            with suppress(SystemExit):
+            # These end `run_forever` if a task raises them; its waiters get the exception only if the loop runs again.
+            with suppress(KeyboardInterrupt, SystemExit):
                 loop.run_forever()
                 return
     finally:
