@@ -279,7 +279,10 @@ def resolve_online(
     weight 1. `has_tools` is None if it is not known.
     """
     check_values(args)
-    require(num_rewards + num_own_rewards > 0, "reward_funcs is empty: pass at least one function or reward model.")
+    require(
+        num_rewards + num_own_rewards > 0,
+        "reward_funcs is empty: pass at least one function or reward model, or an environment with get_reward.",
+    )
     rollout = resolve_rollout(args, world_size)
     facts = run_facts(
         args, hardware, num_rewards=num_rewards + num_own_rewards, num_steps=rollout.num_steps, has_tools=has_tools

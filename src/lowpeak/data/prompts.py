@@ -5,7 +5,7 @@ A row has a `prompt`, a string or a list of messages, or its token ids, `input_i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count, groupby
 from typing import Any, Literal
 
@@ -73,6 +73,25 @@ def environment_prompts(dataset: Any, environment_factory: Any) -> Any:
 
 def _names(names: Any) -> str:
     return ", ".join(repr(str(name)) for name in sorted(names, key=str)) or "none"
+
+
+def check_environment_names(dataset: Any, name: str, environment_factory: Any) -> None:
+    """Raise DataError if the column `environment` names none of several factories; rows of a stream are read later."""
+    columns = getattr(dataset, "column_names", None)
+    if isinstance(environment_factory, Mapping) and isinstance(columns, list):
+        known = hasattr(dataset, "unique") and "environment" in columns
+        for value in dataset.unique("environment") if known else [None] * ("environment" not in columns):
+            check_environment_name(value, environment_factory, name)
+
+
+def check_environment_name(value: Any, factories: Collection[Any], where: str) -> None:
+    """Raise DataError if a row's `environment` is not among the names of the factories."""
+    if value not in factories:
+        names = ", ".join(map(repr, factories)) or "none"
+        raise DataError(
+            f"{where} has environment={value!r}, which is not among those of environment_factory: {names}; set this column of the "
+            "dataset in each row."
+        )
 
 
 class PromptReader(RowReader[Prompt]):

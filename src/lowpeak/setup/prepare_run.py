@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -50,6 +50,7 @@ class OnlineInputs:
     ref_model: Any
     tools: Sequence[Callable[..., Any]] = ()
     environment_factory: Any = None
+    first_row: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -153,14 +154,17 @@ def prepare_online(
 
 
 def _make_toolset(inputs: OnlineInputs, args: Any) -> Toolset | None:
-    if not (inputs.tools or inputs.environment_factory):
+    if not inputs.tools and inputs.environment_factory is None:
         return None
     require(
         args.model_parallel.tensor == 1,
         f"tools and environment_factory do not go with tp_size={args.model_parallel.tensor}: each process of a group would run the "
         "tools. Shard the policy with fsdp2 or zero3.",
     )
-    return Toolset(inputs.tools, inputs.environment_factory, make_settings(ToolSettings, args))
+    toolset = Toolset(inputs.tools, inputs.environment_factory, make_settings(ToolSettings, args))
+    if inputs.first_row is not None:
+        toolset.check_row(inputs.first_row)
+    return toolset
 
 
 def _make_rewards(
