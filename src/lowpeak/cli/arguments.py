@@ -148,6 +148,16 @@ class ToolSourceArguments:
 
 
 @dataclass(frozen=True)
+class CheckArguments:
+    """The arguments of `lowpeak check` besides tools, data, rewards and the trainer's config."""
+
+    model: str | None = model_argument(
+        None, "model whose tokenizer and chat template are used: a folder or a hub name; by default built-in ones"
+    )
+    seconds: float = logging_argument(60.0, "seconds of training on the CPU")
+
+
+@dataclass(frozen=True)
 class RunArguments:
     """The command's own arguments of a run."""
 

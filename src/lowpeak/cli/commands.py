@@ -6,14 +6,17 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lowpeak
 from lowpeak.cli.launch import LAUNCHED
 from lowpeak.cli.output import print_once
 from lowpeak.errors import ArgumentError, LowpeakError, RankError
+
+if TYPE_CHECKING:
+    from lowpeak.selftest import Check
 
 USAGE = """\
 usage: lowpeak COMMAND [--config FILE.yaml] [--argument value ...]
@@ -30,8 +33,9 @@ commands:
   serve      start a vLLM server that accepts weight updates from a run
   vllm-serve the same, by TRL's name
   plan       print what a run will take on each device before it starts; --fit chooses settings that fit
-  check      check an algorithm that you wrote: `lowpeak check FILE.py:MyTrainer` calls its functions and trains one step of a
-             tiny model on the CPU
+  check      check what you wrote, on the CPU: `lowpeak check FILE.py:MyTrainer` an algorithm, with one step of a tiny model;
+             `lowpeak check FILE.py:MyEnvironment` or --tools FILE.py:function an environment or tools, in random conversations
+             and a minute of training
   report     write curves, events and completions of runs into an HTML page
   env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs
              (--quick: the first 3 minutes of a new card; --rows GROUPS; --format json for an issue);
@@ -135,24 +139,57 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _check(arguments: list[str]) -> int:
-    from lowpeak.cli.arguments import ErrorParser
-
-    parser = ErrorParser(
-        "lowpeak check",
-        description="Check an algorithm that you wrote: its functions, and one training step of a tiny model on the CPU.",
-        epilog="Other arguments are those of the trainer's config, such as --num_generations 4.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("trainer", metavar="FILE.py:MyTrainer", help="a class that inherits from lowpeak.OnlineTrainer")
-    options, rest = parser.parse_known_args(arguments)
-
     from lowpeak.cli.parser import parse_arguments
-    from lowpeak.selftest import check_algorithm
+    from lowpeak.rewards import load_object
+    from lowpeak.selftest import Check, check_algorithm
 
-    def read_arguments(config_class: type) -> dict[str, Any]:
-        return parse_arguments([config_class], rest, f"lowpeak check {options.trainer}")
+    if arguments and not arguments[0].startswith("-"):
+        spec, *rest = arguments
+        try:
+            found = load_object(spec, "Class")
+        except ArgumentError as error:
+            return _print_checks([Check("class", False, str(error))])
+        if isinstance(found, type) and not hasattr(found, "reset"):
+            checks = check_algorithm(found, lambda kind: parse_arguments([kind], rest, f"lowpeak check {spec}"))
+            return _print_checks(checks)
+        arguments = ["--environment", *arguments]
+    return _print_checks(_environment_checks(arguments))
 
-    return int(not check_algorithm(options.trainer, read_arguments))
+
+def _environment_checks(arguments: list[str]) -> Iterable[Check]:
+    """Return the checks of tools and an environment."""
+    from lowpeak import GRPOConfig
+    from lowpeak.arguments import EffectReport
+    from lowpeak.cli.arguments import CheckArguments, DataArguments, RewardArguments, ToolSourceArguments
+    from lowpeak.cli.dataset import load_datasets
+    from lowpeak.cli.parser import argument_names, parse_arguments
+    from lowpeak.rewards import load_reward
+    from lowpeak.selftest import EnvironmentCheck
+
+    kinds: list[Any] = [CheckArguments, DataArguments, RewardArguments, ToolSourceArguments]
+    given = parse_arguments([*kinds, GRPOConfig], arguments, "lowpeak check")
+    options, data, rewards, sources = (
+        kind(**{name: given.pop(name) for name in argument_names(kind) & given.keys()}) for kind in kinds
+    )
+    parts = {**sources.load(), "reward_funcs": [load_reward(spec) for spec in rewards.reward or ()]}
+    if not parts["tools"] and parts["environment_factory"] is None:
+        raise ArgumentError("`lowpeak check` needs FILE.py:CLASS or --tools.")
+    dataset = None
+    if data.dataset or data.datasets:
+        config = GRPOConfig(**given)
+        effects = EffectReport(config)
+        dataset, _ = load_datasets(data, (), config, effects)
+        effects.report()
+    return EnvironmentCheck(parts, dataset, options.model, given, options.seconds).run()
+
+
+def _print_checks(checks: Iterable[Check]) -> int:
+    """Print the checks as they end; return 0 if all passed, else 1."""
+    status = 0
+    for check in checks:
+        print(check, flush=True)
+        status |= not check.passed
+    return status
 
 
 def _report(arguments: list[str]) -> int:
