@@ -148,12 +148,10 @@ class ToolSourceArguments:
 
 
 @dataclass(frozen=True)
-class CheckArguments:
-    """The arguments of `lowpeak check` besides tools, data, rewards and the trainer's config."""
+class CheckArguments(ToolSourceArguments, RewardArguments, DataArguments):
+    """The arguments of `lowpeak check` besides the trainer's config."""
 
-    model: str | None = model_argument(
-        None, "model whose tokenizer and chat template are used: a folder or a hub name; by default built-in ones"
-    )
+    model: str | None = model_argument(None, "model whose tokenizer is used; by default a built-in one")
     seconds: float = logging_argument(60.0, "seconds of training on the CPU")
 
 

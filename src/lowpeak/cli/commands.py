@@ -150,41 +150,34 @@ def _check(arguments: list[str]) -> int:
         except ArgumentError as error:
             return _print_checks([Check("class", False, str(error))])
         if isinstance(found, type) and not hasattr(found, "reset"):
-            checks = check_algorithm(found, lambda kind: parse_arguments([kind], rest, f"lowpeak check {spec}"))
-            return _print_checks(checks)
+            return _print_checks(check_algorithm(found, lambda kind: parse_arguments([kind], rest, "lowpeak check")))
         arguments = ["--environment", *arguments]
     return _print_checks(_environment_checks(arguments))
 
 
 def _environment_checks(arguments: list[str]) -> Iterable[Check]:
-    """Return the checks of tools and an environment."""
     from lowpeak import GRPOConfig
     from lowpeak.arguments import EffectReport
-    from lowpeak.cli.arguments import CheckArguments, DataArguments, RewardArguments, ToolSourceArguments
+    from lowpeak.cli.arguments import CheckArguments
     from lowpeak.cli.dataset import load_datasets
     from lowpeak.cli.parser import argument_names, parse_arguments
     from lowpeak.rewards import load_reward
     from lowpeak.selftest import EnvironmentCheck
 
-    kinds: list[Any] = [CheckArguments, DataArguments, RewardArguments, ToolSourceArguments]
-    given = parse_arguments([*kinds, GRPOConfig], arguments, "lowpeak check")
-    options, data, rewards, sources = (
-        kind(**{name: given.pop(name) for name in argument_names(kind) & given.keys()}) for kind in kinds
-    )
-    parts = {**sources.load(), "reward_funcs": [load_reward(spec) for spec in rewards.reward or ()]}
-    if not parts["tools"] and parts["environment_factory"] is None:
-        raise ArgumentError("`lowpeak check` needs FILE.py:CLASS or --tools.")
-    dataset = None
-    if data.dataset or data.datasets:
-        config = GRPOConfig(**given)
+    given = parse_arguments([CheckArguments, GRPOConfig], arguments, "lowpeak check")
+    options = CheckArguments(**{name: given.pop(name) for name in argument_names(CheckArguments) & given.keys()})
+    if not (options.tools or options.environment):
+        raise ArgumentError("`lowpeak check` needs FILE.py:CLASS or --tools FILE.py:function.")
+    parts = {**options.load(), "reward_funcs": [load_reward(spec) for spec in options.reward or ()]}
+    config, dataset = GRPOConfig(**given), None
+    if options.dataset or options.datasets:
         effects = EffectReport(config)
-        dataset, _ = load_datasets(data, (), config, effects)
+        dataset, _ = load_datasets(options, (), config, effects)
         effects.report()
     return EnvironmentCheck(parts, dataset, options.model, given, options.seconds).run()
 
 
 def _print_checks(checks: Iterable[Check]) -> int:
-    """Print the checks as they end; return 0 if all passed, else 1."""
     status = 0
     for check in checks:
         print(check, flush=True)

@@ -68,20 +68,14 @@ def environment_prompts(dataset: Any, environment_factory: Any) -> Any:
             )
         return Dataset.from_dict({"prompt": [empty] * _NUM_ENVIRONMENT_ROWS})
     names = getattr(dataset, "column_names", None)
+    if isinstance(environment_factory, Mapping) and isinstance(dataset, Dataset):
+        for name in dataset.unique("environment") if "environment" in dataset.column_names else [None]:
+            check_environment_name(name, environment_factory, "train_dataset")
     return dataset if not names or "prompt" in names else dataset.add_column("prompt", [empty] * len(dataset))
 
 
 def _names(names: Any) -> str:
     return ", ".join(repr(str(name)) for name in sorted(names, key=str)) or "none"
-
-
-def check_environment_names(dataset: Any, name: str, environment_factory: Any) -> None:
-    """Raise DataError if the column `environment` names none of several factories; rows of a stream are read later."""
-    columns = getattr(dataset, "column_names", None)
-    if isinstance(environment_factory, Mapping) and isinstance(columns, list):
-        known = hasattr(dataset, "unique") and "environment" in columns
-        for value in dataset.unique("environment") if known else [None] * ("environment" not in columns):
-            check_environment_name(value, environment_factory, name)
 
 
 def check_environment_name(value: Any, factories: Collection[Any], where: str) -> None:

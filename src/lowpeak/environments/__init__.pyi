@@ -1,9 +1,8 @@
-from lowpeak.environments.append import CALL_ID as CALL_ID
 from lowpeak.environments.append import USER as USER
 from lowpeak.environments.append import Message as Message
 from lowpeak.environments.append import render as render
+from lowpeak.environments.append import render_call as render_call
 from lowpeak.environments.append import tool_call as tool_call
-from lowpeak.environments.calls import CallParser as CallParser
 from lowpeak.environments.engine import EnvironmentEngine as EnvironmentEngine
 from lowpeak.environments.tool_runner import ToolRunner as ToolRunner
 from lowpeak.environments.tool_runner import ToolTimeoutError as ToolTimeoutError

@@ -17,7 +17,7 @@ from lowpeak.errors import DataError
 
 Message = dict[str, Any]
 
-CALL_ID = "call00000"  # Mistral's templates accept ids of nine letters and digits only
+_CALL_ID = "call00000"  # Mistral's templates accept ids of nine letters and digits only
 USER: Message = {"role": "user", "content": "x"}
 _PRIVATE_USE = range(0xE000, 0xF900)  # code points that no text has by convention
 
@@ -97,7 +97,7 @@ class TurnAppender:
             arguments = {marker: marker}
             name = messages[0].get("name", "tool")
             turn["tool_calls"] = [tool_call(name, json.dumps(arguments) if self._arguments_as_text else arguments)]
-            messages = [{**message, "tool_call_id": CALL_ID} for message in messages]
+            messages = [{**message, "tool_call_id": _CALL_ID} for message in messages]
         texts = []
         for conversation, opens in (([USER, turn], False), ([USER, turn, *messages], True)):
             text = render(self._tokenizer, conversation, {**self._options, "add_generation_prompt": opens})
@@ -133,7 +133,7 @@ def render_call(
 
 def tool_call(name: str, arguments: Any) -> dict[str, Any]:
     """Return an entry of a message's `tool_calls`."""
-    return {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": _CALL_ID, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _absent_text(texts: Sequence[str]) -> str:

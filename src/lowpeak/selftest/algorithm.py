@@ -17,20 +17,16 @@ from lowpeak.algorithms import Algorithm, call_advantages, call_select, check_lo
 from lowpeak.errors import ArgumentError
 from lowpeak.journal import read_steps
 from lowpeak.records import Completion, Record, TokenBatch
-from lowpeak.selftest.checks import Check, files_of, run_check
+from lowpeak.selftest.checks import TINY_RUN, Check, files_of, run_check
 from lowpeak.selftest.models import even_share, make_model, make_prompts, make_tokenizer
 from lowpeak.trainers import OnlineConfig, OnlineTrainer
 from lowpeak.training import StepBatches, with_advantages
 
 _ARGUMENTS: Mapping[str, Any] = {
+    **TINY_RUN,
     "max_steps": 1,
     "max_completion_length": 7,
     "kv_cache_bytes": 1 << 24,
-    "use_cpu": True,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
 }
 
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit, first_line
+
+TINY_RUN: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "use_cpu": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import logging
 import random
 import re
 import statistics
-import sys
 import threading
 import time
 import tracemalloc
@@ -31,17 +29,16 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from lowpeak.arguments import Sampling, ToolSettings, make_settings, require
-from lowpeak.data import TEMPLATE_ERRORS, common_prefix_length, environment_prompts
+from lowpeak.data import common_prefix_length, environment_prompts
 from lowpeak.environments import (
-    CALL_ID,
     USER,
-    CallParser,
     EnvironmentEngine,
     Message,
     ToolRunner,
     Toolset,
     ToolTimeoutError,
     render,
+    render_call,
     tool_call,
 )
 from lowpeak.errors import ArgumentError
@@ -49,38 +46,23 @@ from lowpeak.models import load_tokenizer
 from lowpeak.records import Completion, Prompt, Record
 from lowpeak.rewards import TimeLimitExceeded, call_with_timeout
 from lowpeak.rollout import Key, SliceForm, TurnQueue, TurnRequest, answer_in_rounds
-from lowpeak.selftest.checks import Check, explain, files_of, run_check
+from lowpeak.selftest.checks import TINY_RUN, Check, explain, files_of, run_check
 from lowpeak.selftest.models import make_chat_tokenizer, make_model
 from lowpeak.trainers import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-_NUM_PROMPTS = 8
-_NUM_TURNS = 3
-_NUM_MORE = 50  # conversations that must not leave anything behind
-_LEAKED_BYTES = 1 << 16  # by a conversation
-_MAX_TOKENS = 1 << 15  # of a conversation of random calls
-_ARGUMENTS: Mapping[str, Any] = {
-    "use_cpu": True,
-    "max_steps": 1000,
-    "per_device_train_batch_size": 16,
-    "learning_rate": 1e-4,
-    "lr_scheduler_type": "constant",
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+_NUM_PROMPTS, _NUM_CALLS = 8, 3
+_GRPO = {"max_steps": 1000, "per_device_train_batch_size": 16, "learning_rate": 1e-4}
+_MAX_TOKENS = 1 << 15  # of a conversation
 
 
 class _TimedRunner(ToolRunner):
-    """A runner that notes the seconds and errors of calls by function, and the function that did not return."""
+    """A runner that keeps the seconds and the errors of calls by the function's name."""
 
     def __init__(self, timeout: float) -> None:
         super().__init__(timeout)
         self.timeout = timeout
         self.seconds = defaultdict[str, list[float]](list)
         self.errors = defaultdict[str, list[BaseException]](list)
-        self.stuck = ""
 
     async def run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         start = time.perf_counter()
@@ -88,7 +70,6 @@ class _TimedRunner(ToolRunner):
             return await super().run(function, arguments)
         except (Exception, SystemExit) as error:
             self.errors[function.__name__].append(error)
-            self.stuck = function.__name__ if isinstance(error, ToolTimeoutError) else self.stuck
             raise
         finally:
             self.seconds[function.__name__].append(time.perf_counter() - start)
@@ -100,94 +81,58 @@ class _RandomCalls:
     `schemas` are those of the prompt with each serial number.
     """
 
-    policy_version: int | None = 0
-    slice_form = SliceForm()
+    policy_version, slice_form = 0, SliceForm()
 
     def __init__(self, engine: EnvironmentEngine, schemas: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         self.tokenizer, self.template, self.schemas = engine.tokenizer, engine.template, schemas
         self.end_ids = engine.end_ids(Sampling(1, 1))
-        self.are_equal = False
+        self.are_equal, self.num_drawn = False, 0
 
     def sample_turns(self, queue: TurnQueue, sampling: Sampling) -> None:
         turns = Counter[Key]()
-
-        def sample(requests: Sequence[TurnRequest]) -> list[Completion]:
-            turns.update(request.conversation for request in requests)
-            return [self._turn(request, turns[request.conversation]) for request in requests]
-
         with queue.answering():
-            answer_in_rounds(queue, sample)
+            answer_in_rounds(queue, lambda requests: [self._turn(each, turns) for each in requests])
 
-    def _turn(self, request: TurnRequest, number: int) -> Completion:
-        serial, completion = request.conversation
-        message: Message = {"role": "assistant", "content": "done"}
-        if number <= _NUM_TURNS and self.schemas[serial]:
+    def _turn(self, request: TurnRequest, turns: Counter[Key]) -> Completion:
+        turns[request.conversation] += 1
+        (serial, completion), number = request.conversation, turns[request.conversation]
+        if number <= _NUM_CALLS and self.schemas[serial]:
             draw = random.Random(f"{serial} {0 if self.are_equal else completion} {number}")
             words = re.findall(r"\w+", self.tokenizer.decode(request.ids, skip_special_tokens=True))
-            message = self.call(draw.choice(self.schemas[serial]), draw, words)
-        ids = torch.tensor(self.turn_ids(serial, message), dtype=torch.int32)
-        return Completion(ids, torch.zeros(len(ids)), torch.ones(len(ids), dtype=torch.bool), "stop")
+            self.num_drawn += 1
+            function = draw.choice(self.schemas[serial])["function"]
+            call = tool_call(function["name"], _random_value(function["parameters"], draw, words))
+            whole = self.ids(serial, call, [])
+            ids = whole[common_prefix_length(self.ids(serial, None, []), whole) :]
+        else:
+            ids = self.tokenizer("done", add_special_tokens=False)["input_ids"] + sorted(self.end_ids)[:1]
+        end = next((i for i, token in enumerate(ids) if token in self.end_ids), len(ids))
+        turn = torch.tensor(ids[: end + 1], dtype=torch.int32)
+        return Completion(turn, torch.zeros(len(turn)), turn >= 0, "stop")
 
-    def call(self, schema: Mapping[str, Any], draw: random.Random, words: Sequence[str]) -> Message:
-        """Return a message with a call of a tool."""
-        function = schema["function"]
-        arguments = _random_value(function["parameters"], draw, words)
-        return {"role": "assistant", "content": "", "tool_calls": [tool_call(function["name"], arguments)]}
-
-    def turn_ids(self, serial: int, message: Message) -> list[int]:
-        """Return the ids of an assistant's message after the user's, up to its end token."""
-        before, whole = self.ids(serial, [USER], opens=True), self.ids(serial, [USER, message], opens=False)
-        ids = whole[common_prefix_length(before, whole) :]
-        return ids[: next((i for i, token in enumerate(ids) if token in self.end_ids), len(ids)) + 1]
-
-    def ids(self, serial: int, messages: Sequence[Message], opens: bool) -> list[int]:
-        """Return the ids of a conversation as the template writes it; the arguments are mappings, or JSON texts."""
-        options = {**self.template, "tools": self.schemas[serial], "add_generation_prompt": opens}
-        try:
-            text = render(self.tokenizer, [_with_ids(each, dict) for each in messages], options)
-        except TEMPLATE_ERRORS:
-            text = render(self.tokenizer, [_with_ids(each, json.dumps) for each in messages], options)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-
-def _with_ids(message: Message, convert: Callable[[Any], Any]) -> Message:
-    """Return the message with ids of calls, and their arguments converted."""
-    calls = [each["function"] for each in message.get("tool_calls", ())]
-    entries = [tool_call(each["name"], convert(each["arguments"])) for each in calls]
-    return {**message, "tool_call_id": CALL_ID, **({"tool_calls": entries} if entries else {})}
+    def ids(self, serial: int, call: Message | None, results: Sequence[Message]) -> list[int]:
+        """Return the ids of a user's message, with a call and its results, as the template writes them."""
+        options = {**self.template, "tools": self.schemas[serial], "add_generation_prompt": True}
+        parts = (self.tokenizer, [USER], *((call, results) if call else ()), options)
+        text = render_call(*parts) if call else render(*parts)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _random_value(schema: Mapping[str, Any], draw: random.Random, words: Sequence[str]) -> Any:
-    """Return a value of a JSON schema; optional properties are often left out."""
+    """Return a value of a JSON schema, at times without an optional property."""
     value = partial(_random_value, draw=draw, words=words)
     kinds = schema.get("type", "string")
     kind = kinds[0] if isinstance(kinds, list) else kinds
     if "enum" in schema:
         return draw.choice(schema["enum"])
     if kind == "object":
-        required = schema.get("required", schema.get("properties", {}))
-        properties = schema.get("properties", {}).items()
-        return {name: value(each) for name, each in properties if name in required or draw.random() < 0.5}
+        required, properties = schema.get("required", ()), schema.get("properties", {})
+        return {name: value(each) for name, each in properties.items() if name in required or draw.random() < 0.5}
     if kind == "array":
-        items = schema.get("prefixItems") or [schema.get("items", {})] * draw.randint(1, 3)
-        return [value(each) for each in items]
-    numbers = [int(word) for word in words if word.isascii() and word.isdigit() and len(word) < 10]
-    number = draw.choice([*numbers, *range(10)])
-    return {"integer": number, "number": float(number), "boolean": number % 2 == 0}.get(
-        kind, draw.choice([*words, "a"])
-    )
-
-
-class _Failures(logging.Handler):
-    """Collects what environments raised: the class, the method, the kind, the error."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.found: list[Any] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.args)
+        return [value(each) for each in schema.get("prefixItems") or [schema.get("items", {})] * draw.randint(1, 3)]
+    seen = [int(word) for word in words if re.fullmatch("[0-9]{1,9}", word)]
+    number = draw.choice([*seen, *range(10)])
+    return {"integer": number, "number": number / 2, "boolean": number % 2 == 0}.get(kind, draw.choice([*words, "a"]))
 
 
 @dataclass(eq=False)
@@ -206,26 +151,27 @@ class EnvironmentCheck:
     model: str | None
     arguments: Mapping[str, Any]
     seconds: float
-    failures: _Failures = field(default_factory=_Failures)
     runner: _TimedRunner = field(init=False)
     trainer: GRPOTrainer = field(init=False)
+    engine: EnvironmentEngine = field(init=False)
     calls: _RandomCalls = field(init=False)
     prompts: list[Prompt] = field(init=False)
     records: Sequence[Record] = ()
+    failures: list[tuple[Any, ...]] = field(default_factory=list)
 
     def run(self) -> Iterator[Check]:
-        """Yield the checks, up to one that the others need; none follows a call that did not return."""
+        """Yield the checks, up to one that the others need."""
         self.dataset = environment_prompts(self.dataset, self.parts["environment_factory"] or True)
-        logger = logging.getLogger("lowpeak.environments.tools")
-        logger.addHandler(self.failures)
-        logger.propagate = False
+        handler = logging.Handler()
+        handler.emit = lambda record: self.failures.append(record.args)  # type: ignore[method-assign, arg-type]
+        logging.getLogger("lowpeak.environments.tools").addHandler(handler)
         with TemporaryDirectory(prefix="lowpeak-check-") as folder:
-            self.arguments = {**_ARGUMENTS, "output_dir": folder, **self.arguments}
+            self.arguments = {**TINY_RUN, **_GRPO, "output_dir": folder, **self.arguments}
             self.runner = _TimedRunner(GRPOConfig(**self.arguments).tool_timeout or 60.0)
             for name, check in _CHECKS.items():
                 result = run_check(name, partial(check, self), self.files)
                 yield result
-                if not result.passed and (name in _NEEDED or self.runner.stuck):
+                if not result.passed and name in ("schema", "template", "conversations"):
                     return
 
     def files(self) -> set[str]:
@@ -233,130 +179,107 @@ class EnvironmentCheck:
         factory = self.parts["environment_factory"]
         return files_of(*self.parts["tools"], *(factory.values() if isinstance(factory, Mapping) else [factory]))
 
-    def within(self, seconds: float, name: str, call: Callable[[], Any]) -> Any:
-        """Return `call()`; ArgumentError if it, or a tool in it, does not return in time, or if an environment fails."""
-        try:
-            result = call_with_timeout(call, seconds)
-        except TimeLimitExceeded:
-            self.runner.stuck = name
-        if self.runner.stuck:
-            files, places = self.files(), []
-            for frame in list(sys._current_frames().values()):
-                inner: Any = frame
-                while inner is not None and inner.f_code.co_filename not in files:
-                    inner = inner.f_back
-                places += [] if inner is None else [f" ({inner.f_code.co_filename}, line {inner.f_lineno})"]
-            raise ArgumentError(f"{self.runner.stuck} did not return{''.join(places[:1])}: bound what it waits for.")
-        if self.failures.found:
-            kind, method, _, error = self.failures.found[0]
-            raise ArgumentError(f"{kind}.{method} raised {explain(error, self.files())}")
-        return result
+    def make_trainer(self, model: Any, tokenizer: Any, length: int = 256) -> GRPOTrainer:
+        """Return a trainer of the tiny model with the tools, and completions of `length` if the user names no other."""
+        args = GRPOConfig(**{"max_completion_length": length, **self.arguments})
+        return GRPOTrainer(model, args=args, train_dataset=self.dataset, processing_class=tokenizer, **self.parts)
 
-    def play(self, num_prompts: int, size: int, seed: int = 0, are_equal: bool = False) -> Sequence[Record]:
+    def play(self, num_prompts: int, size: int, seed: int = 0, are_equal: bool = False) -> list[Record]:
         """Return rewarded conversations of random calls, `size` for each prompt."""
-        collector, self.calls.are_equal = self.trainer.collector, are_equal
-        sampling = Sampling(size, _MAX_TOKENS, seed=seed)
+        self.calls.are_equal = are_equal
+        sampling, panel = Sampling(size, _MAX_TOKENS, seed=seed), self.trainer.collector.panel
 
         def play() -> list[Record]:
-            groups = collector.engine.submit(self.prompts[:num_prompts], sampling).result()
-            start = time.perf_counter()
-            records = collector.panel.compute_rewards(groups).records
-            self.runner.seconds["rewards"].append((time.perf_counter() - start) / len(records))
-            completions = (completion for group in groups for completion in group.completions)
+            groups = self.engine.generate(self.prompts[:num_prompts], sampling)
+            completions, start = [each for group in groups for each in group.completions], time.perf_counter()
             # The panel's completions have no messages.
-            return [replace(record, completion=each) for record, each in zip(records, completions, strict=True)]
+            records = zip(panel.compute_rewards(groups).records, completions, strict=True)
+            self.runner.seconds["rewards"].append((time.perf_counter() - start) / len(completions))
+            return [replace(record, completion=completion) for record, completion in records]
 
-        records: list[Record] = self.within(5 * (self.runner.timeout + 1), "the environment", play)
+        records: list[Record] = _call_within(5 * (self.runner.timeout + 1), "a conversation", play)
+        self.raise_failure()
         return records
+
+    def raise_failure(self) -> None:
+        """Raise ArgumentError for the first method of an environment that failed, or the first call that was late."""
+        for kind, method, _, error in self.failures:
+            raise ArgumentError(f"{kind}.{method} raised {explain(error, self.files())}.")
+        for name, errors in self.runner.errors.items():
+            late = [error for error in errors if isinstance(error, ToolTimeoutError)]
+            require(not late, f"{name} gave {late and late[0]}: bound what it waits for.")
+
+
+def _call_within(seconds: float, name: str, call: Callable[[], Any]) -> Any:
+    """Return `call()`; ArgumentError if it does not return in so many seconds."""
+    try:
+        return call_with_timeout(call, seconds)
+    except TimeLimitExceeded:
+        raise ArgumentError(f"{name} did not return within {seconds:g} seconds: bound what it waits for.") from None
 
 
 def _schema(check: EnvironmentCheck) -> str:
     settings = make_settings(ToolSettings, GRPOConfig(**check.arguments))
     make = partial(Toolset, check.parts["tools"], check.parts["environment_factory"], settings)
-    toolset: Toolset = check.within(check.runner.timeout, "environment_factory", make)
-    toolset.check_row(next(iter(check.dataset)))
-    names = [each.name for each in toolset.rewards()]
-    require(
-        bool(names or check.parts["reward_funcs"]),
-        "nothing rewards a conversation: define get_reward, or add --reward.",
-    )
-    return f"{len(toolset.tools)} tools: " + ", ".join(f"{each.__name__}{signature(each)}" for each in toolset.tools)
+    tools = _call_within(check.runner.timeout, "environment_factory", make).tools
+    return f"{len(tools)} tools: " + ", ".join(f"{each.__name__}{signature(each)}" for each in tools)
 
 
 def _template(check: EnvironmentCheck) -> str:
     tokenizer = load_tokenizer(None, check.model, False) if check.model else make_chat_tokenizer()
     model = make_model(len(tokenizer), hidden=64, context=_MAX_TOKENS * 2)
-    for name in ("pad_token_id", "eos_token_id"):
-        setattr(model.config, name, getattr(tokenizer, name))
-        setattr(model.generation_config, name, getattr(tokenizer, name))
-    check.trainer = _make_trainer(check, model, tokenizer)
-    engine = check.trainer.collector.engine
-    assert isinstance(engine, EnvironmentEngine)
+    for config in (model.config, model.generation_config):
+        config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    check.trainer = check.make_trainer(model, tokenizer)
+    collector = check.trainer.collector
+    assert isinstance(collector.engine, EnvironmentEngine)
+    check.engine, reader = collector.engine, collector.new_reader()
     rows = list(itertools.islice(iter(check.dataset), _NUM_PROMPTS))
-    reader = check.trainer.collector.new_reader()
     check.prompts = [prompt for i, row in enumerate(rows) if (prompt := reader.read(row, i)) is not None]
-    check.calls = _RandomCalls(engine, [each.schemas for each, _ in engine.toolset.start(rows)])
-    engine.engine, engine.toolset.runner = check.calls, check.runner  # type: ignore[assignment]
-    for serial, schemas in enumerate(check.calls.schemas):
-        parser = CallParser(tokenizer, check.calls.end_ids, {**engine.template, "tools": schemas}) if schemas else None
-        for schema in schemas:
-            message = check.calls.call(schema, random.Random(serial), ["two words", "1"])
-            read = parser.parse(check.calls.turn_ids(serial, message)).message
-            call = message["tool_calls"][0]["function"]
-            require(
-                [each["function"] for each in read.get("tool_calls", ())] == [call],
-                f"the call {call} is read back as {read}: set tokenizer.response_template.",
-            )
-    return f"{check.model or 'a built-in template'} writes calls and results, and calls of each tool are read back"
-
-
-def _make_trainer(check: EnvironmentCheck, model: Any, tokenizer: Any, **changes: Any) -> GRPOTrainer:
-    args, parts = GRPOConfig(**{**check.arguments, **changes}), {"processing_class": tokenizer, **check.parts}
-    trainer = GRPOTrainer(model=model, args=args, train_dataset=check.dataset, **parts)
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    check.calls = _RandomCalls(check.engine, [each.schemas for each, _ in check.engine.toolset.start(rows)])
+    check.engine.engine, check.engine.toolset.runner = check.calls, check.runner  # type: ignore[assignment]
+    return f"{check.model or 'a built-in one'} writes the tools' calls and results"
 
 
 def _conversations(check: EnvironmentCheck) -> str:
     check.records = check.play(_NUM_PROMPTS, 2, are_equal=True)
-    seconds, errors = check.runner.seconds, check.runner.errors
-    texts = [
-        f"{name} {statistics.median(each):.2g} s (at most {max(each):.2g}"
-        + (
-            f"; {len(errors[name])} of {len(each)} failed: {explain(errors[name][0], check.files())}"
-            if errors[name]
-            else ""
-        )
-        + (f"; more than half of tool_timeout={check.runner.timeout:g}" if max(each) > check.runner.timeout / 2 else "")
-        + ")"
-        for name, each in seconds.items()
-    ]
-    return f"{len(check.records)} with random calls: {', '.join(texts)}"
+    num_calls = sum("tool_calls" in message for record in check.records for message in _messages(record))
+    require(
+        num_calls == check.calls.num_drawn,
+        "not every call is read back from the template's text: set tokenizer.response_template.",
+    )
+    return f"{len(check.records)} with {num_calls} random calls, and their rewards"
+
+
+def _time(check: EnvironmentCheck) -> str:
+    texts = []
+    for name, seconds in check.runner.seconds.items():
+        text = f"{name} {statistics.median(seconds):.2g} s, at most {max(seconds):.2g}"
+        text += " (more than half of tool_timeout)" if max(seconds) > check.runner.timeout / 2 else ""
+        errors = check.runner.errors[name]
+        text += f" ({len(errors)} of {len(seconds)} failed: {explain(errors[0], check.files())})" if errors else ""
+        texts.append(text)
+    return "; ".join(texts)
 
 
 def _tokens(check: EnvironmentCheck) -> str:
     control = [token for token in check.calls.tokenizer.get_added_vocab() if len(token) > 1]
     num_turns = num_tokens = 0
     for serial, record in enumerate(check.records):
-        ids, mask = record.completion.ids.tolist(), record.completion.loss_mask.tolist()
-        conversation = record.completion.conversation
-        assert conversation is not None
-        messages, position = list(conversation.messages), 0
-        for turn in conversation.turns[:-1]:
-            position = next(
-                (i for i in range(position + 1, len(messages)) if messages[i]["role"] == "assistant"), len(messages)
-            )
-            appended = ids[turn.last + 1 : mask.index(True, turn.last + 1)]
-            whole = check.calls.ids(serial // 2, [USER, *messages[:position]], opens=True)
-            # A text like a control token is one in the canonical ids, and text in the appended ones.
-            if not any(token in str(messages[:position]) for token in control):
-                require(
-                    whole[-len(appended) - 1 :] == [ids[turn.last], *appended],
-                    f"the results {messages[position - 1 : position]!r:.200} are appended as other ids than the template's.",
-                )
+        ids, is_sampled = record.completion.ids.tolist(), record.completion.loss_mask.tolist()
+        messages = _messages(record)
+        turns = [i for i in range(len(ids) - 1) if is_sampled[i] and not is_sampled[i + 1]]
+        for last, turn, result in zip(turns, messages[::2], messages[1::2], strict=False):
+            # A text like a control token is one in the template's ids, and text in the appended ones.
+            if not any(token in str([turn, result]) for token in control):
+                appended = ids[last + 1 : is_sampled.index(True, last + 1)]
+                call = turn["tool_calls"][0]["function"]
+                whole = check.calls.ids(serial // 2, tool_call(call["name"], call["arguments"]), [result])
+                is_equal = whole[-len(appended) - 1 :] == ids[last : last + 1] + appended
+                require(is_equal, f"{result!r:.200} is appended as other ids than the template's.")
                 num_turns, num_tokens = num_turns + 1, num_tokens + len(appended)
     longest = max(len(record.completion) for record in check.records)
-    return f"{num_tokens} of {num_turns} turns' results equal the template's rendering; the longest conversation has {longest}"
+    return f"the {num_tokens} appended in {num_turns} turns are the template's; the longest conversation has {longest}"
 
 
 def _seeds(check: EnvironmentCheck) -> str:
@@ -364,25 +287,22 @@ def _seeds(check: EnvironmentCheck) -> str:
     again, other = (
         [_texts(check, record) for record in check.play(_NUM_PROMPTS, 2, seed=seed, are_equal=True)] for seed in (0, 1)
     )
-    for one, two, what in (
-        (
-            first[::2],
-            first[1::2],
-            "environments with the same seed, row and calls differ ({}): draw from random.Random(seed)",
-        ),
-        (first, again, "a conversation changes the next one of its environment ({}): set all state in reset"),
-    ):
-        lines = zip(itertools.chain(*one), itertools.chain(*two), strict=False)
-        for a, b in lines:
-            require(a == b, what.format(f"{a[-80:]!r}, {b[-80:]!r}") + ".")
-    note = "so do other seeds, thus only rows differ" if again == other else "other seeds give others"
+    _require_equal(
+        first[::2], first[1::2], "environments with one seed, row and calls differ", "draw from random.Random(seed)"
+    )
+    _require_equal(first, again, "an environment's next conversation differs", "set all of its state in reset")
+    note = "so do other seeds: only rows differ" if again == other else "other seeds give others"
     return f"the same seed and calls give the same texts and rewards, {note}"
 
 
+def _require_equal(one: list[list[str]], two: list[list[str]], what: str, remedy: str) -> None:
+    for a, b in zip(itertools.chain(*one), itertools.chain(*two), strict=False):
+        require(a == b, f"{what} ({a[-80:]!r} and {b[-80:]!r}): {remedy}.")
+
+
 def _texts(check: EnvironmentCheck, record: Record) -> list[str]:
-    """Return what an environment said in a conversation, and the reward."""
-    messages = [str(message["content"]) for message in _messages(record)]
-    return [check.calls.tokenizer.decode(record.prompt_ids), *messages, f"reward {record.reward:g}"]
+    texts = [str(message["content"]) for message in _messages(record)]
+    return [check.calls.tokenizer.decode(record.prompt_ids), *texts, f"reward {record.reward:g}"]
 
 
 def _messages(record: Record) -> Sequence[Message]:
@@ -391,80 +311,69 @@ def _messages(record: Record) -> Sequence[Message]:
 
 
 def _leaks(check: EnvironmentCheck) -> str:
-    process, engine, start = psutil.Process(), check.trainer.collector.engine, time.monotonic()
+    process, end = psutil.Process(), time.monotonic() + 10
 
     def count() -> dict[str, int]:
         gc.collect()
-        named = {"threads": threading.active_count(), "open files": process.num_fds()}
-        return {**named, "processes": len(process.children()), "bytes": tracemalloc.get_traced_memory()[0]}
+        counts = {"threads": threading.active_count(), "open files": process.num_fds()}
+        return {**counts, "processes": len(process.children()), "bytes": tracemalloc.get_traced_memory()[0]}
 
     tracemalloc.start()
     check.play(1, 5)
-    before, snapshot, number = count(), tracemalloc.take_snapshot(), 0
-    while number < _NUM_MORE and time.monotonic() < start + 10:
+    before, number = count(), 0
+    while number < 50 and time.monotonic() < end:
         check.play(1, 5)
         number += 5
     growth = {name: value - before[name] for name, value in count().items()}
-    line = tracemalloc.take_snapshot().compare_to(snapshot, "lineno")[0].traceback[0]
     tracemalloc.stop()
     for name, value in growth.items():
-        each = _LEAKED_BYTES if name == "bytes" else 0.5
-        place = f", most at {line.filename}, line {line.lineno}" if name == "bytes" else ""
-        require(
-            value < each * number,
-            f"{number} conversations leave {value} {name}{place}: end in reset what the last one began.",
-        )
-    check.within(check.runner.timeout, "close", engine.toolset.close)  # type: ignore[attr-defined]
-    return (
-        f"{number} more conversations leave no thread, file or process, and {growth['bytes'] / number:.0f} bytes each"
-    )
+        is_small = value < number * (1 << 16 if name == "bytes" else 0.5)
+        require(is_small, f"{number} conversations leave {value} more {name}: end in reset what the last one began.")
+    _call_within(check.runner.timeout, "close", check.engine.toolset.close)
+    return f"{number} conversations leave no threads, files or processes, and {growth['bytes'] / number:.0f} bytes each"
 
 
 def _rewards(check: EnvironmentCheck) -> str:
-    records = check.play(_NUM_PROMPTS, 8)
-    rewards = [record.reward for record in records if record.reward == record.reward]
-    groups = [[each.reward for each in records[i : i + 8]] for i in range(0, len(records), 8)]
-    num_spread = sum(len({reward for reward in group if reward == reward}) > 1 for group in groups)
-    require(bool(rewards), "every conversation has None, so there is nothing to learn from.")
+    found = [record.reward for record in check.play(_NUM_PROMPTS, 8)]
+    groups, rewards = [found[i : i + 8] for i in range(0, len(found), 8)], [each for each in found if each == each]
+    require(bool(rewards), "every conversation has the reward None, so there is nothing to learn from.")
+    num_unequal = sum(len(set(group).intersection(rewards)) > 1 for group in groups)
     require(
-        num_spread > 0,
-        f"all conversations of a prompt have equal rewards ({rewards[0]:g}), so random calls have no gradient: reward parts of "
-        "the task, or start from a model that solves it sometimes.",
+        num_unequal > 0,
+        f"all conversations of a prompt have the same reward ({rewards[0]:g}), so there is no gradient: reward parts of the task, "
+        "or begin with a model that solves it at times.",
     )
-    mean, missing = statistics.fmean(rewards), len(records) - len(rewards)
-    numbers = f"{min(rewards):g} to {max(rewards):g}, mean {mean:.3g}, {missing} of {len(records)} None"
-    return f"{numbers}; {num_spread} of {len(groups)} groups have unequal rewards"
+    numbers = f"{min(rewards):g} to {max(rewards):g}, mean {statistics.fmean(rewards):.3g}"
+    num_none = len(found) - len(rewards)
+    return f"{numbers}, {num_none} of {len(found)} None; {num_unequal} of {len(groups)} groups have unequal ones"
 
 
 class _StopAfter(TrainerCallback):
-    """Ends a run after so many seconds."""
-
     def __init__(self, seconds: float) -> None:
-        self.end = time.monotonic() + seconds
+        self._end = time.monotonic() + seconds
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= time.monotonic() > self.end
+        control.should_training_stop |= time.monotonic() > self._end
 
 
 def _train(check: EnvironmentCheck) -> str:
-    """Train the tiny model to write such calls, then by GRPO."""
+    """Train the tiny model to write random calls, then by GRPO."""
     rows = []
     for record in check.play(_NUM_PROMPTS, 8):
-        ids, mask = record.completion.ids.tolist(), record.completion.loss_mask.tolist()
-        labels = [token if is_sampled else -100 for token, is_sampled in zip(ids, mask, strict=True)]
-        rows.append({"input_ids": [*record.prompt_ids, *ids], "labels": [-100] * len(record.prompt_ids) + labels})
+        ids, prompt = record.completion.ids, list(record.prompt_ids)
+        labels = torch.where(record.completion.loss_mask, ids, -100).tolist()
+        rows.append({"input_ids": prompt + ids.tolist(), "labels": [-100] * len(prompt) + labels})
     tokenizer, longest = check.calls.tokenizer, max(len(record.completion) for record in check.records)
-    args = SFTConfig(
-        **{**_ARGUMENTS, "learning_rate": 5e-3, "per_device_train_batch_size": 8},
-        output_dir=str(check.arguments["output_dir"]),
-    )
+    args = SFTConfig(**TINY_RUN, output_dir=check.arguments["output_dir"], max_steps=1000, learning_rate=5e-3)
     warm = SFTTrainer(check.trainer.model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    trainer = _make_trainer(check, warm.model, tokenizer, max_completion_length=longest + 8)
+    trainer = check.make_trainer(warm.model, tokenizer, min(longest + 8, 2048))
     for each in (warm, trainer):
         each.remove_callback(PrinterCallback)
         each.add_callback(_StopAfter(check.seconds / 2))
-        check.within(check.seconds + 60, "train()", each.train)
+        _call_within(check.seconds + check.runner.timeout + 60, "training", each.train)
+    check.raise_failure()
     steps = [row for row in trainer.state.log_history if "reward" in row]
+    require(bool(steps), f"no step ended in {check.seconds / 2:g} seconds: raise --seconds.")
     calls, rewards = ([row[name] for row in steps] for name in ("tools/call_frequency", "reward"))
     return (
         f"{len(steps)} steps of GRPO after supervised ones, {statistics.fmean(calls):.2g} calls per completion, reward "
@@ -476,10 +385,10 @@ _CHECKS: Mapping[str, Callable[[EnvironmentCheck], str]] = {
     "schema": _schema,
     "template": _template,
     "conversations": _conversations,
+    "time": _time,
     "tokens": _tokens,
     "seeds": _seeds,
     "leaks": _leaks,
     "rewards": _rewards,
     "training": _train,
 }
-_NEEDED = ("schema", "template", "conversations")

@@ -19,8 +19,6 @@ from lowpeak.setup.overridden_arguments import warn_of_overridden_arguments as w
 from lowpeak.setup.preflight import check_adapter as check_adapter
 from lowpeak.setup.preflight import check_data as check_data
 from lowpeak.setup.preflight import check_online_row as check_online_row
-from lowpeak.setup.preflight import first_row as first_row
-from lowpeak.setup.preflight import named_datasets as named_datasets
 from lowpeak.setup.preflight import require_same_arguments as require_same_arguments
 from lowpeak.setup.preflight import require_same_data as require_same_data
 from lowpeak.setup.preflight import silence_nonzero_ranks as silence_nonzero_ranks

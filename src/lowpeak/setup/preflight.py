@@ -40,22 +40,16 @@ def check_data(
         evaluates = args.eval_strategy != "no"
         cause = f"eval_strategy={str(args.eval_strategy.value)!r}" if evaluates else "eval_on_start=True"
         raise ArgumentError(f"{cause} has no data: pass eval_dataset (--eval_dataset or --eval_split), or remove it.")
-    for name, dataset in named_datasets(train_dataset, eval_dataset).items():
-        row = first_row(dataset, name)
-        if row is not None:
-            check_row(row, "row 0" if name == "train_dataset" else f"{name}: row 0")
-
-
-def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
-    """Return the datasets by the names that errors have for them."""
+    _check_first_row(train_dataset, "train_dataset", "row 0", check_row)
     several = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
-    names = ("eval_dataset" if key is None else f"eval_dataset[{key!r}]" for key in several)
-    return {"train_dataset": train_dataset, **dict(zip(names, several.values(), strict=True))}
+    for key, dataset in several.items():
+        name = "eval_dataset" if key is None else f"eval_dataset[{key!r}]"
+        _check_first_row(dataset, name, f"{name}: row 0", check_row)
 
 
-def first_row(dataset: Any, name: str = "train_dataset") -> Any:
-    """Return the first row; None of a stream, and without a dataset."""
-    return None if dataset is None or num_rows(dataset, name) is None else fetch_rows(dataset, [0])[0]
+def _check_first_row(dataset: Any, name: str, where: str, check_row: Callable[[Any, str], None]) -> None:
+    if dataset is not None and num_rows(dataset, name) is not None:
+        check_row(fetch_rows(dataset, [0])[0], where)
 
 
 def check_online_row(reward_funcs: Any, rollout_func: Any, has_tools: bool, row: Any, where: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -50,7 +50,6 @@ class OnlineInputs:
     ref_model: Any
     tools: Sequence[Callable[..., Any]] = ()
     environment_factory: Any = None
-    first_row: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -161,10 +160,7 @@ def _make_toolset(inputs: OnlineInputs, args: Any) -> Toolset | None:
         f"tools and environment_factory do not go with tp_size={args.model_parallel.tensor}: each process of a group would run the "
         "tools. Shard the policy with fsdp2 or zero3.",
     )
-    toolset = Toolset(inputs.tools, inputs.environment_factory, make_settings(ToolSettings, args))
-    if inputs.first_row is not None:
-        toolset.check_row(inputs.first_row)
-    return toolset
+    return Toolset(inputs.tools, inputs.environment_factory, make_settings(ToolSettings, args))
 
 
 def _make_rewards(

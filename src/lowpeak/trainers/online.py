@@ -16,7 +16,7 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineSettings, Sampling, require
 from lowpeak.checkpoint import RunState, SavedRollout, capture_rng_state
-from lowpeak.data import check_environment_names, environment_prompts, read_eval_prompts
+from lowpeak.data import environment_prompts, fetch_rows, num_rows, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError, RewardError
 from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
@@ -31,8 +31,6 @@ from lowpeak.setup import (
     check_optimizer,
     connect_online,
     describe_run,
-    first_row,
-    named_datasets,
     prepare_online,
     silence_nonzero_ranks,
 )
@@ -122,21 +120,13 @@ class OnlineTrainer(StepTrainer):
             train_dataset = environment_prompts(train_dataset, environment_factory)
             check_row = partial(check_online_row, reward_funcs, rollout_func, has_tools)
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_row)
-            for name, dataset in named_datasets(train_dataset, eval_dataset).items():
-                check_environment_names(dataset, name, environment_factory)
             check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
             reward_parts = reward_funcs, processing_class, reward_processing_classes
-            inputs = OnlineInputs(
-                model,
-                *reward_parts,
-                peft_config,
-                ref_model,
-                as_list(tools),
-                environment_factory,
-                first_row(train_dataset),
-            )
+            inputs = OnlineInputs(model, *reward_parts, peft_config, ref_model, as_list(tools), environment_factory)
             parts = prepare_online(inputs, args, self.make_algorithm, self.attach_extra_modules)
+            if parts.toolset is not None and num_rows(train_dataset, "train_dataset") is not None:
+                parts.toolset.check_row(fetch_rows(train_dataset, [0])[0])
         check_optimized(optimizers[0], parts.policy)
         super().__init__(
             model=parts.policy,
