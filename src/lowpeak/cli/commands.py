@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lowpeak
 from lowpeak.cli.launch import LAUNCHED
@@ -168,7 +168,8 @@ def _environment_checks(arguments: list[str]) -> Iterable[Check]:
     options = CheckArguments(**{name: given.pop(name) for name in argument_names(CheckArguments) & given.keys()})
     if not (options.tools or options.environment):
         raise ArgumentError("`lowpeak check` needs FILE.py:CLASS or --tools FILE.py:function.")
-    parts = {**options.load(), "reward_funcs": [load_reward(spec) for spec in options.reward or ()]}
+    models = [options.reward_model_name_or_path] if options.reward_model_name_or_path else []
+    parts = {**options.load(), "reward_funcs": [*models, *(load_reward(spec) for spec in options.reward or ())]}
     config, dataset = GRPOConfig(**given), None
     if options.dataset or options.datasets:
         effects = EffectReport(config)

@@ -197,8 +197,10 @@ class EnvironmentCheck:
             self.runner.seconds["rewards"].append((time.perf_counter() - start) / len(completions))
             return [replace(record, completion=completion) for record, completion in records]
 
-        records: list[Record] = _call_within(5 * (self.runner.timeout + 1), "a conversation", play)
-        self.raise_failure()
+        try:
+            records: list[Record] = _call_within(5 * (self.runner.timeout + 1), "a conversation", play)
+        finally:
+            self.raise_failure()
         return records
 
     def raise_failure(self) -> None:
@@ -221,8 +223,9 @@ def _call_within(seconds: float, name: str, call: Callable[[], Any]) -> Any:
 def _schema(check: EnvironmentCheck) -> str:
     settings = make_settings(ToolSettings, GRPOConfig(**check.arguments))
     make = partial(Toolset, check.parts["tools"], check.parts["environment_factory"], settings)
-    tools = _call_within(check.runner.timeout, "environment_factory", make).tools
-    return f"{len(tools)} tools: " + ", ".join(f"{each.__name__}{signature(each)}" for each in tools)
+    toolset: Toolset = _call_within(check.runner.timeout, "environment_factory", make)
+    toolset.check_row(next(iter(check.dataset)))
+    return ", ".join(f"{each.__name__}{signature(each)}" for each in toolset.tools) or "no tools"
 
 
 def _template(check: EnvironmentCheck) -> str:
@@ -372,9 +375,9 @@ def _train(check: EnvironmentCheck) -> str:
         each.add_callback(_StopAfter(check.seconds / 2))
         _call_within(check.seconds + check.runner.timeout + 60, "training", each.train)
     check.raise_failure()
-    steps = [row for row in trainer.state.log_history if "reward" in row]
+    steps = [row for row in trainer.state.log_history if "loss" in row]
     require(bool(steps), f"no step ended in {check.seconds / 2:g} seconds: raise --seconds.")
-    calls, rewards = ([row[name] for row in steps] for name in ("tools/call_frequency", "reward"))
+    calls, rewards = ([row.get(name, torch.nan) for row in steps] for name in ("tools/call_frequency", "reward"))
     return (
         f"{len(steps)} steps of GRPO after supervised ones, {statistics.fmean(calls):.2g} calls per completion, reward "
         f"{rewards[0]:.3g} at first and {rewards[-1]:.3g} at last"
