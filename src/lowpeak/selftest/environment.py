@@ -16,6 +16,7 @@ import time
 import tracemalloc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -25,7 +26,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import GenerationConfig, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from lowpeak.arguments import Sampling, ToolSettings, make_settings, require
@@ -233,6 +234,9 @@ def _template(check: EnvironmentCheck) -> str:
     model = make_model(len(tokenizer), hidden=64, context=_MAX_TOKENS * 2)
     for config in (model.config, model.generation_config):
         config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    if check.model:
+        with suppress(OSError):  # a folder with a tokenizer alone
+            model.generation_config.eos_token_id = GenerationConfig.from_pretrained(check.model).eos_token_id
     check.trainer = check.make_trainer(model, tokenizer)
     collector = check.trainer.collector
     assert isinstance(collector.engine, EnvironmentEngine)
@@ -274,7 +278,7 @@ def _tokens(check: EnvironmentCheck) -> str:
         turns = [i for i in range(len(ids) - 1) if is_sampled[i] and not is_sampled[i + 1]]
         for last, turn, result in zip(turns, messages[::2], messages[1::2], strict=False):
             # A text like a control token is one in the template's ids, and text in the appended ones.
-            if not any(token in str([turn, result]) for token in control):
+            if not any(token in result["content"] for token in control):
                 appended = ids[last + 1 : is_sampled.index(True, last + 1)]
                 call = turn["tool_calls"][0]["function"]
                 whole = check.calls.ids(serial // 2, tool_call(call["name"], call["arguments"]), [result])
@@ -330,8 +334,10 @@ def _leaks(check: EnvironmentCheck) -> str:
     growth = {name: value - before[name] for name, value in count().items()}
     tracemalloc.stop()
     for name, value in growth.items():
-        is_small = value < number * (1 << 16 if name == "bytes" else 0.5)
-        require(is_small, f"{number} conversations leave {value} more {name}: end in reset what the last one began.")
+        small = number * (1 << 16 if name == "bytes" else 0.5)
+        require(
+            value < small, f"{number} conversations leave {value} more {name}: end in reset what the last one began."
+        )
     _call_within(check.runner.timeout, "close", check.engine.toolset.close)
     return f"{number} conversations leave no threads, files or processes, and {growth['bytes'] / number:.0f} bytes each"
 
@@ -347,8 +353,7 @@ def _rewards(check: EnvironmentCheck) -> str:
         "or begin with a model that solves it at times.",
     )
     numbers = f"{min(rewards):g} to {max(rewards):g}, mean {statistics.fmean(rewards):.3g}"
-    num_none = len(found) - len(rewards)
-    return f"{numbers}, {num_none} of {len(found)} None; {num_unequal} of {len(groups)} groups have unequal ones"
+    return f"{numbers}, {len(found) - len(rewards)} None; {num_unequal} of {len(groups)} groups have unequal ones"
 
 
 class _StopAfter(TrainerCallback):
