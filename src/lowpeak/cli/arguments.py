@@ -138,7 +138,7 @@ class ToolSourceArguments:
 
         named = [spec.rpartition("=") for spec in self.environment or ()]
         names = {name for name, _, _ in named}
-        if len(named) > 1 and ("" in names or len(names) < len(named)):
+        if len(named) > 1 and len(names - {""}) < len(named):
             raise ArgumentError(
                 "--environment has several values: write each as NAME=path/to/file.py:Class, with a name of its own."
             )

@@ -1,7 +1,4 @@
-"""`lowpeak check`: tools and an environment, in conversations of random calls and in training of a tiny model.
-
-Arguments of a random call have the types of the schema; texts and numbers are taken from the conversation.
-"""
+"""`lowpeak check`: tools and an environment, in conversations of random calls and in training of a tiny model."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -57,20 +54,22 @@ _MAX_TOKENS = 1 << 15  # of a conversation
 
 
 class _TimedRunner(ToolRunner):
-    """A runner that keeps the seconds and the errors of calls by the function's name."""
+    """A runner that keeps, by the function's name, the seconds of calls, the number of failures and one error."""
 
     def __init__(self, timeout: float) -> None:
         super().__init__(timeout)
         self.timeout = timeout
         self.seconds = defaultdict[str, list[float]](list)
-        self.errors = defaultdict[str, list[BaseException]](list)
+        self.num_failed, self.errors = Counter[str](), dict[str, BaseException]()
 
     async def run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         start = time.perf_counter()
         try:
             return await super().run(function, arguments)
         except (Exception, SystemExit) as error:
-            self.errors[function.__name__].append(error)
+            self.num_failed[function.__name__] += 1
+            if isinstance(error, ToolTimeoutError) or function.__name__ not in self.errors:
+                self.errors[function.__name__] = error
             raise
         finally:
             self.seconds[function.__name__].append(time.perf_counter() - start)
@@ -120,7 +119,7 @@ class _RandomCalls:
 
 
 def _random_value(schema: Mapping[str, Any], draw: random.Random, words: Sequence[str]) -> Any:
-    """Return a value of a JSON schema, at times without an optional property."""
+    """Return a value of a JSON schema, with texts and numbers from `words`, at times without an optional property."""
     value = partial(_random_value, draw=draw, words=words)
     kinds = schema.get("type", "string")
     kind = kinds[0] if isinstance(kinds, list) else kinds
@@ -165,7 +164,7 @@ class EnvironmentCheck:
         self.dataset = environment_prompts(self.dataset, self.parts["environment_factory"] or True)
         handler = logging.Handler()
         handler.emit = lambda record: self.failures.append(record.args)  # type: ignore[method-assign, arg-type]
-        logging.getLogger("lowpeak.environments.tools").addHandler(handler)
+        logging.getLogger(Toolset.__module__).addHandler(handler)
         with TemporaryDirectory(prefix="lowpeak-check-") as folder:
             self.arguments = {**TINY_RUN, **_GRPO, "output_dir": folder, **self.arguments}
             self.runner = _TimedRunner(GRPOConfig(**self.arguments).tool_timeout or 60.0)
@@ -208,9 +207,8 @@ class EnvironmentCheck:
         """Raise ArgumentError for the first method of an environment that failed, or the first call that was late."""
         for kind, method, _, error in self.failures:
             raise ArgumentError(f"{kind}.{method} raised {explain(error, self.files())}.")
-        for name, errors in self.runner.errors.items():
-            late = [error for error in errors if isinstance(error, ToolTimeoutError)]
-            require(not late, f"{name} gave {late and late[0]}: bound what it waits for.")
+        for name, error in self.runner.errors.items():
+            require(not isinstance(error, ToolTimeoutError), f"{name} gave {error}: bound what it waits for.")
 
 
 def _call_within(seconds: float, name: str, call: Callable[[], Any]) -> Any:
@@ -226,7 +224,7 @@ def _schema(check: EnvironmentCheck) -> str:
     make = partial(Toolset, check.parts["tools"], check.parts["environment_factory"], settings)
     toolset: Toolset = _call_within(check.runner.timeout, "environment_factory", make)
     toolset.check_row(next(iter(check.dataset)))
-    return ", ".join(f"{each.__name__}{signature(each)}" for each in toolset.tools) or "no tools"
+    return ", ".join(f"{each.__name__}{signature(each)}" for each in toolset.tools).replace("'", "") or "no tools"
 
 
 def _template(check: EnvironmentCheck) -> str:
@@ -239,8 +237,7 @@ def _template(check: EnvironmentCheck) -> str:
             model.generation_config.eos_token_id = GenerationConfig.from_pretrained(check.model).eos_token_id
     check.trainer = check.make_trainer(model, tokenizer)
     collector = check.trainer.collector
-    assert isinstance(collector.engine, EnvironmentEngine)
-    check.engine, reader = collector.engine, collector.new_reader()
+    check.engine, reader = cast(EnvironmentEngine, collector.engine), collector.new_reader()
     rows = list(itertools.islice(iter(check.dataset), _NUM_PROMPTS))
     check.prompts = [prompt for i, row in enumerate(rows) if (prompt := reader.read(row, i)) is not None]
     check.calls = _RandomCalls(check.engine, [each.schemas for each, _ in check.engine.toolset.start(rows)])
@@ -263,8 +260,9 @@ def _time(check: EnvironmentCheck) -> str:
     for name, seconds in check.runner.seconds.items():
         text = f"{name} {statistics.median(seconds):.2g} s, at most {max(seconds):.2g}"
         text += " (more than half of tool_timeout)" if max(seconds) > check.runner.timeout / 2 else ""
-        errors = check.runner.errors[name]
-        text += f" ({len(errors)} of {len(seconds)} failed: {explain(errors[0], check.files())})" if errors else ""
+        if name in check.runner.errors:
+            reason = explain(check.runner.errors[name], check.files())
+            text += f" ({check.runner.num_failed[name]} of {len(seconds)} failed: {reason})"
         texts.append(text)
     return "; ".join(texts)
 

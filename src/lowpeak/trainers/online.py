@@ -110,9 +110,7 @@ class OnlineTrainer(StepTrainer):
         check_kinds(reward_processing_classes=reward_processing_classes, callbacks=callbacks, optimizers=optimizers)
         check_kinds(rollout_func=rollout_func, ref_model=ref_model)
         has_tools = bool(tools) or environment_factory is not None
-        require(
-            not (rollout_func and has_tools), "rollout_func generates: remove it, or tools and environment_factory."
-        )
+        require(not (rollout_func and has_tools), "rollout_func generates: remove it, tools and environment_factory.")
         reject_virtual_tokens(model, peft_config)
         passed, args = args, make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)

@@ -83,7 +83,7 @@ def test_tools_and_environments_come_from_files(library, folder):
     for words, text in (
         (["--environment", f"{world}:World", f"{world}:Moon"], "--environment.*NAME="),
         (["--environment", f"a={world}:World", f"a={world}:Moon"], "--environment.*a name of its own"),
-        (["--environment", f"{world}:Wrold"], "Environment .*Wrold' does not exist.*'World'"),
+        (["--environment", f"{world}:Wrold"], "Environment .*Wrold'.*'.*world.py'"),
         (["--tools", f"{folder}/wrold.py:add"], r"Tool file .*wrold\.py' does not exist.*'world\.py'"),
         (["--tools", f"{folder}/broken.py:add"], r"Tool file .*broken\.py' does not import: line 1: SyntaxError"),
         (["--tools", world], r"Tool .*world\.py' is a file: name an object in it"),

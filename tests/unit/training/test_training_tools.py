@@ -230,14 +230,14 @@ def test_wrong_tools_are_one_sentence_from_the_constructor(tmp_path, parts, mess
 @pytest.mark.parametrize("factories", [{"a": Score}, {}])
 def test_a_row_must_name_one_of_several_environments(tmp_path, column, factories):
     data = questions().map(lambda row: {**row, **column})
-    with pytest.raises(DataError, match=r"train_dataset has environment=.*not among those of environment_factory"):
+    with pytest.raises(DataError, match=r"train_dataset.*environment=.*environment_factory"):
         make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), data, TOKENIZER, environment_factory=factories)
 
 
 @pytest.mark.parametrize("kind", ["SFT", "Reward"])
 @pytest.mark.parametrize("name", ["tools", "environment_factory"])
 def test_offline_trainers_call_no_tools(tmp_path, kind, name):
-    with pytest.raises(ArgumentError, match=f"{name} is not supported.*GRPOTrainer"):
+    with pytest.raises(ArgumentError, match=f"{name}.*GRPOTrainer"):
         make(kind, tmp_path, **{name: [add]})
     make(kind, tmp_path, **{name: None})
 
