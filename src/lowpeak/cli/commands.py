@@ -171,10 +171,13 @@ def _environment_checks(arguments: list[str]) -> Iterable[Check]:
     models = [options.reward_model_name_or_path] if options.reward_model_name_or_path else []
     parts = {**options.load(), "reward_funcs": [*models, *(load_reward(spec) for spec in options.reward or ())]}
     config, dataset = GRPOConfig(**given), None
+    effects = EffectReport(config)
+    for name in ("eval_dataset", "eval_split", "test_split_size"):
+        if getattr(options, name) is not None:
+            effects.add(f"--{name}", "a check does not evaluate")
     if options.dataset or options.datasets:
-        effects = EffectReport(config)
         dataset, _ = load_datasets(options, (), config, effects)
-        effects.report()
+    effects.report()
     return EnvironmentCheck(parts, dataset, options.model, given, options.seconds).run()
 
 
