@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lowpeak
 from lowpeak.cli.launch import LAUNCHED
@@ -16,6 +16,7 @@ from lowpeak.cli.output import print_once
 from lowpeak.errors import ArgumentError, LowpeakError, RankError
 
 if TYPE_CHECKING:
+    from lowpeak.cli.arguments import CheckArguments
     from lowpeak.selftest import Check
 
 USAGE = """\
@@ -157,9 +158,7 @@ def _check(arguments: list[str]) -> int:
 
 def _environment_checks(arguments: list[str]) -> Iterable[Check]:
     from lowpeak import GRPOConfig
-    from lowpeak.arguments import EffectReport
     from lowpeak.cli.arguments import CheckArguments
-    from lowpeak.cli.dataset import load_datasets
     from lowpeak.cli.parser import argument_names, parse_arguments
     from lowpeak.rewards import load_reward
     from lowpeak.selftest import EnvironmentCheck
@@ -170,15 +169,23 @@ def _environment_checks(arguments: list[str]) -> Iterable[Check]:
         raise ArgumentError("`lowpeak check` needs FILE.py:CLASS or --tools FILE.py:function.")
     models = [options.reward_model_name_or_path] if options.reward_model_name_or_path else []
     parts = {**options.load(), "reward_funcs": [*models, *(load_reward(spec) for spec in options.reward or ())]}
-    config, dataset = GRPOConfig(**given), None
+    dataset = _load_rows(options, GRPOConfig(**given))
+    return EnvironmentCheck(parts, dataset, options.model, given, options.seconds).run()
+
+
+def _load_rows(options: CheckArguments, config: Any) -> Any:
+    """Return the dataset, or None without one; warn of arguments for evaluations."""
+    from lowpeak.arguments import EffectReport
+    from lowpeak.cli.dataset import load_datasets
+
     effects = EffectReport(config)
     for name in ("eval_dataset", "eval_split", "test_split_size"):
         if getattr(options, name) is not None:
             effects.add(f"--{name}", "a check does not evaluate")
-    if options.dataset or options.datasets:
-        dataset, _ = load_datasets(options, (), config, effects)
+    has_data = options.dataset or options.datasets
+    dataset = load_datasets(options, (), config, effects)[0] if has_data else None
     effects.report()
-    return EnvironmentCheck(parts, dataset, options.model, given, options.seconds).run()
+    return dataset
 
 
 def _print_checks(checks: Iterable[Check]) -> int:
