@@ -279,7 +279,10 @@ def resolve_online(
     weight 1. `known` are further facts of the run.
     """
     check_values(args)
-    require(num_rewards + num_own_rewards > 0, "reward_funcs is empty: pass at least one function or reward model.")
+    require(
+        num_rewards + num_own_rewards > 0,
+        "reward_funcs is empty: pass at least one function or reward model, or an environment with get_reward.",
+    )
     rollout = resolve_rollout(args, world_size)
     facts = run_facts(args, hardware, num_rewards=num_rewards + num_own_rewards, num_steps=rollout.num_steps, **known)
     _check_online(args, world_size)

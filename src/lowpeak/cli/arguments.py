@@ -137,11 +137,22 @@ class ToolSourceArguments:
         from lowpeak.rewards import load_object
 
         named = [spec.rpartition("=") for spec in self.environment or ()]
-        if len(named) > 1 and not all(name for name, _, _ in named):
-            raise ArgumentError("--environment has several values: write each as NAME=path/to/file.py:Class.")
+        names = {name for name, _, _ in named}
+        if len(named) > 1 and len(names - {""}) < len(named):
+            raise ArgumentError(
+                "--environment has several values: write each as NAME=path/to/file.py:Class, with a name of its own."
+            )
         classes = {name: load_object(spec, "Environment") for name, _, spec in named}
         tools = [load_object(spec, "Tool") for spec in self.tools or ()]
         return {"tools": tools, "environment_factory": classes.get("", classes) or None}
+
+
+@dataclass(frozen=True)
+class CheckArguments(ToolSourceArguments, RewardArguments, DataArguments):
+    """The arguments of `lowpeak check` besides the trainer's config."""
+
+    model: str | None = model_argument(None, "model whose tokenizer is used; by default a built-in one")
+    seconds: float = logging_argument(60.0, "seconds of training on the CPU")
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,18 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lowpeak
 from lowpeak.cli.launch import LAUNCHED
 from lowpeak.cli.output import print_once
 from lowpeak.errors import ArgumentError, LowpeakError, RankError
+
+if TYPE_CHECKING:
+    from lowpeak.cli.arguments import CheckArguments
+    from lowpeak.selftest import Check
 
 USAGE = """\
 usage: lowpeak COMMAND [--config FILE.yaml] [--argument value ...]
@@ -30,8 +34,9 @@ commands:
   serve      start a vLLM server that accepts weight updates from a run
   vllm-serve the same, by TRL's name
   plan       print what a run will take on each device before it starts; --fit chooses settings that fit
-  check      check an algorithm that you wrote: `lowpeak check FILE.py:MyTrainer` calls its functions and trains one step of a
-             tiny model on the CPU
+  check      check what you wrote, on the CPU: `lowpeak check FILE.py:MyTrainer` an algorithm, with one step of a tiny model;
+             `lowpeak check FILE.py:MyEnvironment` or --tools FILE.py:function an environment or tools, in random conversations
+             and a minute of training
   report     write curves, events and completions of runs into an HTML page
   env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs
              (--quick: the first 3 minutes of a new card; --rows GROUPS; --format json for an issue);
@@ -135,24 +140,60 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _check(arguments: list[str]) -> int:
-    from lowpeak.cli.arguments import ErrorParser
-
-    parser = ErrorParser(
-        "lowpeak check",
-        description="Check an algorithm that you wrote: its functions, and one training step of a tiny model on the CPU.",
-        epilog="Other arguments are those of the trainer's config, such as --num_generations 4.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("trainer", metavar="FILE.py:MyTrainer", help="a class that inherits from lowpeak.OnlineTrainer")
-    options, rest = parser.parse_known_args(arguments)
-
     from lowpeak.cli.parser import parse_arguments
-    from lowpeak.selftest import check_algorithm
+    from lowpeak.rewards import load_object
+    from lowpeak.selftest import Check, check_algorithm
 
-    def read_arguments(config_class: type) -> dict[str, Any]:
-        return parse_arguments([config_class], rest, f"lowpeak check {options.trainer}")
+    if arguments and not arguments[0].startswith("-"):
+        spec, *rest = arguments
+        try:
+            found = load_object(spec, "Class")
+        except ArgumentError as error:
+            return _print_checks([Check("class", False, str(error))])
+        if isinstance(found, type) and not hasattr(found, "reset"):
+            return _print_checks(check_algorithm(found, lambda kind: parse_arguments([kind], rest, "lowpeak check")))
+        arguments = ["--environment", *arguments]
+    return _print_checks(_environment_checks(arguments))
 
-    return int(not check_algorithm(options.trainer, read_arguments))
+
+def _environment_checks(arguments: list[str]) -> Iterable[Check]:
+    from lowpeak import GRPOConfig
+    from lowpeak.cli.arguments import CheckArguments
+    from lowpeak.cli.parser import argument_names, parse_arguments
+    from lowpeak.rewards import load_reward
+    from lowpeak.selftest import EnvironmentCheck
+
+    given = parse_arguments([CheckArguments, GRPOConfig], arguments, "lowpeak check")
+    options = CheckArguments(**{name: given.pop(name) for name in argument_names(CheckArguments) & given.keys()})
+    if not (options.tools or options.environment):
+        raise ArgumentError("`lowpeak check` needs FILE.py:CLASS or --tools FILE.py:function.")
+    models = [options.reward_model_name_or_path] if options.reward_model_name_or_path else []
+    parts = {**options.load(), "reward_funcs": [*models, *(load_reward(spec) for spec in options.reward or ())]}
+    dataset = _load_rows(options, GRPOConfig(**given))
+    return EnvironmentCheck(parts, dataset, options.model, given, options.seconds).run()
+
+
+def _load_rows(options: CheckArguments, config: Any) -> Any:
+    """Return the dataset, or None without one; warn of arguments for evaluations."""
+    from lowpeak.arguments import EffectReport
+    from lowpeak.cli.dataset import load_datasets
+
+    effects = EffectReport(config)
+    for name in ("eval_dataset", "eval_split", "test_split_size"):
+        if getattr(options, name) is not None:
+            effects.add(f"--{name}", "a check does not evaluate")
+    has_data = options.dataset or options.datasets
+    dataset = load_datasets(options, (), config, effects)[0] if has_data else None
+    effects.report()
+    return dataset
+
+
+def _print_checks(checks: Iterable[Check]) -> int:
+    status = 0
+    for check in checks:
+        print(check, flush=True)
+        status |= not check.passed
+    return status
 
 
 def _report(arguments: list[str]) -> int:

@@ -11,6 +11,7 @@ from lowpeak.data.preference import check_preference_columns as check_preference
 from lowpeak.data.preference import flatten_pairs as flatten_pairs
 from lowpeak.data.prompts import REWARD_KEYWORDS as REWARD_KEYWORDS
 from lowpeak.data.prompts import PromptReader as PromptReader
+from lowpeak.data.prompts import check_environment_name as check_environment_name
 from lowpeak.data.prompts import check_prompt_columns as check_prompt_columns
 from lowpeak.data.prompts import environment_prompts as environment_prompts
 from lowpeak.data.row_reader import RowReader as RowReader

@@ -5,7 +5,7 @@ A row has a `prompt`, a string or a list of messages, or its token ids, `input_i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count, groupby
 from typing import Any, Literal
 
@@ -68,11 +68,24 @@ def environment_prompts(dataset: Any, environment_factory: Any) -> Any:
             )
         return Dataset.from_dict({"prompt": [empty] * _NUM_ENVIRONMENT_ROWS})
     names = getattr(dataset, "column_names", None)
+    if isinstance(environment_factory, Mapping) and isinstance(dataset, Dataset):
+        for name in dataset.unique("environment") if "environment" in dataset.column_names else [None]:
+            check_environment_name(name, environment_factory, "train_dataset")
     return dataset if not names or "prompt" in names else dataset.add_column("prompt", [empty] * len(dataset))
 
 
 def _names(names: Any) -> str:
     return ", ".join(repr(str(name)) for name in sorted(names, key=str)) or "none"
+
+
+def check_environment_name(value: Any, factories: Collection[Any], where: str) -> None:
+    """Raise DataError if a row's `environment` is not among the names of the factories."""
+    if value not in factories:
+        names = ", ".join(map(repr, factories)) or "none"
+        raise DataError(
+            f"{where} has environment={value!r}, which is not among those of environment_factory: {names}; set this column of the "
+            "dataset in each row."
+        )
 
 
 class PromptReader(RowReader[Prompt]):

@@ -1,4 +1,11 @@
+from lowpeak.environments.append import USER as USER
+from lowpeak.environments.append import Message as Message
+from lowpeak.environments.append import render as render
+from lowpeak.environments.append import render_call as render_call
+from lowpeak.environments.append import tool_call as tool_call
 from lowpeak.environments.engine import EnvironmentEngine as EnvironmentEngine
 from lowpeak.environments.tool_results import ResultRow as ResultRow
 from lowpeak.environments.tool_results import ToolResults as ToolResults
+from lowpeak.environments.tool_runner import ToolRunner as ToolRunner
+from lowpeak.environments.tool_runner import ToolTimeoutError as ToolTimeoutError
 from lowpeak.environments.tools import Toolset as Toolset

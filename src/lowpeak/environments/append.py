@@ -42,8 +42,13 @@ class TurnAppender:
         tokens = {str(token) for token in tokenizer.get_added_vocab() if len(token) > 1}
         by_length = sorted(tokens, key=len, reverse=True)
         self._control_token = re.compile("|".join(map(re.escape, by_length)) or r"(?!)")
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         # Short results are often equal, and an empty one measures the room of every turn with calls.
         self._split_short = lru_cache(_SHORT_SPLITS)(lambda text: self._split(json.loads(text)))
+
+    def may_fit(self, messages: Sequence[Message], num_tokens: int) -> bool:
+        """Return whether so many tokens of the longest kind have as many characters as the messages."""
+        return sum(len(str(message["content"])) for message in messages) <= num_tokens * self._longest_token
 
     def append(self, last_id: int, messages: Sequence[Message]) -> list[int]:
         """Return the ids of `messages` and of the opening of the next turn, after a turn that ended with `last_id`.

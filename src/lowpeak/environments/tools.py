@@ -21,19 +21,21 @@ from typing import Any
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from lowpeak.arguments import ToolSettings
+from lowpeak.arguments import ToolSettings, require
+from lowpeak.data import check_environment_name
 from lowpeak.environments.append import Message, TurnAppender
 from lowpeak.environments.calls import Call, CallParser, ParsedTurn
 from lowpeak.environments.tool_process import call_in_process, tool_address
 from lowpeak.environments.tool_results import ResultRow, ToolResults
 from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError, exits_as_errors
-from lowpeak.errors import ArgumentError, DataError, EngineError
+from lowpeak.errors import ArgumentError, EngineError, first_line
 from lowpeak.records import Conversation, Turn
 from lowpeak.rewards import FunctionReward
 
 logger = logging.getLogger(__name__)
 
 _NOT_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
+_UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def tool_schemas(functions: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]]:
@@ -42,10 +44,16 @@ def tool_schemas(functions: Mapping[str, Callable[..., Any]]) -> list[dict[str, 
     for name, function in functions.items():
         try:
             schemas.append(get_json_schema(function))
+            unnamed = [str(each) for each in inspect.signature(function).parameters.values() if each.kind in _UNNAMED]
+            if unnamed:
+                raise TypeError(f"a call cannot name its argument {unnamed[0]}")
         except (DocstringParsingException, TypeHintParsingException, TypeError, ValueError) as error:
+            tool, way_out = f"tool {name!r}", ""
+            if inspect.ismethod(function):
+                tool, way_out = f"method {name!r} of {type(function.__self__).__name__}", ", or begin its name with _"
             raise ArgumentError(
-                f"tool {name!r} has no schema ({' '.join(str(error).split())}): annotate each argument, and describe the "
-                "function and each argument in a Google-style docstring."
+                f"{tool} has no schema ({' '.join(str(error).split())}): name and annotate each argument, and describe the "
+                f"function and each argument in a Google-style docstring{way_out}."
             ) from error
     return schemas
 
@@ -55,8 +63,13 @@ def named_tools(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., 
     named: dict[str, Callable[..., Any]] = {}
     for tool in tools:
         name = getattr(tool, "__name__", None)
-        if not callable(tool) or name is None:
-            raise ArgumentError(f"tools has {tool!r:.80}, which is not a function.")
+        if inspect.isclass(tool):
+            raise ArgumentError(f"tools has the class {name}: pass it as environment_factory, or pass functions.")
+        if not callable(tool) or name in (None, "<lambda>"):
+            raise ArgumentError(
+                f"tools has {tool!r:.80}, which is not a function with a name: pass a list of functions that `def` defines, which "
+                "may call lambdas, partials and objects."
+            )
         if name in named:
             raise ArgumentError(f"two tools are called {name!r}: rename one.")
         named[name] = tool
@@ -102,8 +115,7 @@ class ToolEnvironment:
         """Start a conversation for a row of the dataset; return the text that is added to its prompt."""
         if self.instance is None:
             return ""
-        accepts_seed = "seed" in inspect.signature(self.instance.reset).parameters and "seed" not in row
-        observation = await self._runner.run(self.instance.reset, {**row, **({"seed": seed} if accepts_seed else {})})
+        observation = await self._runner.run(self.instance.reset, _reset_arguments(self.instance, seed, row))
         return _observation_text(observation, type(self.instance).__name__)
 
     async def step(self, turn: ParsedTurn, name: str) -> Reply:
@@ -161,6 +173,12 @@ def _readable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def _reset_arguments(instance: Any, seed: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row, with the seed if `reset` names one and the row has none."""
+    accepts_seed = "seed" in inspect.signature(instance.reset).parameters and "seed" not in row
+    return {**row, **({"seed": seed} if accepts_seed else {})}
+
+
 def _observation_text(observation: Any, name: str) -> str:
     """Return what `reset` adds to the prompt; TypeError unless it is a string, parts of text, or None."""
     if observation is None or isinstance(observation, str):
@@ -184,11 +202,9 @@ class Toolset:
         self._max_iterations = settings.max_tool_calling_iterations
         self.is_routed = isinstance(environment_factory, Mapping)
         factories = environment_factory if self.is_routed else {None: environment_factory}
-        self._factories: dict[str | None, Callable[[], Any]] = {
-            n: make for n, make in factories.items() if make is not None
-        }
+        self._factories: dict[str | None, Callable[[], Any]] = {} if environment_factory is None else dict(factories)
         # Environments are made once and reset for each conversation.
-        self._pool = {name: [make()] for name, make in self._factories.items()}
+        self._pool = {name: [_make_environment(name, make)] for name, make in self._factories.items()}
         self._schemas = {name: tool_schemas(self._functions(name, pool[0])) for name, pool in self._pool.items()}
         self._schemas.setdefault(None, tool_schemas(self._tools))
         self.runner = ToolRunner(settings.tool_timeout)
@@ -218,6 +234,19 @@ class Toolset:
                 result = {"role": "tool", "name": schemas[0]["function"]["name"], "content": "43"}
                 TurnAppender(tokenizer, (), {**options, "tools": schemas}).append(0, [result])
 
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ArgumentError if an environment's `reset` does not take the columns of this row."""
+        columns = {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
+        for pool in self._pool.values():
+            reset = pool[0].reset
+            try:
+                inspect.signature(reset).bind(**_reset_arguments(pool[0], 0, columns))
+            except TypeError as error:
+                raise ArgumentError(
+                    f"{type(pool[0]).__name__}.reset does not take the columns of a row as its arguments ({error}): define "
+                    "reset(self, **row)."
+                ) from error
+
     def rewards(self) -> list[FunctionReward]:
         """Return a reward for each class of environment that has `get_reward` or `get_turn_reward`, with its name."""
         names = ("get_reward", "get_turn_reward")
@@ -234,11 +263,8 @@ class Toolset:
         started = []
         for row in rows:
             name = row.get("environment") if self.is_routed else None
-            if self.is_routed and name not in self._factories:
-                known = ", ".join(map(repr, self._factories))
-                raise DataError(
-                    f"a row has environment={name!r}, which is not among those of environment_factory: {known}."
-                )
+            if self.is_routed:
+                check_environment_name(name, self._factories, "a row")
             instance = self._instance(name, used[name]) if name in self._factories else None
             used[name] += 1
             functions = self._functions(name, instance)
@@ -254,15 +280,13 @@ class Toolset:
     def _instance(self, name: str | None, number: int) -> Any:
         pool = self._pool[name]
         while len(pool) <= number:
-            pool.append(self._factories[name]())
+            pool.append(_make_environment(name, self._factories[name]))
         return pool[number]
 
     def _functions(self, name: str | None, instance: Any) -> dict[str, Callable[..., Any]]:
         if instance is None:
             return self._tools
         methods, kind = public_methods(instance), type(instance).__name__
-        if not callable(getattr(instance, "reset", None)):
-            raise ArgumentError(f"environment_factory returns a {kind}, which has no method reset.")
         if both := sorted(self._tools.keys() & methods.keys()):
             raise ArgumentError(f"{both[0]!r} is a tool and a method of {kind}: rename one.")
         return {**self._tools, **methods}
@@ -272,6 +296,23 @@ class Toolset:
         for instance in (each for pool in self._pool.values() for each in pool):
             if callable(getattr(instance, "close", None)):
                 instance.close()
+
+
+def _make_environment(name: str | None, make: Callable[[], Any]) -> Any:
+    """Return an environment of the factory; ArgumentError if it fails, or returns an object without `reset`."""
+    factory = "environment_factory" if name is None else f"environment_factory[{name!r}]"
+    require(callable(make), f"{factory} is {make!r:.80}: pass a class, or a function that returns an environment.")
+    try:
+        instance = make()
+    except Exception as error:
+        raise ArgumentError(
+            f"{factory} raised {type(error).__name__}: {first_line(error)}; it is called without arguments (functools.partial "
+            "adds some) and must return an environment."
+        ) from error
+    returned = "None" if instance is None else f"a {type(instance).__name__}"
+    has_reset = callable(getattr(instance, "reset", None))
+    require(has_reset, f"{factory} returns {returned}, which has no method reset: return an environment with one.")
+    return instance
 
 
 def warn_of_failure(environment: Any, method: str, error: Exception) -> None:

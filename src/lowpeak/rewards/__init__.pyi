@@ -21,6 +21,8 @@ from lowpeak.rewards.factory import load_reward as load_reward
 from lowpeak.rewards.factory import make_rewards as make_rewards
 from lowpeak.rewards.function import BackgroundLoop as BackgroundLoop
 from lowpeak.rewards.function import FunctionReward as FunctionReward
+from lowpeak.rewards.function import TimeLimitExceeded as TimeLimitExceeded
+from lowpeak.rewards.function import call_with_timeout as call_with_timeout
 from lowpeak.rewards.judge import resolve_reward_funcs as resolve_reward_funcs
 from lowpeak.rewards.model import REWARD_BATCH_TOKENS as REWARD_BATCH_TOKENS
 from lowpeak.rewards.model import ModelReward as ModelReward

@@ -241,7 +241,7 @@ def _import_file(path: Path, role: str) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     try:
         # The loader would take the bytecode of an earlier content of the same size, if it was written within the same second.
-        exec(compile(source, path, "exec"), vars(module))
+        exec(compile(source, path, "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ArgumentError(f"{role} file '{path}' does not import: {_error_with_line(error, str(path))}.") from error

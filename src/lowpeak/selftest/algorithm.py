@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,23 +14,19 @@ from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback
 
 from lowpeak.algorithms import Algorithm, call_advantages, call_select, check_losses, check_metrics
-from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit, first_line
+from lowpeak.errors import ArgumentError
 from lowpeak.journal import read_steps
 from lowpeak.records import Completion, Record, TokenBatch
-from lowpeak.rewards import load_object
+from lowpeak.selftest.checks import TINY_RUN, Check, files_of, run_check
 from lowpeak.selftest.models import even_share, make_model, make_prompts, make_tokenizer
 from lowpeak.trainers import OnlineConfig, OnlineTrainer
 from lowpeak.training import StepBatches, with_advantages
 
 _ARGUMENTS: Mapping[str, Any] = {
+    **TINY_RUN,
     "max_steps": 1,
     "max_completion_length": 7,
     "kv_cache_bytes": 1 << 24,
-    "use_cpu": True,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
 }
 
 
@@ -39,9 +34,8 @@ _ARGUMENTS: Mapping[str, Any] = {
 class _Check:
     """The trainer under check, with the user's arguments for its config, and what the checks so far have made with it."""
 
-    spec: str
+    trainer_class: type[OnlineTrainer]
     output_dir: str
-    trainer_class: type[OnlineTrainer] = field(init=False)
     arguments: Mapping[str, Any] = field(init=False)
     trainer: OnlineTrainer = field(init=False)
     records: tuple[Record, ...] = field(init=False)
@@ -52,42 +46,32 @@ class _Check:
         return self.trainer.run.algorithm
 
 
-def check_algorithm(spec: str, read_arguments: Callable[[type], Mapping[str, Any]]) -> bool:
-    """Print each check of the trainer at `spec`, up to the first failure; return whether all passed.
-
-    `spec` is `path/to/file.py:MyTrainer` or `package.module.MyTrainer`.
-    """
+def check_algorithm(trainer_class: Any, read_arguments: Callable[[type], Mapping[str, Any]]) -> Iterator[Check]:
+    """Yield the checks of a trainer, up to the first that fails."""
     with TemporaryDirectory(prefix="lowpeak-check-") as folder:
-        check = _Check(spec, folder)
-        if not _passes("trainer", _load, check):
-            return False
-        check.arguments = read_arguments(
-            check.trainer_class.config_class
-        )  # an unknown name is no fault of the algorithm
-        return all(_passes(name, run, check) for name, run in _CHECKS.items())
+        check = _Check(trainer_class, folder)
+        for name, run in _CHECKS.items():
+            result = run_check(name, partial(run, check), partial(files_of, trainer_class))
+            yield result
+            if not result.passed:
+                return
+            if name == "trainer":
+                # An unknown name is no fault of the algorithm.
+                check.arguments = read_arguments(check.trainer_class.config_class)
 
 
-def _passes(name: str, run: Callable[[_Check], str], check: _Check) -> bool:
-    """Print a check's result, or its error; return whether there was none."""
-    try:
-        with fail_on_exit(ArgumentError, check.spec):
-            print(f"ok    {name}: {run(check)}", flush=True)
-    except Exception as error:
-        print(f"FAIL  {name}: {_explain(error, check)}", flush=True)
-        return False
-    return True
-
-
-def _load(check: _Check) -> str:
-    found = load_object(check.spec, "Trainer")
+def _check_class(check: _Check) -> str:
+    found = check.trainer_class
     if not isinstance(found, type) or not issubclass(found, OnlineTrainer):
-        raise ArgumentError(f"{check.spec} is {found!r:.80}: name a class that inherits from lowpeak.OnlineTrainer.")
+        raise ArgumentError(
+            f"{found!r:.80} is neither an environment, which has a method reset, nor a class that inherits from "
+            "lowpeak.OnlineTrainer."
+        )
     config_class = getattr(found, "config_class", None)
     if not isinstance(config_class, type) or not issubclass(config_class, OnlineConfig):
         raise ArgumentError(
             f"config_class of {found.__name__} is {config_class!r:.80}: set it to a class that inherits from lowpeak.OnlineConfig."
         )
-    check.trainer_class = found
     return f"{found.__name__} is a lowpeak.OnlineTrainer with the arguments of {config_class.__name__}"
 
 
@@ -180,6 +164,7 @@ def _train(check: _Check) -> str:
 
 
 _CHECKS: Mapping[str, Callable[[_Check], str]] = {
+    "trainer": _check_class,
     "algorithm": _make_trainer,
     "select": _select,
     "advantages": _advantages,
@@ -187,15 +172,3 @@ _CHECKS: Mapping[str, Callable[[_Check], str]] = {
     "metrics": _measure,
     "training step": _train,
 }
-
-
-def _explain(error: Exception, check: _Check) -> str:
-    """Return an error as one sentence; an error of another kind with the last line in the trainer's file that led to it."""
-    if isinstance(error, LowpeakError):
-        return str(error)
-    module = sys.modules.get(getattr(getattr(check, "trainer_class", None), "__module__", ""))
-    frames = [
-        each for each in traceback.extract_tb(error.__traceback__) if each.filename == getattr(module, "__file__", "")
-    ]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {first_line(error)}{place}"

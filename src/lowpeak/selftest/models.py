@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+_ROLES = ("system", "user", "assistant", "tool")
 # Qwen2.5-0.5B's shape, which most first runs have.
 HALF_BILLION = {"num_ids": 151_936, "hidden": 896, "layers": 24, "heads": (14, 2), "intermediate": 4864}
 
@@ -54,6 +55,25 @@ def make_tokenizer(num_ids: int = 13) -> Any:
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     characters.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+
+
+def make_chat_tokenizer() -> Any:
+    """Return a tokenizer of bytes with a chat template that writes tool calls as JSON."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<pad>", "<end>", "<tool_call>", "</tool_call>", *(f"<{role}>" for role in _ROLES)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({token: i for i, token in enumerate([*tokens, *alphabet])}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.add_tokens([AddedToken(token, normalized=False, special=True) for token in tokens])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content or '' }}{% for call in message.tool_calls or [] %}"
+        "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
 
 
 def make_prompts(num_rows: int) -> list[dict[str, str]]:

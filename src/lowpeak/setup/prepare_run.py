@@ -152,7 +152,7 @@ def prepare_online(
 
 
 def _make_toolset(inputs: OnlineInputs, args: Any) -> Toolset | None:
-    if not (inputs.tools or inputs.environment_factory):
+    if not inputs.tools and inputs.environment_factory is None:
         return None
     return Toolset(inputs.tools, inputs.environment_factory, make_settings(ToolSettings, args))
 

@@ -23,6 +23,11 @@ UNSUPPORTED: dict[str, str] = {
     "and RewardTrainer take train_dataset as the fourth argument, as in TRL)",
     "compute_loss_func": "the loss is computed in the model's head, without logits; override make_algorithm in a subclass",
     "compute_metrics": "evaluation generates completions and rewards them; log other numbers with log_metric in a reward function",
+    **dict.fromkeys(
+        ("tools", "environment_factory"),
+        "an offline trainer calls no tools; put their schemas into the dataset's column tools and the calls into its messages, or "
+        "train with GRPOTrainer, RLOOTrainer, PPOTrainer or OnlineDPOTrainer",
+    ),
     "preprocess_logits_for_metrics": "this trainer's evaluation computes no logits; leave it out",
 }
 

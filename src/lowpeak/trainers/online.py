@@ -16,7 +16,7 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineSettings, Sampling, require
 from lowpeak.checkpoint import RunState, SavedRollout, capture_rng_state
-from lowpeak.data import environment_prompts, read_eval_prompts
+from lowpeak.data import environment_prompts, fetch_rows, num_rows, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError, RewardError
 from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
@@ -109,10 +109,8 @@ class OnlineTrainer(StepTrainer):
         reject_unsupported(self, unsupported)
         check_kinds(reward_processing_classes=reward_processing_classes, callbacks=callbacks, optimizers=optimizers)
         check_kinds(rollout_func=rollout_func, ref_model=ref_model)
-        has_tools = bool(tools or environment_factory)
-        require(
-            not (rollout_func and has_tools), "rollout_func generates: remove it, or tools and environment_factory."
-        )
+        has_tools = bool(tools) or environment_factory is not None
+        require(not (rollout_func and has_tools), "rollout_func generates: remove it, tools and environment_factory.")
         reject_virtual_tokens(model, peft_config)
         passed, args = args, make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
@@ -125,6 +123,8 @@ class OnlineTrainer(StepTrainer):
             models = model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model
             turns = as_list(tools), environment_factory, has_tools or rollout_func is not None
             parts = prepare_online(OnlineInputs(*models, *turns), args, self.make_algorithm, self.attach_extra_modules)
+            if parts.toolset is not None and num_rows(train_dataset, "train_dataset") is not None:
+                parts.toolset.check_row(fetch_rows(train_dataset, [0])[0])
         check_optimized(optimizers[0], parts.policy)
         super().__init__(
             model=parts.policy,

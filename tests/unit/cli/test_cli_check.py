@@ -1,4 +1,4 @@
-"""`lowpeak check`: an own algorithm passes, and each mistake that its author can make is one line and exit status 1."""
+"""`lowpeak check`: an own algorithm or environment passes, and each mistake of its author is one line and exit status 1."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from examples import own_algorithm
 
 from lowpeak.cli.commands import main
+from tiny_models import tool_tokenizer
 
 EXAMPLE = Path(own_algorithm.__file__)
 CHECKS = ["trainer", "algorithm", "select", "advantages", "loss", "metrics", "training step"]
@@ -50,8 +51,8 @@ LOSS = "-tokens.advantages_T * logprobs_T"
         ("def make_algorithm", "def make", "algorithm", ["make_algorithm(args, settings)"]),
         ("config_class: ClassVar", "configs: ClassVar", "trainer", ["config_class", "lowpeak.OnlineConfig"]),
         ("class ReinforceTrainer(lowpeak.OnlineTrainer)", "class ReinforceTrainer", "trainer", ["lowpeak.OnlineTrainer"]),
-        ("class ReinforceTrainer", "class OtherTrainer", "trainer", ["'ReinforceTrainer'", "does not exist"]),
-        ("import torch\n", "import torhc\n", "trainer", [": line ", "torhc"]),
+        ("class ReinforceTrainer", "class OtherTrainer", "class", ["'ReinforceTrainer'", "does not exist"]),
+        ("import torch\n", "import torhc\n", "class", [": line ", "torhc"]),
     ],
 )  # fmt: skip
 def test_a_mistake_fails_one_check_with_a_sentence_that_names_it(tmp_path, capsys, right, wrong, failed, words):
@@ -59,7 +60,7 @@ def test_a_mistake_fails_one_check_with_a_sentence_that_names_it(tmp_path, capsy
     assert right in text
     path.write_text(text.replace(right, wrong, 1))
     status, results = checked(capsys, f"{path}:ReinforceTrainer")
-    passed = CHECKS[: CHECKS.index(failed)]
+    passed = CHECKS[: CHECKS.index(failed)] if failed in CHECKS else []
     assert status == 1
     assert [(result, name) for result, name, _ in results] == [*(("ok", name) for name in passed), ("FAIL", failed)]
     assert [word for word in words if word not in results[-1][2]] == []
@@ -68,7 +69,7 @@ def test_a_mistake_fails_one_check_with_a_sentence_that_names_it(tmp_path, capsy
 @pytest.mark.parametrize("spec", ["nowhere.py:MyTrainer", "own.py", "nowhere.MyTrainer"])
 def test_a_file_that_is_not_there_fails_the_first_check(capsys, spec):
     status, [(result, name, text)] = checked(capsys, spec)
-    assert (status, result, name) == (1, "FAIL", "trainer")
+    assert (status, result, name) == (1, "FAIL", "class")
     assert spec.split(":")[0].removesuffix(".MyTrainer") in text
 
 
@@ -85,3 +86,127 @@ def test_a_step_that_is_not_logged_and_a_call_of_exit_are_checked_too(tmp_path, 
     )
     status, results = checked(capsys, f"{path}:ReinforceTrainer")
     assert (status, results[-1][:2]) == (1, ("FAIL", "algorithm"))
+
+
+ENVIRONMENT = '''
+import random, threading, time
+KEPT = []
+class Guess:
+    def reset(self, seed, **row):
+        self.number, self.tries = random.Random(seed).randint(1, 9), []
+        return " Find my number."
+
+    def guess(self, number: int) -> str:
+        """Compare a number with mine.
+
+        Args:
+            number: Your guess.
+        """
+        self.tries.append(number)
+        return "right" if number == self.number else "higher" if number < self.number else "lower"
+
+    def get_reward(self) -> float:
+        return (self.number in self.tries) - 0.1 * len(self.tries)
+
+    def close(self):
+        pass
+'''
+ENVIRONMENT_CHECKS = ["schema", "template", "conversations", "time", "tokens", "seeds", "leaks", "rewards", "training"]
+SHORT = ("--seconds", "0.2", "--max_steps", "1")
+
+
+@pytest.fixture
+def world(tmp_path):
+    path = tmp_path / "worlds.py"
+    path.write_text(ENVIRONMENT)
+    return path
+
+
+def test_an_environment_passes_every_check_and_is_trained_on_its_calls(world, capsys):
+    status, results = checked(capsys, f"{world}:Guess", "--seconds", "12", "--max_steps", "2")
+    assert (status, [(result, name) for result, name, _ in results]) == (
+        0,
+        [("ok", name) for name in ENVIRONMENT_CHECKS],
+    )
+    text = {name: text for _, name, text in results}
+    assert text["schema"] == "guess(number: int) -> str"
+    assert "16 with 48 random calls" in text["conversations"]
+    assert [each.split()[0] for each in text["time"].split("; ")] == ["reset", "guess", "rewards"]
+    assert "in 48 turns" in text["tokens"]
+    assert "other seeds give others" in text["seeds"]
+    assert "of 8 groups have unequal ones" in text["rewards"]
+    assert text["training"].startswith("2 steps of GRPO")
+
+
+RESET = "    def reset(self, seed, **row):\n"
+THREAD = "        threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n"
+REWARD = "return (self.number in"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "failed", "words"),
+    [
+        ("number: int", "number", "schema", ["method 'guess' of Guess", "type hint"]),
+        ('"""Compare a number with mine.', '"""', "schema", ["'guess'"]),
+        ("seed, **row", "seed", "schema", ["Guess.reset", "'prompt'", "reset(self, **row)"]),
+        (RESET, f"    def __init__(self):\n        time.sleep(60)\n{RESET}", "schema", ["environment_factory did not return"]),
+        ("def get_reward", "def reward_of", "schema", ["'reward_of'", "begin its name with _"]),
+        (RESET, f"{RESET}        raise OSError('no display')\n", "conversations", ["Guess.reset", "no display", ", line 6"]),
+        ("self.tries.append(number)", "time.sleep(60)", "conversations", ["guess", "no result within 0.5 seconds"]),
+        (REWARD, "return {}[0] + (self.number in", "conversations", ["Guess.get_reward", "KeyError"]),
+        (REWARD, "return 'high' or (self.number in", "conversations", ["'high'"]),
+        ("random.Random(seed)", "random.Random()", "seeds", ["one seed", "random.Random(seed)"]),
+        ("(1, 9), []", "(1, 9), getattr(self, 'tries', [])", "seeds", ["next conversation", "in reset"]),
+        (RESET, RESET + THREAD, "leaks", ["more threads", "end in reset"]),
+        (RESET, f"{RESET}        KEPT.append(open(__file__))\n", "leaks", ["more open files"]),
+        (RESET, f"{RESET}        KEPT.append(bytes(1 << 20))\n", "leaks", ["more bytes"]),
+        ("pass", "raise OSError('gone')", "leaks", ["OSError: gone", ", line "]),
+        (REWARD, "return 1.0 or (self.number in", "rewards", ["the same reward (1)"]),
+        (REWARD, "return None and (self.number in", "rewards", ["None"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_an_environment_fails_its_check_with_a_sentence(world, capsys, right, wrong, failed, words):
+    assert right in ENVIRONMENT
+    world.write_text(ENVIRONMENT.replace(right, wrong, 1))
+    status, results = checked(capsys, f"{world}:Guess", *SHORT, "--tool_timeout", "0.5")
+    failures = {name: text for result, name, text in results if result == "FAIL"}
+    # A trainer closes environments, too.
+    assert (status, [*failures]) == (1, [failed, "training"] if "gone" in wrong else [failed])
+    assert [word for word in words if word not in failures[failed]] == []
+
+
+TOOLS = '''
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+        b: Two.
+    """
+    return a + b
+
+
+def length(completions, **columns):
+    return [len(str(messages)) % 7 for messages in completions]
+'''
+
+
+def test_tools_are_checked_with_a_dataset_a_reward_and_the_template_of_a_model(tmp_path, capsys):
+    tools, data, tokenizer = tmp_path / "tools.py", tmp_path / "rows.jsonl", tool_tokenizer()
+    tools.write_text(TOOLS)
+    data.write_text('{"prompt": [{"role": "user", "content": "1+2"}]}\n' * 8)
+    arguments = ("--tools", f"{tools}:add", "--reward", f"{tools}:length", "--dataset", data, "--model", tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert checked(capsys, *arguments, *SHORT)[0] == 0
+    # This template writes into a result how many arguments the call had.
+    number = "{{ messages[loop.index0 - 1].tool_calls[0].function.arguments | length }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("<tool>", f"<tool>{number}", 1)
+    tokenizer.save_pretrained(tmp_path)
+    _, results = checked(capsys, *arguments, *SHORT)
+    failed = [(name, "other ids" in text) for result, name, text in results if result == "FAIL"]
+    assert failed == [("tokens", True)]
+
+
+def test_a_check_needs_a_class_or_tools(capsys):
+    assert main(["check", "--seconds", "1"]) == 2
+    assert "--tools" in capsys.readouterr().err

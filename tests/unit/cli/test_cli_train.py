@@ -79,8 +79,17 @@ def test_tools_and_environments_come_from_files(library, folder):
     several = ["--environment", f"earth={world}:World", f"moon={world}:Moon"]
     factories = trainer_of("rloo", argv(folder, *several), library).keywords["environment_factory"]
     assert {name: factory.__name__ for name, factory in factories.items()} == {"earth": "World", "moon": "Moon"}
-    with pytest.raises(ArgumentError, match=r"--environment.*NAME="):
-        run_training("grpo", argv(folder, "--environment", f"{world}:World", f"{world}:Moon"), library)
+    (folder / "broken.py").write_text("def add(:\n")
+    for words, text in (
+        (["--environment", f"{world}:World", f"{world}:Moon"], "--environment.*NAME="),
+        (["--environment", f"a={world}:World", f"a={world}:Moon"], "--environment.*a name of its own"),
+        (["--environment", f"{world}:Wrold"], "Environment .*Wrold'.*'.*world.py'"),
+        (["--tools", f"{folder}/wrold.py:add"], r"Tool file .*wrold\.py' does not exist.*'world\.py'"),
+        (["--tools", f"{folder}/broken.py:add"], r"Tool file .*broken\.py' does not import: line 1: SyntaxError"),
+        (["--tools", world], r"Tool .*world\.py' is a file: name an object in it"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            run_training("grpo", argv(folder, *words), library)
 
 
 def test_a_list_of_betas_is_several_words_or_a_list_in_the_file(library, folder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial, wraps
+
 import pytest
 import torch
 
@@ -168,27 +170,102 @@ def undocumented(a: int) -> int:
     return a
 
 
+def half_documented(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: One.
+    """
+    return a + b
+
+
+def unnamed(*numbers: int) -> int:
+    """Add.
+
+    Args:
+        numbers: Which.
+    """
+    return sum(numbers)
+
+
 class NoReset:
     def act(self) -> str:
         """Act."""
         return ""
 
 
+class NarrowReset(Score):
+    def reset(self, answer: str) -> None:
+        """Take one column of two."""
+
+
+class Undocumented(Score):
+    def helper(self, a: int) -> int:
+        return a
+
+
+class Fails(Score):
+    def __init__(self) -> None:
+        raise OSError("no display")
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"tools": [untyped]}, "'untyped'"),
-        ({"tools": [undocumented]}, "'undocumented'"),
-        ({"tools": [add, add]}, "'add'"),
-        ({"tools": ["add"]}, "tools.*'add'"),
-        ({"environment_factory": NoReset}, "environment_factory.*NoReset.*reset"),
-        ({"tools": [Score().increase], "environment_factory": Score}, "'increase'.*Score"),
+        ({"tools": [untyped]}, "tool 'untyped'.*Argument a.*annotate each argument"),
+        ({"tools": [undocumented]}, "tool 'undocumented'.*docstring"),
+        ({"tools": [half_documented]}, "tool 'half_documented'.*'b'.*describe"),
+        ({"tools": [unnamed]}, r"tool 'unnamed'.*\*numbers.*name and annotate"),
+        ({"tools": [add, add]}, "two tools are called 'add': rename one"),
+        ({"tools": ["add"]}, "tools.*'add'.*list of functions"),
+        ({"tools": {"add": add}}, "tools.*list of functions"),
+        ({"tools": [lambda a: a]}, "tools.*<lambda>.*`def`.*may call lambdas"),
+        ({"tools": [partial(add, b=1)]}, "tools.*partial.*`def`"),
+        ({"tools": [Score]}, "tools has the class Score: pass it as environment_factory"),
+        ({"environment_factory": NoReset}, "environment_factory returns a NoReset.*reset"),
+        ({"environment_factory": lambda: None}, "environment_factory returns None.*reset"),
+        ({"environment_factory": Score()}, "environment_factory is .*Score.*pass a class"),
+        ({"environment_factory": Fails}, "environment_factory raised OSError: no display.*without arguments"),
+        ({"environment_factory": NarrowReset}, r"NarrowReset\.reset.*'prompt'.*reset\(self, \*\*row\)"),
+        ({"environment_factory": Undocumented}, "method 'helper' of Undocumented.*begin its name with _"),
+        ({"tools": [add], "reward_funcs": []}, "reward_funcs is empty.*get_reward"),
+        ({"tools": [Score().increase], "environment_factory": Score}, "'increase'.*Score: rename one"),
+        ({"tools": [Score().increase], "tool_isolation": "process"}, "tool_isolation='process'.*'increase'"),
+        ({"tools": [add], "max_tool_calling_iterations": -1}, "max_tool_calling_iterations=-1"),
+        *(({"tools": [add], "tool_timeout": value}, f"tool_timeout={value}") for value in (0, -1, float("nan"))),
         ({"tools": [add], "rollout_func": add}, "rollout_func.*environment_factory"),
     ],
 )
 def test_wrong_tools_are_one_sentence_from_the_constructor(tmp_path, parts, message):
     with pytest.raises(ArgumentError, match=message):
         make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), questions(), TOKENIZER, **parts)
+
+
+@pytest.mark.parametrize("column", [{}, {"environment": "b"}, {"environment": None}])
+@pytest.mark.parametrize("factories", [{"a": Score}, {}])
+def test_a_row_must_name_one_of_several_environments(tmp_path, column, factories):
+    data = questions().map(lambda row: {**row, **column})
+    with pytest.raises(DataError, match=r"train_dataset.*environment=.*environment_factory"):
+        make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), data, TOKENIZER, environment_factory=factories)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "Reward"])
+@pytest.mark.parametrize("name", ["tools", "environment_factory"])
+def test_offline_trainers_call_no_tools(tmp_path, kind, name):
+    with pytest.raises(ArgumentError, match=f"{name}.*GRPOTrainer"):
+        make(kind, tmp_path, **{name: [add]})
+    make(kind, tmp_path, **{name: None})
+
+
+def test_decorated_functions_and_bound_methods_are_tools_and_an_empty_list_has_none(tmp_path):
+    @wraps(add)
+    def decorated(*args, **kwargs):
+        return add(*args, **kwargs)
+
+    tools = [decorated, Score().increase]
+    run = make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), questions(), TOKENIZER, tools=tools)
+    assert run.tools == tools
+    assert make("GRPO", tmp_path, tools=[]).tools == make("GRPO", tmp_path, tools=None).tools == []
 
 
 def test_a_template_without_tool_calls_and_prompts_of_text_are_refused(tmp_path):

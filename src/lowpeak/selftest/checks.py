@@ -1,0 +1,56 @@
+"""Results of checks as lines, and errors of a user's code as one sentence."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit, first_line
+
+TINY_RUN: Mapping[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "use_cpu": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check, as a line; a remedy if it failed."""
+
+    name: str
+    passed: bool
+    text: str
+
+    def __str__(self) -> str:
+        return f"{'ok  ' if self.passed else 'FAIL'}  {self.name}: {self.text}"
+
+
+def run_check(name: str, run: Callable[[], str], files: Callable[[], Collection[str]]) -> Check:
+    """Return the text of a check that passes, or the sentence of its error; `files` are those of the user's code."""
+    try:
+        with fail_on_exit(ArgumentError, name):
+            return Check(name, True, run())
+    except Exception as error:
+        return Check(name, False, explain(error, files()))
+
+
+def explain(error: BaseException, files: Collection[str]) -> str:
+    """Return an error as one sentence; one of another library's kind with the user's last line that led to it."""
+    if isinstance(error, LowpeakError):
+        return str(error)
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename in files]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)}{place}"
+
+
+def files_of(*objects: object) -> set[str]:
+    """Return the files of the modules that define these functions and classes."""
+    modules = (sys.modules.get(getattr(each, "__module__", "")) for each in objects)
+    return {getattr(module, "__file__", None) or "" for module in modules} - {""}

@@ -1,0 +1,403 @@
+"""`lowpeak check`: tools and an environment, in conversations of random calls and in training of a tiny model."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import random
+import re
+import statistics
+import threading
+import time
+import tracemalloc
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import signature
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from datasets import Dataset
+from transformers import GenerationConfig, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+
+from lowpeak.arguments import Sampling, ToolSettings, make_settings, require
+from lowpeak.data import common_prefix_length, environment_prompts
+from lowpeak.environments import (
+    USER,
+    EnvironmentEngine,
+    Message,
+    ToolResults,
+    ToolRunner,
+    Toolset,
+    ToolTimeoutError,
+    render,
+    render_call,
+    tool_call,
+)
+from lowpeak.errors import ArgumentError
+from lowpeak.models import load_tokenizer
+from lowpeak.records import Completion, Prompt, Record
+from lowpeak.rewards import TimeLimitExceeded, call_with_timeout
+from lowpeak.rollout import Key, SliceForm, TurnQueue, TurnRequest, answer_in_rounds
+from lowpeak.selftest.checks import TINY_RUN, Check, explain, files_of, run_check
+from lowpeak.selftest.models import make_chat_tokenizer, make_model
+from lowpeak.trainers import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+_NUM_PROMPTS, _NUM_CALLS = 8, 3
+_GRPO = {"max_steps": 1000, "per_device_train_batch_size": 16, "learning_rate": 1e-4}
+_MAX_TOKENS = 1 << 15  # of a conversation
+
+
+class _TimedRunner(ToolRunner):
+    """A runner that keeps, by the function's name, the seconds of calls, the number of failures and one error."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__(timeout)
+        self.timeout = timeout
+        self.seconds = defaultdict[str, list[float]](list)
+        self.num_failed, self.errors = Counter[str](), dict[str, BaseException]()
+
+    async def run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return await super().run(function, arguments)
+        except Exception as error:
+            self.num_failed[function.__name__] += 1
+            if isinstance(error, ToolTimeoutError) or function.__name__ not in self.errors:
+                self.errors[function.__name__] = error
+            raise
+        finally:
+            self.seconds[function.__name__].append(time.perf_counter() - start)
+
+
+class _RandomCalls:
+    """A TurnEngine whose turns are random calls, then a text; with `are_equal` alike in all completions of a prompt.
+
+    `schemas` are those of the prompt with each serial number.
+    """
+
+    policy_version, slice_form = 0, SliceForm()
+
+    def __init__(self, engine: EnvironmentEngine, schemas: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        self.tokenizer, self.template, self.schemas = engine.tokenizer, engine.template, schemas
+        self.end_ids = engine.end_ids(Sampling(1, 1))
+        self.are_equal, self.num_drawn = False, 0
+
+    def sample_turns(self, queue: TurnQueue, sampling: Sampling) -> None:
+        turns = Counter[Key]()
+        with queue.answering():
+            answer_in_rounds(queue, lambda requests: [self._turn(each, turns) for each in requests])
+
+    def _turn(self, request: TurnRequest, turns: Counter[Key]) -> Completion:
+        turns[request.conversation] += 1
+        (serial, completion), number = request.conversation, turns[request.conversation]
+        if number <= _NUM_CALLS and self.schemas[serial]:
+            draw = random.Random(f"{serial} {0 if self.are_equal else completion} {number}")
+            words = re.findall(r"\w+", self.tokenizer.decode(request.ids, skip_special_tokens=True))
+            self.num_drawn += 1
+            function = draw.choice(self.schemas[serial])["function"]
+            call = tool_call(function["name"], _random_value(function["parameters"], draw, words))
+            whole = self.ids(serial, call, [])
+            ids = whole[common_prefix_length(self.ids(serial, None, []), whole) :]
+        else:
+            ids = self.tokenizer("done", add_special_tokens=False)["input_ids"] + sorted(self.end_ids)[:1]
+        end = next((i for i, token in enumerate(ids) if token in self.end_ids), len(ids))
+        turn = torch.tensor(ids[: end + 1], dtype=torch.int32)
+        return Completion(turn, torch.zeros(len(turn)), turn >= 0, "stop")
+
+    def ids(self, serial: int, call: Message | None, results: Sequence[Message]) -> list[int]:
+        """Return the ids of a user's message, with a call and its results, as the template writes them."""
+        options = {**self.template, "tools": self.schemas[serial], "add_generation_prompt": True}
+        parts = (self.tokenizer, [USER], *((call, results) if call else ()), options)
+        text = render_call(*parts) if call else render(*parts)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _random_value(schema: Mapping[str, Any], draw: random.Random, words: Sequence[str]) -> Any:
+    """Return a value of a JSON schema, with texts and numbers from `words`, at times without an optional property."""
+    value = partial(_random_value, draw=draw, words=words)
+    kinds = schema.get("type", "string")
+    kind = kinds[0] if isinstance(kinds, list) else kinds
+    if "enum" in schema:
+        return draw.choice(schema["enum"])
+    if kind == "object":
+        required, properties = schema.get("required", ()), schema.get("properties", {})
+        return {name: value(each) for name, each in properties.items() if name in required or draw.random() < 0.5}
+    if kind == "array":
+        return [value(each) for each in schema.get("prefixItems") or [schema.get("items", {})] * draw.randint(1, 3)]
+    seen = [int(word) for word in words if re.fullmatch("[0-9]{1,9}", word)]
+    number = draw.choice([*seen, *range(10)])
+    return {"integer": number, "number": number / 2, "boolean": number % 2 == 0}.get(kind, draw.choice([*words, "a"]))
+
+
+@dataclass(eq=False)
+class EnvironmentCheck:
+    """Tools and an environment under check.
+
+    parts       `tools`, `environment_factory` and `reward_funcs` of the trainer
+    dataset     the rows; None if the environment opens conversations itself
+    model       name or path of a model whose tokenizer is used; None for a built-in one
+    arguments   the user's arguments of GRPOConfig
+    seconds     of training
+    """
+
+    parts: Mapping[str, Any]
+    dataset: Any
+    model: str | None
+    arguments: Mapping[str, Any]
+    seconds: float
+    runner: _TimedRunner = field(init=False)
+    trainer: GRPOTrainer = field(init=False)
+    engine: EnvironmentEngine = field(init=False)
+    calls: _RandomCalls = field(init=False)
+    prompts: list[Prompt] = field(init=False)
+    records: Sequence[Record] = ()
+    failures: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def run(self) -> Iterator[Check]:
+        """Yield the checks, up to one that the others need."""
+        self.dataset = environment_prompts(self.dataset, self.parts["environment_factory"] or True)
+        handler = logging.Handler()
+        handler.emit = lambda record: self.failures.append(record.args)  # type: ignore[method-assign, arg-type]
+        logging.getLogger(Toolset.__module__).addHandler(handler)
+        with TemporaryDirectory(prefix="lowpeak-check-") as folder:
+            self.arguments = {**TINY_RUN, **_GRPO, "output_dir": folder, **self.arguments}
+            self.runner = _TimedRunner(GRPOConfig(**self.arguments).tool_timeout or 60.0)
+            for name, check in _CHECKS.items():
+                result = run_check(name, partial(check, self), self.files)
+                yield result
+                if not result.passed and name in ("schema", "template", "conversations"):
+                    return
+
+    def files(self) -> set[str]:
+        """Return the files of the user's code."""
+        factory = self.parts["environment_factory"]
+        return files_of(*self.parts["tools"], *(factory.values() if isinstance(factory, Mapping) else [factory]))
+
+    def make_trainer(self, model: Any, tokenizer: Any, length: int = 256) -> GRPOTrainer:
+        """Return a trainer of the tiny model with the tools, and completions of `length` if the user names no other."""
+        args = GRPOConfig(**{"max_completion_length": length, **self.arguments})
+        return GRPOTrainer(model, args=args, train_dataset=self.dataset, processing_class=tokenizer, **self.parts)
+
+    def play(self, num_prompts: int, size: int, seed: int = 0, are_equal: bool = False) -> list[Record]:
+        """Return rewarded conversations of random calls, `size` for each prompt."""
+        self.calls.are_equal = are_equal
+        sampling, panel = Sampling(size, _MAX_TOKENS, seed=seed), self.trainer.collector.panel
+
+        def play() -> list[Record]:
+            self.engine.results = ToolResults()  # every call runs, equal ones too
+            groups = self.engine.generate(self.prompts[:num_prompts], sampling)
+            completions, start = [each for group in groups for each in group.completions], time.perf_counter()
+            # The panel's completions have no messages.
+            records = zip(panel.compute_rewards(groups).records, completions, strict=True)
+            self.runner.seconds["rewards"].append((time.perf_counter() - start) / len(completions))
+            return [replace(record, completion=completion) for record, completion in records]
+
+        try:
+            records: list[Record] = _call_within(5 * (self.runner.timeout + 1), "a conversation", play)
+        finally:
+            self.raise_failure()
+        return records
+
+    def raise_failure(self) -> None:
+        """Raise ArgumentError for the first method of an environment that failed, or the first call that was late."""
+        for kind, method, _, error in self.failures:
+            raise ArgumentError(f"{kind}.{method} raised {explain(error, self.files())}.")
+        for name, error in self.runner.errors.items():
+            require(not isinstance(error, ToolTimeoutError), f"{name} gave {error}: bound what it waits for.")
+
+
+def _call_within(seconds: float, name: str, call: Callable[[], Any]) -> Any:
+    """Return `call()`; ArgumentError if it does not return in so many seconds."""
+    try:
+        return call_with_timeout(call, seconds)
+    except TimeLimitExceeded:
+        raise ArgumentError(f"{name} did not return within {seconds:g} seconds: bound what it waits for.") from None
+
+
+def _schema(check: EnvironmentCheck) -> str:
+    settings = make_settings(ToolSettings, GRPOConfig(**check.arguments))
+    make = partial(Toolset, check.parts["tools"], check.parts["environment_factory"], settings)
+    toolset: Toolset = _call_within(check.runner.timeout, "environment_factory", make)
+    toolset.check_row(next(iter(check.dataset)))
+    return ", ".join(f"{each.__name__}{signature(each)}" for each in toolset.tools).replace("'", "") or "no tools"
+
+
+def _template(check: EnvironmentCheck) -> str:
+    tokenizer = load_tokenizer(None, check.model, False) if check.model else make_chat_tokenizer()
+    model = make_model(len(tokenizer), hidden=64, context=_MAX_TOKENS * 2)
+    for config in (model.config, model.generation_config):
+        config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    if check.model:
+        with suppress(OSError):  # a folder with a tokenizer alone
+            model.generation_config.eos_token_id = GenerationConfig.from_pretrained(check.model).eos_token_id
+    check.trainer = check.make_trainer(model, tokenizer)
+    collector = check.trainer.collector
+    check.engine, reader = cast(EnvironmentEngine, collector.engine), collector.new_reader()
+    rows = list(itertools.islice(iter(check.dataset), _NUM_PROMPTS))
+    check.prompts = [prompt for i, row in enumerate(rows) if (prompt := reader.read(row, i)) is not None]
+    started = check.engine.toolset.start(rows, ToolResults())
+    check.calls = _RandomCalls(check.engine, [each.schemas for each, _ in started])
+    check.engine.engine, check.engine.toolset.runner = check.calls, check.runner  # type: ignore[assignment]
+    return f"{check.model or 'a built-in one'} writes the tools' calls and results"
+
+
+def _conversations(check: EnvironmentCheck) -> str:
+    check.records = check.play(_NUM_PROMPTS, 2, are_equal=True)
+    num_calls = sum("tool_calls" in message for record in check.records for message in _messages(record))
+    require(
+        num_calls == check.calls.num_drawn,
+        "not every call is read back from the template's text: set tokenizer.response_template.",
+    )
+    return f"{len(check.records)} with {num_calls} random calls, and their rewards"
+
+
+def _time(check: EnvironmentCheck) -> str:
+    texts = []
+    for name, seconds in check.runner.seconds.items():
+        text = f"{name} {statistics.median(seconds):.2g} s, at most {max(seconds):.2g}"
+        text += " (more than half of tool_timeout)" if max(seconds) > check.runner.timeout / 2 else ""
+        if name in check.runner.errors:
+            reason = explain(check.runner.errors[name], check.files())
+            text += f" ({check.runner.num_failed[name]} of {len(seconds)} failed: {reason})"
+        texts.append(text)
+    return "; ".join(texts)
+
+
+def _tokens(check: EnvironmentCheck) -> str:
+    control = [token for token in check.calls.tokenizer.get_added_vocab() if len(token) > 1]
+    num_turns = num_tokens = 0
+    for serial, record in enumerate(check.records):
+        ids, is_sampled = record.completion.ids.tolist(), record.completion.loss_mask.tolist()
+        messages = _messages(record)
+        turns = [i for i in range(len(ids) - 1) if is_sampled[i] and not is_sampled[i + 1]]
+        for last, turn, result in zip(turns, messages[::2], messages[1::2], strict=False):
+            # A text like a control token is one in the template's ids, and text in the appended ones.
+            if not any(token in result["content"] for token in control):
+                appended = ids[last + 1 : is_sampled.index(True, last + 1)]
+                call = turn["tool_calls"][0]["function"]
+                whole = check.calls.ids(serial // 2, tool_call(call["name"], call["arguments"]), [result])
+                is_equal = whole[-len(appended) - 1 :] == ids[last : last + 1] + appended
+                require(is_equal, f"{result!r:.200} is appended as other ids than the template's.")
+                num_turns, num_tokens = num_turns + 1, num_tokens + len(appended)
+    longest = max(len(record.completion) for record in check.records)
+    return f"the {num_tokens} appended in {num_turns} turns are the template's; the longest conversation has {longest}"
+
+
+def _seeds(check: EnvironmentCheck) -> str:
+    first = [_texts(check, record) for record in check.records]
+    again, other = (
+        [_texts(check, record) for record in check.play(_NUM_PROMPTS, 2, seed=seed, are_equal=True)] for seed in (0, 1)
+    )
+    _require_equal(
+        first[::2], first[1::2], "environments with one seed, row and calls differ", "draw from random.Random(seed)"
+    )
+    _require_equal(first, again, "an environment's next conversation differs", "set all of its state in reset")
+    note = "so do other seeds: only rows differ" if again == other else "other seeds give others"
+    return f"the same seed and calls give the same texts and rewards, {note}"
+
+
+def _require_equal(one: list[list[str]], two: list[list[str]], what: str, remedy: str) -> None:
+    for a, b in zip(itertools.chain(*one), itertools.chain(*two), strict=False):
+        require(a == b, f"{what} ({a[-80:]!r} and {b[-80:]!r}): {remedy}.")
+
+
+def _texts(check: EnvironmentCheck, record: Record) -> list[str]:
+    texts = [str(message["content"]) for message in _messages(record)]
+    return [check.calls.tokenizer.decode(record.prompt_ids), *texts, f"reward {record.reward:g}"]
+
+
+def _messages(record: Record) -> Sequence[Message]:
+    assert record.completion.conversation is not None
+    return record.completion.conversation.messages
+
+
+def _leaks(check: EnvironmentCheck) -> str:
+    process, end = psutil.Process(), time.monotonic() + 10
+
+    def count() -> dict[str, int]:
+        gc.collect()
+        counts = {"threads": threading.active_count(), "open files": process.num_fds()}
+        return {**counts, "processes": len(process.children()), "bytes": tracemalloc.get_traced_memory()[0]}
+
+    tracemalloc.start()
+    check.play(1, 5)
+    before, number = count(), 0
+    while number < 50 and time.monotonic() < end:
+        check.play(1, 5)
+        number += 5
+    growth = {name: value - before[name] for name, value in count().items()}
+    tracemalloc.stop()
+    for name, value in growth.items():
+        small = number * (1 << 16 if name == "bytes" else 0.5)
+        require(
+            value < small, f"{number} conversations leave {value} more {name}: end in reset what the last one began."
+        )
+    _call_within(check.runner.timeout, "close", check.engine.toolset.close)
+    return f"{number} conversations leave no threads, files or processes, and {growth['bytes'] / number:.0f} bytes each"
+
+
+def _rewards(check: EnvironmentCheck) -> str:
+    found = [record.reward for record in check.play(_NUM_PROMPTS, 8)]
+    groups, rewards = [found[i : i + 8] for i in range(0, len(found), 8)], [each for each in found if each == each]
+    require(bool(rewards), "every conversation has the reward None, so there is nothing to learn from.")
+    num_unequal = sum(len(set(group).intersection(rewards)) > 1 for group in groups)
+    require(
+        num_unequal > 0,
+        f"all conversations of a prompt have the same reward ({rewards[0]:g}), so there is no gradient: reward parts of the task, "
+        "or begin with a model that solves it at times.",
+    )
+    numbers = f"{min(rewards):g} to {max(rewards):g}, mean {statistics.fmean(rewards):.3g}"
+    return f"{numbers}, {len(found) - len(rewards)} None; {num_unequal} of {len(groups)} groups have unequal ones"
+
+
+class _StopAfter(TrainerCallback):
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= time.monotonic() > self._end
+
+
+def _train(check: EnvironmentCheck) -> str:
+    """Train the tiny model to write random calls, then by GRPO."""
+    rows = []
+    for record in check.play(_NUM_PROMPTS, 8):
+        ids, prompt = record.completion.ids, list(record.prompt_ids)
+        labels = torch.where(record.completion.loss_mask, ids, -100).tolist()
+        rows.append({"input_ids": prompt + ids.tolist(), "labels": [-100] * len(prompt) + labels})
+    tokenizer, longest = check.calls.tokenizer, max(len(record.completion) for record in check.records)
+    args = SFTConfig(**TINY_RUN, output_dir=check.arguments["output_dir"], max_steps=1000, learning_rate=5e-3)
+    warm = SFTTrainer(check.trainer.model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer = check.make_trainer(warm.model, tokenizer, min(longest + 8, 2048))
+    for each in (warm, trainer):
+        each.remove_callback(PrinterCallback)
+        each.add_callback(_StopAfter(check.seconds / 2))
+        _call_within(check.seconds + check.runner.timeout + 60, "training", each.train)
+    check.raise_failure()
+    steps = [row for row in trainer.state.log_history if "loss" in row]
+    require(bool(steps), f"no step ended in {check.seconds / 2:g} seconds: raise --seconds.")
+    calls, rewards = ([row.get(name, torch.nan) for row in steps] for name in ("tools/call_frequency", "reward"))
+    return (
+        f"{len(steps)} steps of GRPO after supervised ones, {statistics.fmean(calls):.2g} calls per completion, reward "
+        f"{rewards[0]:.3g} at first and {rewards[-1]:.3g} at last"
+    )
+
+
+_CHECKS: Mapping[str, Callable[[EnvironmentCheck], str]] = {
+    "schema": _schema,
+    "template": _template,
+    "conversations": _conversations,
+    "time": _time,
+    "tokens": _tokens,
+    "seeds": _seeds,
+    "leaks": _leaks,
+    "rewards": _rewards,
+    "training": _train,
+}
