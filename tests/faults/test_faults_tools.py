@@ -9,6 +9,7 @@ import os
 import random
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,9 @@ def train_on_faults(steps: tuple[int, int], place: Path) -> None:
     )  # fmt: skip
     for step in steps:
         run.add_callback(At("on_step_begin", step, lambda model: found.append(held())))
-    run.collector.engine.engine = ScriptedTurns(tokenizer, [turns] * COMPLETIONS)
+    engine = ScriptedTurns(tokenizer, [turns] * COMPLETIONS)
+    engine.requests = deque(maxlen=1)  # type: ignore[assignment]
+    run.collector.engine.engine = engine
     run.train()
     (place / "found.json").write_text(json.dumps([found, turns.kinds, Wild.num_open]))
 

@@ -246,9 +246,15 @@ def test_a_resumed_run_finds_the_tools_results_of_the_rollout_that_was_cut_off(t
     journal.write_tool_result(3, {"key": "k3", **call, "error": "ZeroDivisionError: division by zero"})
     with (tmp_path / "tool_results.jsonl").open("a") as file:
         file.write('{"step":3,"key":"k4","res')
+    other_rank = Journal(tmp_path, rank=1)
+    other_rank.write_tool_result(3, {"key": "k5", **call, "result": "5"})
+    other_rank.write_step(3, {})
+    with (tmp_path / "tool_results-rank1.jsonl").open("a") as file:
+        file.write('{"step":3,"key":"k6","res')
     Journal(tmp_path).resume_at(2)
+    assert (tmp_path / "tool_results-rank1.jsonl").read_bytes().endswith(b"\n")
     results = read_tool_results(tmp_path, after=2)
-    assert [*results] == ["k1", "k2", "k3"]
+    assert [*results] == ["k1", "k2", "k3", "k5"]
     assert results["k1"] == {"step": 3, "key": "k1", **call, "result": "3"}
     assert results["k3"]["error"] == "ZeroDivisionError: division by zero"
 

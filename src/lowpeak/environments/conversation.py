@@ -93,10 +93,15 @@ class ConversationRun:
             self.counts["environment_failures"] += 1
             warn_of_failure(self.environment.instance, "get_turn_reward", error)
             return Reply(), []
+        ids = self._ids_within(room, sampled, reply.messages)
+        return (reply, ids) if ids else (Reply(reward=reply.reward), [])
+
+    def _ids_within(self, room: int, sampled: SampledTurn, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of the messages; none if they do not fit."""
         # To tokenize a text of megabytes would take seconds and hundreds of megabytes.
-        may_fit = bool(reply.messages) and self.turn_format.appender.may_fit(reply.messages, room)
-        ids = self._append(sampled, reply.messages) if may_fit else []
-        return (reply, ids) if may_fit and len(ids) <= room else (Reply(reward=reply.reward), [])
+        may_fit = bool(messages) and self.turn_format.appender.may_fit(messages, room)
+        ids = self._append(sampled, messages) if may_fit else []
+        return ids if len(ids) <= room else []
 
     def _append(self, sampled: SampledTurn, messages: Sequence[Message]) -> list[int]:
         return self.turn_format.appender.append(sampled.ids[-1], messages)

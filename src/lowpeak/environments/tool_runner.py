@@ -61,7 +61,7 @@ class ToolRunner:
             try:
                 return await self._limited(asyncio.shield(asyncio.wrap_future(future)))
             except ToolTimeoutError:
-                self._abandoned.append(future)
+                self._abandoned = [each for each in (*self._abandoned, future) if not each.done()]
                 if self.num_abandoned > self._num_threads:
                     raise EngineError(
                         f"{self.num_abandoned} calls of tools exceeded tool_timeout={self._timeout} and still run in their "

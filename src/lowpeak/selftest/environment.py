@@ -242,8 +242,9 @@ def _template(check: EnvironmentCheck) -> str:
     check.engine, reader = cast(EnvironmentEngine, collector.engine), collector.new_reader()
     rows = list(itertools.islice(iter(check.dataset), _NUM_PROMPTS))
     check.prompts = [prompt for i, row in enumerate(rows) if (prompt := reader.read(row, i)) is not None]
-    started = check.engine.toolset.start(rows, ToolResults())
-    check.calls = _RandomCalls(check.engine, [each.schemas for each, _ in started])
+    check.calls = _RandomCalls(
+        check.engine, [each.schemas for each, _ in check.engine.toolset.start(rows, ToolResults())]
+    )
     check.engine.engine, check.engine.toolset.runner = check.calls, check.runner  # type: ignore[assignment]
     return f"{check.model or 'a built-in one'} writes the tools' calls and results"
 
@@ -336,9 +337,7 @@ def _leaks(check: EnvironmentCheck) -> str:
     tracemalloc.stop()
     for name, value in growth.items():
         small = number * (1 << 16 if name == "bytes" else 0.5)
-        require(
-            value < small, f"{number} conversations leave {value} more {name}: end in reset what the last one began."
-        )
+        require(value < small, f"{number} conversations leave {value} more {name}: end in reset what the last began.")
     _call_within(check.runner.timeout, "close", check.engine.toolset.close)
     return f"{number} conversations leave no threads, files or processes, and {growth['bytes'] / number:.0f} bytes each"
 

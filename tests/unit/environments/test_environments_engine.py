@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from lowpeak.environments.tool_results import ToolResults
 from lowpeak.errors import DataError, EngineError, LostEngineError
 from scripted_turns import Score, Talk, add, call
 
@@ -204,9 +206,39 @@ def test_a_tool_that_never_returns_is_abandoned_and_too_many_end_the_run():
     assert "no result within 0.05 seconds" in talk.run().completions[0].conversation.messages[1]["content"]
     assert talk.metrics["tools/timeouts"].value() == talk.metrics["tools/abandoned"].value() == 1
     talk.toolset.runner._num_threads = 1
+    talk.sampling = replace(talk.sampling, rollout=1)
     with pytest.raises(EngineError, match=r"2.*tool_timeout=0\.05"):
         talk.run()
     release.set()
+
+
+def test_results_of_functions_in_the_journal_are_used_again_and_methods_run_again():
+    values = iter(range(100))
+
+    def draw() -> int:
+        """Return another number each time."""
+        return next(values)
+
+    def fail() -> int:
+        """Fail, with another text each time."""
+        raise ValueError(next(values))
+
+    script = [[call("draw") + call("fail") + call("increase", by=2) + "<eos>", "x<eos>"]]
+    talk, rows = Talk(script, [draw, fail], Score), []
+    talk.engine.results = ToolResults(rows.append)
+    first = talk.run()
+    assert [(row["name"], row.get("result"), row.get("error")) for row in rows] == [
+        ("draw", "0", None),
+        ("fail", None, "1"),
+    ]
+    resumed = Talk(script, [draw, fail], Score)
+    resumed.engine.results = ToolResults(read=lambda: {row["key"]: row for row in rows})
+    again = resumed.run()
+    assert (next(values), resumed.texts(again)) == (2, talk.texts(first))
+    assert resumed.toolset.environments[0].total == 2
+    assert resumed.metrics["tools/failure_frequency"].value() == 1 / 3
+    resumed.sampling = replace(resumed.sampling, rollout=1)
+    assert resumed.texts(resumed.run()) != talk.texts(first)
 
 
 def test_conversations_go_on_from_their_last_turn_after_a_lost_engine():
