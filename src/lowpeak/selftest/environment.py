@@ -242,9 +242,8 @@ def _template(check: EnvironmentCheck) -> str:
     check.engine, reader = cast(EnvironmentEngine, collector.engine), collector.new_reader()
     rows = list(itertools.islice(iter(check.dataset), _NUM_PROMPTS))
     check.prompts = [prompt for i, row in enumerate(rows) if (prompt := reader.read(row, i)) is not None]
-    check.calls = _RandomCalls(
-        check.engine, [each.schemas for each, _ in check.engine.toolset.start(rows, ToolResults())]
-    )
+    started = check.engine.toolset.start(rows, ToolResults())
+    check.calls = _RandomCalls(check.engine, [each.schemas for each, _ in started])
     check.engine.engine, check.engine.toolset.runner = check.calls, check.runner  # type: ignore[assignment]
     return f"{check.model or 'a built-in one'} writes the tools' calls and results"
 
@@ -296,9 +295,7 @@ def _seeds(check: EnvironmentCheck) -> str:
     again, other = (
         [_texts(check, record) for record in check.play(_NUM_PROMPTS, 2, seed=seed, are_equal=True)] for seed in (0, 1)
     )
-    _require_equal(
-        first[::2], first[1::2], "environments with one seed, row and calls differ", "draw from random.Random(seed)"
-    )
+    _require_equal(first[::2], first[1::2], "environments of one seed, row and calls differ", "draw from Random(seed)")
     _require_equal(first, again, "an environment's next conversation differs", "set all of its state in reset")
     note = "so do other seeds: only rows differ" if again == other else "other seeds give others"
     return f"the same seed and calls give the same texts and rewards, {note}"

@@ -155,7 +155,7 @@ REWARD = "return (self.number in"
         ("self.tries.append(number)", "time.sleep(60)", "conversations", ["guess", "no result within 0.5 seconds"]),
         (REWARD, "return {}[0] + (self.number in", "conversations", ["Guess.get_reward", "KeyError"]),
         (REWARD, "return 'high' or (self.number in", "conversations", ["'high'"]),
-        ("random.Random(seed)", "random.Random()", "seeds", ["one seed", "random.Random(seed)"]),
+        ("random.Random(seed)", "random.Random()", "seeds", ["one seed", "draw from Random(seed)"]),
         ("(1, 9), []", "(1, 9), getattr(self, 'tries', [])", "seeds", ["next conversation", "in reset"]),
         (RESET, RESET + THREAD, "leaks", ["more threads", "end in reset"]),
         (RESET, f"{RESET}        KEPT.append(open(__file__))\n", "leaks", ["more open files"]),
