@@ -144,7 +144,13 @@ def fail_outside(place: Path, strategy: str) -> dict[str, str]:
     errors["conversation"] = error_of(build(place / "conversation", strategy, tools=tools).train)
     forget()
     rows = [{**row, "environment": "a" if i else "b"} for i, row in enumerate(questions())]
-    unknown = build(place / "unknown", strategy, {"a": SlowScore}, data=Dataset.from_list(rows), shuffle_dataset=False)
+    unknown = build(
+        place / "unknown",
+        strategy,
+        {"a": SlowScore},
+        data=Dataset.from_list(rows).to_iterable_dataset(),
+        shuffle_dataset=False,
+    )
     errors["unknown"] = error_of(unknown.train)
     return errors
 
