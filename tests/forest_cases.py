@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from lowpeak.records import Forest, Tree
 from tiny_models import tiny_model
@@ -50,16 +59,23 @@ GPT2 = {
     "vocab_size": NUM_IDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.2,
     "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 1,
 }  # fmt: skip
+WINDOWED = {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 4}
+CAPPED = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0, "query_pre_attn_scalar": 16}
 MODELS = {
     "Qwen2": lambda: tiny_model(NUM_IDS, context=256),
     "Llama": lambda: AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, num_key_value_heads=4)),
     "Qwen3": lambda: AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=16)),
     "GPT-2": lambda: AutoModelForCausalLM.from_config(GPT2Config(**GPT2)),
     "DeepSeek": lambda: AutoModelForCausalLM.from_config(DeepseekV3Config(**SIZES, num_key_value_heads=4, **LATENT)),
+    "Mistral": lambda: AutoModelForCausalLM.from_config(MistralConfig(**WINDOWED)),
+    "Gemma2": lambda: AutoModelForCausalLM.from_config(Gemma2Config(**WINDOWED, **CAPPED)),
+    "GPT-OSS": lambda: AutoModelForCausalLM.from_config(
+        GptOssConfig(**WINDOWED, num_local_experts=2, num_experts_per_tok=1)
+    ),
 }
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32):
-    """A model of a family in eval mode: grouped heads, a head each, one shared head, learned positions, latent."""
+    """A model of a family in eval mode: grouped heads, a head each, one shared head, learned positions, latent, windows, caps, sinks."""
     torch.manual_seed(0)
     return MODELS[name]().to(dtype).eval()

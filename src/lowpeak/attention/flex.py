@@ -6,7 +6,8 @@ need no mask (Dong et al., 2024, arXiv:2412.05496). The host computes the block 
 
 Two numbers per token define the mask. `segment` counts prompts and completions along the L packed tokens, and `root` is
 the segment of the tree's prompt (without a prompt, the token's segment). Token i attends to j <= i if segment[j] is
-segment[i] or root[i]. Both increase along the tokens, so a block's extremes are at its ends.
+segment[i] or root[i]. Both increase along the tokens, so a block's extremes are at its ends. With windows or chunks the
+position of j must also be at least the first that i attends to.
 
 Tests run it uncompiled on the CPU, without backward. The compiled kernel and its gradients on CUDA are compared with
 `forest_mask` when a run starts (`self_check.py`), and in the self-test `FlexAttention`.
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowpeak.attention.scores import PLAIN, Scores
+from lowpeak.attention.spans import FULL, Span
 from lowpeak.records import Tree
 
 BLOCK = 128
@@ -50,16 +53,32 @@ _SMALL_SIZES = _block_sizes((64, 32), (32, 32))
 
 
 def attend_flex(
-    query_1HLE: Tensor, key_1KLE: Tensor, value_1KLF: Tensor, mask: Any, scale: float, *, compiled: bool = True
-) -> Tensor:
+    query_1HLE: Tensor, key_1KLE: Tensor, value_1KLF: Tensor, mask: Any, scale: float, scores: Scores = PLAIN, *,
+    compiled: bool = True,
+) -> Tensor:  # fmt: skip
     """Return the same as `SdpaCalls.attend`, [1, L, H, F], given a `block_mask`."""
     attend = _compiled() if compiled else _flex_attention()
     width = max(query_1HLE.shape[-1], value_1KLF.shape[-1])
     options = kernel_options(query_1HLE.dtype, width, _shared_memory(query_1HLE.device)) if compiled else None
-    out_1HLF = attend(
-        query_1HLE, key_1KLE, value_1KLF, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options
-    )
-    return out_1HLF.transpose(1, 2).contiguous()
+    settings = {"block_mask": mask, "scale": scale, "enable_gqa": True, "kernel_options": options}
+    if scores.softcap is not None:
+        settings["score_mod"] = _capped(scores.softcap)
+    if scores.sinks_H is None:
+        return attend(query_1HLE, key_1KLE, value_1KLF, **settings).transpose(1, 2).contiguous()
+    out_1HLF, aux = attend(query_1HLE, key_1KLE, value_1KLF, **settings, return_aux=_lse_request())
+    # A sink s makes exp(lse) / (exp(lse) + exp(s)) of the sum over keys.
+    share_1HL = torch.sigmoid(aux.lse - scores.sinks_H[:, None])
+    return (out_1HLF * share_1HL[..., None].to(out_1HLF.dtype)).transpose(1, 2).contiguous()
+
+
+@cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    """Return the change of a score; one function for each cap, since the kernel is compiled for the function."""
+
+    def cap(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
 
 
 def kernel_options(dtype: torch.dtype, width: int, shared_memory: int | None) -> dict[str, Any]:
@@ -85,21 +104,53 @@ def _shared_memory(device: torch.device) -> int | None:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
 
 
-def block_mask(trees: tuple[Tree, ...], length: int, device: torch.device) -> Any:
+def block_mask(trees: tuple[Tree, ...], length: int, device: torch.device, span: Span = FULL) -> Any:
     """Return FlexAttention's BlockMask of `forest_mask` for `length` packed tokens; copies to `device` do not wait."""
     from torch.nn.attention.flex_attention import BlockMask
 
     segments_L, roots_L = _segments_and_roots(trees, length)
     some, every = _visible_blocks(segments_L, roots_L)
-    segments_L, roots_L = segments_L.to(device, non_blocking=True), roots_L.to(device, non_blocking=True)
+    is_limited = span.size is not None
+    positions_L = _positions(trees, length) if is_limited else segments_L
+    starts_L = span.start(positions_L)
+    if is_limited:
+        near, all_near = _near_blocks(positions_L, starts_L)
+        # A block of queries sees itself, so that no row of padding is empty.
+        some, every = some & (near | torch.eye(len(near), dtype=torch.bool)), every & all_near
+    segments_L, roots_L, positions_L, starts_L = (
+        x.to(device, non_blocking=True) for x in (segments_L, roots_L, positions_L, starts_L)
+    )
 
     def attends(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         same_segment = segments_L[i] == segments_L[j]
         return (j <= i) & (same_segment | (roots_L[i] == segments_L[j]))
 
+    def attends_near(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return attends(batch, head, i, j) & (positions_L[j] >= starts_L[i])
+
+    attends_to = attends_near if is_limited else attends
     return BlockMask.from_kv_blocks(
-        *_kv_blocks(some & ~every, device), *_kv_blocks(every, device), BLOCK, attends, seq_lengths=(length, length)
+        *_kv_blocks(some & ~every, device), *_kv_blocks(every, device), BLOCK, attends_to, seq_lengths=(length, length)
     )
+
+
+def _positions(trees: tuple[Tree, ...], length: int) -> Tensor:
+    """Return each token's position in its sequence, int32 [L]; those of padding count from 0."""
+    parts: list[tuple[int, int]] = []
+    for tree in trees:
+        parts += [(0, tree.prompt), *((tree.prompt, tokens) for tokens in tree.completions)]
+    parts.append((0, length - sum(tokens for _, tokens in parts)))
+    return torch.cat([torch.arange(first, first + tokens, dtype=torch.int32) for first, tokens in parts])
+
+
+def _near_blocks(positions_L: Tensor, starts_L: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for N blocks of queries and keys, which may have some and which have only near pairs: bool [N, N] each."""
+    padding = -len(positions_L) % BLOCK
+    positions_NB, starts_NB = (
+        torch.cat([x, x[-1:].expand(padding)]).unflatten(0, (-1, BLOCK)) for x in (positions_L, starts_L)
+    )
+    near = positions_NB.amax(1)[None, :] >= starts_NB.amin(1)[:, None]
+    return near, positions_NB.amin(1)[None, :] >= starts_NB.amax(1)[:, None]
 
 
 def _segments_and_roots(trees: tuple[Tree, ...], length: int) -> tuple[Tensor, Tensor]:
@@ -159,6 +210,12 @@ def _kv_blocks(chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     order = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True).int()
     listed = chosen.sum(-1, dtype=torch.int32)[None, None], order[None, None]
     return listed[0].to(device, non_blocking=True), listed[1].to(device, non_blocking=True)
+
+
+def _lse_request() -> Any:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return AuxRequest(lse=True)
 
 
 def _flex_attention() -> Callable[..., Tensor]:

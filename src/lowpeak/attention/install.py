@@ -6,15 +6,16 @@ keyword `forest` it calls sdpa with the same arguments, so generation, verificat
 With it every layer attends as the forest says. The keyword goes from the model's forward to each layer's attention, and
 activation checkpointing keeps it for the recomputation.
 
-A model is supported if every layer has plain causal attention only."""
+A model is supported if its layers attend causally, to all tokens, to a window or to chunks, with or without a cap of the
+scores or sinks. Classes without sdpa (capped scores, sinks) get "lowpeak_eager", which calls their own code without a forest."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowpeak.attention.flex import attend_flex, block_mask
+from lowpeak.attention.scores import PLAIN, Scores
 from lowpeak.attention.sdpa import SdpaCalls
+from lowpeak.attention.spans import FULL, Span, span_of_layer
 from lowpeak.device_kind import device_kind
 from lowpeak.errors import ModelError
 from lowpeak.heads import causal_lm
@@ -33,15 +36,16 @@ from lowpeak.logprobs import cast_for_autocast
 from lowpeak.records import Forest, Tree
 
 ATTENTION_NAME = "lowpeak"
-SDPA = "sdpa"
+EAGER_NAME = "lowpeak_eager"
+SDPA, EAGER = "sdpa", "eager"
 _DEVICES = ("cpu", "cuda", "meta")
 
 
 def packing_unsupported_reason(model: nn.Module) -> str | None:
     """Return why a model, plain or wrapped, does not support packed sequences; None if it does.
 
-    Only models loaded with sdpa do: the attention for packed sequences replaces it, and agrees with it. A model loaded with
-    another (eager, flash attention) keeps that, because the user chose its numerics.
+    Only models loaded with their class's default do (sdpa, or eager where sdpa cannot cap scores): the attention for packed
+    sequences replaces it, and agrees with it. A model loaded with another keeps that, because the user chose its numerics.
     """
     try:
         causal = causal_lm(model)
@@ -49,7 +53,7 @@ def packing_unsupported_reason(model: nn.Module) -> str | None:
         return str(error)
     name = type(causal).__name__
     for check in (_config_obstacle, _position_obstacle, _backend_obstacle, _module_obstacle):
-        reason = check(causal, causal.config)
+        reason = check(causal, causal.config.get_text_config())
         if reason is not None:
             return f"{name} {reason}"
     return None
@@ -57,54 +61,56 @@ def packing_unsupported_reason(model: nn.Module) -> str | None:
 
 def _backend_obstacle(causal: Any, config: Any) -> str | None:
     """Return a reason if the model's attention does not go through transformers' registry."""
-    if not (getattr(causal, "_supports_attention_backend", False) and getattr(causal, "_supports_sdpa", False)):
+    decoder = causal.get_decoder()
+    if not getattr(decoder, "_supports_attention_backend", False):
         return "does not use transformers' attention interface"
-    table = getattr(sys.modules[type(causal).__module__], "ALL_ATTENTION_FUNCTIONS", None)
-    if not causal._can_set_attn_implementation() or getattr(table, "_local_mapping", None):
+    table = getattr(sys.modules[type(decoder).__module__], "ALL_ATTENTION_FUNCTIONS", None)
+    if not decoder._can_set_attn_implementation() or getattr(table, "_local_mapping", None):
         return "does not let its attention implementation be set"
-    if config._attn_implementation not in (ATTENTION_NAME, SDPA):
-        return f"was loaded with attn_implementation={config._attn_implementation!r}; load it with {SDPA!r}"
+    default = _default_attention(causal)
+    if config._attn_implementation not in (ATTENTION_NAME, EAGER_NAME, default):
+        return f"was loaded with attn_implementation={config._attn_implementation!r}; load it with {default!r}"
     return None
 
 
+def _default_attention(causal: Any) -> str:
+    return SDPA if getattr(causal.get_decoder(), "_supports_sdpa", False) else EAGER
+
+
 def _config_obstacle(causal: nn.Module, config: Any) -> str | None:
-    """Return a reason if the config says that attention is not plain and causal over text."""
-    if getattr(config, "sub_configs", None):
-        return "is a multimodal model (images, audio), whose sequences are not text alone"
+    """Return a reason if the config says that attention is not causal over text, or more than attention."""
     if getattr(causal, "_is_stateful", False):
         return "carries a state from token to token (state-space, linear-attention or recurrent layers)"
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES)
     if kinds:
         return f"has layers that are not plain attention ({', '.join(kinds)})"
     reasons = (
-        ("sliding_window", "attends to a sliding window", not getattr(config, "layer_types", None)),
-        ("attention_chunk_size", "attends in chunks", True),
-        ("attn_logit_softcapping", "caps its attention scores", True),
-        ("alibi", "biases its attention by distance (ALiBi)", True),
-        ("use_bidirectional_attention", "is not causal", True),
+        ("attn_temperature_tuning", "scales its queries by columns of the cache (attn_temperature_tuning)"),
+        ("alibi", "biases its attention by distance (ALiBi)"),
     )
-    for attribute, reason, applies in reasons:
-        if applies and getattr(config, attribute, None):
+    for attribute, reason in reasons:
+        if getattr(config, attribute, None):
             return reason
+    # "vision": tokens of an image attend to each other.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        return "is not causal"
     return "is not causal" if getattr(config, "is_causal", True) is False else None
 
 
 def _position_obstacle(causal: nn.Module, config: Any) -> str | None:
     """Return a reason if a token's rotation depends on more than its position."""
+    # That of longrope does beyond a length that no run's sequences reach (`longrope_switch_length`). Several positions per
+    # token (mrope_section) are equal for text.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if "mrope_section" in rope:
-        return "has multimodal rotary positions, several per token"
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind in ("dynamic", "longrope"):
-        return f"has rotary positions that depend on the longest sequence of the batch ({kind})"
+    if rope.get("rope_type", rope.get("type")) == "dynamic":
+        return "has rotary positions that depend on the longest sequence of the batch (dynamic)"
     return None
 
 
-def _module_obstacle(causal: nn.Module, config: Any) -> str | None:
+def _module_obstacle(causal: Any, config: Any) -> str | None:
     """Return a reason that is visible in the modules but not in the config."""
-    for module in causal.modules():
-        if getattr(module, "sinks", None) is not None:
-            return "has attention sinks"
+    decoder: Any = causal.get_decoder()
+    for module in decoder.modules():
         if "Attention" in type(module).__name__ and getattr(module, "is_causal", True) is False:
             return "is not causal"
         if _dropout(module) > 0:
@@ -124,9 +130,11 @@ def _dropout(module: nn.Module) -> float:
     return 0.0
 
 
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
 # Keywords that a layer may pass to its attention and that do not change the result.
 _IGNORED = {
-    "cache_position", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+    "cache_position", "layer_idx", "shared_kv_states", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
 
@@ -134,25 +142,43 @@ _detection_is_off: ContextVar[bool] = ContextVar("_detection_is_off", default=Fa
 _detect_packing = masking_utils.find_packed_sequence_indices
 
 
+class HeadShape(NamedTuple):
+    """What a layer's attention depends on: width of a key, query heads per key head, span and scores."""
+
+    width: int
+    share: int
+    span: Span
+    softcap: float | None
+    has_sinks: bool
+
+
 class ForestAttention:
-    """A forest's block mask or kernel calls, built once per forward: the keyword argument `forest` of a model's forward.
+    """A forest's block masks or kernel calls by span, built once per forward: the keyword `forest` of a model's forward.
 
     Neither a tuple nor a dataclass, because wrappers (DDP, FSDP) take these apart to move and cast tensors.
     """
 
-    __slots__ = ("_sdpa_calls", "block_mask", "trees")
+    __slots__ = ("_block_masks", "_device", "_length", "_sdpa_calls", "heads", "is_on_cuda", "trees")
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self.trees: tuple[Tree, ...] = forest.trees
-        length = forest.position_ids_1L.shape[1]
-        self.block_mask = block_mask(forest.trees, length, device) if device_kind(device) == "cuda" else None
-        self._sdpa_calls: SdpaCalls | None = None
+        self.is_on_cuda = device_kind(device) == "cuda"
+        self._device, self._length = device, forest.position_ids_1L.shape[1]
+        self.heads: set[HeadShape] = set()  # of the layers that attended
+        self._block_masks: dict[Span, Any] = {}
+        self._sdpa_calls: dict[Span, SdpaCalls] = {}
 
-    def sdpa_calls(self, query_1HLE: Tensor) -> SdpaCalls:
+    def block_mask(self, span: Span) -> Any:
+        """Return FlexAttention's mask on CUDA, built by the first layer that needs it."""
+        if span not in self._block_masks:
+            self._block_masks[span] = block_mask(self.trees, self._length, self._device, span)
+        return self._block_masks[span]
+
+    def sdpa_calls(self, query_1HLE: Tensor, span: Span = FULL) -> SdpaCalls:
         """Return the kernel calls off CUDA, built by the first layer that needs them."""
-        if self._sdpa_calls is None:
-            self._sdpa_calls = SdpaCalls(self.trees, query_1HLE)
-        return self._sdpa_calls
+        if span not in self._sdpa_calls:
+            self._sdpa_calls[span] = SdpaCalls(self.trees, query_1HLE, span)
+        return self._sdpa_calls[span]
 
 
 def install_attention(model: nn.Module) -> None:
@@ -163,16 +189,26 @@ def install_attention(model: nn.Module) -> None:
     reason = packing_unsupported_reason(model)
     if reason is not None:
         raise ModelError(f"cannot run packed sequences: {reason}")
-    AttentionInterface.register(ATTENTION_NAME, _attend)
-    AttentionMaskInterface.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS[SDPA])
-    causal_lm(model).set_attn_implementation(ATTENTION_NAME)
+    causal = causal_lm(model)
+    names = {SDPA: ATTENTION_NAME, EAGER: EAGER_NAME}
+    for default, name in names.items():
+        AttentionInterface.register(name, _attend)
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[default])
+    _set_attention(causal, names[_default_attention(causal)])
 
 
 def uninstall_attention(model: nn.Module) -> None:
     """Restore the attention that the model had before `install_attention`, if it was installed."""
     causal = causal_lm(model)
-    if causal.config._attn_implementation == ATTENTION_NAME:
-        causal.set_attn_implementation(SDPA)
+    if causal.config.get_text_config()._attn_implementation in (ATTENTION_NAME, EAGER_NAME):
+        _set_attention(causal, _default_attention(causal))
+
+
+def _set_attention(causal: Any, name: str) -> None:
+    """Set the implementation of the text decoder, which in a model of images too has a config of its own."""
+    text = causal.config.get_text_config()
+    parts = [part for part in causal.config.sub_configs if getattr(causal.config, part) is text]
+    causal.set_attn_implementation({part: name for part in parts} or name)
 
 
 def forward_arguments(forest: Forest, device: torch.device | str) -> dict[str, Any]:
@@ -215,14 +251,27 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Return attention's output, [1, L, H, F], and no weights, as transformers' registry expects of a function."""
     if forest is None:
+        config: Any = module.config
+        if config._attn_implementation == EAGER_NAME:
+            return _eager_attention(module)(module, query, key, value, attention_mask, **kwargs)[0], None
         if _is_grouped_decode(query, key, attention_mask) and not _unknown(kwargs):
             return _attend_last_token(query, key, value, attention_mask, **kwargs), None
         return ALL_ATTENTION_FUNCTIONS[SDPA](module, query, key, value, attention_mask, **kwargs)
-    _check_layer_arguments(module, query, attention_mask, kwargs)
+    span = span_of_layer(module.config, getattr(module, "layer_idx", None))
+    _check_layer_arguments(module, query, attention_mask, span, kwargs)
+    scores = Scores(kwargs.get("softcap"), kwargs.get("s_aux"))
+    share = query.shape[1] // key.shape[1]
+    forest.heads.add(HeadShape(query.shape[-1], share, span, scores.softcap, scores.sinks_H is not None))
     scale = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     # autocast casts the inputs of scaled_dot_product_attention, but not those of this function.
     query, key, value = cast_for_autocast(query), cast_for_autocast(key), cast_for_autocast(value)
-    return attend_forest(query, key, value, forest, query.shape[-1] ** -0.5 if scale is None else scale), None
+    return attend_forest(query, key, value, forest, scale, span, scores), None
+
+
+def _eager_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the attention function of a layer's own family."""
+    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def _is_grouped_decode(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
@@ -244,30 +293,34 @@ def _attend_last_token(
     return out.reshape(num_rows, 1, num_heads, value.shape[-1])
 
 
-def attend_forest(query: Tensor, key: Tensor, value: Tensor, forest: ForestAttention, scale: float) -> Tensor:
+def attend_forest(
+    query: Tensor, key: Tensor, value: Tensor, forest: ForestAttention, scale: float, span: Span = FULL,
+    scores: Scores = PLAIN,
+) -> Tensor:  # fmt: skip
     """Return attention over a forest, [1, L, H, F], by FlexAttention on CUDA and by `SdpaCalls` elsewhere."""
-    if forest.block_mask is not None and not isinstance(query, FakeTensor):
-        return attend_flex(query, key, value, forest.block_mask, scale)
+    is_fake = isinstance(query, FakeTensor)
+    if forest.is_on_cuda and not is_fake:
+        return attend_flex(query, key, value, forest.block_mask(span), scale, scores)
     width = value.shape[-1]
     # The kernel needs one width for queries and values; latent attention has narrower values.
     value = F.pad(value, (0, query.shape[-1] - width))
-    if forest.block_mask is None:
-        out = forest.sdpa_calls(query).attend(query, key, value, scale)
+    if not forest.is_on_cuda:
+        out = forest.sdpa_calls(query, span).attend(query, key, value, scale, scores)
     else:
         # Nothing can be compiled for fake tensors: plain causal attention takes the same memory.
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True).transpose(
-            1, 2
-        )
+        out = PLAIN.attend(query, key, value, None, scale).transpose(1, 2)
     return out[..., :width]
 
 
 def _unknown(kwargs: dict[str, Any]) -> list[str]:
     """Return the names of a layer's keywords that this module does not know and that may change the result."""
-    known = _IGNORED | {"scaling", "dropout", "is_causal"}
+    known = _IGNORED | {"scaling", "dropout", "is_causal", "sliding_window"}
     return [key for key, value in kwargs.items() if key not in known and value is not None and value is not False]
 
 
-def _check_layer_arguments(module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+def _check_layer_arguments(
+    module: nn.Module, query: Tensor, mask: Tensor | None, span: Span, kwargs: dict[str, Any]
+) -> None:
     """Raise ModelError if a layer passes arguments to its attention that would be ignored."""
     name = type(module).__name__
     if mask is None or mask.shape != (1, 1, 1, 1) or query.shape[0] != 1:
@@ -277,6 +330,8 @@ def _check_layer_arguments(module: nn.Module, query: Tensor, mask: Tensor | None
     causal = kwargs.get("is_causal")
     if (getattr(module, "is_causal", True) if causal is None else causal) is False:
         raise ModelError(f"{name} is not causal, so its sequences cannot be packed")
-    unknown = _unknown(kwargs)
+    unknown = [key for key in _unknown(kwargs) if key not in ("softcap", "s_aux")]
+    if kwargs.get("sliding_window") is not None and (span.size is None or span.is_chunk):
+        unknown.append("sliding_window")
     if unknown:
         raise ModelError(f"{name} passes {', '.join(unknown)} to its attention, which packed sequences do not support")

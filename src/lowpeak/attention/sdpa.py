@@ -9,35 +9,43 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lowpeak.attention.scores import PLAIN, Scores
+from lowpeak.attention.spans import FULL, Span
 from lowpeak.records import Tree
 
 # The largest fraction of a call's scores that may be padding, and its most keys; together they bound the copies' memory.
 _MAX_PADDING = 0.25
 _MAX_KEYS = 4096
+_LEAST_TOKENS = 64  # of a segment that a window splits
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A completion with the prompt that it attends to, or a prompt alone; ranges of packed tokens."""
+    """Some tokens of a prompt or a completion, and the earlier tokens that these attend to: indices of packed tokens.
 
-    prefix: range
-    tokens: range
+    `start` is the first key's position. The keys of a sequence are split, so that those of a window are few.
+    """
+
+    prefix: list[int]
+    tokens: list[int]
+    start: int
+    span: Span
 
     @property
     def is_causal(self) -> bool:
-        """Whether to recompute the prompt's queries too, so that no mask is needed.
+        """Whether to recompute the prefix's queries too, so that no mask is needed.
 
-        For a prompt of P tokens and a completion of C this costs (P + C)^2 / 2 scores, and a mask C (P + C).
+        For a prefix of P tokens and C more this costs (P + C)^2 / 2 scores, and a mask C (P + C).
         """
-        return len(self.prefix) <= len(self.tokens)
+        is_seen = self.span.size is None or len(self.keys) <= self.span.size
+        return len(self.prefix) <= len(self.tokens) and is_seen
 
     @property
     def queries(self) -> list[int]:
         """Indices of the queries among the packed tokens."""
-        return self.keys if self.is_causal else [*self.tokens]
+        return self.keys if self.is_causal else self.tokens
 
     @property
     def keys(self) -> list[int]:
@@ -65,21 +73,24 @@ class SdpaCalls:
     A call's overhead exceeds the arithmetic of a short segment, so segments of similar size share a call.
     """
 
-    def __init__(self, trees: Sequence[Tree], query_1HLE: Tensor) -> None:
+    def __init__(self, trees: Sequence[Tree], query_1HLE: Tensor, span: Span = FULL) -> None:
         device, length = query_1HLE.device, query_1HLE.shape[2]
         self.calls: list[SdpaCall] = []
         sources, num_results = [-1] * length, 0
-        for segments in _buckets(trees):
+        for segments in _buckets(trees, span):
             num_queries = len(segments[0].queries)
             for segment in segments:
                 first = num_results + (len(segment.prefix) if segment.is_causal else 0)
-                sources[segment.tokens.start : segment.tokens.stop] = range(first, first + len(segment.tokens))
+                for i, token in enumerate(segment.tokens, first):
+                    sources[token] = i
                 num_results += num_queries
-            self.calls.append(_call(segments, num_queries, query_1HLE))
+            self.calls.append(_call(segments, num_queries, query_1HLE, span))
         # Padding tokens take the row of zeros that `attend` appends to the results.
         self._sources_L = torch.tensor([i if i >= 0 else num_results for i in sources], device=device)
 
-    def attend(self, query_1HLE: Tensor, key_1KLE: Tensor, value_1KLE: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, query_1HLE: Tensor, key_1KLE: Tensor, value_1KLE: Tensor, scale: float, scores: Scores = PLAIN
+    ) -> Tensor:
         """Return softmax(scale * query key^T + log(forest_mask)) value, [1, L, H, E]; zeros for padding tokens."""
         query_LHE, key_LKE, value_LKE = (x[0].transpose(0, 1) for x in (query_1HLE, key_1KLE, value_1KLE))
         results = []
@@ -88,32 +99,37 @@ class SdpaCalls:
             query, key, value = (
                 _select(x, index).unflatten(0, (call.num_segments, -1)).transpose(1, 2) for x, index in inputs
             )
-            out = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=call.mask, is_causal=call.mask is None, scale=scale, enable_gqa=True
-            )
+            out = scores.attend(query, key, value, call.mask, scale)
             results.append(out.transpose(1, 2).flatten(0, 1))
         results.append(query_LHE.new_zeros(1, *query_LHE.shape[1:]))
         return _select(torch.cat(results), self._sources_L)[None]
 
 
-def _segments(trees: Sequence[Tree]) -> Iterator[Segment]:
+def _segments(trees: Sequence[Tree], span: Span) -> Iterator[Segment]:
     """Yield the segments that are not empty."""
     for tree in trees:
         start = tree.start + tree.prompt
         prompt = range(tree.start, start)
-        if prompt:
-            yield Segment(range(0), prompt)
+        yield from _split([], prompt, span)
         for tokens in tree.completions:
-            if tokens:
-                yield Segment(prompt, range(start, start + tokens))
+            yield from _split(prompt, range(start, start + tokens), span)
             start += tokens
 
 
-def _buckets(trees: Sequence[Tree]) -> list[list[Segment]]:
+def _split(prefix: Sequence[int], tokens: Sequence[int], span: Span) -> Iterator[Segment]:
+    """Yield segments of `tokens`: all of them, or as many as a window or a chunk has."""
+    every, step = [*prefix, *tokens], max(_LEAST_TOKENS, span.size or len(tokens))
+    for begin in range(len(prefix), len(every), step):
+        start = max(0, span.start(begin))
+        yield Segment(every[start:begin], every[begin : begin + step], start, span)
+
+
+def _buckets(trees: Sequence[Tree], span: Span) -> list[list[Segment]]:
     """Return the segments of each call, the segment with the most queries and keys first."""
     buckets: list[list[Segment]] = []
     bucket_scores = 0  # of the last bucket without its padding
-    for segment in sorted(_segments(trees), key=lambda s: (s.is_causal, len(s.queries), len(s.keys)), reverse=True):
+    order = sorted(_segments(trees, span), key=lambda s: (s.is_causal, len(s.queries), len(s.keys)), reverse=True)
+    for segment in order:
         scores = len(segment.queries) * len(segment.keys)
         first = buckets[-1][0] if buckets else segment
         num_keys = max(len(first.keys), len(segment.keys))
@@ -128,17 +144,21 @@ def _buckets(trees: Sequence[Tree]) -> list[list[Segment]]:
     return buckets
 
 
-def _call(segments: Sequence[Segment], num_queries: int, query: Tensor) -> SdpaCall:
+def _call(segments: Sequence[Segment], num_queries: int, query: Tensor, span: Span) -> SdpaCall:
     num_keys, device = max(len(segment.keys) for segment in segments), query.device
     queries = [index for segment in segments for index in _pad(segment.queries, num_queries)]
     keys = [index for segment in segments for index in _pad(segment.keys, num_keys)]
     mask = None
     if not segments[0].is_causal:
-        prefixes = [len(segment.prefix) for segment in segments]
-        prefixes_N11 = torch.tensor(prefixes if len(set(prefixes)) > 1 else prefixes[:1], device=device)[:, None, None]
-        # The last key that each query attends to.
+        # Only for chunks the mask depends on positions.
+        cases = [(len(segment.prefix), segment.start * span.is_chunk) for segment in segments]
+        cases_N2 = torch.tensor(cases if len(set(cases)) > 1 else cases[:1], device=device)
+        prefixes_N11, starts_N11 = cases_N2.T[..., None, None]
+        # The last key that each query attends to; a chunk's padding stays with the keys that there are.
         last = prefixes_N11 + torch.arange(num_queries, device=device)[:, None]
-        masked = torch.arange(num_keys, device=device) > last
+        last = last.clamp(max=num_keys - 1) if span.is_chunk else last
+        keys_K = torch.arange(num_keys, device=device)
+        masked = (keys_K > last) | (keys_K + starts_N11 < span.start(last + starts_N11))
         mask = torch.zeros(masked.shape, dtype=query.dtype, device=device).masked_fill_(masked, -torch.inf)[:, None]
     return SdpaCall(len(segments), torch.tensor(queries, device=device), torch.tensor(keys, device=device), mask)
 

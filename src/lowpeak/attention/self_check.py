@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
-from lowpeak.attention.install import ForestAttention, attend_forest, forward_arguments
+from lowpeak.attention.install import ForestAttention, HeadShape, attend_forest, forward_arguments
+from lowpeak.attention.scores import Scores
+from lowpeak.attention.spans import FULL, Span
 from lowpeak.errors import ModelError
 from lowpeak.heads import backbone_of, causal_lm, eval_mode, matmul_eps
 from lowpeak.memory import is_out_of_memory
 from lowpeak.records import Forest, Tree
 
 
-def forest_mask(forest: Forest, length: int, device: torch.device | str | None = None) -> Tensor:
+def forest_mask(forest: Forest, length: int, device: torch.device | str | None = None, span: Span = FULL) -> Tensor:
     """Return whether packed token i attends to token j: bool [L, L]; False in rows and columns of padding.
 
     As an additive mask, `zeros.masked_fill(~mask, -inf)`, it runs a forest through any attention, in O(L^2). Let padding
@@ -30,18 +31,21 @@ def forest_mask(forest: Forest, length: int, device: torch.device | str | None =
     mask_LL = torch.zeros(length, length, dtype=torch.bool, device=device)
     for tree in forest.trees:
         prompt = slice(tree.start, tree.start + tree.prompt)
-        mask_LL[prompt, prompt] = _causal(tree.prompt, device)
+        mask_LL[prompt, prompt] = _near(tree.prompt, 0, span, device)
         start = prompt.stop
         for tokens in tree.completions:
             completion = slice(start, start + tokens)
-            mask_LL[completion, prompt] = True
-            mask_LL[completion, completion] = _causal(tokens, device)
+            near = _near(tokens, tree.prompt, span, device)
+            mask_LL[completion, prompt], mask_LL[completion, completion] = near.split([tree.prompt, tokens], 1)
             start = completion.stop
     return mask_LL
 
 
-def _causal(length: int, device: torch.device | str | None) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+def _near(tokens: int, prompt: int, span: Span, device: torch.device | str | None) -> Tensor:
+    """Return which tokens of a sequence those after its `prompt` attend to: bool [tokens, prompt + tokens]."""
+    j = torch.arange(prompt + tokens, device=device)
+    i = j[prompt:, None]
+    return (j <= i) & (j >= span.start(i))
 
 
 # A prompt with two completions, a plain sequence, another prompt with two completions; each probe has them with other tokens.
@@ -65,8 +69,8 @@ def packing_mismatch(model: nn.Module, device: torch.device | str, now_on: torch
     if causal.get_input_embeddings().weight.is_meta:
         return None
     try:
-        with eval_mode(model):
-            largest, dtype = _largest_difference(model, causal, now_on or device)
+        with eval_mode(model), short_spans(causal.config.get_text_config()):
+            largest, dtype, heads = _largest_difference(model, causal, now_on or device)
         allowed = _allowed_difference(
             matmul_eps(dtype, now_on or device), causal.config.get_text_config().num_hidden_layers
         )
@@ -77,7 +81,8 @@ def packing_mismatch(model: nn.Module, device: torch.device | str, now_on: torch
             )
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        return attention_mismatch(dtype, device, *_heads_of(causal.config.get_text_config()))
+        reasons = (attention_mismatch(dtype, device, each.width, each.share, each) for each in sorted(heads, key=repr))
+        return next(filter(None, reasons), None)
     except (ModelError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # Out of memory says nothing about packing, and padded rows would need more.
         if is_out_of_memory(error):
@@ -86,11 +91,18 @@ def packing_mismatch(model: nn.Module, device: torch.device | str, now_on: torch
         return f"{type(causal).__name__} cannot run packed sequences: {reason}"
 
 
-def _heads_of(config: Any) -> tuple[int, int]:
-    """Return the width of a head, and the number of query heads per key head."""
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return width, heads // (getattr(config, "num_key_value_heads", None) or heads)
+@contextmanager
+def short_spans(config: Any) -> Iterator[None]:
+    """Make windows and chunks shorter than the check's sequences, so that a wrong mask shows; models read them at each call."""
+    short = {"sliding_window": 3, "attention_chunk_size": 4}
+    original = {name: getattr(config, name) for name in short if getattr(config, name, None) is not None}
+    for name in original:
+        setattr(config, name, short[name])
+    try:
+        yield
+    finally:
+        for name, size in original.items():
+            setattr(config, name, size)
 
 
 @dataclass
@@ -101,27 +113,31 @@ class _Capture:
     dtype: torch.dtype
 
 
-def _largest_difference(model: nn.Module, causal: Any, device: torch.device) -> tuple[float, torch.dtype]:
-    """Return the largest relative distance of a token's two hidden states, and the dtype computed in.
+def _largest_difference(
+    model: nn.Module, causal: Any, device: torch.device
+) -> tuple[float, torch.dtype, set[HeadShape]]:
+    """Return the largest relative distance of a token's two hidden states, the dtype computed in, and the layers' heads.
 
-    It is that of the probe with the least. In a pretrained model rounding may decide whether a token's state becomes very
-    large (Sun et al. 2024, arXiv 2402.17762), and in bf16 it does for single tokens; another architecture shows in each probe.
+    Of each place in a probe it is that of the probe with the least. In a pretrained model rounding may decide whether a token's
+    state becomes very large (Sun et al. 2024, arXiv 2402.17762) or which experts it gets, and in bf16 it does for single tokens;
+    another architecture shows in each probe.
     """
     num_ids = causal.config.get_text_config().vocab_size
     ids_1L = (torch.arange(_LENGTH, device=device) * 7919 + 3).remainder(num_ids)[None]
     ids_PL = ids_1L[0, : _NUM_PROBES * _PROBE_LENGTH].view(_NUM_PROBES, _PROBE_LENGTH)
     with _capture_hidden(causal) as capture:
-        model(input_ids=ids_1L, **forward_arguments(_forest(), device))
+        seen = forward_arguments(_forest(), device)
+        model(input_ids=ids_1L, **seen, use_cache=False)
         packed_PLH = capture.hidden[0, : ids_PL.numel()].float().view(*ids_PL.shape, -1)
         distances = []
         for indices in _sequences():
-            model(input_ids=ids_PL[:, indices])
+            model(input_ids=ids_PL[:, indices], use_cache=False)
             separate = capture.hidden.float()
             # The embedding of a padding id may be zero.
             norm = separate.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-            distances.append(((packed_PLH[:, indices] - separate).norm(dim=-1) / norm).amax(1))
+            distances.append(((packed_PLH[:, indices] - separate).norm(dim=-1) / norm).amin(0))
     # amax and amin keep NaN, which must not pass.
-    return float(torch.stack(distances).amax(0).amin()), capture.dtype
+    return float(torch.cat(distances).amax()), capture.dtype, seen["forest"].heads
 
 
 @contextmanager
@@ -179,25 +195,28 @@ _KERNEL_LENGTH = 300
 _KERNEL_TREES = (Tree(0, 70, (90, 40)), Tree(200, 0, (30,)), Tree(230, 3, (30, 27)))
 
 
-def attention_mismatch(dtype: torch.dtype, device: torch.device, width: int = 64, share: int = 2) -> str | None:
+def attention_mismatch(
+    dtype: torch.dtype, device: torch.device, width: int = 64, share: int = 2, heads: HeadShape | None = None
+) -> str | None:
     """Return how a device's attention differs from that with `forest_mask` in float64; None if only by rounding.
 
-    Runs two key heads of `width` numbers, each with `share` query heads, forward and backward.
+    Runs two key heads of `width` numbers, each with `share` query heads, forward and backward; with the span, cap and
+    sinks of `heads`.
     """
     forest = Forest(_KERNEL_TREES, torch.zeros(1, _KERNEL_LENGTH, dtype=torch.int64))
     query, key, value, grad = _random_heads(dtype, device, width, share)
     scale = width**-0.5
-    mask_LL = forest_mask(forest, _KERNEL_LENGTH, device)
+    span, softcap = (heads.span, heads.softcap) if heads is not None else (FULL, None)
+    sinks_H = query[0, :, 0, 0] if heads is not None and heads.has_sinks else None
+    mask_LL = forest_mask(forest, _KERNEL_LENGTH, device, span)
     real_L = mask_LL.any(1)
     grad = grad * real_L[:, None, None]
     layout = ForestAttention(forest, device)
     with torch.enable_grad():
         fast = [x.clone().requires_grad_() for x in (query, key, value)]
-        out = attend_forest(fast[0], fast[1], fast[2], layout, scale)
+        out = attend_forest(fast[0], fast[1], fast[2], layout, scale, span, Scores(softcap, sinks_H))
         exact = [x.double().requires_grad_() for x in (query, key, value)]
-        reference = scaled_dot_product_attention(
-            exact[0], exact[1], exact[2], attn_mask=mask_LL | ~real_L[:, None], scale=scale, enable_gqa=True
-        ).transpose(1, 2)
+        reference = dense_attention(exact, mask_LL | ~real_L[:, None], scale, softcap, sinks_H)
     results = [out.detach()[:, real_L], *torch.autograd.grad(out, fast, grad)]
     expected = [reference.detach()[:, real_L], *torch.autograd.grad(reference, exact, grad.double())]
     allowed = min(0.1, 32 * matmul_eps(dtype, device))
@@ -210,6 +229,21 @@ def attention_mismatch(dtype: torch.dtype, device: torch.device, width: int = 64
                 f"{difference:.2g} of its size, and rounding explains at most {allowed:.2g}"
             )
     return None
+
+
+def dense_attention(
+    heads: list[Tensor], mask_LL: Tensor, scale: float, softcap: float | None, sinks_H: Tensor | None
+) -> Tensor:
+    """Return attention [1, L, H, E] from all scores; a sink is one more score without a value."""
+    query, key, value = heads
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = scale * query @ key.transpose(-1, -2)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask_LL, -torch.inf)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
 
 
 def _random_heads(

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.nn.functional import scaled_dot_product_attention
 
 from forest_cases import forest_of, length_of
 from lowpeak.attention.flex import BLOCK, attend_flex, block_mask, kernel_options
-from lowpeak.attention.self_check import forest_mask
+from lowpeak.attention.scores import PLAIN, Scores
+from lowpeak.attention.self_check import dense_attention, forest_mask
+from lowpeak.attention.spans import FULL, Span
 from rounding import assert_close_to_largest
 
 FORESTS = {
@@ -22,32 +23,41 @@ FORESTS = {
 CPU = torch.device("cpu")
 
 
+SPANS = [FULL, Span(2), Span(130), Span(4, is_chunk=True), Span(256, is_chunk=True)]
+
+
+CASES = [(name, span, PLAIN) for name in FORESTS for span in SPANS]
+CASES += [("less than a block", SPANS[1], Scores(softcap=1.5))]
+CASES += [("less than a block", SPANS[1], Scores(sinks_H=torch.linspace(-1, 1, 6)))]
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", FORESTS)
-def test_the_forward_is_the_definitions(name):
+@pytest.mark.parametrize(("name", "span", "scores"), CASES, ids=str)
+def test_the_forward_is_the_definitions(name, span, scores):
     forest = FORESTS[name]
     length = length_of(forest)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, length, w) for h, w in ((6, 16), (2, 16), (2, 12)))
-    out = attend_flex(query, key, value, block_mask(forest.trees, length, CPU), 0.3, compiled=False)
-    mask = forest_mask(forest, length)
+    out = attend_flex(query, key, value, block_mask(forest.trees, length, CPU, span), 0.3, scores, compiled=False)
+    mask = forest_mask(forest, length, span=span)
     real = mask.any(1)
     mask = mask | ~real[:, None]
-    meant = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    meant = dense_attention([query, key, value], mask, 0.3, scores.softcap, scores.sinks_H)
     assert_close_to_largest(out[:, real], meant[:, real], 3e-6)
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize(("span", "full_share"), [(FULL, 0.7), (Span(300), 0.0), (Span(256, is_chunk=True), 0.0)])
 @pytest.mark.parametrize("name", FORESTS)
-def test_blocks_hold_every_pair_that_sees_and_few_that_do_not_and_full_ones_are(name):
+def test_blocks_hold_every_pair_that_sees_and_few_that_do_not_and_full_ones_are(name, span, full_share):
     forest = FORESTS[name]
     length = length_of(forest)
-    mask, ours = forest_mask(forest, length), block_mask(forest.trees, length, CPU)
+    mask, ours = forest_mask(forest, length, span=span), block_mask(forest.trees, length, CPU, span)
     meant = create_block_mask(lambda b, h, i, j: mask[i, j], None, None, length, length, device="cpu")
     ours_NN, meant_NN = ours.to_dense()[0, 0].bool(), meant.to_dense()[0, 0].bool()
     assert (ours_NN | ~meant_NN).all()
     assert (ours_NN & ~meant_NN).sum() <= len(ours_NN)  # padding sees its own block, so that no row of scores is empty
-    assert ours.full_kv_num_blocks.sum() >= 0.7 * meant.full_kv_num_blocks.sum()
+    assert ours.full_kv_num_blocks.sum() >= full_share * meant.full_kv_num_blocks.sum()
     for row, count in enumerate(ours.full_kv_num_blocks[0, 0].tolist()):
         for column in ours.full_kv_indices[0, 0, row, :count].tolist():
             rows, columns = (slice(128 * x, 128 * (x + 1)) for x in (row, column))

@@ -34,14 +34,6 @@ def made(name, **config):
     return getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**config))
 
 
-def qwen2_vl():
-    rope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
-    vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 1}
-    return hf.Qwen2VLForConditionalGeneration(
-        hf.Qwen2VLConfig(text_config={**GROUPED, "rope_parameters": rope}, vision_config=vision)
-    )
-
-
 def with_rope(**rope):
     return made("Llama", **GROUPED, rope_parameters={"rope_theta": 10000.0, **rope})
 
@@ -51,28 +43,19 @@ def with_dropout():
 
 
 REFUSED = {
-    "Mistral": (lambda: made("Mistral", **GROUPED, sliding_window=8), "sliding"),
-    "Qwen2 with windows": (
-        lambda: made("Qwen2", **GROUPED, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-        "sliding_attention",
-    ),
-    "Gemma2": (lambda: made("Gemma2", **GROUPED, head_dim=16), "sliding_attention"),
     "Llama4": (
         lambda: hf.Llama4ForCausalLM(
             hf.Llama4TextConfig(**GROUPED, head_dim=16, intermediate_size_mlp=64, num_local_experts=2)
         ),
-        "chunked_attention",
+        "attn_temperature_tuning",
     ),
-    "GPT-OSS": (lambda: made("GptOss", **GROUPED, head_dim=16, num_local_experts=2), "sliding_attention"),
     "Mamba": (lambda: made("Mamba", **SMALL), "state"),
     "Qwen3-Next": (
         lambda: made("Qwen3Next", **GROUPED, head_dim=16, num_experts=2, layer_types=["linear_attention"] * 2),
         "state",
     ),
-    "Qwen2-VL": (qwen2_vl, "images"),
     "Bloom": (lambda: made("Bloom", vocab_size=NUM_IDS, hidden_size=32, n_layer=1, n_head=4), "interface"),
     "Falcon with ALiBi": (lambda: made("Falcon", **SMALL, num_attention_heads=4, alibi=True), "ALiBi"),
-    "several positions a token": (lambda: with_rope(rope_type="default", mrope_section=[1, 1]), "multimodal"),
     "dynamic rotation": (lambda: with_rope(rope_type="dynamic", factor=2.0), "(dynamic)"),
     "attention dropout": (with_dropout, "dropout"),
     "encoder-decoder": (
@@ -109,12 +92,7 @@ class Wrapped(nn.Module):
 @pytest.mark.parametrize("wrap", [Wrapped, lambda model: get_peft_model(model, LoraConfig(target_modules=["q_proj"]))])
 def test_wrapped_models_and_adapters_are_looked_into(wrap):
     assert packing_unsupported_reason(wrap(tiny_model())) is None
-    assert "sliding" in packing_unsupported_reason(wrap(made("Mistral", **GROUPED, sliding_window=8)))
-
-
-def test_a_full_window_setting_without_layers_that_use_it_is_no_reason():
-    assert packing_unsupported_reason(made("Qwen2", **GROUPED, sliding_window=8)) is None
-    assert packing_unsupported_reason(made("Mistral", **GROUPED, sliding_window=None)) is None
+    assert "dropout" in packing_unsupported_reason(wrap(with_dropout()))
 
 
 def test_a_model_without_storage_can_be_asked():
@@ -217,8 +195,7 @@ def test_what_a_layer_asks_for_in_vain_is_an_error(change, reason):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("softcap", 30.0),
-        ("s_aux", torch.zeros(4)),
+        ("indices", torch.zeros(4)),
         ("sliding_window", 3),
         ("attention_mask", torch.ones(1, length_of(FOREST))),
     ],

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from forest_cases import forest_of, length_of
 from lowpeak.attention.install import ForestAttention, attend_forest
-from lowpeak.attention.self_check import forest_mask
+from lowpeak.attention.scores import PLAIN, Scores
+from lowpeak.attention.self_check import dense_attention, forest_mask
+from lowpeak.attention.spans import FULL, Span
 
 CPU = torch.device("cpu")
 HEADS = {"a key head each": (4, 4), "grouped": (6, 2), "one key head": (4, 1)}
@@ -38,13 +39,13 @@ def heads(forest, num_heads, num_kv, dtype=torch.float64, width=16, value_width=
     return [x.to(dtype).transpose(1, 2).detach().requires_grad_() for x in drawn]
 
 
-def dense(query, key, value, forest):
+def dense(query, key, value, forest, span=FULL, scores=PLAIN):
     """Return attention under the reference mask; zeros for padding."""
-    mask = forest_mask(forest, length_of(forest))
+    mask = forest_mask(forest, length_of(forest), span=span)
     real = mask.any(1)
     mask = mask | ~real[:, None]
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=SCALE, enable_gqa=True)
-    return out.transpose(1, 2) * real[:, None, None]
+    out = dense_attention([query, key, value], mask, SCALE, scores.softcap, scores.sinks_H)
+    return out * real[:, None, None]
 
 
 def values_and_gradients(attend, tensors):
@@ -73,6 +74,40 @@ def assert_the_definitions(forest, tensors, **how):
 @pytest.mark.parametrize("name", FORESTS)
 def test_values_and_gradients_are_the_definitions_to_the_last_digits(name, shape):
     assert_the_definitions(FORESTS[name], heads(FORESTS[name], *HEADS[shape]))
+
+
+SPANS = [Span(1), Span(2), Span(5), Span(64), Span(700), Span(4, is_chunk=True), Span(100, is_chunk=True)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "capped", "with sinks"])
+@pytest.mark.parametrize("span", SPANS, ids=str)
+@pytest.mark.parametrize("name", ["mixed, with padding", "longer than the kernel's blocks", "short beside long"])
+def test_windows_chunks_caps_and_sinks_are_the_definitions_too(name, span, kind):
+    forest = FORESTS[name]
+    tensors = heads(forest, 6, 2)
+    sinks = torch.linspace(-1, 1, 6, dtype=torch.float64, requires_grad=True)
+    tensors += [sinks] if kind == "with sinks" else []
+
+    def attend_with(attend):
+        def run(query, key, value, sinks=None):
+            return attend(query, key, value, Scores(1.5 if kind == "capped" else None, sinks))
+
+        return run
+
+    layout = ForestAttention(forest, CPU)
+    found = values_and_gradients(
+        attend_with(lambda q, k, v, s: attend_forest(q, k, v, layout, SCALE, span, s)), tensors
+    )
+    expected = values_and_gradients(attend_with(lambda q, k, v, s: dense(q, k, v, forest, span, s)), tensors)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_a_window_computes_few_scores_more_than_it_has():
+    forest = forest_of((1000, (10,)), (0, (2000,)))
+    layout, query = ForestAttention(forest, CPU), heads(forest, 4, 4)[0]
+    calls = layout.sdpa_calls(query, Span(100)).calls
+    assert sum(len(c.queries) * len(c.keys) // c.num_segments for c in calls) <= 2.2 * 100 * length_of(forest)
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (4, 2)])
@@ -150,7 +185,7 @@ def test_padding_is_at_most_a_quarter_of_a_calls_scores_and_a_call_at_most_4096_
 def test_it_runs_on_tensors_without_numbers(on_cuda):
     with FakeTensorMode():
         layout = ForestAttention(PADDED, CPU)
-        layout.block_mask = "of CUDA, and not used" if on_cuda else None
+        layout.is_on_cuda = on_cuda
         tensors = [torch.empty(1, h, length_of(PADDED), 16, requires_grad=True) for h in (6, 2, 2)]
         out = attend_forest(*tensors, layout, SCALE)
         out.sum().backward()

@@ -10,8 +10,10 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from forest_cases import MODELS, model_of
-from lowpeak.attention.install import install_attention
+from lowpeak.attention import install, self_check
+from lowpeak.attention.install import HeadShape, attend_forest, install_attention
 from lowpeak.attention.self_check import attention_mismatch, packing_mismatch
+from lowpeak.attention.spans import Span
 from lowpeak.heads.lm_head import install_head
 from tiny_models import tiny_model
 
@@ -52,6 +54,16 @@ def test_a_layer_that_looks_at_the_token_before_it_is_found(dtype):
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
     install_attention(model)
     assert re.search(DIFFERENCE, packing_mismatch(model, CPU))
+
+
+def test_a_window_that_is_longer_than_the_checks_sequences_is_checked_and_left_as_it_was(monkeypatch):
+    model = model_of("Mistral")
+    model.config.sliding_window = 4096
+    install_attention(model)
+    assert packing_mismatch(model, CPU) is None
+    monkeypatch.setattr(install, "span_of_layer", lambda config, layer: Span())
+    assert re.search("other hidden states", packing_mismatch(model, CPU))
+    assert model.config.sliding_window == 4096
 
 
 def test_positions_that_count_through_the_row_are_found():
@@ -114,6 +126,16 @@ def test_a_check_that_runs_out_of_memory_raises_and_a_kernel_too_large_for_the_c
 )
 def test_the_kernel_of_this_device_agrees_with_the_definition_also_at_a_models_own_heads(dtype, heads):
     assert attention_mismatch(dtype, CPU, *heads) is None
+
+
+@pytest.mark.parametrize("kind", [{"softcap": 2.0}, {"has_sinks": True}, {"span": Span(100)}], ids=str)
+def test_the_kernel_is_checked_with_a_layers_window_cap_and_sinks(kind, monkeypatch):
+    heads = HeadShape(64, 2, Span(), None, False)._replace(**kind)
+    assert attention_mismatch(torch.float32, CPU, heads=heads) is None
+    monkeypatch.setattr(
+        self_check, "attend_forest", lambda q, k, v, layout, scale, *_: attend_forest(q, k, v, layout, scale)
+    )
+    assert "values" in attention_mismatch(torch.float32, CPU, heads=heads)
 
 
 def test_hidden_states_that_are_no_numbers_are_found():

@@ -1,0 +1,55 @@
+"""Which tokens each kind of layer attends to: all before it, those of a sliding window, or those of its chunk.
+
+transformers names the kind of each layer in `config.layer_types`; its models take a mask per name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+Position = TypeVar("Position", int, Tensor)
+
+
+class Span(NamedTuple):
+    """The keys of one kind of layer: a token attends to itself and to those before it from `start(position)` on.
+
+    `size` is that of a sliding window, the token included, or with `is_chunk` of a chunk; None: all tokens.
+    """
+
+    size: int | None = None
+    is_chunk: bool = False
+
+    def start(self, position: Position) -> Position:
+        """Return the first position that the token at `position` attends to; it may be below 0."""
+        if self.size is None:
+            return position * 0
+        return position - position % self.size if self.is_chunk else position - (self.size - 1)
+
+
+FULL = Span()
+_SIZES = {"sliding_attention": ("sliding_window", False), "chunked_attention": ("attention_chunk_size", True)}
+
+
+def spans_by_type(config: Any) -> dict[str, Span]:
+    """Return the span of each layer type of a text config; types that attend to no tokens or to chosen ones count as full."""
+    types = getattr(config, "layer_types", None)
+    if not types:
+        sized = [name for name, (size, _) in _SIZES.items() if getattr(config, size, None) is not None]
+        types = sized[:1] or ["full_attention"]
+    sizes = {name: _SIZES[name] for name in types if name in _SIZES}
+    return {name: Span(getattr(config, sizes[name][0]), sizes[name][1]) if name in sizes else FULL for name in types}
+
+
+def span_of_layer(config: Any, layer: int | None) -> Span:
+    """Return the span of a layer by its index, which only models with several spans have to know."""
+    spans = spans_by_type(config)
+    return next(iter(spans.values())) if len(set(spans.values())) == 1 else spans[config.layer_types[layer]]
+
+
+def masks_by_type(config: Any, make_mask: Callable[[Span], Tensor]) -> Tensor | dict[str, Tensor]:
+    """Return the attention mask that a model takes: one tensor, or one for each layer type if their spans differ."""
+    spans = spans_by_type(config)
+    masks = {span: make_mask(span) for span in set(spans.values())}
+    return next(iter(masks.values())) if len(masks) == 1 else {name: masks[span] for name, span in spans.items()}
