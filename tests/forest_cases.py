@@ -75,7 +75,16 @@ MODELS = {
 }
 
 
+# The families' own code of these rounds to fp32.
+IN_FP32 = ("Gemma2", "GPT-OSS")
+
+
+def cases_of(*dtypes: torch.dtype) -> list[tuple[str, torch.dtype]]:
+    """Return the models in each dtype that their code computes in."""
+    return [(name, dtype) for name in MODELS for dtype in dtypes if dtype != torch.float64 or name not in IN_FP32]
+
+
 def model_of(name: str, dtype: torch.dtype = torch.float32):
-    """A model of a family in eval mode: grouped heads, a head each, one shared head, learned positions, latent, windows, caps, sinks."""
+    """A model of a family in eval mode."""
     torch.manual_seed(0)
     return MODELS[name]().to(dtype).eval()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from forest_cases import MODELS, NUM_IDS, forest_of, length_of, model_of, rows_of
+from forest_cases import NUM_IDS, cases_of, forest_of, length_of, model_of, rows_of
 from lowpeak.attention.install import forward_arguments, install_attention
 from rounding import assert_close_to_largest
 from tiny_models import tiny_model
@@ -71,8 +71,7 @@ def check(model, other, tolerance, gradient_tolerance):
     assert_same(grads, plain_grads, gradient_tolerance, 1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), cases_of(torch.float64, torch.float32), ids=str)
 def test_a_forest_gives_the_values_and_gradients_of_plain_rows(name, dtype):
     model = model_of(name, dtype)
     other = copy.deepcopy(model)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from forest_cases import MODELS, model_of
+from forest_cases import cases_of, model_of
 from lowpeak.attention import install, self_check
 from lowpeak.attention.install import HeadShape, attend_forest, install_attention
 from lowpeak.attention.self_check import attention_mismatch, packing_mismatch
@@ -21,8 +21,7 @@ CPU = torch.device("cpu")
 DIFFERENCE = r"^Qwen2ForCausalLM .*\b(inf|\d[\d.e+-]*) .*, .*\b\d[\d.e+-]*$"  # what was found, and what is allowed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), cases_of(torch.float32, torch.bfloat16, torch.float64))
 def test_models_of_plain_attention_agree(name, dtype):
     model = model_of(name, dtype)
     install_attention(model)
@@ -61,7 +60,7 @@ def test_a_window_that_is_longer_than_the_checks_sequences_is_checked_and_left_a
     model.config.sliding_window = 4096
     install_attention(model)
     assert packing_mismatch(model, CPU) is None
-    monkeypatch.setattr(install, "span_of_layer", lambda config, layer: Span())
+    monkeypatch.setattr(install, "span_of_layer", lambda config, layer: Span(4))
     assert re.search("other hidden states", packing_mismatch(model, CPU))
     assert model.config.sliding_window == 4096
 
