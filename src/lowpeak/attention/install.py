@@ -26,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowpeak.attention.flex import attend_flex, block_mask
+from lowpeak.attention.mixers import MixerCalls, install_mixers, mixers_of, uninstall_mixers
 from lowpeak.attention.scores import PLAIN, Scores
 from lowpeak.attention.sdpa import SdpaCalls
 from lowpeak.attention.spans import FULL, Span, span_of_layer
@@ -61,10 +62,14 @@ def packing_unsupported_reason(model: nn.Module) -> str | None:
 
 def _backend_obstacle(causal: Any, config: Any) -> str | None:
     """Return a reason if the model's attention does not go through transformers' registry."""
+    if set(getattr(config, "layer_types", None) or ("full_attention",)) <= _STATE_TYPES - {"hybrid"}:
+        return None  # nothing attends
     decoder = causal.get_decoder()
-    if not getattr(decoder, "_supports_attention_backend", False):
-        return "does not use transformers' attention interface"
     table = getattr(sys.modules[type(decoder).__module__], "ALL_ATTENTION_FUNCTIONS", None)
+    # Families with mixers do not declare the interface, also where they use it.
+    uses_interface = table is not None and bool(mixers_of(causal))
+    if not (uses_interface or getattr(decoder, "_supports_attention_backend", False)):
+        return "does not use transformers' attention interface"
     if not decoder._can_set_attn_implementation() or getattr(table, "_local_mapping", None):
         return "does not let its attention implementation be set"
     default = _default_attention(causal)
@@ -79,9 +84,11 @@ def _default_attention(causal: Any) -> str:
 
 def _config_obstacle(causal: nn.Module, config: Any) -> str | None:
     """Return a reason if the config says that attention is not causal over text, or more than attention."""
-    if getattr(causal, "_is_stateful", False):
-        return "carries a state from token to token (state-space, linear-attention or recurrent layers)"
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES)
+    types = list(getattr(config, "layer_types", None) or ())
+    num_states, num_mixers = sum(each in _STATE_TYPES for each in types), len(mixers_of(causal))
+    if num_states != num_mixers or getattr(causal, "_is_stateful", False) > num_mixers:
+        return "carries states from token to token otherwise than through transformers' cache"
+    kinds = sorted(set(types) - _ATTENTION_TYPES - _STATE_TYPES - _STATELESS_TYPES)
     if kinds:
         return f"has layers that are not plain attention ({', '.join(kinds)})"
     reasons = (
@@ -131,6 +138,8 @@ def _dropout(module: nn.Module) -> float:
 
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_STATE_TYPES = {"linear_attention", "conv", "hybrid"}  # "hybrid" attends, too
+_STATELESS_TYPES = {"moe", "mlp"}
 
 # Keywords that a layer may pass to its attention and that do not change the result.
 _IGNORED = {
@@ -158,7 +167,7 @@ class ForestAttention:
     Neither a tuple nor a dataclass, because wrappers (DDP, FSDP) take these apart to move and cast tensors.
     """
 
-    __slots__ = ("_block_masks", "_device", "_length", "_sdpa_calls", "heads", "is_on_cuda", "trees")
+    __slots__ = ("_block_masks", "_device", "_length", "_mixer_calls", "_sdpa_calls", "heads", "is_on_cuda", "trees")
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self.trees: tuple[Tree, ...] = forest.trees
@@ -167,6 +176,7 @@ class ForestAttention:
         self.heads: set[HeadShape] = set()  # of the layers that attended
         self._block_masks: dict[Span, Any] = {}
         self._sdpa_calls: dict[Span, SdpaCalls] = {}
+        self._mixer_calls: dict[bool, MixerCalls] = {}
 
     def block_mask(self, span: Span) -> Any:
         """Return FlexAttention's mask on CUDA, built by the first layer that needs it."""
@@ -179,6 +189,12 @@ class ForestAttention:
         if span not in self._sdpa_calls:
             self._sdpa_calls[span] = SdpaCalls(self.trees, query_1HLE, span)
         return self._sdpa_calls[span]
+
+    def mixer_calls(self, takes_state: bool) -> MixerCalls:
+        """Return the calls of mixers that go on from a state, or of those that do not."""
+        if takes_state not in self._mixer_calls:
+            self._mixer_calls[takes_state] = MixerCalls(self.trees, self._length, self._device, takes_state)
+        return self._mixer_calls[takes_state]
 
 
 def install_attention(model: nn.Module) -> None:
@@ -195,6 +211,7 @@ def install_attention(model: nn.Module) -> None:
         AttentionInterface.register(name, _attend)
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[default])
     _set_attention(causal, names[_default_attention(causal)])
+    install_mixers(causal)
 
 
 def uninstall_attention(model: nn.Module) -> None:
@@ -202,6 +219,7 @@ def uninstall_attention(model: nn.Module) -> None:
     causal = causal_lm(model)
     if causal.config.get_text_config()._attn_implementation in (ATTENTION_NAME, EAGER_NAME):
         _set_attention(causal, _default_attention(causal))
+        uninstall_mixers(causal)
 
 
 def _set_attention(causal: Any, name: str) -> None:

@@ -1,0 +1,262 @@
+"""Recurrent and convolution layers over a forest: the state at a prompt's end starts each of its completions.
+
+A mixer of transformers (gated delta rule, Mamba, short convolution) reads its states from the cache that it is given, goes on
+from them and stores the new ones. So the sequences of a forest take two calls: the prompts from empty states, and the
+completions from copies of their prompts' states, with a cache through which gradients flow. A mixer whose scan takes no state
+(Mamba 1) gets each completion with its prompt instead, and computes the prompt once per completion.
+
+Shapes: L packed tokens, N rows of a call with M tokens each, X hidden size."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.heads import backbone_of
+from lowpeak.records import Tree
+
+# The largest fraction of a call's tokens that may be padding.
+_MAX_PADDING = 0.25
+_CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of the mixers' argument, by release of transformers
+
+
+def mixers_of(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that carry states from token to token through transformers' cache."""
+    return [module for module in model.modules() if _is_mixer(module)]
+
+
+def _is_mixer(module: Any) -> bool:
+    kind: Any = type(module)
+    has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return has_convolution and _cache_name(kind) is not None and "update_conv_state" in _source(kind)
+
+
+@functools.cache
+def _cache_name(kind: Any) -> str | None:
+    """Return the name of a mixer's argument for the cache; None for a module that is none."""
+    names = inspect.signature(kind.forward).parameters
+    return next((name for name in _CACHE_NAMES if name in names), None) if "attention_mask" in names else None
+
+
+@functools.cache
+def _source(kind: Any) -> str:
+    """Return the source of a mixer's class, without the classes that wrappers derive from it."""
+    classes = (each for each in kind.__mro__ if each.__module__.startswith("transformers."))
+    return inspect.getsource(next(classes, kind))
+
+
+def _takes_state(kind: Any) -> bool:
+    """Return whether several tokens can follow a state."""
+    return "initial_state" in _source(kind) or "update_recurrent_state" not in _source(kind)
+
+
+def install_mixers(causal: nn.Module) -> None:
+    """Let the mixers of a causal LM take the forest of their backbone's forward."""
+    for mixer in mixers_of(causal):
+        # Bound to the module, so that a deep copy runs its own weights.
+        mixer.forward = MethodType(_forest_forward, mixer)
+        mixer._lowpeak_forest = None
+    if mixers_of(causal):
+        backbone: Any = backbone_of(causal)
+        backbone._lowpeak_hook = backbone.register_forward_pre_hook(_pass_forest, with_kwargs=True)
+
+
+def uninstall_mixers(causal: nn.Module) -> None:
+    """Restore the mixers' forward."""
+    for mixer in mixers_of(causal):
+        del mixer.forward
+    if mixers_of(causal):
+        backbone: Any = backbone_of(causal)
+        backbone.__dict__.pop("_lowpeak_hook").remove()
+
+
+def _pass_forest(backbone: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Give the mixers the forest of a forward: not all layers pass keywords on. A recomputed layer finds it, too."""
+    for mixer in mixers_of(backbone):
+        mixer._lowpeak_forest = kwargs.get("forest")
+
+
+def _forest_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    kind: Any = type(self)
+    forward, forest = kind.forward, self._lowpeak_forest
+    if forest is None:
+        return forward(self, hidden_states, *args, **kwargs)
+    name = str(_cache_name(kind))
+    kwargs = {key: value for key, value in kwargs.items() if key not in (name, "attention_mask", "forest")}
+
+    def run(rows_NMX: Tensor, mask_NM: Tensor | None, states: States | None) -> Tensor:
+        out: Tensor = forward(self, rows_NMX, attention_mask=mask_NM, **{name: states}, **kwargs)
+        return out
+
+    return forest.mixer_calls(_takes_state(kind)).run(run, hidden_states)
+
+
+@dataclass
+class States:
+    """The states of one mixer, as a cache of transformers whose updates replace tensors: [N, ...] by number of the state."""
+
+    conv: dict[int, Tensor] = field(default_factory=dict)
+    recurrent: dict[int, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def concatenate(parts: Sequence[States]) -> States:
+        """Return the states of all rows of `parts`."""
+        return States(
+            {i: torch.cat([part.conv[i] for part in parts]) for i in parts[0].conv},
+            {i: torch.cat([part.recurrent[i] for part in parts]) for i in parts[0].recurrent},
+        )
+
+    def fork(self, rows_N: Tensor) -> States:
+        """Return copies of the states of some rows."""
+        return States(
+            {i: state.index_select(0, rows_N) for i, state in self.conv.items()},
+            {i: state.index_select(0, rows_N) for i, state in self.recurrent.items()},
+        )
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self.conv)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.conv.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.recurrent.get(state_idx)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Keep the last inputs of a convolution; return them all, after those that were kept."""
+        if state_idx in self.conv:
+            conv_states = torch.cat([self.conv[state_idx], conv_states], -1)
+        width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        conv_states = nn.functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        self.conv[state_idx] = conv_states[..., -width:]
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        self.recurrent[state_idx] = recurrent_states
+        return recurrent_states
+
+
+@dataclass(frozen=True)
+class MixerCall:
+    """The rows of one call: indices [N * M] of packed tokens; `mask_NM` is False for padding on the left.
+
+    `prompts_N` are the rows of the prompts' states that they start from; None: they start from none. `keeps_states`: they are
+    prompts.
+    """
+
+    num_rows: int
+    indices: Tensor
+    mask_NM: Tensor | None = None
+    prompts_N: Tensor | None = None
+    keeps_states: bool = False
+
+
+class MixerCalls:
+    """A mixer's calls for a forest, and the index of each packed token among their results."""
+
+    def __init__(self, trees: Sequence[Tree], length: int, device: torch.device, takes_state: bool) -> None:
+        self._device = device
+        self._sources, self._num_results = [-1] * length, 0
+        self.calls: list[MixerCall] = []
+        if takes_state:
+            self._add_forked(trees)
+        else:
+            self._add([[*prompt, *tokens] for prompt, tokens in _sequences(trees)])
+        # Padding tokens take the row of zeros that `run` appends to the results.
+        sources = [self._num_results if source < 0 else source for source in self._sources]
+        self._sources_L = torch.tensor(sources, device=device)
+
+    def _add_forked(self, trees: Sequence[Tree]) -> None:
+        sequences = list(_sequences(trees))
+        prompts = [list(prompt) for prompt in dict.fromkeys(prompt for prompt, _ in sequences if prompt)]
+        row_of = {prompt[0]: row for row, prompt in enumerate(self._add(prompts, keeps_states=True))}
+        starts = {tokens[0]: row_of[prompt[0]] for prompt, tokens in sequences if prompt and tokens}
+        for follows_prompt in (True, False):
+            rows = [list(tokens) for prompt, tokens in sequences if tokens and bool(prompt) == follows_prompt]
+            self._add(rows, starts if follows_prompt else None)
+
+    def _add(
+        self, rows: list[list[int]], starts: dict[int, int] | None = None, keeps_states: bool = False
+    ) -> list[list[int]]:
+        """Add calls for rows of indices; return the rows in the order of the calls."""
+        batches = _batches(rows)
+        for batch in batches:
+            width = max(
+                2, len(batch[-1])
+            )  # a single token would take the path of decoding, which changes states in place
+            padding = [width - len(row) for row in batch]
+            indices, mask = [], []
+            for row, missing in zip(batch, padding, strict=True):
+                indices += row[:1] * missing + row if keeps_states else row + row[-1:] * missing
+                mask.append([False] * missing + [True] * len(row))
+                for i, token in enumerate(row, self._num_results + missing * keeps_states):
+                    self._sources[token] = i
+                self._num_results += width
+            is_masked = keeps_states and any(padding)
+            self.calls.append(
+                MixerCall(
+                    len(batch),
+                    self._tensor(indices),
+                    self._tensor(mask) if is_masked else None,
+                    self._tensor([starts[row[0]] for row in batch]) if starts is not None else None,
+                    keeps_states,
+                )
+            )
+        return [row for batch in batches for row in batch]
+
+    def _tensor(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=self._device)
+
+    def run(self, mixer: Callable[[Tensor, Tensor | None, States | None], Tensor], hidden_1LX: Tensor) -> Tensor:
+        """Return the mixer's output for each packed token, [1, L, X]; zeros for padding tokens."""
+        results: list[Tensor] = []
+        kept: list[States] = []
+        ends: States | None = None  # of all prompts
+        for call in self.calls:
+            states = States() if call.keeps_states else None
+            if call.prompts_N is not None:
+                ends = ends or States.concatenate(kept)
+                states = ends.fork(call.prompts_N)
+            rows_NMX = hidden_1LX[0].index_select(0, call.indices).unflatten(0, (call.num_rows, -1))
+            results.append(mixer(rows_NMX, call.mask_NM, states).flatten(0, 1))
+            if call.keeps_states and states is not None:
+                kept.append(states)
+        results.append(results[0].new_zeros(1, results[0].shape[-1]))
+        return torch.cat(results).index_select(0, self._sources_L)[None]
+
+
+def _sequences(trees: Sequence[Tree]) -> Iterator[tuple[range, range]]:
+    """Yield the packed tokens of each prompt with those of each of its completions, for all that have tokens."""
+    for tree in trees:
+        start = tree.start + tree.prompt
+        prompt = range(tree.start, start)
+        completions = [tokens for tokens in tree.completions if tokens] or [0]
+        for tokens in completions if prompt or any(completions) else ():
+            yield prompt, range(start, start + tokens)
+            start += tokens
+
+
+def _batches(rows: list[list[int]]) -> list[list[list[int]]]:
+    """Return rows of similar lengths together, the longest of each batch last."""
+    batches: list[list[list[int]]] = []
+    num_tokens = 0  # of the last batch without its padding
+    for row in sorted(rows, key=len):
+        if batches and num_tokens + len(row) >= (1 - _MAX_PADDING) * (len(batches[-1]) + 1) * len(row):
+            batches[-1].append(row)
+            num_tokens += len(row)
+        else:
+            batches.append([row])
+            num_tokens = len(row)
+    return batches
