@@ -49,11 +49,7 @@ REFUSED = {
         ),
         "attn_temperature_tuning",
     ),
-    "Mamba": (lambda: made("Mamba", **SMALL), "state"),
-    "Qwen3-Next": (
-        lambda: made("Qwen3Next", **GROUPED, head_dim=16, num_experts=2, layer_types=["linear_attention"] * 2),
-        "state",
-    ),
+    "RecurrentGemma": (lambda: made("RecurrentGemma", **SMALL, num_attention_heads=4, intermediate_size=64), "states"),
     "Bloom": (lambda: made("Bloom", vocab_size=NUM_IDS, hidden_size=32, n_layer=1, n_head=4), "interface"),
     "Falcon with ALiBi": (lambda: made("Falcon", **SMALL, num_attention_heads=4, alibi=True), "ALiBi"),
     "dynamic rotation": (lambda: with_rope(rope_type="dynamic", factor=2.0), "(dynamic)"),
