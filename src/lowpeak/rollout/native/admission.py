@@ -173,10 +173,9 @@ class SlotTable:
         for each in (*self.kept, *self.running):
             cached = each.ids[: each.num_cached]
             # Most sequences are of other prompts: one comparison tells it.
-            if _share(cached, ids[:-1], most + 1):
-                shared = common_prefix_length(cached, ids[:-1])
-                if self._can_shorten(each.num_cached, shared):
-                    best, most = each, shared
+            shared = common_prefix_length(cached, ids[:-1]) if _share(cached, ids[:-1], most + 1) else 0
+            if shared > most and self._can_shorten(each.num_cached, shared):
+                best, most = each, shared
         return (best, most) if best is not None else (None, 0)
 
     def _has_room(self, goes_on: bool) -> bool:
@@ -247,8 +246,7 @@ class TurnDecodeLoop:
     on_tokens: Callable[[int, int], None] | None
 
     def __post_init__(self) -> None:
-        self._table, self._cache = SlotTable(0, 0), SlotCache()
-        self._budget = self.kv_cache_bytes
+        self._table, self._cache, self._budget = SlotTable(0, 0), SlotCache(), self.kv_cache_bytes
         self._one_token: Cache | None = None
         self._num_forwarded: dict[Key, int] = {}  # tokens of a conversation that have been in the cache
         self._output: OutputBuffer
@@ -305,7 +303,6 @@ class TurnDecodeLoop:
             self._table.num_slots = num_slots
 
     def _bytes(self, num_columns: int) -> int:
-        """Return the bytes of a slot."""
         assert self._one_token is not None, "the first request has made it"
         # Under autocast the cache is narrower than the parameters.
         return sequence_bytes(self.model, num_columns, storing_layers(self._one_token)[0].dtype)
@@ -318,9 +315,9 @@ class TurnDecodeLoop:
     def _make_cache(self, num_slots: int, num_columns: int, num_rows: int) -> None:
         assert self._one_token is not None, "the first request has made it"
         self._cache = SlotCache()
-        self._table = SlotTable(num_slots, num_rows, self._cache.can_shorten)
         self._cache.reserve(num_slots, num_columns, 0)
         self._cache.allocate(self._one_token)
+        self._table = SlotTable(num_slots, num_rows, self._cache.can_shorten)
         self._output = self.new_output(num_rows)
         self._draws = UniformDraws(num_rows, self.sampling, self._output.device)
         sampling = replace(self.sampling, num_generations=1)

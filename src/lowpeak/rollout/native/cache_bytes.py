@@ -46,9 +46,9 @@ def sequence_bytes(model: nn.Module, num_tokens: int, dtype: torch.dtype | None 
     """
     dtype = dtype or parameter_dtype(model)
     dtype = dtype if dtype.itemsize > 1 else torch.bfloat16
-    model = transformers_model(model)
-    described = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    return _measure(type(model), _Described(described, model.config), dtype).of(num_tokens)
+    made = transformers_model(model)
+    described = json.dumps(made.config.to_dict(), sort_keys=True, default=str)
+    return _measure(_Described(type(made), described, made.config), dtype).of(num_tokens)
 
 
 def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
@@ -58,19 +58,20 @@ def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
 
 @dataclass(frozen=True)
 class _Described:
-    """A config that compares by what it says, so that each is measured once."""
+    """A model's class and config, which compares by what they say, so that each is measured once."""
 
+    model_class: type
     text: str
     config: Any = field(compare=False)
 
 
 @lru_cache(maxsize=64)
-def _measure(model_class: Any, described: _Described, dtype: torch.dtype) -> CacheBytes:
+def _measure(described: _Described, dtype: torch.dtype) -> CacheBytes:
     config = copy.deepcopy(described.config)
     config._attn_implementation = "eager"
     try:
         with unset_fake_temporarily(), rehearse_experts(), torch.device("meta"), torch.no_grad():
-            model = _make(model_class, config, dtype)
+            model = _make(described.model_class, config, dtype)
             one, two = (_layer_bytes(model, num_tokens) for num_tokens in (1, 2))
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return _most_bytes(config, dtype)

@@ -2,7 +2,7 @@
 
 A group starts with one prefill of its prompt, after which the first tokens of all its completions are drawn at once.
 Its sequences then take slots as they become free; for those without a slot the prefill of their prompt is kept, since slots
-hold the newest tokens of a window and the newest state alone. The running sequences always have the first slots, so that a forward computes no
+hold the newest tokens of a window alone. The running sequences always have the first slots, so that a forward computes no
 others.
 Shapes: P prompts, N running sequences, L columns of the cache that a step sees, V vocabulary.
 """
@@ -293,7 +293,7 @@ class DecodeInputs:
 
         def mask(span: Span) -> Tensor:
             # A ring of n columns has the newest n tokens, or those of a chunk up to the newest.
-            newest_N1 = columns_N1 % span.size if span.is_chunk else columns_N1
+            newest_N1 = columns_N1 - span.start(columns_N1) if span.is_chunk else columns_N1
             return self._mask(newest_N1, min(num_seen, span.size or num_seen))
 
         return self._call(cache, tokens_N[:, None], columns_N1, masks_by_type(self._config, mask))

@@ -1,9 +1,9 @@
 """Native rollout engine: the policy generates with its training weights, without a second copy.
 
 Models with other caches than keys and values, of all tokens or of a window, or without position ids, generate by
-`model.generate()`: linear attention and state-space layers need transformers' bookkeeping. Every sequence forwards its prompt then, and ended
-sequences stay in the batch, so this is slower. Tokens and log-probs come from the same sampling code, in a logits processor
-that leaves `generate()` one token to choose."""
+`model.generate()`: linear attention and state-space layers need transformers' bookkeeping. Every sequence forwards its prompt
+then, and ended sequences stay in the batch, so this is slower. Tokens and log-probs come from the same sampling code, in a
+logits processor that leaves `generate()` one token to choose."""
 
 from __future__ import annotations
 
