@@ -176,7 +176,7 @@ def _count_last_step(
     prompts: Sequence[Prompt] = [Prompt(i, (5,) * _PROMPT, "") for i in range(_PROMPTS)]
     num_rows = _PROMPTS * _GENERATIONS
     output = EndlessOutput(num_rows, sampling.max_new_tokens, frozenset((0,)), StopStrings(None, ()), None, device)
-    queue = PromptQueue([_PROMPT] * _PROMPTS, _GENERATIONS, sampling.max_new_tokens, 1 << 30)
+    queue = PromptQueue([_PROMPT] * _PROMPTS, _GENERATIONS, sampling.max_new_tokens, lambda tokens: (1 << 30) // tokens)
     loop = DecodeLoop(model, queue, 1 << 40, prompts, sampling, output, graphs)
     loop._admit()
     with patch.object(torch, "equal", return_value=True):  # of a graph's logits, which fake tensors do not have

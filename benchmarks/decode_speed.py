@@ -82,7 +82,7 @@ def measure(slots: int, steps: int, layers: int, threads: int) -> dict[str, Any]
     output = EndlessOutput(
         slots, sampling.max_new_tokens, frozenset((0,)), StopStrings(None, ()), None, torch.device("cpu")
     )
-    queue = PromptQueue([_PROMPT] * slots, 1, sampling.max_new_tokens, 1 << 30)
+    queue = PromptQueue([_PROMPT] * slots, 1, sampling.max_new_tokens, lambda tokens: (1 << 30) // tokens)
     with torch.inference_mode():
         loop = DecodeLoop(model, queue, 1 << 40, prompts, sampling, output)
         loop._admit()

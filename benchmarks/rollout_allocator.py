@@ -27,7 +27,8 @@ from lowpeak.device_kind import rehearse_device
 from lowpeak.heads.lm_head import install_head
 from lowpeak.plan.rehearsal.storage_meter import run_methods_inside
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.cache import SlotCache, bucket_size, bytes_per_token
+from lowpeak.rollout.native.cache import SlotCache, bucket_size
+from lowpeak.rollout.native.cache_bytes import bytes_per_token
 from lowpeak.rollout.native.decode_loop import DecodeLoop
 from lowpeak.rollout.native.output import StopStrings
 from lowpeak.rollout.native.scheduler import PromptQueue
@@ -92,7 +93,7 @@ def _generate(model: Any, case: Case, prompt_tokens: int, allocator: CachingAllo
         case.slots, case.completion, frozenset((0,)), StopStrings(None, ()), None, torch.device("cpu")
     )
     budget = case.slots * (case.prompt + case.completion)
-    queue = PromptQueue([prompt_tokens] * len(prompts), _GROUP, case.completion, budget)
+    queue = PromptQueue([prompt_tokens] * len(prompts), _GROUP, case.completion, lambda tokens: budget // tokens)
     returning = run_methods_inside(SlotCache, {"allocate": partial(_returned, allocator)})
     with torch.no_grad(), OneKernelAttention(), returning:
         loop = DecodeLoop(model, queue, budget * bytes_per_token(model), prompts, sampling, output)

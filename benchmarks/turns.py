@@ -28,7 +28,7 @@ from benchmarks.harness.process import run_apart
 from benchmarks.harness.report import print_result, versions
 from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.cache import bytes_per_token
+from lowpeak.rollout.native.cache_bytes import bytes_per_token
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.rollout.turns import Arrivals, TurnQueue, TurnRequest, turn_key
 

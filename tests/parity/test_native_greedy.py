@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowpeak.arguments.sampling import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.cache import bytes_per_token
+from lowpeak.rollout.native.cache_bytes import bytes_per_token
 from lowpeak.rollout.native.engine import NativeEngine
 from tiny_models import char_tokenizer, tiny_model
 

@@ -1,4 +1,5 @@
 from lowpeak.attention.install import ATTENTION_NAME as ATTENTION_NAME
+from lowpeak.attention.install import EAGER_NAME as EAGER_NAME
 from lowpeak.attention.install import forward_arguments as forward_arguments
 from lowpeak.attention.install import install_attention as install_attention
 from lowpeak.attention.install import no_packing_detection as no_packing_detection
@@ -6,3 +7,8 @@ from lowpeak.attention.install import packing_unsupported_reason as packing_unsu
 from lowpeak.attention.install import uninstall_attention as uninstall_attention
 from lowpeak.attention.self_check import attention_mismatch as attention_mismatch
 from lowpeak.attention.self_check import packing_mismatch as packing_mismatch
+from lowpeak.attention.spans import FULL as FULL
+from lowpeak.attention.spans import Span as Span
+from lowpeak.attention.spans import masks_by_type as masks_by_type
+from lowpeak.attention.spans import span_of_layer as span_of_layer
+from lowpeak.attention.spans import spans_by_type as spans_by_type

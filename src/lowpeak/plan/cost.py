@@ -40,7 +40,7 @@ class Work:
 
     parameters, trained        of the model
     active_parameters          that one token uses: fewer in a mixture of experts
-    layers, hidden, kv_bytes   of the model; `kv_bytes` are of one token
+    layers, hidden, kv_bytes   of the model; `kv_bytes` are of one token, on average over a sequence
     prompt, completion         tokens of a sequence
     train_tokens               tokens of the device's micro-batches in a step
     score_tokens, score_passes tokens of its scoring passes of a rollout, and their number
@@ -235,10 +235,9 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
     text, settings = inputs.config.get_text_config(), inputs.settings
     counts, request = inputs.counts, inputs.request
     parts = request.tensor_parallel
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_bytes = parts * 2 * text.num_hidden_layers * heads * width * (2 if inputs.args.bf16 else 4)
     prompt, completion = request.prompt_tokens, inputs.completion_tokens
+    cache_dtype = torch.bfloat16 if inputs.args.bf16 else torch.float32
+    kv_bytes = parts * inputs.sequence_bytes(prompt + completion, cache_dtype) // (prompt + completion)
     passes = 0
     if inputs.is_online:
         needs = inputs.algorithm.needs

@@ -45,7 +45,7 @@ from lowpeak.plan.rehearsal import RehearsedRollout, RewardPass
 from lowpeak.plan.request import PlanRequest
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
 from lowpeak.rewards import REWARD_BATCH_TOKENS
-from lowpeak.rollout.native import bytes_per_token
+from lowpeak.rollout.native import sequence_bytes
 from lowpeak.setup import attach_critic, describe_generation
 from lowpeak.sizes import LayoutChoice, ModelShape, Sizes, choose_layout
 from lowpeak.training import LogprobSettings
@@ -82,14 +82,15 @@ class RunInputs:
         self.streamed = other.streamed
 
     def with_layers(self, layers: int) -> RunInputs:
-        """Return the same run with fewer layers: its sizes stay, the KV cache holds as many tokens."""
+        """Return the same run with fewer layers: its sizes stay, the KV cache holds as many sequences."""
         sizes, layout = self.sizes, self.layout_choice
         fewer = copy.copy(self)
         fewer.config = with_layers(self.config, layers)
         fewer.request = replace(self.request, config=with_layers(self.request.config, layers))
         fewer.__dict__.pop("_plain_model", None)
-        tokens = sizes.kv_cache_bytes // self._bytes_per_token if self.is_online else 0
-        fewer.sizes = replace(sizes, kv_cache_bytes=tokens * fewer._bytes_per_token)
+        if self.is_online:
+            cache_bytes = sizes.kv_cache_bytes * fewer.least_cache_bytes // self.least_cache_bytes
+            fewer.sizes = replace(sizes, kv_cache_bytes=cache_bytes)
         fewer.layout_choice = layout
         return fewer
 
@@ -362,12 +363,12 @@ class RunInputs:
     @property
     def least_cache_bytes(self) -> int:
         """Return the bytes that the engine asks for one sequence: keys and values in the weights' dtype."""
-        return self.longest_sequence * self._bytes_per_token
-
-    @property
-    def _bytes_per_token(self) -> int:
         dtype = torch.bfloat16 if self.storage is not None and self.settings.model.trains_bf16 else torch.float32
-        return bytes_per_token(self._plain_model, dtype)
+        return self.sequence_bytes(self.longest_sequence, dtype)
+
+    def sequence_bytes(self, num_tokens: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a sequence of so many tokens in a KV cache of this dtype."""
+        return sequence_bytes(self._plain_model, num_tokens, dtype)
 
 
 def _without_weights(config: Any) -> Any:

@@ -27,9 +27,9 @@ from lowpeak.rollout.native import (
     CudaCapture,
     DecodeGraphs,
     NativeEngine,
-    bytes_per_token,
     end_token_ids,
     parameter_dtype,
+    sequence_bytes,
     unsupported_reason,
     weight_copies,
 )
@@ -315,7 +315,7 @@ def _cache_on_host(policy: nn.Module, run: Run, device: torch.device) -> int | N
     """
     if device.type != "cpu":
         return None
-    enough = _MAX_SEQUENCES * (context_length(policy) or 1 << 15) * bytes_per_token(policy)
+    enough = _MAX_SEQUENCES * sequence_bytes(policy, context_length(policy) or 1 << 15)
     return int(min(run.sizes.kv_cache_bytes, max(_LEAST_CACHE_BYTES, enough)))
 
 

@@ -25,7 +25,7 @@ from lowpeak.rewards import (
     warn_of_unrewarded,
 )
 from lowpeak.rollout import Pending, RolloutEngine
-from lowpeak.rollout.native import bytes_per_token
+from lowpeak.rollout.native import sequence_bytes
 from lowpeak.training.journal_rows import completion_rows
 from lowpeak.training.memory_errors import explain_out_of_memory
 from lowpeak.training.recovery import Demand, attempts
@@ -191,19 +191,19 @@ class RolloutCollector:
         most = max(self.stats.most_prompt_tokens, *(len(prompt.ids) for prompt in prompts))
         tokens = most + sampling.max_new_tokens
         num_sequences = -(-len(prompts) * sampling.num_generations // self._ranks.world_size)
-        per_sequence = tokens * bytes_per_token(policy)
+        per_sequence = sequence_bytes(policy, tokens)
         return Demand(cache_bytes=num_sequences * per_sequence, sequence_bytes=per_sequence)
 
     def _vllm_demand(self) -> Demand:
         """Return the bytes of vLLM's KV cache, and of one sequence in it, in whole blocks."""
         policy, device, settings = self._policy(), self.context.accelerator.device, self.settings
         context = settings.prompts.vllm_max_model_length or context_length(policy) or 0
-        sequence_bytes = 2 * context * bytes_per_token(policy)
+        twice = 2 * sequence_bytes(policy, context)
         if settings.vllm is None:
-            return Demand(sequence_bytes=sequence_bytes)
+            return Demand(sequence_bytes=twice)
         # On a CPU the cache is that of the run's sizes.
         total = total_bytes(device) if has_device_memory(device) else 0
-        return Demand.of_vllm(settings.vllm.where, self.context.run.num_parameters, total, sequence_bytes)
+        return Demand.of_vllm(settings.vllm.where, self.context.run.num_parameters, total, twice)
 
     def _policy(self) -> Any:
         return causal_lm(self.context.accelerator.unwrap_model(self.context.model_wrapped))

@@ -21,7 +21,7 @@ from lowpeak.rollout.native import (
     PromptQueue,
     SlotCache,
     StopStrings,
-    bytes_per_token,
+    sequence_bytes,
 )
 
 
@@ -39,8 +39,12 @@ def rehearse_decoding(
     """
     device, num_rows = torch.device("cpu"), len(prompts) * sampling.num_generations
     output = EndlessOutput(num_rows, sampling.max_new_tokens, frozenset((0,)), StopStrings(None, ()), None, device)
-    lengths, max_tokens = [len(prompt.ids) for prompt in prompts], kv_cache_bytes // bytes_per_token(model)
-    queue = PromptQueue(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
+    lengths = [len(prompt.ids) for prompt in prompts]
+
+    def slots_of(tokens: int) -> int:
+        return kv_cache_bytes // sequence_bytes(model, tokens)
+
+    queue = PromptQueue(lengths, sampling.num_generations, sampling.max_new_tokens, slots_of)
     with run_methods_inside(SlotCache, {"allocate": partial(meter.counting_as, Kind.KV_CACHE)}):
         graphs = RehearsedGraphs(lambda: lambda run: lambda: None) if has_graphs else None
         loop = DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output, graphs)

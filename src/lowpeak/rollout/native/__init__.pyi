@@ -1,6 +1,7 @@
 from lowpeak.rollout.native.cache import SlotCache as SlotCache
-from lowpeak.rollout.native.cache import bytes_per_token as bytes_per_token
 from lowpeak.rollout.native.cache import parameter_dtype as parameter_dtype
+from lowpeak.rollout.native.cache_bytes import bytes_per_token as bytes_per_token
+from lowpeak.rollout.native.cache_bytes import sequence_bytes as sequence_bytes
 from lowpeak.rollout.native.copied_weights import weight_copies as weight_copies
 from lowpeak.rollout.native.decode_graphs import CudaCapture as CudaCapture
 from lowpeak.rollout.native.decode_graphs import DecodeGraphs as DecodeGraphs

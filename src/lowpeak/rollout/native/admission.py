@@ -19,10 +19,12 @@ from lowpeak.arguments import Sampling
 from lowpeak.data import common_prefix_length
 from lowpeak.errors import first_line
 from lowpeak.memory import is_out_of_memory
-from lowpeak.rollout.native.cache import MAX_PREFILL, SlotCache, bytes_per_token, prefill_prompts
+from lowpeak.rollout.native.cache import MAX_PREFILL, SlotCache, prefill_prompts
+from lowpeak.rollout.native.cache_bytes import sequence_bytes
 from lowpeak.rollout.native.decode_loop import DecodeInputs
 from lowpeak.rollout.native.output import OutputBuffer
 from lowpeak.rollout.native.scheduler import check_capacity
+from lowpeak.rollout.native.slots import storing_layers
 from lowpeak.rollout.turns import Key, SampledTurn, TurnQueue, TurnRequest
 from lowpeak.rollout.uniforms import UniformDraws
 
@@ -133,8 +135,10 @@ class CachedSequence:
 class SlotTable:
     """The sequences in the slots: running ones in the first, kept ones in the next; `kept` begins with the oldest."""
 
-    def __init__(self, num_slots: int, num_rows: int) -> None:
-        self.num_slots = num_slots
+    def __init__(
+        self, num_slots: int, num_rows: int, can_shorten: Callable[[int, int], bool] = lambda cached, kept: True
+    ) -> None:
+        self.num_slots, self._can_shorten = num_slots, can_shorten
         self.running: list[CachedSequence] = []
         self.kept: list[CachedSequence] = []
         self.is_arranged = True
@@ -147,7 +151,7 @@ class SlotTable:
             own = [each for each in self.kept if each.request.conversation == request.conversation]
             if self._has_room(bool(own)):
                 ids = list(request.ids)
-                source, shared = _match(ids, own, [*self.kept, *self.running])
+                source, shared = self._match(ids, own)
                 # A member of a group copies the prompt once another member's is in the cache.
                 if not any(_share(each.ids[:-1], ids[:-1], shared + _LEAST_SHARED) for each in started):
                     self._make_room(own, source, shared)
@@ -156,6 +160,23 @@ class SlotTable:
                     self.running.append(started[-1])
         self.is_arranged &= not started
         return started
+
+    def _match(self, ids: list[int], own: Sequence[CachedSequence]) -> tuple[CachedSequence | None, int]:
+        """Return the sequence whose slot can go on with the most of these tokens but the last, and how many.
+
+        One of the conversation's `own` comes first if the tokens continue it.
+        """
+        for each in own:
+            if _share(each.ids[: each.num_cached], ids[:-1], each.num_cached):
+                return each, each.num_cached
+        best, most = None, _LEAST_SHARED - 1
+        for each in (*self.kept, *self.running):
+            cached = each.ids[: each.num_cached]
+            # Most sequences are of other prompts: one comparison tells it.
+            shared = common_prefix_length(cached, ids[:-1]) if _share(cached, ids[:-1], most + 1) else 0
+            if shared > most and self._can_shorten(each.num_cached, shared):
+                best, most = each, shared
+        return (best, most) if best is not None else (None, 0)
 
     def _has_room(self, goes_on: bool) -> bool:
         """A kept sequence gives its slot up only while fewer than half of the slots run, since it is fed again later."""
@@ -204,25 +225,6 @@ def _stay_or_fill(sequences: Sequence[CachedSequence], first: int) -> list[Cache
     return [stays[place] if place in stays else next(others) for place in places]
 
 
-def _match(
-    ids: list[int], own: Sequence[CachedSequence], others: Sequence[CachedSequence]
-) -> tuple[CachedSequence | None, int]:
-    """Return the sequence whose cache begins with the most of these tokens but the last, and how many.
-
-    One of the conversation's `own` comes first if the tokens continue it.
-    """
-    for each in own:
-        if _share(each.ids[: each.num_cached], ids[:-1], each.num_cached):
-            return each, each.num_cached
-    best, most = None, _LEAST_SHARED - 1
-    for each in others:
-        cached = each.ids[: each.num_cached]
-        # Most sequences are of other prompts: one comparison tells it.
-        if _share(cached, ids[:-1], most + 1):
-            best, most = each, common_prefix_length(cached, ids[:-1])
-    return (best, most) if best is not None else (None, 0)
-
-
 def _share(first: list[int], second: list[int], count: int) -> bool:
     """Return whether both begin with the same `count` tokens."""
     return min(len(first), len(second)) >= count and first[:count] == second[:count]
@@ -244,8 +246,7 @@ class TurnDecodeLoop:
     on_tokens: Callable[[int, int], None] | None
 
     def __post_init__(self) -> None:
-        self._table, self._cache = SlotTable(0, 0), SlotCache(0)
-        self._max_tokens = 0
+        self._table, self._cache, self._budget = SlotTable(0, 0), SlotCache(), self.kv_cache_bytes
         self._one_token: Cache | None = None
         self._num_forwarded: dict[Key, int] = {}  # tokens of a conversation that have been in the cache
         self._output: OutputBuffer
@@ -262,14 +263,14 @@ class TurnDecodeLoop:
                 self._step()
                 continue
             except (MemoryError, RuntimeError) as error:
-                half = self._cache.max_tokens // 2
-                must_raise = self.requests.queue.is_shared or half < max(self.requests.widths.values())
+                half = self._cache.num_bytes // 2
+                must_raise = self.requests.queue.is_shared or half < self._bytes(max(self.requests.widths.values()))
                 if must_raise or not is_out_of_memory(error):
                     raise
                 reason = first_line(error)
             # Outside of the handler: the error's frames hold tensors.
-            logger.warning("Out of memory: turns start again with a KV cache of %d tokens. (%s)", half, reason)
-            self._max_tokens = half
+            logger.warning("Out of memory: turns start again with a KV cache of %d bytes. (%s)", half, reason)
+            self._budget = half
             self._drop_cache()
 
     def _admit(self) -> None:
@@ -288,15 +289,12 @@ class TurnDecodeLoop:
         if self._one_token is None:
             first = self.requests.waiting[0].ids[:1]
             self._one_token = prefill_prompts(self.model, [first], self.new_output(0).device)[1]
-            # Under autocast the cache is narrower than the parameters.
-            dtype = self._one_token.layers[0].values.dtype
-            self._max_tokens = self.kv_cache_bytes // bytes_per_token(self.model, dtype)
         columns, number = max(self.requests.widths.values()), self.requests.num_conversations
-        most = min(number, self._max_tokens // columns)
-        num_slots = min(number, self._cache.max_tokens // columns)
+        most = min(number, self._budget // self._bytes(columns))
+        num_slots = min(number, self._cache.most_slots(columns))
         if columns > self._cache.num_columns or 2 * num_slots <= most:
             new = self.requests.waiting[-1].max_tokens
-            check_capacity(most, columns - new, new, self._max_tokens)
+            check_capacity(most, columns - new, new)
             self._drop_cache()
             self._make_cache(most, columns, number)
         elif self._cache.num_slots < min(num_slots, len(self.requests.widths)):
@@ -304,16 +302,22 @@ class TurnDecodeLoop:
             self._cache.reserve(num_slots, columns, len(self._table.running) + len(self._table.kept))
             self._table.num_slots = num_slots
 
+    def _bytes(self, num_columns: int) -> int:
+        assert self._one_token is not None, "the first request has made it"
+        # Under autocast the cache is narrower than the parameters.
+        return sequence_bytes(self.model, num_columns, storing_layers(self._one_token)[0].dtype)
+
     def _drop_cache(self) -> None:
         """Let the turns under way wait for a start, and free the cache."""
         self.requests.waiting += [each.request for each in self._table.running]
-        self._table, self._cache = SlotTable(0, 0), SlotCache(0)
+        self._table, self._cache = SlotTable(0, 0), SlotCache()
 
     def _make_cache(self, num_slots: int, num_columns: int, num_rows: int) -> None:
         assert self._one_token is not None, "the first request has made it"
-        self._table, self._cache = SlotTable(num_slots, num_rows), SlotCache(self._max_tokens)
+        self._cache = SlotCache()
         self._cache.reserve(num_slots, num_columns, 0)
         self._cache.allocate(self._one_token)
+        self._table = SlotTable(num_slots, num_rows, self._cache.can_shorten)
         self._output = self.new_output(num_rows)
         self._draws = UniformDraws(num_rows, self.sampling, self._output.device)
         sampling = replace(self.sampling, num_generations=1)

@@ -1,8 +1,8 @@
 """Decode loop of the native engine: sequences that generate together, each at its own position.
 
 A group starts with one prefill of its prompt, after which the first tokens of all its completions are drawn at once.
-Its sequences then take slots as they become free; a sequence without a slot later copies the prompt's keys and values
-from another sequence of its group. The running sequences always have the first slots, so that a forward computes no
+Its sequences then take slots as they become free; for those without a slot the prefill of their prompt is kept, since slots
+hold the newest tokens of a window alone. The running sequences always have the first slots, so that a forward computes no
 others.
 Shapes: P prompts, N running sequences, L columns of the cache that a step sees, V vocabulary.
 """
@@ -17,30 +17,33 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from lowpeak.arguments import Sampling
-from lowpeak.attention import ATTENTION_NAME
+from lowpeak.attention import ATTENTION_NAME, EAGER_NAME, Span, masks_by_type
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import (
     MASK_MULTIPLE,
     Ids,
     SlotCache,
-    bytes_per_token,
     cache_argument,
     left_pad,
     parameter_dtype,
     prefill_prompts,
+    select_prompt,
     split_prefill,
     text_config,
 )
+from lowpeak.rollout.native.cache_bytes import sequence_bytes
 from lowpeak.rollout.native.decode_graphs import DecodeGraphs
 from lowpeak.rollout.native.output import OutputBuffer
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, sequence_keys
+from lowpeak.rollout.native.slots import storing_layers
 from lowpeak.rollout.sampling import TokenDraw
 from lowpeak.rollout.uniforms import UniformDraws
 
 # Attention implementations that add a mask to the scores accept a prepared mask, made once for all layers; flash kernels do not.
-_ADDITIVE_MASKS = ("sdpa", "eager", ATTENTION_NAME)
+_ADDITIVE_MASKS = ("sdpa", "eager", ATTENTION_NAME, EAGER_NAME)
 
 
 class RunningSequence(NamedTuple):
@@ -69,9 +72,10 @@ class DecodeLoop:
     def __post_init__(self) -> None:
         self._running: list[RunningSequence] = []
         self._without_slot: deque[tuple[int, int]] = deque()  # rows and prompts of sequences that wait for a slot
+        self._their_prompt: Cache | None = None  # its prefill
         self._ended: list[bool] = []
         self._num_steps = 0
-        self._cache = SlotCache(self.queue.max_tokens)
+        self._cache = SlotCache()
         num_rows = len(self.prompts) * self.sampling.num_generations
         self._draws = UniformDraws(num_rows, self.sampling, self.output.device)
         self._inputs = DecodeInputs(self.model, [prompt.ids for prompt in self.prompts], self.sampling, self.output)
@@ -127,21 +131,26 @@ class DecodeLoop:
     def _refill_slots(self) -> None:
         """Give the slots of ended sequences to waiting ones, and fill remaining gaps with the last sequences."""
         num_used = len(self._running)
-        slot_of_prompt = {sequence.prompt: slot for slot, sequence in enumerate(self._running)}
         free = deque(slot for slot, ended in enumerate(self._ended) if ended)
         running = {slot: sequence for slot, sequence in enumerate(self._running) if not self._ended[slot]}
         self._running, self._ended = list(running.values()), []
         num_slots = self._num_slots()
-        sources: dict[int, int] = {}  # target slot -> source slot
+        entered: list[int] = []
         while self._without_slot and len(running) < num_slots:
-            row, prompt = self._without_slot.popleft()
             slot = free.popleft() if free else len(running)
-            running[slot], sources[slot] = self._entering(row, prompt), slot_of_prompt[prompt]
-        sources |= _close_gaps(running, free)
+            running[slot] = self._entering(*self._without_slot.popleft())
+            entered.append(slot)
+        sources = _close_gaps(running, free)
         self._running = [running[slot] for slot in range(len(running))]
-        if sources:
+        if entered:
             self._reserve(num_slots, num_used)
-            self._cache.move(list(sources), list(sources.values()), self._num_columns())
+        self._cache.move(list(sources), list(sources.values()), self._num_columns() if self._running else 0)
+        if entered:
+            assert self._their_prompt is not None, "`_start` keeps it"
+            prompt = self._running[entered[0]].prompt
+            self._cache.place(self._their_prompt, [0] * len(entered), [len(self.prompts[prompt].ids)], entered)
+        if not self._without_slot:
+            self._their_prompt = None
 
     def _start(self, prompts: Sequence[int], num_following: int) -> None:
         """Prefill prompts, draw the first tokens of their groups, and place as many sequences as there are slots.
@@ -150,23 +159,25 @@ class DecodeLoop:
         """
         logits_PV, prefilled = prefill_prompts(self.model, [self.prompts[i].ids for i in prompts], self.output.device)
         if not self._cache.layers:
-            self._set_budget(prefilled.layers[0].values.dtype)
+            self._set_budget(storing_layers(prefilled)[0].dtype)
         started = self._first_tokens(prompts, logits_PV)
         num_used, num_slots = len(self._running), self._num_slots(prompts)
         placed = started[: num_slots - num_used]
         self._running += [self._entering(row, prompt) for row, prompt in placed]
         self._without_slot.extend(started[len(placed) :])
+        index_of_prompt = {prompt: i for i, prompt in enumerate(prompts)}
+        if self._without_slot:
+            prompt = self._without_slot[0][1]
+            self._their_prompt = select_prompt(prefilled, index_of_prompt[prompt], len(self.prompts[prompt].ids))
         if placed:
             self._reserve(num_slots, num_used, num_following * self.sampling.num_generations)
-            index_of_prompt = {prompt: i for i, prompt in enumerate(prompts)}
             indices = [index_of_prompt[prompt] for _, prompt in placed]
-            self._cache.place(prefilled, indices, [len(self.prompts[i].ids) for i in prompts], num_used)
+            lengths = [len(self.prompts[i].ids) for i in prompts]
+            self._cache.place(prefilled, indices, lengths, range(num_used, len(self._running)))
 
     def _set_budget(self, dtype: torch.dtype) -> None:
-        """Convert the budget to tokens of the cache's dtype, which under autocast is narrower than the parameters'."""
-        max_tokens = self.kv_cache_bytes // bytes_per_token(self.model, dtype)
-        self.queue.set_budget(max_tokens)
-        self._cache.max_tokens = max_tokens
+        """Count the budget in the cache's dtype, which under autocast is narrower than the parameters'."""
+        self.queue.limit_slots(lambda tokens: self.kv_cache_bytes // sequence_bytes(self.model, tokens, dtype))
 
     def _first_tokens(self, prompts: Sequence[int], logits_PV: Tensor) -> list[tuple[int, int]]:
         """Draw the first token of each sequence of these groups; return rows and prompts of those that continue."""
@@ -190,7 +201,8 @@ class DecodeLoop:
         """Reserve slots for all sequences that may still run, as wide as the longest of the started ones may become."""
         most = len(self._running) + len(self._without_slot) + num_following + self.queue.num_rows
         self._cache.reserve(min(num_slots, most), self.queue.slot_columns(self._started()), num_used)
-        self.queue.max_tokens = self._cache.max_tokens
+        if self._cache.layers:
+            self.queue.limit_slots(self._cache.most_slots)
 
 
 def _close_gaps(running: dict[int, RunningSequence], free: Iterable[int]) -> dict[int, int]:
@@ -219,7 +231,7 @@ class DecodeInputs:
         self._lengths_P, self._last_P = self._lengths_and_last(prompts)
         needs_history = sampling.repetition_penalty != 1 and len(prompts) > 0
         self._prompts_PL = left_pad(prompts, self._device) if needs_history else None
-        self._mask_dtype = _mask_dtype(model)
+        self._config, self._mask_dtype = text_config(model), mask_dtype(model)
         self.rows_N: Tensor
         self.written_N: Tensor
         self._columns_N: Tensor
@@ -277,8 +289,14 @@ class DecodeInputs:
         return step(self._tokens_N, self._columns_N, num_columns)
 
     def _forward(self, cache: SlotCache, tokens_N: Tensor, columns_N: Tensor, num_columns: int) -> Tensor:
-        num_seen = cache.begin(columns_N, num_columns)
-        return self._call(cache, tokens_N[:, None], columns_N[:, None], self._mask(columns_N[:, None], num_seen))
+        columns_N1, num_seen = columns_N[:, None], cache.begin(columns_N, num_columns)
+
+        def mask(span: Span) -> Tensor:
+            # A ring of n columns has the newest n tokens, or those of a chunk up to the newest.
+            newest_N1 = columns_N1 - span.start(columns_N1) if span.is_chunk else columns_N1
+            return self._mask(newest_N1, min(num_seen, span.size or num_seen))
+
+        return self._call(cache, tokens_N[:, None], columns_N1, masks_by_type(self._config, mask))
 
     def feed(self, cache: SlotCache, first_slot: int, ids: Ids, starts: Sequence[int]) -> None:
         """Add these tokens to slots side by side, from the columns `starts` on."""
@@ -287,11 +305,25 @@ class DecodeInputs:
         tokens_NT = torch.tensor([[*each, *[each[-1]] * (longest - len(each))] for each in ids])
         columns_NT = (torch.tensor(starts)[:, None] + torch.arange(longest)).clamp(max=num_columns - 1)
         columns_NT = columns_NT.to(self._device, non_blocking=True)
-        # Kernels without additive masks have one sequence, whose newest columns the tokens are.
-        mask = None if self._mask_dtype is None else self._mask(columns_NT, num_columns)
-        self._call(cache, tokens_NT.to(self._device, non_blocking=True), columns_NT, mask)
 
-    def _call(self, cache: SlotCache, tokens_NT: Tensor, columns_NT: Tensor, mask: Tensor | None) -> Tensor:
+        def mask(span: Span) -> Tensor:
+            if span.size is None or num_columns <= span.size:
+                return self._mask(columns_NT, num_columns)
+            # The keys of the ring, from its oldest token on a multiple of its width before the newest one, then those of the feed.
+            starts_N1 = torch.tensor(starts).to(self._device, non_blocking=True)[:, None]
+            columns_L, new_T = (torch.arange(size, device=self._device) for size in (span.size, longest))
+            held_NL = starts_N1 - 1 - (starts_N1 - 1 - columns_L) % len(columns_L)
+            keys_N1L = torch.cat([held_NL, starts_N1 + new_T], dim=1)[:, None]
+            first_NT1 = span.start(columns_NT)[..., None].clamp(min=0)
+            return self._additive((keys_N1L >= first_NT1) & (keys_N1L <= columns_NT[..., None]))
+
+        # Kernels without additive masks have one sequence, whose newest columns the tokens are.
+        masks = None if self._mask_dtype is None else masks_by_type(self._config, mask)
+        self._call(cache, tokens_NT.to(self._device, non_blocking=True), columns_NT, masks)
+
+    def _call(
+        self, cache: SlotCache, tokens_NT: Tensor, columns_NT: Tensor, mask: Tensor | dict[str, Tensor] | None
+    ) -> Tensor:
         """Return the logits [N, V] of the last token of each sequence."""
         output = self._model(
             input_ids=tokens_NT,
@@ -323,11 +355,16 @@ class DecodeInputs:
         seen_NTL = torch.arange(width, device=self._device) <= columns_NT[..., None]
         if self._mask_dtype is None:
             return seen_NTL[:, -1, :num_columns].long()
+        return self._additive(seen_NTL)[..., :num_columns]
+
+    def _additive(self, seen_NTL: Tensor) -> Tensor:
+        """Return scores [N, 1, T, L] to add: 0 for seen keys."""
+        assert self._mask_dtype is not None
         zeros = torch.zeros((), dtype=self._mask_dtype, device=self._device)
-        return torch.where(seen_NTL, zeros, torch.finfo(self._mask_dtype).min)[:, None, :, :num_columns]
+        return torch.where(seen_NTL, zeros, torch.finfo(self._mask_dtype).min)[:, None]
 
 
-def _mask_dtype(model: nn.Module) -> torch.dtype | None:
+def mask_dtype(model: nn.Module) -> torch.dtype | None:
     """Return the dtype of an additive mask, None if transformers has to make the mask."""
     config = text_config(model)
     prepared = getattr(config, "_attn_implementation", None) in _ADDITIVE_MASKS and not getattr(config, "alibi", False)

@@ -1,9 +1,9 @@
 """Native rollout engine: the policy generates with its training weights, without a second copy.
 
-Models with other caches than plain keys and values, or without position ids, generate by `model.generate()`: sliding windows,
-linear attention and state-space layers need transformers' bookkeeping. Every sequence forwards its prompt then, and ended
-sequences stay in the batch, so this is slower. Tokens and log-probs come from the same sampling code, in a logits processor
-that leaves `generate()` one token to choose."""
+Models with other caches than keys and values, of all tokens or of a window, or without position ids, generate by
+`model.generate()`: linear attention and state-space layers need transformers' bookkeeping. Every sequence forwards its prompt
+then, and ended sequences stay in the batch, so this is slower. Tokens and log-probs come from the same sampling code, in a
+logits processor that leaves `generate()` one token to choose."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lowpeak.arguments import Sampling
+from lowpeak.attention import FULL, spans_by_type
 from lowpeak.errors import EngineError
 from lowpeak.heads import transformers_model
 from lowpeak.memory import return_cached_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
 from lowpeak.rollout.native.admission import RequestSchedule, TurnDecodeLoop
-from lowpeak.rollout.native.cache import bytes_per_token, cache_argument, left_mask, left_pad, text_config
+from lowpeak.rollout.native.cache import cache_argument, left_mask, left_pad, text_config
+from lowpeak.rollout.native.cache_bytes import sequence_bytes
 from lowpeak.rollout.native.decode_graphs import DecodeGraphs
-from lowpeak.rollout.native.decode_loop import DecodeLoop
+from lowpeak.rollout.native.decode_loop import DecodeLoop, mask_dtype
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, form_waves, sequence_keys
+from lowpeak.rollout.native.slots import unsupported_layers
 from lowpeak.rollout.pending import GeneratedOnResult, Pending
 from lowpeak.rollout.sampling import TokenDraw
 from lowpeak.rollout.turns import Key, TurnQueue, TurnRequest, answer_in_rounds
@@ -102,7 +104,7 @@ class NativeEngine:
         """Return the turns of all requests, in waves that fit the KV cache."""
         new = max(request.max_tokens for request in requests)
         sampling = replace(sampling, num_generations=1, max_new_tokens=new)
-        max_tokens = self.kv_cache_bytes() // bytes_per_token(model)
+        max_tokens = _tokens_of(model, self.kv_cache_bytes(), min(len(request.ids) for request in requests))
         turns: dict[int, Completion] = {}
         for wave in form_waves([len(request.ids) for request in requests], 1, new, max_tokens):
             indices = [sequence.prompt for sequence in wave]
@@ -137,12 +139,11 @@ class NativeEngine:
         pass
 
     def _complete(self, model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
-        kv_cache_bytes = self.kv_cache_bytes()
-        max_tokens = kv_cache_bytes // bytes_per_token(model)
-        shape = ([len(prompt.ids) for prompt in prompts], sampling.num_generations, sampling.max_new_tokens, max_tokens)
+        kv_cache_bytes, lengths = self.kv_cache_bytes(), [len(prompt.ids) for prompt in prompts]
+        shape = (lengths, sampling.num_generations, sampling.max_new_tokens)
         if unsupported_reason(model) is None:
             output = self._new_output(model, sampling, len(prompts) * sampling.num_generations)
-            queue = PromptQueue(*shape)
+            queue = PromptQueue(*shape, lambda tokens: kv_cache_bytes // sequence_bytes(model, tokens))
             try:
                 with _inference_mode(model):
                     DecodeLoop(model, queue, kv_cache_bytes, prompts, sampling, output, self.graphs).run()
@@ -151,7 +152,7 @@ class NativeEngine:
                     self.graphs.clear()
             return output.completions()
         completions: dict[SequenceId, Completion] = {}
-        for wave in form_waves(*shape):
+        for wave in form_waves(*shape, _tokens_of(model, kv_cache_bytes, min(lengths))):
             output = self._new_output(model, sampling, len(wave))
             ids = [prompts[sequence.prompt].ids for sequence in wave]
             decode_by_generate(model, ids, sequence_keys(wave, prompts, sampling), sampling, output)
@@ -178,9 +179,17 @@ def unsupported_reason(model: nn.Module) -> str | None:
         return f"its forward does not accept {', '.join(missing)}"
     if "local" in (getattr(text_config(model), "attention_layers", None) or ()):
         return "its local layers measure their window in columns of the cache"
-    # The cache that transformers creates for this config shows what each layer stores.
-    other = {type(layer).__name__ for layer in DynamicCache(config=text_config(model)).layers} - {DynamicLayer.__name__}
-    return f"its layers need {', '.join(sorted(other))}" if other else None
+    if getattr(text_config(model), "attn_temperature_tuning", False):
+        return "it scales queries by columns of the cache (attn_temperature_tuning)"
+    other = unsupported_layers(text_config(model))
+    if not other and mask_dtype(model) is None and set(spans_by_type(text_config(model)).values()) != {FULL}:
+        return "its windows need an attention implementation that adds masks (sdpa)"
+    return f"its layers need {', '.join(other)}" if other else None
+
+
+def _tokens_of(model: nn.Module, num_bytes: int, num_tokens: int) -> int:
+    """Return the tokens for which a budget has room, in sequences of at least `num_tokens`."""
+    return num_bytes * num_tokens // sequence_bytes(model, num_tokens)
 
 
 def decode_by_generate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lowpeak.arguments import Sampling
@@ -29,29 +29,31 @@ def sequence_keys(sequences: Sequence[SequenceId], prompts: Sequence[Prompt], sa
 
 
 class PromptQueue:
-    """Prompts of a call that have not started, longest first: `slots x (longest prompt + new) <= max_tokens`.
+    """Prompts of a call that have not started, longest first, and the slots for them.
 
-    Prompts of similar lengths run together, and the number of slots grows as prompts get shorter. Raise EngineError
-    if not even one sequence fits.
+    `slots_of(n)` is the number of slots of n tokens. Prompts of similar lengths run together, and the number of slots grows as
+    prompts get shorter. Raise EngineError if not even one sequence fits.
     """
 
-    def __init__(self, lengths: Sequence[int], num_generations: int, max_new_tokens: int, max_tokens: int) -> None:
+    def __init__(
+        self, lengths: Sequence[int], num_generations: int, max_new_tokens: int, slots_of: Callable[[int], int]
+    ) -> None:
         self.lengths = lengths
         self._max_new_tokens = max_new_tokens
         self._num_generations = num_generations
         self._prompts = deque(sorted(range(len(lengths)), key=lambda i: -lengths[i]))
-        self.set_budget(max_tokens)
+        self.limit_slots(slots_of)
 
-    def set_budget(self, max_tokens: int) -> None:
-        """Limit the cache to `max_tokens` from now on."""
-        self.max_tokens = max_tokens
+    def limit_slots(self, slots_of: Callable[[int], int]) -> None:
+        """Have so many slots from now on."""
+        self._slots_of = slots_of
         if self.lengths:
             longest, new = max(self.lengths), self._max_new_tokens
-            check_capacity(max_tokens // (longest + new), longest, new, max_tokens)
+            check_capacity(slots_of(longest + new), longest, new)
 
     def num_slots(self, live: Sequence[int]) -> int:
         """Return the slots that the budget allows with the `live` prompts and the next waiting one."""
-        return self.max_tokens // self.slot_columns(live)
+        return self._slots_of(self.slot_columns(live))
 
     def slot_columns(self, live: Sequence[int]) -> int:
         """Return the most columns of the sequences of the `live` prompts and of the next waiting one."""
@@ -88,10 +90,11 @@ def form_waves(lengths: Sequence[int], num_generations: int, max_new_tokens: int
     return waves
 
 
-def check_capacity(capacity: int, length: int, max_new_tokens: int, max_tokens: int) -> None:
-    """Raise EngineError if a budget of `max_tokens` has no room for one sequence."""
+def check_capacity(capacity: int, length: int, max_new_tokens: int, max_tokens: int | None = None) -> None:
+    """Raise EngineError if a KV cache, of `max_tokens` or of other bytes, has no room for one sequence."""
     if capacity < 1:
+        size = "" if max_tokens is None else f" of {max_tokens} tokens"
         raise EngineError(
-            f"One sequence of {length} prompt and {max_new_tokens} new tokens does not fit the rollout's KV cache of "
-            f"{max_tokens} tokens: raise kv_cache_bytes or generate fewer tokens."
+            f"One sequence of {length} prompt and {max_new_tokens} new tokens does not fit the rollout's KV cache{size}: "
+            "raise kv_cache_bytes or generate fewer tokens."
         )

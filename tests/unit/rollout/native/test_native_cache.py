@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedConfig
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from forest_cases import model_of
 from lowpeak.errors import EngineError
-from lowpeak.rollout.native import cache
+from lowpeak.rollout.native import slots
 from lowpeak.rollout.native.cache import (
-    MAX_COPIED,
-    PromptLayer,
     SlotCache,
     bucket_size,
-    bytes_per_token,
     cache_argument,
     left_pad,
     prefill_prompts,
     split_prefill,
 )
+from lowpeak.rollout.native.cache_bytes import bytes_per_token, sequence_bytes
+from lowpeak.rollout.native.slots import MAX_COPIED, PromptLayer
 from tiny_models import tiny_model
 
 
@@ -42,10 +47,10 @@ def _prefilled(num_prompts: int, length: int, dtype: torch.dtype = torch.float32
 
 def _filled(num_rows: int = 5, num_columns: int = 206) -> tuple[SlotCache, Cache]:
     """Rows of two prompts of six tokens, three of the first, and the same by transformers' own means."""
-    ours, theirs = SlotCache(num_rows * num_columns), _prefilled(2, 6)
+    ours, theirs = SlotCache(), _prefilled(2, 6)
     rows = [0, 0, 0, 1, 1][:num_rows]
     ours.reserve(num_rows, num_columns, 0)
-    ours.place(theirs, rows, [6, 6], 0)
+    ours.place(_prefilled(2, 6, layer=PromptLayer), rows, [6, 6], range(len(rows)))
     theirs.batch_select_indices(torch.tensor(rows))
     return ours, theirs
 
@@ -93,16 +98,16 @@ def test_a_bucket_is_a_multiple_of_eight_and_adds_a_sixteenth_at_most(number):
 
 
 def test_slots_need_not_have_the_columns_of_a_prompt_that_none_continues():
-    ours, theirs = SlotCache(2 * 10), _prefilled(2, 26, layer=PromptLayer)
+    ours, theirs = SlotCache(), _prefilled(2, 26, layer=PromptLayer)
     ours.reserve(2, 10, 0)
-    ours.place(theirs, [1, 1], [26, 4], 0)
+    ours.place(theirs, [1, 1], [26, 4], [0, 1])
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         assert torch.equal(mine.buffers[0][:, :4].transpose(1, 2), other.keys[1:, :, -4:].expand(2, -1, -1, -1))
 
 
 @pytest.mark.parametrize("max_copied", [1, 1 << 22])
 def test_slots_that_are_moved_are_read_before_any_is_written(max_copied, monkeypatch):
-    monkeypatch.setattr(cache, "MAX_COPIED", max_copied)
+    monkeypatch.setattr(slots, "MAX_COPIED", max_copied)
     ours, theirs = _filled()
     ours.move([0, 4, 1], [4, 0, 3], 6)
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
@@ -112,7 +117,7 @@ def test_slots_that_are_moved_are_read_before_any_is_written(max_copied, monkeyp
 
 @pytest.mark.parametrize("max_copied", [1, 1 << 22])
 def test_slots_become_narrower_in_place_and_keep_what_the_first_ones_hold(max_copied, monkeypatch):
-    monkeypatch.setattr(cache, "MAX_COPIED", max_copied)
+    monkeypatch.setattr(slots, "MAX_COPIED", max_copied)
     ours, theirs = _filled(num_rows=4, num_columns=100)
     pointers = [buffer.data_ptr() for layer in ours.layers for buffer in layer.buffers]
     ours.begin(torch.full((4,), 6), 7)
@@ -128,28 +133,29 @@ def test_slots_become_narrower_in_place_and_keep_what_the_first_ones_hold(max_co
 
 
 def test_one_buffer_has_all_layers_and_no_more_than_the_slots_take():
-    ours, tokens = SlotCache(10_000), 5 * 206
+    ours, tokens = SlotCache(), 5 * 206
     ours.reserve(5, 206, 0)
-    ours.place(_prefilled(2, 6), [0, 0, 0, 1, 1], [6, 6], 0)
+    ours.place(_prefilled(2, 6, layer=PromptLayer), [0, 0, 0, 1, 1], [6, 6], range(5))
     (storage,) = {x.untyped_storage() for layer in ours.layers for x in layer.buffers}
-    assert ours.max_tokens == tokens
+    assert (ours.most_slots(206), ours.most_slots(103), ours.most_slots(207)) == (5, 10, 4)
+    assert ours.num_bytes == 2 * tokens * 2 * (4 + 3) * 4
     assert storage.nbytes() == 2 * tokens * 2 * (4 + 3) * 4
 
 
 def test_rows_that_are_too_many_to_be_copied_at_once_go_in_parts():
     many = MAX_COPIED // (6 * 2 * 4) + 3
     rows = [i % 2 for i in range(many)]
-    ours, theirs = SlotCache(many * 6), _prefilled(2, 6)
+    ours, theirs = SlotCache(), _prefilled(2, 6, layer=PromptLayer)
     ours.reserve(many, 6, 0)
-    ours.place(theirs, rows, [6, 6], 0)
+    ours.place(theirs, rows, [6, 6], range(len(rows)))
     assert torch.equal(ours.layers[1].buffers[0][:, :6].transpose(1, 2), theirs.layers[1].keys[torch.tensor(rows)])
 
 
 def test_keys_that_autocast_left_wide_are_stored_as_their_values():
-    ours, theirs = SlotCache(20), _prefilled(1, 6, torch.bfloat16, PromptLayer)
+    ours, theirs = SlotCache(), _prefilled(1, 6, torch.bfloat16, PromptLayer)
     assert theirs.layers[0].keys.dtype == torch.bfloat16
     ours.reserve(2, 10, 0)
-    ours.place(theirs, [0, 0], [6], 0)
+    ours.place(theirs, [0, 0], [6], [0, 1])
     ours.begin(torch.tensor([6, 6]), 7)
     keys, values = ours.update(*_states(2, 1, 5, torch.bfloat16), 0)
     assert keys.dtype == values.dtype == torch.bfloat16
@@ -170,11 +176,11 @@ def test_prompts_share_a_forward_while_its_padded_tokens_allow(max_tokens, parts
 def test_logits_and_slots_are_those_of_each_prompt_alone():
     model, lengths = tiny_model(), [len(ids) for ids in PROMPTS]
     rows = [0, 0, 1, 2, 2, 2, 3, 4]
-    ours = SlotCache(10 * 12)
+    ours = SlotCache()
     with torch.no_grad():
         logits, prefilled = prefill_prompts(model, PROMPTS, torch.device("cpu"))
         ours.reserve(10, 12, 0)
-        ours.place(prefilled, rows, lengths, 2)
+        ours.place(prefilled, rows, lengths, range(2, 10))
         for prompt, ids in enumerate(PROMPTS):
             alone = DynamicCache()
             expected = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): alone}).logits[
@@ -215,34 +221,24 @@ def _latent() -> nn.Module:
         tiny_model,
         lambda: tiny_model(dtype=torch.bfloat16, hidden=64, layers=3),
         lambda: GPT2LMHeadModel(GPT2Config(vocab_size=13, n_embd=32, n_layer=3, n_head=4)),
+        _latent,
     ],
-    ids=["grouped heads", "bf16", "no key-value heads in the config"],
+    ids=["grouped heads", "bf16", "no key-value heads in the config", "latents"],
 )
 def test_bytes_per_token_are_those_of_a_real_cache(make):
     model = make()
     assert bytes_per_token(model) == _measured(model)
 
 
-def test_latent_attention_is_counted_as_if_its_keys_were_stored_in_full():
-    # Some versions of transformers store the latent instead, which takes less.
-    assert bytes_per_token(_latent()) == 2 * (8 + 4 + 6) * 4 >= _measured(_latent())
+def test_a_window_counts_no_more_tokens_than_it_has():
+    model = model_of("Mistral")
+    assert [sequence_bytes(model, n) // (2 * 2 * 2 * 16 * 4) for n in (1, 3, 4, 5, 100)] == [1, 3, 4, 4, 4]
 
 
-class _LayersDiffer(PreTrainedConfig):
-    """A config whose layers have unlike widths, which transformers refuses to read as one number."""
-
-    hidden_size, num_hidden_layers, num_attention_heads = 32, 2, 4
-    per_layer_config = (SimpleNamespace(head_dim=8), SimpleNamespace(head_dim=16))
-
-    @property
-    def head_dim(self) -> int:
-        raise RuntimeError("head_dim may vary across layers")
-
-
-def test_where_layers_differ_the_widest_counts():
+def test_code_that_cannot_run_without_numbers_is_bounded_by_keys_and_values_of_each_head():
     model = nn.Linear(2, 2)
-    model.config = _LayersDiffer()
-    assert bytes_per_token(model) == 2 * 4 * 2 * 16 * 4
+    model.config = LlamaConfig(hidden_size=32, num_hidden_layers=2)
+    assert bytes_per_token(model) == 2 * 2 * 32 * 4
 
 
 def test_a_config_without_sizes_is_an_error_that_names_them():

@@ -21,7 +21,8 @@ from lowpeak.arguments.sampling import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Group, Prompt
 from lowpeak.rollout.engine import RolloutEngine
-from lowpeak.rollout.native.cache import SlotCache, bytes_per_token, cache_argument
+from lowpeak.rollout.native.cache import SlotCache, cache_argument
+from lowpeak.rollout.native.cache_bytes import bytes_per_token
 from lowpeak.rollout.native.engine import NativeEngine
 from tiny_models import char_tokenizer, tiny_model
 

@@ -8,8 +8,12 @@ from lowpeak.errors import EngineError
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, form_waves
 
 
+def tokens(most):
+    return lambda columns: most // columns
+
+
 def test_the_longest_prompts_begin_first_and_as_few_as_fill_the_slots():
-    waiting = PromptQueue([3, 5, 4, 2], num_generations=2, max_new_tokens=5, max_tokens=50)
+    waiting = PromptQueue([3, 5, 4, 2], num_generations=2, max_new_tokens=5, slots_of=tokens(50))
     assert waiting.num_slots([]) == 5
     assert waiting.take(3) == [1, 2]
     assert waiting.take(0) == []
@@ -19,7 +23,7 @@ def test_the_longest_prompts_begin_first_and_as_few_as_fill_the_slots():
 
 
 def test_shorter_prompts_have_more_slots_once_no_longer_one_runs():
-    waiting = PromptQueue([15, 5, 5, 5], num_generations=1, max_new_tokens=5, max_tokens=40)
+    waiting = PromptQueue([15, 5, 5, 5], num_generations=1, max_new_tokens=5, slots_of=tokens(40))
     assert waiting.num_slots([]) == 2
     assert waiting.take(2) == [0, 1]
     assert waiting.num_slots([0, 1]) == 2
@@ -27,11 +31,11 @@ def test_shorter_prompts_have_more_slots_once_no_longer_one_runs():
 
 
 def test_a_budget_that_is_counted_anew_has_other_slots():
-    waiting = PromptQueue([5, 5], num_generations=2, max_new_tokens=5, max_tokens=20)
-    waiting.set_budget(40)
+    waiting = PromptQueue([5, 5], num_generations=2, max_new_tokens=5, slots_of=tokens(20))
+    waiting.limit_slots(tokens(40))
     assert waiting.num_slots([]) == 4
     with pytest.raises(EngineError, match="kv_cache_bytes"):
-        waiting.set_budget(9)
+        waiting.limit_slots(tokens(9))
 
 
 @pytest.mark.parametrize("max_tokens", [20, 47, 100, 10_000])
@@ -56,8 +60,8 @@ def test_waves_are_as_large_as_the_budget_allows(lengths, num_generations, new, 
 
 
 def test_a_row_that_cannot_fit_is_an_error_with_the_numbers():
-    with pytest.raises(EngineError, match=r"9 .*5 .*13 .*kv_cache_bytes"):
-        PromptQueue([3, 9], num_generations=1, max_new_tokens=5, max_tokens=13)
+    with pytest.raises(EngineError, match=r"9 .*5 .*kv_cache_bytes"):
+        PromptQueue([3, 9], num_generations=1, max_new_tokens=5, slots_of=tokens(13))
     with pytest.raises(EngineError, match=r"40 .*10 .*49 .*kv_cache_bytes"):
         form_waves([40], 2, 10, 49)
     assert form_waves([], 4, 6, 60) == []

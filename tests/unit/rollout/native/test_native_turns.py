@@ -20,7 +20,8 @@ from lowpeak.arguments.sampling import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion, Prompt
 from lowpeak.rollout.native import admission
-from lowpeak.rollout.native.cache import SlotCache, bytes_per_token, cache_argument
+from lowpeak.rollout.native.cache import SlotCache, cache_argument
+from lowpeak.rollout.native.cache_bytes import bytes_per_token
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.rollout.turns import SampledTurn, TurnQueue, TurnRequest
 from tiny_models import char_tokenizer, tiny_model
