@@ -29,7 +29,7 @@ from lowpeak.attention.flex import attend_flex, block_mask
 from lowpeak.attention.mixers import MixerCalls, install_mixers, mixers_of, uninstall_mixers
 from lowpeak.attention.scores import PLAIN, Scores
 from lowpeak.attention.sdpa import SdpaCalls
-from lowpeak.attention.spans import FULL, Span, span_of_layer
+from lowpeak.attention.spans import FULL, STATE_TYPES, Span, span_of_layer
 from lowpeak.device_kind import device_kind
 from lowpeak.errors import ModelError
 from lowpeak.heads import causal_lm
@@ -62,7 +62,7 @@ def packing_unsupported_reason(model: nn.Module) -> str | None:
 
 def _backend_obstacle(causal: Any, config: Any) -> str | None:
     """Return a reason if the model's attention does not go through transformers' registry."""
-    if set(getattr(config, "layer_types", None) or ("full_attention",)) <= _STATE_TYPES - {"hybrid"}:
+    if set(getattr(config, "layer_types", None) or ("full_attention",)) <= STATE_TYPES:
         return None  # nothing attends
     decoder = causal.get_decoder()
     table = getattr(sys.modules[type(decoder).__module__], "ALL_ATTENTION_FUNCTIONS", None)
@@ -138,7 +138,7 @@ def _dropout(module: nn.Module) -> float:
 
 
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-_STATE_TYPES = {"linear_attention", "conv", "hybrid"}  # "hybrid" attends, too
+_STATE_TYPES = {*STATE_TYPES, "hybrid"}  # "hybrid" attends, too
 _STATELESS_TYPES = {"moe", "mlp"}
 
 # Keywords that a layer may pass to its attention and that do not change the result.

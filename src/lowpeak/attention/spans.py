@@ -29,6 +29,7 @@ class Span(NamedTuple):
 
 
 FULL = Span()
+STATE_TYPES = {"linear_attention", "conv"}  # of layers that do not attend
 _SIZES = {"sliding_attention": ("sliding_window", False), "chunked_attention": ("attention_chunk_size", True)}
 
 
@@ -48,8 +49,13 @@ def span_of_layer(config: Any, layer: int | None) -> Span:
     return next(iter(spans.values())) if len(set(spans.values())) == 1 else spans[config.layer_types[layer]]
 
 
-def masks_by_type(config: Any, make_mask: Callable[[Span], Tensor]) -> Tensor | dict[str, Tensor]:
-    """Return the attention mask that a model takes: one tensor, or one for each layer type if their spans differ."""
+def masks_by_type(config: Any, make_mask: Callable[[Span], Tensor]) -> Tensor | dict[str, Tensor | None]:
+    """Return the attention mask that a model takes: one tensor, or one for each layer type if their spans differ.
+
+    Layers with states have none: transformers does not pass a mask of four dimensions on to them.
+    """
     spans = spans_by_type(config)
     masks = {span: make_mask(span) for span in set(spans.values())}
-    return next(iter(masks.values())) if len(masks) == 1 else {name: masks[span] for name, span in spans.items()}
+    if len(masks) == 1:
+        return next(iter(masks.values()))
+    return {name: None if name in STATE_TYPES else masks[span] for name, span in spans.items()}

@@ -21,10 +21,10 @@ from lowpeak.errors import first_line
 from lowpeak.memory import is_out_of_memory
 from lowpeak.rollout.native.cache import MAX_PREFILL, SlotCache, prefill_prompts
 from lowpeak.rollout.native.cache_bytes import sequence_bytes
+from lowpeak.rollout.native.cache_layers import storing_layers
 from lowpeak.rollout.native.decode_loop import DecodeInputs
 from lowpeak.rollout.native.output import OutputBuffer
 from lowpeak.rollout.native.scheduler import check_capacity
-from lowpeak.rollout.native.slots import storing_layers
 from lowpeak.rollout.turns import Key, SampledTurn, TurnQueue, TurnRequest
 from lowpeak.rollout.uniforms import UniformDraws
 
@@ -340,6 +340,7 @@ class TurnDecodeLoop:
         moved = [each for each in (*self._table.running, *self._table.kept) if each.slot in sources]
         num_columns = max((each.num_cached for each in moved), default=0)
         self._cache.move(list(sources), list(sources.values()), num_columns)
+        self._cache.empty([slot for slot, each in enumerate(self._table.running) if each.num_cached == 0])
         return fed
 
     def _feed(self, sequences: Sequence[CachedSequence]) -> None:

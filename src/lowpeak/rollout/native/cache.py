@@ -20,7 +20,8 @@ from transformers.cache_utils import Cache
 
 from lowpeak.heads import transformers_model
 from lowpeak.memory import return_cached_memory
-from lowpeak.rollout.native.slots import Places, prompt_cache, storing_layers
+from lowpeak.rollout.native.cache_layers import prompt_cache, storing_layers
+from lowpeak.rollout.native.slots import Places
 
 _CLEARED = 64  # columns that are set to zero at once
 MASK_MULTIPLE = 8  # columns: attention's kernels copy masks whose rows begin elsewhere
@@ -167,6 +168,13 @@ class SlotCache(Cache):
             for layer in self._stored:
                 layer.move(target_M, source_M, num_columns)
 
+    def empty(self, slots: Sequence[int]) -> None:
+        """Let sequences begin in these slots without a prefill."""
+        if slots:
+            slots_N = torch.tensor(slots).to(self._stored[0].device, non_blocking=True)
+            for layer in self._stored:
+                layer.empty(slots_N)
+
     def can_shorten(self, num_cached: int, num_kept: int) -> bool:
         """Return whether a slot with `num_cached` tokens can go on after its first `num_kept`."""
         return all(layer.can_shorten(num_cached, num_kept) for layer in self._stored)
@@ -180,7 +188,7 @@ class SlotCache(Cache):
         # A longer prompt may have no sequence that goes on, and then the slots need not have its columns.
         num_columns = int(lengths_N1.max())
         self._clear(num_columns)
-        slots_N = torch.tensor(slots).to(device, non_blocking=True)
+        slots_N, prompts_N = (torch.tensor(each).to(device, non_blocking=True) for each in (slots, prompts))
         made: dict[int, Tensor] = {}
         for layer, mine in zip(storing_layers(prefilled), self._stored, strict=True):
             width = mine.width(self.num_columns)
@@ -190,7 +198,7 @@ class SlotCache(Cache):
                 columns_NL = (last_N1 - (last_N1 - torch.arange(min(width, num_columns))) % width).clamp(min=0)
                 index_NL = prompts_N1 * longest + longest - lengths_N1 + columns_NL
                 made[width] = index_NL.to(device, non_blocking=True)
-            mine.put(layer, slots_N, made[width])
+            mine.put(layer, slots_N, prompts_N, made[width])
 
 
 def select_prompt(prefilled: Cache, index: int, length: int) -> Cache:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from lowpeak.arguments import Sampling
-from lowpeak.attention import ATTENTION_NAME, EAGER_NAME, Span, masks_by_type
+from lowpeak.attention import ATTENTION_NAME, EAGER_NAME, Span, masks_by_type, mixers_of
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import (
     MASK_MULTIPLE,
@@ -35,10 +35,10 @@ from lowpeak.rollout.native.cache import (
     text_config,
 )
 from lowpeak.rollout.native.cache_bytes import sequence_bytes
+from lowpeak.rollout.native.cache_layers import storing_layers
 from lowpeak.rollout.native.decode_graphs import DecodeGraphs
 from lowpeak.rollout.native.output import OutputBuffer
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, sequence_keys
-from lowpeak.rollout.native.slots import storing_layers
 from lowpeak.rollout.sampling import TokenDraw
 from lowpeak.rollout.uniforms import UniformDraws
 
@@ -240,7 +240,8 @@ class DecodeInputs:
     @property
     def can_feed_together(self) -> bool:
         """Whether one call of `feed` may have several sequences."""
-        return self._mask_dtype is not None
+        # Padding would enter the states of mixers.
+        return self._mask_dtype is not None and not mixers_of(self._model)
 
     def _lengths_and_last(self, prompts: Ids) -> tuple[Tensor, Tensor]:
         pairs = [(len(ids), ids[-1]) for ids in prompts]
@@ -322,7 +323,7 @@ class DecodeInputs:
         self._call(cache, tokens_NT.to(self._device, non_blocking=True), columns_NT, masks)
 
     def _call(
-        self, cache: SlotCache, tokens_NT: Tensor, columns_NT: Tensor, mask: Tensor | dict[str, Tensor] | None
+        self, cache: SlotCache, tokens_NT: Tensor, columns_NT: Tensor, mask: Tensor | dict[str, Tensor | None] | None
     ) -> Tensor:
         """Return the logits [N, V] of the last token of each sequence."""
         output = self._model(

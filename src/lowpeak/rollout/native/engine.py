@@ -28,11 +28,11 @@ from lowpeak.rollout.engine import SliceForm, check_lengths
 from lowpeak.rollout.native.admission import RequestSchedule, TurnDecodeLoop
 from lowpeak.rollout.native.cache import cache_argument, left_mask, left_pad, text_config
 from lowpeak.rollout.native.cache_bytes import sequence_bytes
+from lowpeak.rollout.native.cache_layers import unsupported_layers
 from lowpeak.rollout.native.decode_graphs import DecodeGraphs
 from lowpeak.rollout.native.decode_loop import DecodeLoop, mask_dtype
 from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
 from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, form_waves, sequence_keys
-from lowpeak.rollout.native.slots import unsupported_layers
 from lowpeak.rollout.pending import GeneratedOnResult, Pending
 from lowpeak.rollout.sampling import TokenDraw
 from lowpeak.rollout.turns import Key, TurnQueue, TurnRequest, answer_in_rounds
@@ -181,7 +181,7 @@ def unsupported_reason(model: nn.Module) -> str | None:
         return "its local layers measure their window in columns of the cache"
     if getattr(text_config(model), "attn_temperature_tuning", False):
         return "it scales queries by columns of the cache (attn_temperature_tuning)"
-    other = unsupported_layers(text_config(model))
+    other = unsupported_layers(model)
     if not other and mask_dtype(model) is None and set(spans_by_type(text_config(model)).values()) != {FULL}:
         return "its windows need an attention implementation that adds masks (sdpa)"
     return f"its layers need {', '.join(other)}" if other else None

@@ -8,7 +8,8 @@ stores something; a kind with other contents (a recurrent state) is one more pai
     layer.attach(parts)                                   # once
     layer.lay_out(num_slots, num_columns, num_rows, kept) # now, and when slots become narrower and more
     layer.clear(start, stop)                              # before columns are seen
-    layer.put(prompt_layer, places)                       # a prefill enters slots
+    layer.empty(slots)                                    # of sequences that begin without a prefill
+    layer.put(prompt_layer, slots, prompts, places)       # a prefill enters slots
     layer.set_view(first_slot, num_rows, num_columns)     # before a forward, with `places` of its newest tokens
     layer.move(targets, sources, num_columns)
     layer.can_shorten(num_cached, num_kept)               # whether the rest is as if later tokens had not come
@@ -22,14 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 
-from lowpeak.attention import FULL, Span, span_of_layer
+from lowpeak.attention import FULL, Span
 
 # Elements that are copied into slots at once: the copy's temporary is not counted in the cache's budget.
 MAX_COPIED = 1 << 22
-_EMPTY = getattr(cache_utils, "DummyLayer", ())  # a layer that stores nothing, since transformers 5.20
 
 
 class PromptLayer(DynamicLayer):
@@ -61,35 +60,6 @@ class PromptLayer(DynamicLayer):
         selected = PromptLayer(self.span)
         selected.update(*(x[index : index + 1, :, -length:].clone() for x in (self.keys, self.values)))
         return selected
-
-
-def prompt_cache(config: Any) -> Cache:
-    """Return the empty cache of a prefill, by the layers of the cache that transformers makes for this config."""
-    layers = DynamicCache(config=config).layers
-    return Cache(
-        layers=[
-            layer if isinstance(layer, _EMPTY) else PromptLayer(_span_of(config, i, layer))
-            for i, layer in enumerate(layers)
-        ]
-    )
-
-
-def unsupported_layers(config: Any) -> list[str]:
-    """Return the kinds of cache layers for which there are no slots."""
-    layers = DynamicCache(config=config).layers
-    kinds = {type(layer) for layer in layers if not isinstance(layer, _EMPTY)}
-    other = sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
-    sizes = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
-    return other or (["windows of one size"] if len(sizes) > 1 else [])
-
-
-def storing_layers(cache: Cache) -> list[Any]:
-    """Return the layers of a cache that keep something."""
-    return [layer for layer in cache.layers if not isinstance(layer, _EMPTY)]
-
-
-def _span_of(config: Any, index: int, layer: DynamicLayer) -> Span:
-    return span_of_layer(config, index) if isinstance(layer, DynamicSlidingWindowLayer) else FULL
 
 
 class Places(NamedTuple):
@@ -171,7 +141,10 @@ class SlotLayer(DynamicLayer):
         for buffer in self.buffers:
             buffer[:, start:stop].zero_()
 
-    def put(self, prefilled: DynamicLayer, slots_N: Tensor, index_NL: Tensor) -> None:
+    def empty(self, slots_N: Tensor) -> None:
+        """Do nothing: what is left of another sequence is masked."""
+
+    def put(self, prefilled: DynamicLayer, slots_N: Tensor, prompts_N: Tensor, index_NL: Tensor) -> None:
         """Copy tokens `index_NL` of prefilled prompts, counted through all of them, to the first columns of these slots."""
         for buffer, states in zip(self.buffers, (prefilled.keys, prefilled.values), strict=True):
             states_TKW, num_columns = states.transpose(1, 2).flatten(0, 1), index_NL.shape[1]

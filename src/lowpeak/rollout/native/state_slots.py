@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from lowpeak.attention import FULL, Span
-from lowpeak.rollout.native.slots import MAX_COPIED, Places, PromptLayer, SlotLayer
+from lowpeak.rollout.native.slots import MAX_COPIED, PromptLayer, SlotLayer
 
 _ALIGNMENT = 16  # bytes
 
@@ -85,28 +85,20 @@ def _states(layer: LinearAttentionLayer) -> Iterator[_State]:
 
 
 class StateSlots(LinearAttentionLayer):
-    """States of one layer, as views [S, ...] of bytes: convolutions and recurrences may have different dtypes.
+    """States of one layer, as views [S, ...] of bytes, because convolutions and recurrences may have different dtypes.
 
     transformers writes the states of the visible slots in place.
     """
 
     def __init__(self, like: LinearAttentionLayer) -> None:
         super().__init__(like.number_of_states)
+        self.has_previous_state = dict.fromkeys(range(like.number_of_states), True)  # that of an empty sequence is zero
         self.dtype, self._states = torch.uint8, list(_states(like))
         self.device = next(getattr(like, each.name)[each.number].device for each in self._states)
         self.conv_kernel_size = dict(like.conv_kernel_size)
         for each in self._states:
             getattr(self, f"is_{each.name}_initialized")[each.number] = True
         self.buffers: list[Tensor] = []
-
-    @property
-    def places(self) -> Places | None:
-        return None
-
-    @places.setter
-    def places(self, places: Places) -> None:
-        for number in self.has_previous_state:
-            self.has_previous_state[number] = not places.is_first
 
     def width(self, num_columns: int) -> int:
         """Return 1: a state is that of the newest token."""
@@ -131,9 +123,14 @@ class StateSlots(LinearAttentionLayer):
         self.set_view(0, num_rows, 0)
 
     def clear(self, start: int, stop: int) -> None:
-        """Do nothing: a slot is seen after its states were written."""
+        """Do nothing: states have no columns."""
 
-    def put(self, prefilled: LinearAttentionLayer, slots_N: Tensor, index_NL: Tensor, prompts_N: Tensor) -> None:
+    def empty(self, slots_N: Tensor) -> None:
+        """Set states to those before the first token."""
+        for buffer in self.buffers:
+            buffer.index_fill_(0, slots_N, 0.0)
+
+    def put(self, prefilled: LinearAttentionLayer, slots_N: Tensor, prompts_N: Tensor, index_NL: Tensor) -> None:
         """Copy the states of these prefilled prompts to slots."""
         for buffer, each in zip(self.buffers, self._states, strict=True):
             state = getattr(prefilled, each.name)[each.number]
@@ -165,16 +162,3 @@ class KeyAndStateSlots(SlotLayer, LinearAttentionLayer):
             setattr(self, name, getattr(self.states, name))
         for name in ("is_conv_states_initialized", "is_recurrent_states_initialized"):
             setattr(self, name, getattr(self.states, name))
-
-
-def prompt_states(layer: Any, span: Span) -> PromptStates | PromptKeysAndStates | None:
-    """Return the prefill's layer in place of transformers' layer with states; None for a layer without states."""
-    if not isinstance(layer, LinearAttentionLayer):
-        return None
-    if type(layer) is LinearAttentionLayer:
-        return PromptStates(layer.number_of_states)
-    return PromptKeysAndStates(layer.number_of_states, span)
-
-
-def has_states(layers: Sequence[Any]) -> bool:
-    return any(isinstance(layer, LinearAttentionLayer) for layer in layers)

@@ -1,0 +1,58 @@
+"""The layers of a model's cache, and the slots that there are for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import cache_utils
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from lowpeak.attention import FULL, mixers_of, span_of_layer
+from lowpeak.heads import transformers_model
+from lowpeak.rollout.native.slots import PromptLayer
+from lowpeak.rollout.native.state_slots import PromptKeysAndStates, PromptStates
+
+_EMPTY = getattr(cache_utils, "DummyLayer", ())  # a layer that stores nothing, since transformers 5.20
+_WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+
+
+def prompt_cache(config: Any) -> Cache:
+    """Return the empty cache of a prefill, by the layers of the cache that transformers makes for this config."""
+    layers = DynamicCache(config=config).layers
+    return Cache(layers=[_prompt_layer(config, i, layer) for i, layer in enumerate(layers)])
+
+
+def _prompt_layer(config: Any, index: int, layer: Any) -> Any:
+    if isinstance(layer, _EMPTY):
+        return layer
+    if isinstance(layer, LinearAttentionAndFullAttentionLayer):
+        return PromptKeysAndStates(layer.number_of_states)
+    if isinstance(layer, LinearAttentionLayer):
+        return PromptStates(layer.number_of_states)
+    return PromptLayer(span_of_layer(config, index) if isinstance(layer, DynamicSlidingWindowLayer) else FULL)
+
+
+def unsupported_layers(model: Any) -> list[str]:
+    """Return the kinds of cache layers of a model for which there are no slots."""
+    causal = transformers_model(model)
+    layers = DynamicCache(config=causal.config.get_text_config(decoder=True)).layers
+    kinds = {type(layer) for layer in layers if not isinstance(layer, _EMPTY)}
+    other = sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer, *_WITH_STATES})
+    sizes = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
+    if not other and len(sizes) > 1:
+        return ["windows of one size"]
+    has_own_states = sum(isinstance(layer, _WITH_STATES) for layer in layers) != len(mixers_of(causal))
+    return other or (["a cache for its own states"] if has_own_states else [])
+
+
+def storing_layers(cache: Cache) -> list[Any]:
+    """Return what the layers of a cache keep, in two parts for a layer of keys, values and states."""
+    layers = [layer for layer in cache.layers if not isinstance(layer, _EMPTY)]
+    return [part for layer in layers for part in (layer, getattr(layer, "states", None)) if part is not None]
