@@ -49,12 +49,14 @@ def span_of_layer(config: Any, layer: int | None) -> Span:
     return next(iter(spans.values())) if len(set(spans.values())) == 1 else spans[config.layer_types[layer]]
 
 
-def masks_by_type(config: Any, make_mask: Callable[[Span], Tensor]) -> Tensor | dict[str, Tensor | None]:
+def masks_by_type(config: Any, make_mask: Callable[[Span], Tensor]) -> Tensor | dict[str, Tensor | None] | None:
     """Return the attention mask that a model takes: one tensor, or one for each layer type if their spans differ.
 
     Layers with states have none: transformers does not pass a mask of four dimensions on to them.
     """
     spans = spans_by_type(config)
+    if set(spans) <= STATE_TYPES:
+        return None
     masks = {span: make_mask(span) for span in set(spans.values())}
     if len(masks) == 1:
         return next(iter(masks.values()))

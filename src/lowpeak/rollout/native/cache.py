@@ -46,6 +46,16 @@ def cache_argument(model: nn.Module) -> str:
     return "past_key_values" if "past_key_values" in accepted else "cache"
 
 
+def call_with_cache(model: nn.Module, cache: Cache, ids_NT: Tensor, mask: Any, positions_NT: Tensor | None) -> Tensor:
+    """Return the logits [N, V] of the last token of each sequence, and add the tokens to the cache."""
+    arguments = {cache_argument(model): cache, "position_ids": positions_NT}
+    if "position_ids" not in inspect.signature(transformers_model(model).forward).parameters:
+        del arguments["position_ids"]  # no layer attends
+    output = model(input_ids=ids_NT, attention_mask=mask, use_cache=True, logits_to_keep=1, **arguments)
+    logits_NV: Tensor = output.logits[:, -1]
+    return logits_NV
+
+
 def parameter_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of the first floating-point parameter."""
     # A quantized model's other parameters are packed integers.
@@ -233,15 +243,7 @@ def prefill_prompts(model: nn.Module, prompts: Ids, device: torch.device) -> tup
     mask_PL = left_mask(lengths, device)
     positions_PL = None if mask_PL is None else (mask_PL.cumsum(dim=-1) - 1).clamp(min=0)
     cache = prompt_cache(text_config(model))
-    output = model(
-        input_ids=left_pad(prompts, device),
-        attention_mask=mask_PL,
-        position_ids=positions_PL,
-        use_cache=True,
-        logits_to_keep=1,
-        **{cache_argument(model): cache},
-    )
-    return output.logits[:, -1], cache
+    return call_with_cache(model, cache, left_pad(prompts, device), mask_PL, positions_PL), cache
 
 
 def left_pad(prompts: Ids, device: torch.device) -> Tensor:

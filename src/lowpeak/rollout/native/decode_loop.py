@@ -26,7 +26,7 @@ from lowpeak.rollout.native.cache import (
     MASK_MULTIPLE,
     Ids,
     SlotCache,
-    cache_argument,
+    call_with_cache,
     left_pad,
     parameter_dtype,
     prefill_prompts,
@@ -223,7 +223,6 @@ class DecodeInputs:
 
     def __init__(self, model: nn.Module, prompts: Ids, sampling: Sampling, output: OutputBuffer) -> None:
         self._model = model
-        self._cache_argument = cache_argument(model)
         self._sampling = sampling
         self._size = sampling.num_generations
         self._output = output
@@ -297,7 +296,7 @@ class DecodeInputs:
             newest_N1 = columns_N1 - span.start(columns_N1) if span.is_chunk else columns_N1
             return self._mask(newest_N1, min(num_seen, span.size or num_seen))
 
-        return self._call(cache, tokens_N[:, None], columns_N1, masks_by_type(self._config, mask))
+        return call_with_cache(self._model, cache, tokens_N[:, None], masks_by_type(self._config, mask), columns_N1)
 
     def feed(self, cache: SlotCache, first_slot: int, ids: Ids, starts: Sequence[int]) -> None:
         """Add these tokens to slots side by side, from the columns `starts` on."""
@@ -320,22 +319,7 @@ class DecodeInputs:
 
         # Kernels without additive masks have one sequence, whose newest columns the tokens are.
         masks = None if self._mask_dtype is None else masks_by_type(self._config, mask)
-        self._call(cache, tokens_NT.to(self._device, non_blocking=True), columns_NT, masks)
-
-    def _call(
-        self, cache: SlotCache, tokens_NT: Tensor, columns_NT: Tensor, mask: Tensor | dict[str, Tensor | None] | None
-    ) -> Tensor:
-        """Return the logits [N, V] of the last token of each sequence."""
-        output = self._model(
-            input_ids=tokens_NT,
-            attention_mask=mask,
-            position_ids=columns_NT,
-            use_cache=True,
-            logits_to_keep=1,
-            **{self._cache_argument: cache},
-        )
-        logits_NV: Tensor = output.logits[:, -1]
-        return logits_NV
+        call_with_cache(self._model, cache, tokens_NT.to(self._device, non_blocking=True), masks, columns_NT)
 
     def history(self, num_columns: int) -> Tensor | None:
         """Return the tokens [N, L] for a repetition penalty, padded with the prompt's first; None without a penalty."""

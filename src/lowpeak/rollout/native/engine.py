@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from lowpeak.arguments import Sampling
-from lowpeak.attention import FULL, spans_by_type
+from lowpeak.attention import FULL, STATE_TYPES, spans_by_type
 from lowpeak.errors import EngineError
 from lowpeak.heads import transformers_model
 from lowpeak.memory import return_cached_memory
@@ -168,13 +168,14 @@ def _inference_mode(model: nn.Module) -> AbstractContextManager[Any]:
     return torch.inference_mode() if is_plain else nullcontext()
 
 
-_NEEDED = ("attention_mask", "position_ids", "logits_to_keep")
+_NEEDED = ("attention_mask", "logits_to_keep")
 
 
 def unsupported_reason(model: nn.Module) -> str | None:
     """Return why the decode loop does not support `model`, or None if it does."""
     accepted = inspect.signature(transformers_model(model).forward).parameters
-    missing = [name for name in (*_NEEDED, cache_argument(model)) if name not in accepted]
+    positions = [] if set(spans_by_type(text_config(model))) <= STATE_TYPES else ["position_ids"]
+    missing = [name for name in (*_NEEDED, *positions, cache_argument(model)) if name not in accepted]
     if missing:
         return f"its forward does not accept {', '.join(missing)}"
     if "local" in (getattr(text_config(model), "attention_layers", None) or ()):
