@@ -127,7 +127,7 @@ class Journal:
     def write_tool_result(self, step: int, row: Mapping[str, Any]) -> None:
         """Append the result of a tool's call when it arrives; `step` is the rollout's first step.
 
-        The row has `key` (a hash of all that the call depends on), `name`, `arguments`, `result` or `error`, and `seconds`.
+        The row has `key` (the weights, the rollout, a hash of the conversation so far, the call's place in its turn), `name`, `arguments`, `result` or `error`, and `seconds`.
         `read_tool_results` finds it by its key.
         """
         if self._rank == 0:

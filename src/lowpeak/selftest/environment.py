@@ -170,6 +170,7 @@ class EnvironmentCheck:
             self.arguments = {**TINY_RUN, **_GRPO, "output_dir": folder, **self.arguments}
             self.runner = _TimedRunner(GRPOConfig(**self.arguments).tool_timeout or 60.0)
             for name, check in _CHECKS.items():
+                self.failures.clear()
                 result = run_check(name, partial(check, self), self.files)
                 yield result
                 if not result.passed and name in ("schema", "template", "conversations"):
@@ -317,7 +318,7 @@ def _messages(record: Record) -> Sequence[Message]:
 
 
 def _leaks(check: EnvironmentCheck) -> str:
-    process, end = psutil.Process(), time.monotonic() + 10
+    process = psutil.Process()
 
     def count() -> dict[str, int]:
         gc.collect()
@@ -326,7 +327,7 @@ def _leaks(check: EnvironmentCheck) -> str:
 
     tracemalloc.start()
     check.play(1, 5)
-    before, number = count(), 0
+    before, number, end = count(), 0, time.monotonic() + 10
     while number < 50 and time.monotonic() < end:
         check.play(1, 5)
         number += 5
@@ -335,7 +336,8 @@ def _leaks(check: EnvironmentCheck) -> str:
     for name, value in growth.items():
         small = number * (1 << 16 if name == "bytes" else 0.5)
         require(value < small, f"{number} conversations leave {value} more {name}: end in reset what the last began.")
-    _call_within(check.runner.timeout, "close", check.engine.toolset.close)
+    check.engine.toolset.close()
+    check.raise_failure()
     return f"{number} conversations leave no threads, files or processes, and {growth['bytes'] / number:.0f} bytes each"
 
 
