@@ -49,9 +49,8 @@ from lowpeak.selftest.checks import TINY_RUN, Check, explain, files_of, run_chec
 from lowpeak.selftest.models import make_chat_tokenizer, make_model
 from lowpeak.trainers import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-_NUM_PROMPTS, _NUM_CALLS = 8, 3
+_NUM_PROMPTS, _NUM_CALLS, _MAX_TOKENS = 8, 3, 1 << 15  # calls and tokens of a conversation
 _GRPO = {"max_steps": 1000, "per_device_train_batch_size": 16, "learning_rate": 1e-4}
-_MAX_TOKENS = 1 << 15  # of a conversation
 
 
 class _TimedRunner(ToolRunner):
