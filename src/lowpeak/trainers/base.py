@@ -149,7 +149,7 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
             checkpoint = self._start(output_dir, resume_from_checkpoint)
             if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
                 # transformers destroys the engine of an earlier run, and would go on with it.
-                self.model_wrapped, self.optimizer = self.model, None
+                self.model_wrapped, self.optimizer = self.model, cast(Any, None)
             signals.enter_context(self.run.interrupts.watched())
             try:
                 with self._save_when_run_fails(output_dir):
