@@ -109,6 +109,13 @@ class RewardArguments:
     )
     reward_model_name_or_path: str | None = reward_argument(None, "a reward model, as the first of the rewards")
 
+    def load_rewards(self) -> list[Any]:
+        """Return the trainer's `reward_funcs`: functions, and names of models."""
+        from lowpeak.rewards import load_reward
+
+        model = self.reward_model_name_or_path
+        return [*([model] if model else []), *(load_reward(spec) for spec in self.reward or ())]
+
 
 @dataclass(frozen=True)
 class JudgeArguments(RewardArguments):

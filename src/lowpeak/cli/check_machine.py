@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from lowpeak.cli.plan_request import PlanArguments, machine_of, parse_plan, plan
 from lowpeak.cli.train import with_config
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.plan import GIB
+from lowpeak.selftest import Check
 
 if TYPE_CHECKING:
     from lowpeak.cli.train import Job
@@ -32,18 +33,6 @@ _OF_PLAN = (
 _SHARED_MEMORY = GIB  # that NCCL and data loaders of several processes share in /dev/shm
 _OPEN_FILES = 4096
 _KEPT_CHECKPOINTS = 2  # the last one, while the next is written
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check, as a line; a remedy if it failed."""
-
-    name: str
-    passed: bool
-    text: str
-
-    def __str__(self) -> str:
-        return f"{'ok  ' if self.passed else 'FAIL'}  {self.name}: {self.text}"
 
 
 def check_machine(argv: Sequence[str]) -> int:

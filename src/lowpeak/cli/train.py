@@ -350,7 +350,7 @@ def _is_set(job: Job, name: str) -> bool:
 
 def make_trainer(job: Job, library: Any = lowpeak) -> Any:
     """Return the trainer with its model, data, rewards and adapters, as a script would construct it."""
-    from lowpeak.rewards import load_object, load_reward
+    from lowpeak.rewards import load_object
 
     effects = EffectReport(job.config)
     _add_idle(job, effects)
@@ -364,12 +364,7 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
         "peft_config": lora_config(job.model, _PEFT_TASKS.get(job.kind, "CAUSAL_LM")) if job.model.use_peft else None,
     }
     if job.online:
-        model = job.rewards.reward_model_name_or_path
-        keywords["reward_funcs"] = [
-            *([model] if model else []),
-            *(load_reward(spec) for spec in job.rewards.reward or []),
-        ]
-        keywords |= job.tools.load()
+        keywords |= {"reward_funcs": job.rewards.load_rewards(), **job.tools.load()}
     if isinstance(job.rewards, JudgeArguments) and job.rewards.judge is not None:
         keywords["judge"] = load_object(job.rewards.judge, "Judge")
     return getattr(library, f"{CLASS_PREFIXES[job.kind]}Trainer")(**keywords)

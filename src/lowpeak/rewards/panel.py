@@ -22,7 +22,7 @@ import torch
 
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
 from lowpeak.ranks import Ranks
-from lowpeak.records import Completion, Conversation, Group, Metric, Prompt, Record, merge_metrics
+from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
 from lowpeak.rewards.factory import unique_names
 from lowpeak.rewards.function import BackgroundLoop, FunctionReward, TimeLimitExceeded
 from lowpeak.rewards.model import ModelReward
@@ -273,27 +273,17 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     ids = [completion.ids.tolist() for _, completion in pairs]
     texts = tuple(decode(tokens) for tokens in ids)
-    fields = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
+    rows = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
+    names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_COLUMNS)
     return RewardInputs(
         prompts=[prompt.source for prompt, _ in pairs],
         completions=[_in_format_of(*pair, text) for pair, text in zip(pairs, texts, strict=True)],
         completion_ids=ids,
-        columns=_columns(fields),
+        columns={name: [row.get(name) for row in rows] for name in names},
         texts=texts,
         positions=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
-        conversations=_conversations(groups),
+        conversations=tuple(c.conversation for _, c in pairs if c.conversation is not None),
     )
-
-
-def _conversations(groups: Sequence[Group]) -> tuple[Conversation, ...]:
-    every = (completion.conversation for group in groups for completion in group.completions)
-    return tuple(filter(None, every))
-
-
-def _columns(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return each name's values, one per completion; None where a completion has none."""
-    names = dict.fromkeys(name for values in fields for name in values if name not in _NOT_COLUMNS)
-    return {name: [values.get(name) for values in fields] for name in names}
 
 
 def _in_format_of(prompt: Prompt, completion: Completion, text: str) -> str | list[dict[str, Any]]:
