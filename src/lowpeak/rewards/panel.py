@@ -22,7 +22,7 @@ import torch
 
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
 from lowpeak.ranks import Ranks
-from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
+from lowpeak.records import Completion, Conversation, Group, Metric, Prompt, Record, merge_metrics
 from lowpeak.rewards.factory import unique_names
 from lowpeak.rewards.function import BackgroundLoop, FunctionReward, TimeLimitExceeded
 from lowpeak.rewards.model import ModelReward
@@ -274,16 +274,26 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
     ids = [completion.ids.tolist() for _, completion in pairs]
     texts = tuple(decode(tokens) for tokens in ids)
     rows = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
-    names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_COLUMNS)
     return RewardInputs(
         prompts=[prompt.source for prompt, _ in pairs],
         completions=[_in_format_of(*pair, text) for pair, text in zip(pairs, texts, strict=True)],
         completion_ids=ids,
-        columns={name: [row.get(name) for row in rows] for name in names},
+        columns=_columns_of_rows(rows),
         texts=texts,
         positions=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
-        conversations=tuple(c.conversation for _, c in pairs if c.conversation is not None),
+        conversations=_conversations(groups),
     )
+
+
+def _conversations(groups: Sequence[Group]) -> tuple[Conversation, ...]:
+    every = (completion.conversation for group in groups for completion in group.completions)
+    return tuple(filter(None, every))
+
+
+def _columns_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return each name's values; None where a row lacks the name."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_COLUMNS)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _in_format_of(prompt: Prompt, completion: Completion, text: str) -> str | list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -24,8 +24,7 @@ def completion_rows(
         counted = record.advantages[record.completion.loss_mask] if record.advantages is not None else torch.zeros(0)
         generated = rewarded.records[i].completion  # its loss mask is that of before stage 7
         turns = _turns(generated, policy_version)
-        extra = {name: values[i] for name, values in rewarded.extra.items()}
-        columns = {name: values[i] for name, values in rewarded.columns.items()}
+        extra, columns = (_values_at(i, values) for values in (rewarded.extra, rewarded.columns))
         rows.append(
             {
                 "group": record.group,
@@ -60,6 +59,10 @@ def _turns(completion: Completion, policy_version: int) -> list[dict[str, object
     for row, turn in zip(rows, completion.conversation.turns if completion.conversation else (), strict=False):
         row |= {"seconds": round(turn.seconds, 4)} | ({} if turn.reward is None else {"reward": turn.reward})
     return rows
+
+
+def _values_at(index: int, columns: Mapping[str, Sequence[object]]) -> dict[str, object]:
+    return {name: values[index] for name, values in columns.items()}
 
 
 def _or_none(value: float) -> float | None:
