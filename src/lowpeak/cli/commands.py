@@ -159,11 +159,11 @@ def _check(arguments: list[str]) -> int:
 def _environment_checks(arguments: list[str]) -> Iterable[Check]:
     from lowpeak import GRPOConfig
     from lowpeak.cli.arguments import CheckArguments
-    from lowpeak.cli.parser import argument_names, parse_arguments
+    from lowpeak.cli.parser import parse_arguments, pop_arguments
     from lowpeak.selftest import EnvironmentCheck
 
     given = parse_arguments([CheckArguments, GRPOConfig], arguments, "lowpeak check")
-    options = CheckArguments(**{name: given.pop(name) for name in argument_names(CheckArguments) & given.keys()})
+    options: CheckArguments = pop_arguments(CheckArguments, given)
     if not (options.tools or options.environment):
         raise ArgumentError("`lowpeak check` needs FILE.py:CLASS or --tools FILE.py:function.")
     parts = {**options.load(), "reward_funcs": options.load_rewards()}
