@@ -200,7 +200,6 @@ class RewardPanel:
             self._check(call)
 
     def _run_async(self, calls: Sequence[RewardCall]) -> None:
-        """Run async calls concurrently."""
         if not calls:
             return
 
