@@ -210,13 +210,13 @@ def _group_metrics(steps: Sequence[Mapping[str, Any]], prefix: str) -> dict[str,
 
 def _measure_outside_bytes(device: Any) -> int | None:
     """Return the bytes of a device that are taken and not torch's allocator's; None on a CPU."""
-    from lowpeak.memory import free_bytes, has_device_memory, total_bytes
+    import torch
+
+    from lowpeak.memory import has_device_memory, used_bytes
 
     if not has_device_memory(device):
         return None
-    import torch
-
-    return total_bytes(device) - free_bytes(device) - torch.get_device_module(device).memory_allocated(device)
+    return used_bytes(device) - torch.get_device_module(device).memory_reserved(device)
 
 
 @contextmanager
