@@ -241,7 +241,7 @@ def test_each_row_must_name_one_of_several_environments(tmp_path, last):
     data = questions().add_column("environment", ["a"] * 7 + [last])
     with pytest.raises(DataError, match=f"train_dataset.*environment={last!r}.*environment_factory: 'a'"):
         make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), data, TOKENIZER, **factories)
-    with pytest.raises(DataError, match="train_dataset.*environment=None"):
+    with pytest.raises(DataError, match=r"train_dataset.*environment=None"):
         make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), questions(), TOKENIZER, **factories)
 
 
