@@ -166,6 +166,8 @@ def _environment_checks(arguments: list[str]) -> Iterable[Check]:
     options: CheckArguments = pop_arguments(CheckArguments, given)
     if not (options.tools or options.environment):
         raise ArgumentError("`lowpeak check` needs FILE.py:CLASS or --tools FILE.py:function.")
+    if not options.seconds > 0:
+        raise ArgumentError(f"--seconds is {options.seconds:g}: the training of `lowpeak check` needs more than 0.")
     parts = {**options.load(), "reward_funcs": options.load_rewards()}
     dataset = _load_rows(options, GRPOConfig(**given))
     return EnvironmentCheck(parts, dataset, options.model, given, options.seconds).run()

@@ -52,14 +52,18 @@ def check_prompt_columns(row: Any, where: str) -> None:
         )
 
 
-def environment_prompts(dataset: Any, environment_factory: Any) -> Any:
+def environment_prompts(dataset: Any, environment_factory: Any, name: str = "train_dataset") -> Any:
     """Return the dataset with an empty user message as the prompt where environments open the conversations themselves.
 
-    Without a dataset there are 4,096 such rows. Raises DataError if environments are chosen by a column of the dataset.
+    Without a `train_dataset` there are 4,096 such rows. Raises DataError if environments are chosen by a column of the dataset.
     """
     empty = [{"role": "user", "content": ""}]
-    if environment_factory is None:
+    if environment_factory is None or (dataset is None and name != "train_dataset"):
         return dataset
+    if isinstance(dataset, Mapping):
+        return {
+            key: environment_prompts(each, environment_factory, f"{name}[{key!r}]") for key, each in dataset.items()
+        }
     if dataset is None:
         if isinstance(environment_factory, Mapping):
             raise DataError(
@@ -69,8 +73,8 @@ def environment_prompts(dataset: Any, environment_factory: Any) -> Any:
         return Dataset.from_dict({"prompt": [empty] * _NUM_ENVIRONMENT_ROWS})
     names = getattr(dataset, "column_names", None)
     if isinstance(environment_factory, Mapping) and isinstance(dataset, Dataset):
-        for name in dataset.unique("environment") if "environment" in dataset.column_names else [None]:
-            check_environment_name(name, environment_factory, "train_dataset")
+        for value in dataset.unique("environment") if "environment" in dataset.column_names else [None]:
+            check_environment_name(value, environment_factory, name)
     return dataset if not names or "prompt" in names else dataset.add_column("prompt", [empty] * len(dataset))
 
 

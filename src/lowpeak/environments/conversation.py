@@ -78,6 +78,8 @@ class ConversationRun:
 
     async def _reply(self, sampled: SampledTurn, parsed: ParsedTurn) -> tuple[Reply, list[int]]:
         """Return the environment's reply and its token ids; an empty one if it leaves no room for another turn."""
+        if self.has_failed:
+            return Reply(), []
         room = self.max_tokens - len(self._ids) - len(sampled.ids) - 1
         shortest = [{"role": "tool", "name": call.name, "content": ""} for call in parsed.calls]
         # Calls do not run if even empty results leave no room.

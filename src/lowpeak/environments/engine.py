@@ -17,11 +17,11 @@ from lowpeak.environments.append import TurnAppender, render_call, tool_call
 from lowpeak.environments.calls import CallParser
 from lowpeak.environments.conversation import ConversationRun, TurnFormat
 from lowpeak.environments.tool_results import ToolResults
-from lowpeak.environments.tools import ToolEnvironment, Toolset, warn_of_failure
-from lowpeak.errors import StoppedError
+from lowpeak.environments.tools import ToolEnvironment, warn_of_failure
+from lowpeak.environments.toolset import Toolset
+from lowpeak.errors import DataError, EngineError, StoppedError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Metric, Prompt
-from lowpeak.rewards import BackgroundLoop
 from lowpeak.rollout import GeneratedOnResult, GroupQueue, Pending, SliceForm, TurnEngine, TurnQueue
 
 Row = Mapping[str, Any]
@@ -31,13 +31,14 @@ Row = Mapping[str, Any]
 class EnvironmentEngine:
     """Engine whose groups are conversations: `engine` samples their turns, an environment replies to each.
 
-    template        the run's arguments of the chat template
-    new_reader      returns a reader of prompts with these arguments
-    end_ids         returns the tokens that end a turn
-    add_metrics     receives the metrics of each call
-    add_prompts     receives the prompts as environments have changed them
-    processes       of a tensor parallel group, of which the first has the conversations; None: there is one
-    results         keeps the results of functions, so that no call runs twice
+    template           the run's arguments of the chat template
+    new_reader         returns a reader of prompts with these arguments
+    end_ids            returns the tokens that end a turn
+    add_metrics        receives the metrics of each call
+    add_prompts        receives the prompts as environments have changed them
+    max_prompt_tokens  of these; None: no limit
+    processes          of a tensor parallel group, of which the first has the conversations; None: there is one
+    results            keeps the results of functions, so that no call runs twice
     """
 
     engine: TurnEngine
@@ -48,6 +49,7 @@ class EnvironmentEngine:
     end_ids: Callable[[Sampling], Collection[int]]
     add_metrics: Callable[[dict[str, Metric]], None]
     add_prompts: Callable[[Iterable[Prompt]], None] = lambda prompts: None
+    max_prompt_tokens: int | None = None
     processes: Ranks | None = None
     results: ToolResults = field(default_factory=ToolResults)
     _formats: dict[str, TurnFormat] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class EnvironmentEngine:
     def __post_init__(self) -> None:
         engine = self.engine
         self.load, self.sleep, self.wake, self.close = engine.load, engine.sleep, engine.wake, engine.close
-        self._loop = BackgroundLoop()
+        self._loop, self.toolset.add_metrics = self.toolset.loop, self.add_metrics
         # Tokenizing changes a fast tokenizer's state, and the engine's thread uses the run's.
         self._own_tokenizer = copy.deepcopy(self.tokenizer)
 
@@ -121,6 +123,7 @@ class EnvironmentEngine:
         """Return a conversation for each completion, with its environment reset."""
         owners = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
         rows = [{"prompt": copy.deepcopy(prompt.source), **prompt.columns} for prompt in owners]
+        await self.toolset.make_environments(rows)
         started = self.toolset.start(rows, self.results)
         resets = [
             self._reset(environment, _reset_seed(sampling, prompt), row)
@@ -135,13 +138,17 @@ class EnvironmentEngine:
             if key not in opened:
                 turn_format = self._turn_format(prompt, environment.schemas, sampling)
                 opened[key] = self._opened_prompt(prompt, text or "", environment.schemas), turn_format
-            number = sampling.first_completion + index % sampling.num_generations
+            number, is_overlong = sampling.first_completion + index % sampling.num_generations, False
+            if self.max_prompt_tokens is not None and len(opened[key][0].ids) > self.max_prompt_tokens:
+                is_overlong, lengths = True, (len(opened[key][0].ids), self.max_prompt_tokens)
+                error = DataError("the prompt with its text has {} tokens, and the context leaves {}".format(*lengths))
+                self._count_failure(environment, error)
             runs.append(
                 ConversationRun(
-                    *((prompt.serial, number), opened[key][0], environment, opened[key][1]),
+                    *((prompt.serial, number), prompt if is_overlong else opened[key][0], environment, opened[key][1]),
                     max_tokens=sampling.max_new_tokens,
                     counts=self.toolset.counts,
-                    has_failed=text is None,
+                    has_failed=text is None or is_overlong,
                 )
             )
         self.add_prompts(run.prompt for run in runs)
@@ -151,10 +158,15 @@ class EnvironmentEngine:
         """Return what an environment adds to the prompt; None if it failed."""
         try:
             return await environment.reset(seed, row)
+        except EngineError:
+            raise
         except Exception as error:
-            self.toolset.counts["environment_failures"] += 1
-            warn_of_failure(environment.instance, "reset", error)
+            self._count_failure(environment, error)
             return None
+
+    def _count_failure(self, environment: ToolEnvironment, error: Exception) -> None:
+        self.toolset.counts["environment_failures"] += 1
+        warn_of_failure(environment.instance, "reset", error)
 
     def example(self, prompt: Prompt) -> str:
         """Return a conversation as the chat template writes it: the prompt, a call of the first tool, its result."""
