@@ -138,21 +138,26 @@ class EnvironmentEngine:
             if key not in opened:
                 turn_format = self._turn_format(prompt, environment.schemas, sampling)
                 opened[key] = self._opened_prompt(prompt, text or "", environment.schemas), turn_format
-            number, is_overlong = sampling.first_completion + index % sampling.num_generations, False
-            if self.max_prompt_tokens is not None and len(opened[key][0].ids) > self.max_prompt_tokens:
-                is_overlong, lengths = True, (len(opened[key][0].ids), self.max_prompt_tokens)
-                error = DataError("the prompt with its text has {} tokens, and the context leaves {}".format(*lengths))
-                self._count_failure(environment, error)
+            fits = self._fits(opened[key][0], environment)
+            number = sampling.first_completion + index % sampling.num_generations
             runs.append(
                 ConversationRun(
-                    *((prompt.serial, number), prompt if is_overlong else opened[key][0], environment, opened[key][1]),
+                    *((prompt.serial, number), opened[key][0] if fits else prompt, environment, opened[key][1]),
                     max_tokens=sampling.max_new_tokens,
                     counts=self.toolset.counts,
-                    has_failed=text is None or is_overlong,
+                    has_failed=text is None or not fits,
                 )
             )
         self.add_prompts(run.prompt for run in runs)
         return runs
+
+    def _fits(self, opened: Prompt, environment: ToolEnvironment) -> bool:
+        """Return whether the model's context has room for a prompt with the text of `reset`; count a failure if not."""
+        if self.max_prompt_tokens is None or len(opened.ids) <= self.max_prompt_tokens:
+            return True
+        length = f"the prompt with its text has {len(opened.ids)} tokens"
+        self._count_failure(environment, DataError(f"{length}, and the context leaves {self.max_prompt_tokens}"))
+        return False
 
     async def _reset(self, environment: ToolEnvironment, seed: int, row: Row) -> str | None:
         """Return what an environment adds to the prompt; None if it failed."""

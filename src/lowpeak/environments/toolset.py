@@ -96,7 +96,7 @@ class Toolset:
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ArgumentError if an environment's `reset` does not take the columns of this row."""
-        columns = {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
+        columns = self._columns(row)
         for pool in self._pool.values():
             reset = pool[0].reset
             try:
@@ -159,13 +159,20 @@ class Toolset:
                 *(self._functions(name, instance), self._tools.keys(), self._schemas[name], instance),
                 *(self.runner, self._max_iterations, self.counts, results),
             )
-            columns = {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
-            started.append((environment, columns))
+            started.append((environment, self._columns(row)))
         self.environments = [each.instance for each, _ in started] if self._factories else None
         self._opened.update({id(each.instance): each.instance for each, _ in started})
-        # Another rollout tries again.
-        self._pool = {name: [x for x in pool if not isinstance(x, _Unavailable)] for name, pool in self._pool.items()}
+        self._drop_unavailable()
         return started
+
+    def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `reset` gets of a row."""
+        return {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
+
+    def _drop_unavailable(self) -> None:
+        """Let another rollout try again to make the environments that could not be made."""
+        for name, pool in self._pool.items():
+            self._pool[name] = [instance for instance in pool if not isinstance(instance, _Unavailable)]
 
     def _functions(self, name: str | None, instance: Any) -> dict[str, Callable[..., Any]]:
         if instance is None:

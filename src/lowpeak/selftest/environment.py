@@ -27,7 +27,7 @@ from transformers import GenerationConfig, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from lowpeak.arguments import Sampling, ToolSettings, make_settings, require
-from lowpeak.data import common_prefix_length, environment_prompts
+from lowpeak.data import common_prefix_length, environment_datasets
 from lowpeak.environments import (
     USER,
     EnvironmentEngine,
@@ -161,10 +161,10 @@ class EnvironmentCheck:
 
     def run(self) -> Iterator[Check]:
         """Yield the checks, up to one that the others need."""
-        self.dataset = environment_prompts(self.dataset, self.parts["environment_factory"] or True)
+        self.dataset, _ = environment_datasets(self.dataset, None, self.parts["environment_factory"] or True)
         handler = logging.Handler()
         handler.emit = lambda record: self.failures.append((record.args[:2], record.error))  # type: ignore
-        logging.getLogger("lowpeak.environments.tools").addHandler(handler)
+        logging.getLogger(EnvironmentEngine.__module__.rpartition(".")[0]).addHandler(handler)
         with TemporaryDirectory(prefix="lowpeak-check-") as folder:
             self.arguments = {**TINY_RUN, **_GRPO, "output_dir": folder, **self.arguments}
             self.runner = _TimedRunner(GRPOConfig(**self.arguments).tool_timeout or 60.0)

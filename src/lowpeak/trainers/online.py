@@ -16,7 +16,7 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineSettings, Sampling, require
 from lowpeak.checkpoint import RunState, SavedRollout, capture_rng_state
-from lowpeak.data import environment_prompts, read_eval_prompts
+from lowpeak.data import environment_datasets, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError, RewardError
 from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
@@ -115,8 +115,7 @@ class OnlineTrainer(StepTrainer):
         passed, args = args, make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
         with Ranks(args.device).propagate_errors():
-            train_dataset = environment_prompts(train_dataset, environment_factory)
-            eval_dataset = environment_prompts(eval_dataset, environment_factory, "eval_dataset")
+            train_dataset, eval_dataset = environment_datasets(train_dataset, eval_dataset, environment_factory)
             check_row = partial(check_online_row, reward_funcs, rollout_func, has_tools)
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_row)
             check_optimizer(args, optimizers)
