@@ -17,11 +17,11 @@ from lowpeak.environments.append import TurnAppender, render_call, tool_call
 from lowpeak.environments.calls import CallParser
 from lowpeak.environments.conversation import ConversationRun, TurnFormat
 from lowpeak.environments.tool_results import ToolResults
-from lowpeak.environments.tools import ToolEnvironment, Toolset, warn_of_failure
-from lowpeak.errors import StoppedError
+from lowpeak.environments.tools import ToolEnvironment, warn_of_failure
+from lowpeak.environments.toolset import Toolset
+from lowpeak.errors import DataError, EngineError, StoppedError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Metric, Prompt
-from lowpeak.rewards import BackgroundLoop
 from lowpeak.rollout import GeneratedOnResult, GroupQueue, Pending, SliceForm, TurnEngine, TurnQueue
 
 Row = Mapping[str, Any]
@@ -31,13 +31,14 @@ Row = Mapping[str, Any]
 class EnvironmentEngine:
     """Engine whose groups are conversations: `engine` samples their turns, an environment replies to each.
 
-    template        the run's arguments of the chat template
-    new_reader      returns a reader of prompts with these arguments
-    end_ids         returns the tokens that end a turn
-    add_metrics     receives the metrics of each call
-    add_prompts     receives the prompts as environments have changed them
-    processes       of a tensor parallel group, of which the first has the conversations; None: there is one
-    results         keeps the results of functions, so that no call runs twice
+    template           the run's arguments of the chat template
+    new_reader         returns a reader of prompts with these arguments
+    end_ids            returns the tokens that end a turn
+    add_metrics        receives the metrics of each call
+    add_prompts        receives the prompts as environments have changed them
+    max_prompt_tokens  of these; None: no limit
+    processes          of a tensor parallel group, of which the first has the conversations; None: there is one
+    results            keeps the results of functions, so that no call runs twice
     """
 
     engine: TurnEngine
@@ -48,6 +49,7 @@ class EnvironmentEngine:
     end_ids: Callable[[Sampling], Collection[int]]
     add_metrics: Callable[[dict[str, Metric]], None]
     add_prompts: Callable[[Iterable[Prompt]], None] = lambda prompts: None
+    max_prompt_tokens: int | None = None
     processes: Ranks | None = None
     results: ToolResults = field(default_factory=ToolResults)
     _formats: dict[str, TurnFormat] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class EnvironmentEngine:
     def __post_init__(self) -> None:
         engine = self.engine
         self.load, self.sleep, self.wake, self.close = engine.load, engine.sleep, engine.wake, engine.close
-        self._loop = BackgroundLoop()
+        self._loop, self.toolset.add_metrics = self.toolset.loop, self.add_metrics
         # Tokenizing changes a fast tokenizer's state, and the engine's thread uses the run's.
         self._own_tokenizer = copy.deepcopy(self.tokenizer)
 
@@ -117,44 +119,66 @@ class EnvironmentEngine:
         finally:
             queue.close()
 
-    async def _open(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[ConversationRun]:
-        """Return a conversation for each completion, with its environment reset."""
-        owners = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
+    async def _reset_all(
+        self, owners: Sequence[Prompt], sampling: Sampling
+    ) -> list[tuple[ToolEnvironment, str | None]]:
+        """Return an environment for each prompt, and what its `reset` adds to the prompt; None if it failed."""
         rows = [{"prompt": copy.deepcopy(prompt.source), **prompt.columns} for prompt in owners]
+        await self.toolset.make_environments(rows)
         started = self.toolset.start(rows, self.results)
         resets = [
             self._reset(environment, _reset_seed(sampling, prompt), row)
             for prompt, (environment, row) in zip(owners, started, strict=True)
         ]
         texts = await asyncio.gather(*resets)
+        return [(environment, text) for (environment, _), text in zip(started, texts, strict=True)]
+
+    async def _open(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[ConversationRun]:
+        """Return a conversation for each completion, with its environment reset."""
+        owners = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
+        reset = await self._reset_all(owners, sampling)
         opened: dict[tuple[int, str | None, int], tuple[Prompt, TurnFormat]] = {}
         runs = []
-        for index, (prompt, (environment, _), text) in enumerate(zip(owners, started, texts, strict=True)):
+        for index, (prompt, (environment, text)) in enumerate(zip(owners, reset, strict=True)):
             # The completions of a prompt mostly open alike.
             key = (prompt.serial, text, id(environment.schemas))
             if key not in opened:
                 turn_format = self._turn_format(prompt, environment.schemas, sampling)
                 opened[key] = self._opened_prompt(prompt, text or "", environment.schemas), turn_format
+            fits = self._fits(opened[key][0], environment)
             number = sampling.first_completion + index % sampling.num_generations
             runs.append(
                 ConversationRun(
-                    *((prompt.serial, number), opened[key][0], environment, opened[key][1]),
+                    *((prompt.serial, number), opened[key][0] if fits else prompt, environment, opened[key][1]),
                     max_tokens=sampling.max_new_tokens,
                     counts=self.toolset.counts,
-                    has_failed=text is None,
+                    has_failed=text is None or not fits,
                 )
             )
         self.add_prompts(run.prompt for run in runs)
         return runs
 
+    def _fits(self, opened: Prompt, environment: ToolEnvironment) -> bool:
+        """Return whether the model's context has room for a prompt with the text of `reset`; count a failure if not."""
+        if self.max_prompt_tokens is None or len(opened.ids) <= self.max_prompt_tokens:
+            return True
+        length = f"the prompt with its text has {len(opened.ids)} tokens"
+        self._count_failure(environment, DataError(f"{length}, and the context leaves {self.max_prompt_tokens}"))
+        return False
+
     async def _reset(self, environment: ToolEnvironment, seed: int, row: Row) -> str | None:
         """Return what an environment adds to the prompt; None if it failed."""
         try:
             return await environment.reset(seed, row)
+        except EngineError:
+            raise
         except Exception as error:
-            self.toolset.counts["environment_failures"] += 1
-            warn_of_failure(environment.instance, "reset", error)
+            self._count_failure(environment, error)
             return None
+
+    def _count_failure(self, environment: ToolEnvironment, error: Exception) -> None:
+        self.toolset.counts["environment_failures"] += 1
+        warn_of_failure(environment.instance, "reset", error)
 
     def example(self, prompt: Prompt) -> str:
         """Return a conversation as the chat template writes it: the prompt, a call of the first tool, its result."""

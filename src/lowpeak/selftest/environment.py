@@ -27,7 +27,7 @@ from transformers import GenerationConfig, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from lowpeak.arguments import Sampling, ToolSettings, make_settings, require
-from lowpeak.data import common_prefix_length, environment_prompts
+from lowpeak.data import common_prefix_length, environment_datasets
 from lowpeak.environments import (
     USER,
     EnvironmentEngine,
@@ -49,9 +49,8 @@ from lowpeak.selftest.checks import TINY_RUN, Check, explain, files_of, run_chec
 from lowpeak.selftest.models import make_chat_tokenizer, make_model
 from lowpeak.trainers import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-_NUM_PROMPTS, _NUM_CALLS = 8, 3
+_NUM_PROMPTS, _NUM_CALLS, _MAX_TOKENS = 8, 3, 1 << 15  # calls and tokens of a conversation
 _GRPO = {"max_steps": 1000, "per_device_train_batch_size": 16, "learning_rate": 1e-4}
-_MAX_TOKENS = 1 << 15  # of a conversation
 
 
 class _TimedRunner(ToolRunner):
@@ -162,14 +161,15 @@ class EnvironmentCheck:
 
     def run(self) -> Iterator[Check]:
         """Yield the checks, up to one that the others need."""
-        self.dataset = environment_prompts(self.dataset, self.parts["environment_factory"] or True)
+        self.dataset, _ = environment_datasets(self.dataset, None, self.parts["environment_factory"] or True)
         handler = logging.Handler()
-        handler.emit = lambda record: self.failures.append(record.args)  # type: ignore[method-assign, arg-type]
-        logging.getLogger(Toolset.__module__).addHandler(handler)
+        handler.emit = lambda record: self.failures.append((record.args[:2], record.error))  # type: ignore
+        logging.getLogger(EnvironmentEngine.__module__.rpartition(".")[0]).addHandler(handler)
         with TemporaryDirectory(prefix="lowpeak-check-") as folder:
             self.arguments = {**TINY_RUN, **_GRPO, "output_dir": folder, **self.arguments}
             self.runner = _TimedRunner(GRPOConfig(**self.arguments).tool_timeout or 60.0)
             for name, check in _CHECKS.items():
+                self.failures.clear()
                 result = run_check(name, partial(check, self), self.files)
                 yield result
                 if not result.passed and name in ("schema", "template", "conversations"):
@@ -207,7 +207,7 @@ class EnvironmentCheck:
 
     def raise_failure(self) -> None:
         """Raise ArgumentError for the first method of an environment that failed, or the first call that was late."""
-        for kind, method, _, error in self.failures:
+        for (kind, method), error in self.failures:
             raise ArgumentError(f"{kind}.{method} raised {explain(error, self.files())}.")
         for name, error in self.runner.errors.items():
             require(not isinstance(error, ToolTimeoutError), f"{name} gave {error}: bound what it waits for.")
@@ -242,8 +242,7 @@ def _template(check: EnvironmentCheck) -> str:
     check.engine, reader = cast(EnvironmentEngine, collector.engine), collector.new_reader()
     rows = list(itertools.islice(iter(check.dataset), _NUM_PROMPTS))
     check.prompts = [prompt for i, row in enumerate(rows) if (prompt := reader.read(row, i)) is not None]
-    started = check.engine.toolset.start(rows, ToolResults())
-    check.calls = _RandomCalls(check.engine, [each.schemas for each, _ in started])
+    check.calls = _RandomCalls(check.engine, [check.engine.toolset.schemas_of(row) for row in rows])
     check.engine.engine, check.engine.toolset.runner = check.calls, check.runner  # type: ignore[assignment]
     return f"{check.model or 'a built-in one'} writes the tools' calls and results"
 
@@ -317,7 +316,7 @@ def _messages(record: Record) -> Sequence[Message]:
 
 
 def _leaks(check: EnvironmentCheck) -> str:
-    process, end = psutil.Process(), time.monotonic() + 10
+    process = psutil.Process()
 
     def count() -> dict[str, int]:
         gc.collect()
@@ -326,7 +325,7 @@ def _leaks(check: EnvironmentCheck) -> str:
 
     tracemalloc.start()
     check.play(1, 5)
-    before, number = count(), 0
+    before, number, end = count(), 0, time.monotonic() + 10
     while number < 50 and time.monotonic() < end:
         check.play(1, 5)
         number += 5
@@ -335,7 +334,8 @@ def _leaks(check: EnvironmentCheck) -> str:
     for name, value in growth.items():
         small = number * (1 << 16 if name == "bytes" else 0.5)
         require(value < small, f"{number} conversations leave {value} more {name}: end in reset what the last began.")
-    _call_within(check.runner.timeout, "close", check.engine.toolset.close)
+    check.engine.toolset.close()
+    check.raise_failure()
     return f"{number} conversations leave no threads, files or processes, and {growth['bytes'] / number:.0f} bytes each"
 
 

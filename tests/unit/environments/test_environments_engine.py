@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
+from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -24,9 +27,23 @@ async def wait(seconds: float) -> str:
     return "done"
 
 
+def wait_by_function(seconds: float) -> Awaitable[str]:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    return wait(seconds)
+
+
 def fail() -> str:
     """Fail."""
     raise ValueError("broken")
+
+
+def exhaust() -> str:
+    """Fail."""
+    return next(iter(""))
 
 
 def test_results_are_appended_as_context_and_sampled_tokens_stay():
@@ -52,20 +69,22 @@ def test_results_are_appended_as_context_and_sampled_tokens_stay():
     [
         (call("multiply", a=1), "{'error': 'Tool multiply not found.'}"),
         (call("fail"), "{'error': 'broken'}"),
+        (call("exhaust"), "{'error': 'StopIteration'}"),
         (call("add", a=1), "missing 1 required positional argument"),
         (call("add", a=1, c=2), "unexpected keyword argument"),
     ],
 )
 def test_a_failed_call_is_text_and_counted(written, content):
-    talk = Talk([[written + "<eos>", "sorry<eos>"]], [add, fail])
+    talk = Talk([[written + "<eos>", "sorry<eos>"]], [add, fail, exhaust])
     messages = talk.run().completions[0].conversation.messages
     assert content in messages[1]["content"]
     assert talk.metrics["tools/failure_frequency"].value() == 1
 
 
 def test_parallel_calls_of_a_turn_run_at_once_and_answer_in_order():
-    calls = "".join(call("wait", seconds=0.3) for _ in range(3)) + call("add", a=1, b=1)
-    talk = Talk([[calls + "<eos>", "x<eos>"]], [wait, add], max_tokens=1000)
+    waits = call("wait", seconds=0.3) * 2 + call("wait_by_function", seconds=0.3)
+    calls = waits + call("add", a=1, b=1)
+    talk = Talk([[calls + "<eos>", "x<eos>"]], [wait_by_function, wait, add], max_tokens=1000)
     start = time.perf_counter()
     messages = talk.run().completions[0].conversation.messages
     assert time.perf_counter() - start < 0.8
@@ -174,6 +193,49 @@ def test_a_failing_environment_leaves_its_conversation_without_reward(caplog):
     assert "Broken.reset raised OSError: no display" in caplog.text
 
 
+def test_every_environment_is_closed_and_a_failing_close_is_logged(caplog):
+    class Session(Score):
+        is_closed = False
+
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            self.is_closed = True
+            raise OSError("already gone")
+
+    talk = Talk([["x<eos>"], ["y<eos>"]], [], Session)
+    talk.run()
+    talk.toolset.close()
+    assert [environment.is_closed for environment in talk.toolset.environments] == [True, True]
+    talk.toolset.close()  # those that nothing has opened since stay closed
+    assert caplog.text.count("Session.close raised OSError: already gone") == 2
+
+
+def test_an_environment_that_cannot_be_made_later_fails_its_conversation_alone(caplog):
+    made = iter([Score, None, Score])
+
+    def factory() -> Score:
+        kind = next(made)
+        return asyncio.run(asyncio.sleep(0, Score())) if kind else sys.exit("no seat")  # not on the engine's event loop
+
+    talk = Talk([["x<eos>"], ["y<eos>"]], [], factory)
+    assert [each.conversation.has_failed for each in talk.run().completions] == [False, True]
+    assert "environment_factory raised SystemExit: no seat" in caplog.text
+    assert [each.conversation.has_failed for each in talk.run().completions] == [False, False]
+
+
+def test_a_text_of_reset_that_leaves_no_room_fails_the_conversation(caplog):
+    class Wordy(Score):
+        def reset(self, **row: object) -> str:
+            return "7" * 5000
+
+    talk = Talk([["x<eos>"]], [], Wordy)
+    talk.engine.max_prompt_tokens = 100
+    completion = talk.run().completions[0]
+    assert completion.conversation.has_failed
+    assert "tokens, and the context leaves 100" in caplog.text
+    assert all(len(request.ids) < 100 for request in talk.turns.requests)
+
+
 def test_groups_have_equal_seeds_and_a_reset_that_differs_keeps_its_own_prompt():
     class Seeded(Score):
         def reset(self, seed: int, **row: object) -> str:
@@ -196,20 +258,30 @@ def test_groups_have_equal_seeds_and_a_reset_that_differs_keeps_its_own_prompt()
 
 
 def test_a_tool_that_never_returns_is_abandoned_and_too_many_end_the_run():
-    release = threading.Event()
+    release, has_ended = threading.Event(), threading.Event()
 
     def hang() -> None:
         """Hang."""
         release.wait(30)
 
-    talk = Talk([[call("hang") + "<eos>", "x<eos>"]], [hang], timeout=0.05)
-    assert "no result within 0.05 seconds" in talk.run().completions[0].conversation.messages[1]["content"]
-    assert talk.metrics["tools/timeouts"].value() == talk.metrics["tools/abandoned"].value() == 1
+    async def go_on() -> None:
+        """Go on after a cancellation."""
+        while not release.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+        has_ended.set()
+
+    talk = Talk([[call("hang") + call("go_on") + "<eos>", "x<eos>"]], [hang, go_on], timeout=0.05)
+    start, messages = time.perf_counter(), talk.run().completions[0].conversation.messages
+    assert time.perf_counter() - start < 5
+    assert ["no result within 0.05 seconds" in message["content"] for message in messages[1:3]] == [True, True]
+    assert (talk.metrics["tools/timeouts"].value(), talk.metrics["tools/abandoned"].value()) == (2, 1)
     talk.toolset.runner._num_threads = 1
     talk.sampling = replace(talk.sampling, rollout=1)
     with pytest.raises(EngineError, match=r"2.*tool_timeout=0\.05"):
         talk.run()
     release.set()
+    assert has_ended.wait(10)
 
 
 def test_results_of_functions_in_the_journal_are_used_again_and_methods_run_again():
@@ -223,28 +295,38 @@ def test_results_of_functions_in_the_journal_are_used_again_and_methods_run_agai
         """Fail, with another text each time."""
         raise ValueError(next(values))
 
-    script = [[call("draw") + call("fail") + call("increase", by=2) + "<eos>", "x<eos>"]]
-    talk, rows = Talk(script, [draw, fail], Score), []
+    class Counting(Score):
+        count = 0
+
+        @classmethod
+        def raise_count(cls) -> None:
+            """Add one."""
+            cls.count += 1
+
+    script = [[call("draw") + call("fail") + call("increase", by=2) + call("raise_count") + "<eos>", "x<eos>"]]
+    talk, rows = Talk(script, [draw, fail], Counting), []
     talk.engine.results = ToolResults(rows.append)
     first = talk.run()
     assert [(row["name"], row.get("result"), row.get("error")) for row in rows] == [
         ("draw", "0", None),
         ("fail", None, "1"),
     ]
-    resumed = Talk(script, [draw, fail], Score)
+    resumed = Talk(script, [draw, fail], Counting)
     resumed.engine.results = ToolResults(read=lambda: {row["key"]: row for row in rows})
     again = resumed.run()
     assert (next(values), resumed.texts(again)) == (2, talk.texts(first))
-    assert resumed.toolset.environments[0].total == 2
-    assert resumed.metrics["tools/failure_frequency"].value() == 1 / 3
+    assert (resumed.toolset.environments[0].total, Counting.count) == (2, 2)
+    assert resumed.metrics["tools/failure_frequency"].value() == 1 / 4
     resumed.sampling = replace(resumed.sampling, rollout=1)
     assert resumed.texts(resumed.run()) != talk.texts(first)
 
 
 def test_conversations_go_on_from_their_last_turn_after_a_lost_engine():
-    talk = Talk([[call("add", a=1, b=2) + "<eos>", "3<eos>"], ["no<eos>"]], [add])
+    turn_with_call = call("add", a=1, b=2) + "<eos>"
+    script = [[turn_with_call, "3<eos>"], ["no<eos>"]]
+    talk = Talk(script, [add])
     expected = talk.texts(talk.run())
-    lost = Talk([[call("add", a=1, b=2) + "<eos>", "3<eos>"], ["no<eos>"]], [add])
+    lost = Talk(script, [add])
     sample, answered = lost.turns.turn, []
 
     def turn_or_loss(text):
@@ -259,4 +341,5 @@ def test_conversations_go_on_from_their_last_turn_after_a_lost_engine():
     # The engine knows nothing of earlier turns: its script goes on where the conversation stands.
     lost.turns.script = [["3<eos>"], []]
     assert lost.texts(lost.run()) == expected
-    assert answered == [*answered[:2], "3<eos>", "3<eos>"]
+    # The turn that was lost is sampled again; the others are not.
+    assert answered == [turn_with_call, "no<eos>", "3<eos>", "3<eos>"]

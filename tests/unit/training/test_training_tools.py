@@ -52,12 +52,6 @@ def test_each_trainer_trains_on_conversations_with_tools(tmp_path, kind):
     assert run.environments is None
 
 
-def test_ppo_trains_on_conversations_with_tools(tmp_path):
-    run = scripted("PPO", tmp_path, [[CALL, "3<eos>"]], reward_funcs=num_turns, tools=[add])
-    run.train()
-    assert run.state.log_history[0]["rewards/num_turns/mean"] == 3
-
-
 def test_an_environment_rewards_its_conversations(tmp_path):
     script = [[call("increase", by=2) + "<eos>", "x<eos>"], ["x<eos>"], ["y<eos>"], ["z<eos>"]]
     got = []
@@ -104,6 +98,17 @@ def test_an_environment_alone_is_reward_enough_and_its_turns_have_rewards(tmp_pa
     assert first.token_rewards.sum() == 22
 
 
+def test_a_factory_may_return_objects_of_several_classes(tmp_path):
+    made = iter(range(100))
+
+    def factory() -> Score:
+        return type(f"Score{next(made)}", (Score,), {})()
+
+    run = scripted("GRPO", tmp_path, [["x<eos>"]] * 4, reward_funcs=[], environment_factory=factory)
+    run.train()
+    assert all(record.reward == 0 for record in run.rollout.records)
+
+
 def test_ppo_gets_the_reward_of_a_turn_at_its_last_token(tmp_path):
     turns = [call("increase", by=2) + "<eos>", call("increase", by=1) + "<eos>", "x<eos>"]
     changes = {"reward_funcs": [], "environment_factory": Steps, "beta": 0.0, "lam": 1.0}
@@ -145,12 +150,13 @@ def test_turn_credit_without_turns_is_named(tmp_path):
             make("RLOO", tmp_path, strict_arguments=True, **changes)
 
 
-def test_a_failed_environment_gives_no_reward(tmp_path):
-    class Fails(Score):
-        def reset(self, **row: object) -> str:
-            raise OSError("gone")
+@pytest.mark.parametrize("method", ["reset", "get_turn_reward", "get_reward"])
+def test_a_failed_environment_gives_no_reward_and_is_counted_in_its_step(tmp_path, method):
+    def fail(self, **row):
+        raise StopIteration
 
-    run = scripted("GRPO", tmp_path, [["x<eos>"]] * 4, reward_funcs=num_turns, environment_factory=Fails)
+    failing, script = type("Failing", (Steps,), {method: fail}), [[call("increase", by=2) + "<eos>", "x<eos>"]] * 4
+    run = scripted("GRPO", tmp_path, script, reward_funcs=num_turns, environment_factory=failing)
     run.train()
     assert run.state.log_history[0]["environments/failures"] == 8
     assert all(record.reward != record.reward for record in run.rollout.records)
@@ -241,12 +247,14 @@ def test_wrong_tools_are_one_sentence_from_the_constructor(tmp_path, parts, mess
         make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), questions(), TOKENIZER, **parts)
 
 
-@pytest.mark.parametrize("column", [{}, {"environment": "b"}, {"environment": None}])
-@pytest.mark.parametrize("factories", [{"a": Score}, {}])
-def test_a_row_must_name_one_of_several_environments(tmp_path, column, factories):
-    data = questions().map(lambda row: {**row, **column})
-    with pytest.raises(DataError, match=r"train_dataset.*environment=.*environment_factory"):
-        make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), data, TOKENIZER, environment_factory=factories)
+@pytest.mark.parametrize("last", ["b", None])
+def test_each_row_must_name_one_of_several_environments(tmp_path, last):
+    factories = {"environment_factory": {"a": Score}}
+    data = questions().add_column("environment", ["a"] * 7 + [last])
+    with pytest.raises(DataError, match=f"train_dataset.*environment={last!r}.*environment_factory: 'a'"):
+        make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), data, TOKENIZER, **factories)
+    with pytest.raises(DataError, match=r"train_dataset.*environment=None"):
+        make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), questions(), TOKENIZER, **factories)
 
 
 @pytest.mark.parametrize("kind", ["SFT", "Reward"])
