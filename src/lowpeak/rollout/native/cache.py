@@ -70,11 +70,6 @@ class SlotCache(Cache):
         self._num_cleared = 0  # columns without uninitialised values
         self._view = (0, 0, 0)  # first slot, sequences and columns of the layers' views
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the buffer."""
-        return sum(buffer.nbytes for layer in self._stored for buffer in layer.buffers)
-
     def most_slots(self, num_columns: int) -> int:
         """Return the slots of so many columns for which the buffer has room."""
         needed = [number for layer in self._stored for number in layer.num_elements(1, num_columns)]
