@@ -119,7 +119,7 @@ class DecodeLoop:
 
     def _num_columns(self) -> int:
         """Return the columns that the running sequences use, including their newest tokens."""
-        return self._num_steps + max(sequence.offset for sequence in self._running) + 1
+        return self._num_steps + max((sequence.offset for sequence in self._running), default=0) + 1
 
     def _num_slots(self, entering: Sequence[int] = ()) -> int:
         """Return the slots that the budget allows with the prompts in the loop and those that are `entering`."""
@@ -144,7 +144,7 @@ class DecodeLoop:
         self._running = [running[slot] for slot in range(len(running))]
         if entered:
             self._reserve(num_slots, num_used)
-        self._cache.move(list(sources), list(sources.values()), self._num_columns() if self._running else 0)
+        self._cache.move(list(sources), list(sources.values()), self._num_columns())
         if entered:
             assert self._their_prompt is not None, "`_start` keeps it"
             prompt = self._running[entered[0]].prompt
