@@ -177,7 +177,9 @@ class DecodeLoop:
 
     def _set_budget(self, dtype: torch.dtype) -> None:
         """Count the budget in the cache's dtype, which under autocast is narrower than the parameters'."""
-        self.queue.limit_slots(lambda tokens: self.kv_cache_bytes // sequence_bytes(self.model, tokens, dtype))
+        # Without a cycle of references, in which the cache would outlive the loop.
+        budget, model = self.kv_cache_bytes, self.model
+        self.queue.limit_slots(lambda tokens: budget // sequence_bytes(model, tokens, dtype))
 
     def _first_tokens(self, prompts: Sequence[int], logits_PV: Tensor) -> list[tuple[int, int]]:
         """Draw the first token of each sequence of these groups; return rows and prompts of those that continue."""
