@@ -45,6 +45,8 @@ VISION = {
     "depth": 1, "out_hidden_size": 32, "patch_size": 4, "image_size": 8, "head_dim": 8,
     "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0],
 }  # fmt: skip
+WINDOWS = {"head_dim": 8, "sliding_window": 5}
+CAPS = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0}
 IMAGES = {"image_token_id": 12, "video_token_id": 11, "vision_start_token_id": 12, "vision_end_token_id": 12}
 
 # Families that generate by the decode loop: model type, then the settings that differ from SIZES; None removes one of SIZES.
@@ -138,6 +140,39 @@ DECODE_LOOP: dict[str, tuple[str, dict[str, Any]]] = {
     "StableLM": ("stablelm", {}),
     "Falcon": ("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True, "ffn_hidden_size": 48}),
     "GPT-J": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 4}),
+    "Mistral with a window": ("mistral", {"head_dim": 8, "sliding_window": 5}),
+    "Gemma 2": ("gemma2", {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"], **CAPS}),
+    "Gemma 3": ("gemma3_text", {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"]}),
+    "Gemma 3n": (
+        "gemma3n_text",
+        {
+            **WINDOWS,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [48] * 4,
+            "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": NUM_IDS,
+            "laurel_rank": 8,
+        },
+    ),
+    "Gemma 4": (
+        "gemma4_text",
+        {
+            **WINDOWS,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": NUM_IDS,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {**WINDOWS, **LOCAL_EXPERTS, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": YARN},
+    ),
     "Qwen2.5-VL": ("qwen2_5_vl", {"text_config": {"rope_parameters": MROPE}, "vision_config": VISION, **IMAGES}),
     "Qwen3-VL": (
         "qwen3_vl",

@@ -272,7 +272,7 @@ def _attend(
         config: Any = module.config
         if config._attn_implementation == EAGER_NAME:
             return _eager_attention(module)(module, query, key, value, attention_mask, **kwargs)[0], None
-        if _is_grouped_decode(query, key, attention_mask) and not _unknown(kwargs):
+        if _is_grouped_decode(query, key, attention_mask) and not _unknown(kwargs, "sliding_window"):
             return _attend_last_token(query, key, value, attention_mask, **kwargs), None
         return ALL_ATTENTION_FUNCTIONS[SDPA](module, query, key, value, attention_mask, **kwargs)
     span = span_of_layer(module.config, getattr(module, "layer_idx", None))
@@ -330,9 +330,9 @@ def attend_forest(
     return out[..., :width]
 
 
-def _unknown(kwargs: dict[str, Any]) -> list[str]:
-    """Return the names of a layer's keywords that this module does not know and that may change the result."""
-    known = _IGNORED | {"scaling", "dropout", "is_causal", "sliding_window"}
+def _unknown(kwargs: dict[str, Any], *handled: str) -> list[str]:
+    """Return the names of a layer's keywords that may change the result and are not `handled`."""
+    known = _IGNORED | {"scaling", "dropout", "is_causal", *handled}
     return [key for key, value in kwargs.items() if key not in known and value is not None and value is not False]
 
 
@@ -348,8 +348,6 @@ def _check_layer_arguments(
     causal = kwargs.get("is_causal")
     if (getattr(module, "is_causal", True) if causal is None else causal) is False:
         raise ModelError(f"{name} is not causal, so its sequences cannot be packed")
-    unknown = [key for key in _unknown(kwargs) if key not in ("softcap", "s_aux")]
-    if kwargs.get("sliding_window") is not None and (span.size is None or span.is_chunk):
-        unknown.append("sliding_window")
+    unknown = _unknown(kwargs, "softcap", "s_aux", "sliding_window" if span.is_window else "")
     if unknown:
         raise ModelError(f"{name} passes {', '.join(unknown)} to its attention, which packed sequences do not support")

@@ -21,6 +21,10 @@ class Span(NamedTuple):
     size: int | None = None
     is_chunk: bool = False
 
+    @property
+    def is_window(self) -> bool:
+        return self.size is not None and not self.is_chunk
+
     def start(self, position: Position) -> Position:
         """Return the first position that the token at `position` attends to; it may be below 0."""
         if self.size is None:

@@ -90,9 +90,8 @@ class RunInputs:
         fewer.config = with_layers(self.config, layers)
         fewer.request = replace(self.request, config=with_layers(self.request.config, layers))
         fewer.__dict__.pop("_plain_model", None)
-        if self.is_online:
-            cache_bytes = sizes.kv_cache_bytes * fewer.least_cache_bytes // self.least_cache_bytes
-            fewer.sizes = replace(sizes, kv_cache_bytes=cache_bytes)
+        cache = sizes.kv_cache_bytes * fewer.least_cache_bytes // self.least_cache_bytes if self.is_online else 0
+        fewer.sizes = replace(sizes, kv_cache_bytes=cache)
         fewer.layout_choice = layout
         return fewer
 

@@ -263,7 +263,7 @@ class TurnDecodeLoop:
                 self._step()
                 continue
             except (MemoryError, RuntimeError) as error:
-                half = self._cache.num_bytes // 2
+                half = self._cache.num_slots * self._bytes(self._cache.num_columns) // 2
                 must_raise = self.requests.queue.is_shared or half < self._bytes(max(self.requests.widths.values()))
                 if must_raise or not is_out_of_memory(error):
                     raise
@@ -303,9 +303,9 @@ class TurnDecodeLoop:
             self._table.num_slots = num_slots
 
     def _bytes(self, num_columns: int) -> int:
-        assert self._one_token is not None, "the first request has made it"
         # Under autocast the cache is narrower than the parameters.
-        return sequence_bytes(self.model, num_columns, storing_layers(self._one_token)[0].dtype)
+        dtype = None if self._one_token is None else storing_layers(self._one_token)[0].dtype
+        return sequence_bytes(self.model, num_columns, dtype)
 
     def _drop_cache(self) -> None:
         """Let the turns under way wait for a start, and free the cache."""

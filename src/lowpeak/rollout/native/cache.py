@@ -81,11 +81,6 @@ class SlotCache(Cache):
         self._num_cleared = 0  # columns without uninitialised values
         self._view = (0, 0, 0)  # first slot, sequences and columns of the layers' views
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the buffer."""
-        return sum(buffer.nbytes for layer in self._stored for buffer in layer.buffers)
-
     def most_slots(self, num_columns: int) -> int:
         """Return the slots of so many columns for which the buffer has room."""
         needed = [number for layer in self._stored for number in layer.num_elements(1, num_columns)]
@@ -110,14 +105,13 @@ class SlotCache(Cache):
         return_cached_memory(self._stored[0].device)
         sizes = [layer.num_elements(self.num_slots, self.num_columns) for layer in self._stored]
         self._num_elements = [number for each in sizes for number in each]
-        dtypes = {layer.dtype for layer in self._stored}
-        for dtype in dtypes:
-            # On a CPU the kernel provides pages when they are written.
-            layers = [(layer, each) for layer, each in zip(self._stored, sizes, strict=True) if layer.dtype == dtype]
-            parts = torch.empty(sum(sum(each) for _, each in layers), dtype=dtype, device=layers[0][0].device)
-            for layer, part in zip(layers, parts.split([sum(each) for _, each in layers]), strict=True):
-                layer[0].attach(part.split(layer[1]))
-                layer[0].lay_out(self.num_slots, self.num_columns, 0, 0)
+        # On a CPU the kernel provides pages when they are written.
+        first = self._stored[0]
+        parts = torch.empty(sum(self._num_elements), dtype=first.dtype, device=first.device).split(self._num_elements)
+        for layer, each in zip(self._stored, sizes, strict=True):
+            layer.attach(parts[: len(each)])
+            parts = parts[len(each) :]
+            layer.lay_out(self.num_slots, self.num_columns, 0, 0)
 
     def begin(self, columns_N: Tensor, num_columns: int) -> int:
         """Prepare a forward: the token of sequence n goes to column `columns_N[n]`, one of the first `num_columns`.
@@ -138,7 +132,7 @@ class SlotCache(Cache):
         slots_N1, starts_N1, lengths_N1 = torch.tensor([range(first_slot, first_slot + len(starts)), starts, lengths])[
             ..., None
         ]
-        num_columns = int((starts_N1 + lengths_N1).max())
+        num_columns = max(start + length for start, length in zip(starts, lengths, strict=True))
 
         def places(width: int) -> Places:
             # Only a ring's last tokens stay.
@@ -196,7 +190,7 @@ class SlotCache(Cache):
         longest, device = max(lengths), self._stored[0].device
         prompts_N1, lengths_N1 = torch.tensor([prompts, [lengths[prompt] for prompt in prompts]])[..., None]
         # A longer prompt may have no sequence that goes on, and then the slots need not have its columns.
-        num_columns = int(lengths_N1.max())
+        num_columns = max(lengths[prompt] for prompt in prompts)
         self._clear(num_columns)
         slots_N, prompts_N = (torch.tensor(each).to(device, non_blocking=True) for each in (slots, prompts))
         made: dict[int, Tensor] = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.cache_utils import DynamicCache
 from transformers.initialization import no_init_weights
 
@@ -70,7 +70,7 @@ def _measure(described: _Described, dtype: torch.dtype) -> CacheBytes:
     config = copy.deepcopy(described.config)
     config._attn_implementation = "eager"
     try:
-        with unset_fake_temporarily(), rehearse_experts(), torch.device("meta"), torch.no_grad():
+        with _disable_current_modes(), rehearse_experts(), torch.device("meta"), torch.no_grad():
             model = _make(described.model_class, config, dtype)
             one, two = (_layer_bytes(model, num_tokens) for num_tokens in (1, 2))
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):

@@ -119,7 +119,7 @@ class DecodeLoop:
 
     def _num_columns(self) -> int:
         """Return the columns that the running sequences use, including their newest tokens."""
-        return self._num_steps + max(sequence.offset for sequence in self._running) + 1
+        return self._num_steps + max((sequence.offset for sequence in self._running), default=0) + 1
 
     def _num_slots(self, entering: Sequence[int] = ()) -> int:
         """Return the slots that the budget allows with the prompts in the loop and those that are `entering`."""
@@ -144,7 +144,7 @@ class DecodeLoop:
         self._running = [running[slot] for slot in range(len(running))]
         if entered:
             self._reserve(num_slots, num_used)
-        self._cache.move(list(sources), list(sources.values()), self._num_columns() if self._running else 0)
+        self._cache.move(list(sources), list(sources.values()), self._num_columns())
         if entered:
             assert self._their_prompt is not None, "`_start` keeps it"
             prompt = self._running[entered[0]].prompt
@@ -177,7 +177,9 @@ class DecodeLoop:
 
     def _set_budget(self, dtype: torch.dtype) -> None:
         """Count the budget in the cache's dtype, which under autocast is narrower than the parameters'."""
-        self.queue.limit_slots(lambda tokens: self.kv_cache_bytes // sequence_bytes(self.model, tokens, dtype))
+        # Without a cycle of references, in which the cache would outlive the loop.
+        budget, model = self.kv_cache_bytes, self.model
+        self.queue.limit_slots(lambda tokens: budget // sequence_bytes(model, tokens, dtype))
 
     def _first_tokens(self, prompts: Sequence[int], logits_PV: Tensor) -> list[tuple[int, int]]:
         """Draw the first token of each sequence of these groups; return rows and prompts of those that continue."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -144,6 +144,23 @@ def test_rows_that_enter_later_have_the_same_tokens_within_the_budget(slots, set
         for mine, its in zip(group.completions, other.completions, strict=True):
             assert mine.finish_reason == its.finish_reason
             torch.testing.assert_close(mine.logprobs, its.logprobs, atol=1e-5, rtol=0)
+
+
+def test_rows_of_a_window_that_enter_later_have_the_same_tokens_in_slots_of_the_windows_bytes():
+    torch.manual_seed(0)
+    model = MistralForCausalLM(
+        MistralConfig(
+            vocab_size=13, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, sliding_window=6, eos_token_id=1, pad_token_id=0, initializer_range=0.2,
+        )
+    ).eval()  # fmt: skip
+    budget = 4 * 6 * bytes_per_token(model)
+    with watched(model) as seen:
+        made = engine(model, kv_cache_bytes=budget).generate(prompts(), ENDING)
+    assert max(each.rows for each in decoding(seen)) == 4
+    assert max(each.held_bytes for each in seen) == budget
+    assert sum(each.rows for each in seen if each.tokens > 1) == len(TEXTS)  # each prompt is forwarded once
+    assert tokens(made) == tokens(engine(model).generate(prompts(), ENDING))
 
 
 def test_the_batch_stays_full_while_rows_wait():

@@ -14,10 +14,10 @@ from transformers import (
     BloomForCausalLM,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
 )
 
 from lowpeak.arguments.sampling import Sampling
@@ -36,9 +36,9 @@ NO_DROPOUT = dict(attention_dropout=0.0, embed_dropout=0.0, resid_dropout=0.0)
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 LOCAL = dict(hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4, window_size=4)
 MODELS = {
-    "DynamicSlidingWindowLayer": (
-        MistralForCausalLM,
-        MistralConfig(**COMMON, **SIZES, sliding_window=4, pad_token_id=0),
+    "(attn_temperature_tuning)": (
+        Llama4ForCausalLM,
+        Llama4TextConfig(**COMMON, **SIZES, head_dim=8, num_local_experts=2, intermediate_size_mlp=64, pad_token_id=0),
     ),
     "position_ids": (MambaForCausalLM, MambaConfig(vocab_size=13, hidden_size=16, num_hidden_layers=1, eos_token_id=1)),
     "no position_ids": (
@@ -49,7 +49,7 @@ MODELS = {
 }
 
 
-def _model(reason: str = "DynamicSlidingWindowLayer") -> nn.Module:
+def _model(reason: str = "(attn_temperature_tuning)") -> nn.Module:
     torch.manual_seed(0)
     kind, config = MODELS[reason]
     return kind(config).eval()

@@ -12,7 +12,15 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, FalconConfig, FalconForCausalLM
+from transformers import (
+    AttentionInterface,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -207,7 +215,7 @@ def test_out_of_memory_halves_the_cache_and_conversations_go_on(at, caplog):
     with watched(model) as seen:
         log = Programs(prompts(8), SAMPLING, delay=delays(0, 0.01)).run(made)
     assert max(rows for rows, *_ in seen[at:]) == 4
-    assert "KV cache of 336 tokens" in caplog.text
+    assert f"KV cache of {4 * LONGEST * bytes_per_token(model)} bytes" in caplog.text
     check_turns(log, SAMPLING)
 
 
@@ -240,8 +248,28 @@ def own_mask() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make", [falcon, own_mask])
-def test_attention_that_makes_its_own_mask_has_the_same_turns(make):
+SIZES = {
+    "vocab_size": 13, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def with_windows() -> nn.Module:
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=9)).eval()
+
+
+def with_chunks() -> nn.Module:
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        **SIZES, layer_types=["chunked_attention", "full_attention"], attention_chunk_size=6,
+        attn_temperature_tuning=False, num_local_experts=2, intermediate_size_mlp=48,
+    )  # fmt: skip
+    return Llama4ForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("make", [falcon, own_mask, with_windows, with_chunks])
+def test_turns_are_the_same_with_masks_of_attentions_own_windows_and_chunks(make):
     model = make()
     log = Programs(prompts(4), SAMPLING, delay=delays(0, 0.01)).run(engine(model, 5 * LONGEST * bytes_per_token(model)))
     check_turns(
