@@ -29,6 +29,7 @@ from lowpeak.rollout.native import (
     NativeEngine,
     bytes_per_token,
     end_token_ids,
+    needs_equal_lengths,
     parameter_dtype,
     unsupported_reason,
     weight_copies,
@@ -93,7 +94,10 @@ def describe_generation(policy: nn.Module, vllm: VllmSettings | None, *, by_func
     if vllm is not None:
         return f"vLLM, {vllm.mode}"
     reason = unsupported_reason(policy)
-    return "decode loop" if reason is None else f"model.generate(), which is slower and takes more memory: {reason}"
+    if reason is None:
+        return "decode loop"
+    equal = ", in batches of prompts of one length" if needs_equal_lengths(policy) else ""
+    return f"model.generate(){equal}, which is slower and takes more memory: {reason}"
 
 
 def make_engine(
