@@ -305,27 +305,13 @@ def is_known(family: str) -> bool:
 def make_family(family: str, seed: int = 0) -> nn.Module:
     """A random model in eval mode, in which biases, norms and the padding's row matter."""
     torch.manual_seed(seed)
-    kind, changes = FAMILIES[family]
-    if "text_config" in changes:
-        settings = {**changes, "text_config": {**SIZES, **changes["text_config"]}}
-    elif "n_layer" in changes:
-        settings = {**IDS, "initializer_range": 0.15, **changes}
-    else:
-        settings = {
-            name: value for name, value in {**SIZES, **changes}.items() if value is not None or name not in SIZES
-        }
-        settings["pad_token_id"] = changes.get("pad_token_id", 0)
-    config = AutoConfig.for_model(kind, **copy.deepcopy(settings))
-    auto = AutoModelForImageTextToText if "text_config" in changes else AutoModelForCausalLM
-    model = auto.from_config(config).float().eval()
+    auto = AutoModelForImageTextToText if "text_config" in FAMILIES[family][1] else AutoModelForCausalLM
+    model = auto.from_config(make_config(family)).float().eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-        for name, buffer in model.named_buffers():
-            if name.endswith(("correction_bias", "expert_bias")):
-                buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias")):
                 buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
@@ -335,3 +321,15 @@ def make_family(family: str, seed: int = 0) -> nn.Module:
                 row.copy_(module.weight.std() * torch.randn(row.shape, generator=generator))
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
     return model
+
+
+def make_config(family: str) -> Any:
+    kind, changes = FAMILIES[family]
+    if "text_config" in changes:
+        settings = {**changes, "text_config": {**SIZES, **changes["text_config"]}}
+    elif "n_layer" in changes:
+        settings = {**IDS, "initializer_range": 0.15, **changes}
+    else:
+        settings = {key: value for key, value in {**SIZES, **changes}.items() if value is not None or key not in SIZES}
+        settings["pad_token_id"] = changes.get("pad_token_id", 0)
+    return AutoConfig.for_model(kind, **copy.deepcopy(settings))

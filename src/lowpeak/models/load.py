@@ -12,10 +12,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings
@@ -179,13 +181,33 @@ def load_reference(
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0: of dropout modules, and of modules that store it as an attribute."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    """Set every dropout probability to 0: of dropout modules, and of modules that store it as an attribute.
+
+    Adapters keep the dropout of their config. Routers that add noise or choose experts at random in training (Mixtral with
+    jitter, PhiMoE) compute as in evaluation.
+    """
+    rates = [0.0]
+    for path, module in model.named_modules():
+        if "lora_dropout" in path:
+            continue
         for name, value in list(vars(module).items()):
-            if ("dropout" in name or name == "layerdrop") and isinstance(value, float):
+            is_rate = "dropout" in name or name == "layerdrop" or (name == "p" and isinstance(module, _DropoutNd))
+            if is_rate and isinstance(value, float):
+                rates.append(value)
                 setattr(module, name, 0.0)
+            elif "jitter" in name:
+                module.train = MethodType(_train_children, module)  # type: ignore[method-assign]
+                module.train(module.training)
+    if max(rates) > 0:
+        logger.info(
+            "Dropout of %s, up to %s, is off; disable_dropout=False keeps it.", type(model).__name__, max(rates)
+        )
+
+
+def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Set the mode of a module's children, and keep the module itself in eval mode."""
+    nn.Module.train(module, mode).training = False
+    return module
 
 
 def context_length(model: nn.Module) -> int | None:
