@@ -23,7 +23,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings
 from lowpeak.data import check_tokenizer
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.heads import install_head, install_score_head, is_peft, remove_critic, verify_head, verify_score_head
+from lowpeak.heads import (
+    install_head,
+    install_score_head,
+    is_peft,
+    remove_critic,
+    transformers_model,
+    verify_head,
+    verify_score_head,
+)
 from lowpeak.models.lora import add_training_adapter, remove_added_modules, ties_lora_weights
 from lowpeak.models.pretrained import from_pretrained
 from lowpeak.models.sharded_loading import device_map_for_loading, find_config, refuse_adapter_under_tp
@@ -53,6 +61,7 @@ def load_policy(
         settings = settings.of_base()
     policy = _load_or_take(model, settings, model_parallel, device)
     _keep_training_format(policy)
+    freeze_other_modalities(policy)
     if peft_config is not None:
         policy = add_training_adapter(policy, peft_config)
     elif getattr(policy, "is_quantized", False) and not is_peft(policy):
@@ -112,6 +121,21 @@ def _check_tensor_parallel(model: Any, settings: ModelSettings, peft_config: Any
             "tensor parallelism shards a model while it is loaded: pass its name or path, not an instance."
         )
     refuse_adapter_under_tp(peft_config, "quantization_config" in settings.model_init_kwargs)
+
+
+def freeze_other_modalities(policy: nn.Module) -> None:
+    """Freeze what a model has for images and sound, which training on text would leave without gradients."""
+    model = transformers_model(policy)
+    if model.config.get_text_config() is model.config:
+        return
+    text_parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    kept = {id(parameter) for part in text_parts for parameter in part.parameters()}
+    other = [p for p in model.parameters() if p.requires_grad and id(p) not in kept]
+    for parameter in other:
+        parameter.requires_grad_(False)
+    if other:
+        count = sum(parameter.numel() for parameter in other)
+        logger.info("%s trains on text alone: %d parameters of other inputs are frozen.", type(model).__name__, count)
 
 
 def _check_policy(policy: nn.Module) -> None:

@@ -19,7 +19,7 @@ _BLOCK = 64  # weights that share an fp32 scale in 4 bits (Dettmers et al. 2023,
 def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
     """Return the model of a transformers' auto class, its weights not initialised: fake ones have no values."""
     with no_init_weights():
-        model = auto.from_config(config, dtype=dtype)
+        model = lowpeak.models.auto_class(auto, config).from_config(config, dtype=dtype)
     model.tie_weights()
     return model
 
