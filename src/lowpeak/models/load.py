@@ -32,7 +32,7 @@ from lowpeak.heads import (
     verify_head,
     verify_score_head,
 )
-from lowpeak.models.lora import add_training_adapter, remove_added_modules, ties_lora_weights
+from lowpeak.models.lora import add_training_adapter, remove_added_modules, ties_lora_weights, warn_of_frozen_experts
 from lowpeak.models.pretrained import from_pretrained
 from lowpeak.models.sharded_loading import device_map_for_loading, find_config, refuse_adapter_under_tp
 
@@ -64,6 +64,7 @@ def load_policy(
     freeze_other_modalities(policy)
     if peft_config is not None:
         policy = add_training_adapter(policy, peft_config)
+        warn_of_frozen_experts(policy)
     elif getattr(policy, "is_quantized", False) and not is_peft(policy):
         raise ArgumentError("a quantised model trains through an adapter: pass peft_config=LoraConfig(...).")
     _check_policy(policy)
@@ -129,7 +130,8 @@ def freeze_other_modalities(policy: nn.Module) -> None:
     if model.config.get_text_config() is model.config:
         return
     text_parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    kept = {id(parameter) for part in text_parts for parameter in part.parameters()}
+    head = getattr(model, "score", None)  # of a classifier
+    kept = {id(parameter) for part in filter(None, (*text_parts, head)) for parameter in part.parameters()}
     other = [p for p in model.parameters() if p.requires_grad and id(p) not in kept]
     for parameter in other:
         parameter.requires_grad_(False)

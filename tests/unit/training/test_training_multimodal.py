@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from lowpeak.errors import DataError
 from lowpeak.parallel.detect import DeviceFractions
 from lowpeak.sizes.run_sizes import training_bytes
-from model_families import make_family
+from model_families import make_config, make_family
 from small_runs import column, make, trained
 from tiny_models import char_tokenizer
 
@@ -39,6 +39,14 @@ def test_a_model_of_text_and_images_trains_its_text_part_by_name(tmp_path, famil
     run.save_model(str(tmp_path / "saved"))
     saved = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(parameter, after[name]) for name, parameter in saved.named_parameters())
+
+
+def test_a_reward_model_of_text_and_images_trains_its_text_part(tmp_path):
+    config = make_config("Gemma 3 with vision")
+    config.num_labels = 1
+    run = make("Reward", tmp_path, AutoModelForSequenceClassification.from_config(config))
+    is_trained = {name: p.requires_grad for name, p in run.model.named_parameters()}
+    assert is_trained == {name: not is_vision(name) for name in is_trained}
 
 
 def test_an_image_in_the_data_is_refused(tmp_path):
