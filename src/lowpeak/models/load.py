@@ -222,7 +222,7 @@ def disable_dropout(model: nn.Module) -> None:
                 rates.append(value)
                 setattr(module, name, 0.0)
             elif "jitter" in name:
-                module.train = MethodType(_train_children, module)  # type: ignore[method-assign]
+                module.train = MethodType(_train_children, module)
                 module.train(module.training)
     if max(rates) > 0:
         logger.info(
