@@ -127,8 +127,8 @@ class Journal:
     def write_tool_result(self, step: int, row: Mapping[str, Any]) -> None:
         """Append the result of a tool's call when it arrives; `step` is the rollout's first step.
 
-        The row has `key` (a hash of all that the call depends on), `name`, `arguments`, `result` or `error`, and `seconds`.
-        `read_tool_results` finds it by its key.
+        The row has `name`, `arguments`, `result` or `error`, `seconds`, and `key`, by which `read_tool_results` finds it: the
+        weights' version, the rollout, a hash of the conversation so far, and the call's place in its turn.
         """
         if self._rank == 0:
             self._append(TOOL_RESULTS, step, [row])

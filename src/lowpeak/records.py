@@ -66,11 +66,11 @@ class Turn:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conversation:
     """The messages and turns of a completion with tools, and the environment that replied.
 
-    `has_failed`: the environment raised, so the completion has no reward.
+    `has_failed`: the environment raised, at the latest in `get_reward`, so the completion has no reward.
     """
 
     messages: tuple[dict[str, Any], ...]

@@ -167,6 +167,8 @@ def _environment_checks(arguments: list[str]) -> Iterable[Check]:
     options = CheckArguments(**{name: given.pop(name) for name in argument_names(CheckArguments) & given.keys()})
     if not (options.tools or options.environment):
         raise ArgumentError("`lowpeak check` needs FILE.py:CLASS or --tools FILE.py:function.")
+    if not options.seconds > 0:
+        raise ArgumentError(f"--seconds is {options.seconds:g}: the training of `lowpeak check` needs more than 0.")
     models = [options.reward_model_name_or_path] if options.reward_model_name_or_path else []
     parts = {**options.load(), "reward_funcs": [*models, *(load_reward(spec) for spec in options.reward or ())]}
     dataset = _load_rows(options, GRPOConfig(**given))

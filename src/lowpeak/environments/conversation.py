@@ -78,6 +78,8 @@ class ConversationRun:
 
     async def _reply(self, sampled: SampledTurn, parsed: ParsedTurn) -> tuple[Reply, list[int]]:
         """Return the environment's reply and its token ids; an empty one if it leaves no room for another turn."""
+        if self.has_failed:
+            return Reply(), []
         # Calls whose results cannot fit are not run.
         room = self.max_tokens - len(self._ids) - len(sampled.ids) - 1
         shortest = [{"role": "tool", "name": call.name, "content": ""} for call in parsed.calls]

@@ -18,10 +18,9 @@ from lowpeak.environments.calls import CallParser
 from lowpeak.environments.conversation import ConversationRun, TurnFormat
 from lowpeak.environments.tool_results import ToolResults
 from lowpeak.environments.tools import ToolEnvironment, Toolset, warn_of_failure
-from lowpeak.errors import StoppedError
+from lowpeak.errors import EngineError, StoppedError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Metric, Prompt
-from lowpeak.rewards import BackgroundLoop
 from lowpeak.rollout import GeneratedOnResult, GroupQueue, Pending, SliceForm, TurnEngine, TurnQueue
 
 Row = Mapping[str, Any]
@@ -56,7 +55,7 @@ class EnvironmentEngine:
     def __post_init__(self) -> None:
         engine = self.engine
         self.load, self.sleep, self.wake, self.close = engine.load, engine.sleep, engine.wake, engine.close
-        self._loop = BackgroundLoop()
+        self._loop, self.toolset.add_metrics = self.toolset.loop, self.add_metrics
         # Tokenizing changes a fast tokenizer's state, and the engine's thread uses the run's.
         self._own_tokenizer = copy.deepcopy(self.tokenizer)
 
@@ -151,6 +150,8 @@ class EnvironmentEngine:
         """Return what an environment adds to the prompt; None if it failed."""
         try:
             return await environment.reset(seed, row)
+        except EngineError:
+            raise
         except Exception as error:
             self.toolset.counts["environment_failures"] += 1
             warn_of_failure(environment.instance, "reset", error)

@@ -19,27 +19,27 @@ class ToolResults:
 
     write: Callable[[ResultRow], None] = lambda row: None
     read: Callable[[], Mapping[str, ResultRow] | None] = dict
-    _left: dict[str, ResultRow] | None = None
-    _present: dict[str, ResultRow] = field(default_factory=dict)
+    _journaled: dict[str, ResultRow] | None = None
+    _current: dict[str, ResultRow] = field(default_factory=dict)
     _rollout: str = ""
 
     def begin(self, rollout: str) -> None:
         """Keep results for this rollout: generated again after an error, it finds them."""
-        if self._left is None and (left := self.read()) is not None:
-            self._left = dict(left)
+        if self._journaled is None and (journaled := self.read()) is not None:
+            self._journaled = dict(journaled)
         if rollout != self._rollout:
             self._rollout = rollout
-            self._present.clear()
+            self._current.clear()
 
-    def find(self, call: str) -> ResultRow | None:
+    def find(self, name: str) -> ResultRow | None:
         """Return the row of a call of the present rollout, if its result is known."""
-        key = f"{self._rollout}/{call}"
-        if self._left and key in self._left:
-            self._present[key] = self._left.pop(key)
-        return self._present.get(key)
+        key = f"{self._rollout}/{name}"
+        if self._journaled and key in self._journaled:
+            self._current[key] = self._journaled.pop(key)
+        return self._current.get(key)
 
-    def add(self, call: str, row: ResultRow) -> None:
+    def add(self, name: str, row: ResultRow) -> None:
         """Keep the result of a call of the present rollout, and write it."""
-        key = f"{self._rollout}/{call}"
-        self._present[key] = row
+        key = f"{self._rollout}/{name}"
+        self._current[key] = row
         self.write({"key": key, **row})

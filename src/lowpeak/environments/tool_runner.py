@@ -18,23 +18,33 @@ class ToolTimeoutError(Exception):
     """A call that did not return within its time limit."""
 
 
+def text_of(error: BaseException) -> str:
+    """Return an error's message; the name of its class if it has none, or if `__str__` fails."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:
+        return type(error).__name__
+
+
 @contextmanager
 def exits_as_errors() -> Iterator[None]:
-    """Raise RuntimeError in place of what would end the event loop, or a conversation without a word."""
+    """Raise RuntimeError in place of what would end the event loop or the run, as `sys.exit()` in user code does."""
     try:
         yield
-    except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
+    except (Exception, GeneratorExit):
+        raise
+    except BaseException as error:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise
-        raise RuntimeError(str(error) or type(error).__name__) from error
+        raise RuntimeError(text_of(error)) from error
 
 
 class ToolRunner:
     """Runs functions on the event loop of its caller (`async def`), or in at most `num_threads` daemon threads.
 
-    A call that exceeds `timeout` seconds is cancelled. Python cannot stop a thread: it is abandoned, and more than
-    `num_threads` abandoned ones that still run end the run.
+    An awaitable that a function returns is awaited, too. A call that exceeds `timeout` seconds is cancelled. Python cannot stop a
+    thread: it is abandoned, and more than `num_threads` abandoned ones that still run end the run.
     """
 
     def __init__(self, timeout: float | None, num_threads: int = 32) -> None:
@@ -51,11 +61,10 @@ class ToolRunner:
         """Return `function(**arguments)`; ToolTimeoutError if it takes too long, EngineError if too many threads hang."""
         call = partial(function, **arguments)
         with exits_as_errors():
-            return await self._run(function, call)
+            result = call() if inspect.iscoroutinefunction(function) else await self._in_thread(call)
+            return await self._limited(result) if inspect.isawaitable(result) else result
 
-    async def _run(self, function: Callable[..., Any], call: Callable[[], Any]) -> Any:
-        if inspect.iscoroutinefunction(function):
-            return await self._limited(call())
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
         async with self._threads:
             future = _start(call)
             try:
@@ -87,7 +96,9 @@ def _start(call: Callable[[], Any]) -> Future[Any]:
         try:
             future.set_result(call())
         except BaseException as error:
-            future.set_exception(error)
+            # A future of asyncio takes no StopIteration: whoever awaits it would wait for ever.
+            is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            future.set_exception(error if is_plain else RuntimeError(text_of(error)))
 
     threading.Thread(target=run, name="lowpeak-tool", daemon=True).start()
     return future

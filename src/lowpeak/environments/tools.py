@@ -14,7 +14,7 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,10 @@ from lowpeak.environments.append import Message, TurnAppender
 from lowpeak.environments.calls import Call, CallParser, ParsedTurn
 from lowpeak.environments.tool_process import call_in_process, tool_address
 from lowpeak.environments.tool_results import ResultRow, ToolResults
-from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError, exits_as_errors
+from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError, exits_as_errors, text_of
 from lowpeak.errors import ArgumentError, EngineError, first_line
-from lowpeak.records import Conversation, Turn
-from lowpeak.rewards import FunctionReward
+from lowpeak.records import Conversation, Metric, Turn
+from lowpeak.rewards import BackgroundLoop, FunctionReward, read_number
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,8 @@ def tool_schemas(functions: Mapping[str, Callable[..., Any]]) -> list[dict[str, 
         except (DocstringParsingException, TypeHintParsingException, TypeError, ValueError) as error:
             tool, way_out = f"tool {name!r}", ""
             if inspect.ismethod(function):
-                tool, way_out = f"method {name!r} of {type(function.__self__).__name__}", ", or begin its name with _"
+                owner = function.__self__ if inspect.isclass(function.__self__) else type(function.__self__)
+                tool, way_out = f"method {name!r} of {owner.__name__}", ", or begin its name with _"
             raise ArgumentError(
                 f"{tool} has no schema ({' '.join(str(error).split())}): name and annotate each argument, and describe the "
                 f"function and each argument in a Google-style docstring{way_out}."
@@ -77,8 +78,9 @@ def named_tools(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., 
 
 
 def public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
-    """Return an environment's tools: its public methods, inherited ones too."""
-    names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
+    """Return an environment's tools: its public methods, inherited, static and class methods too."""
+    methods = inspect.getmembers(type(instance), lambda member: inspect.isfunction(member) or inspect.ismethod(member))
+    names = [name for name, _ in methods]
     return {name: getattr(instance, name) for name in names if not name.startswith("_") and name not in _NOT_TOOLS}
 
 
@@ -90,37 +92,37 @@ class Reply:
     reward: float | None = None
 
 
+@dataclass(eq=False)
 class ToolEnvironment:
-    """The tools of one conversation, with an environment of the user's class or None; `schemas` are those of `functions`.
+    """The tools of one conversation, with an environment of the user's class or None.
 
-    `max_iterations` bounds the turns whose calls are run (None: no bound). `counts` gets `calls`, `failures`, `timeouts`.
+    functions       the tools by name: functions, and the methods of `instance`
+    replayed        names of those whose results are used again after a restart
+    schemas         of the tools
+    max_iterations  bounds the turns whose calls are run (None: no bound)
+    counts          gets `calls`, `failures`, `timeouts`
     """
 
-    def __init__(
-        self,
-        functions: Mapping[str, Callable[..., Any]],
-        schemas: Sequence[Mapping[str, Any]],
-        instance: Any,
-        runner: ToolRunner,
-        max_iterations: int | None,
-        counts: Counter[str],
-        results: ToolResults,
-    ) -> None:
-        self.instance = instance
-        self._functions, self.schemas = functions, schemas
-        self._runner, self._max_iterations, self._counts, self._results = runner, max_iterations, counts, results
-        self._num_iterations = 0
+    functions: Mapping[str, Callable[..., Any]]
+    replayed: Collection[str]
+    schemas: Sequence[Mapping[str, Any]]
+    instance: Any
+    runner: ToolRunner
+    max_iterations: int | None
+    counts: Counter[str]
+    results: ToolResults
+    _num_iterations: int = 0
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> str:
         """Start a conversation for a row of the dataset; return the text that is added to its prompt."""
         if self.instance is None:
             return ""
-        observation = await self._runner.run(self.instance.reset, _reset_arguments(self.instance, seed, row))
+        observation = await self.runner.run(self.instance.reset, _reset_arguments(self.instance, seed, row))
         return _observation_text(observation, type(self.instance).__name__)
 
     async def step(self, turn: ParsedTurn, name: str) -> Reply:
         """Run the calls of a turn that the policy ended itself; `name` is the turn's, unique in its rollout."""
-        if not turn.calls or self._num_iterations == self._max_iterations:
+        if not turn.calls or self._num_iterations == self.max_iterations:
             return Reply()
         self._num_iterations += 1
         results = await asyncio.gather(*(self._run(call, f"{name}/{i}") for i, call in enumerate(turn.calls)))
@@ -128,44 +130,47 @@ class ToolEnvironment:
         messages = [{"role": "tool", "name": call.name, "content": text} for call, text in named]
         if not hasattr(self.instance, "get_turn_reward"):
             return Reply(messages)
-        return Reply(messages, await self._runner.run(self.instance.get_turn_reward, {}))
+        return Reply(messages, await call_for_number(self.runner, self.instance.get_turn_reward))
 
     async def _run(self, call: Call, name: str) -> str:
         """Return the text of a call's result, or of its error; a result that is known is used again."""
-        self._counts["calls"] += 1
-        function = self._functions.get(call.name)
+        self.counts["calls"] += 1
         # An environment's state is in this process: after a restart its methods run again.
-        is_method = self.instance is not None and getattr(function, "__self__", None) is self.instance
-        row = None if is_method else self._results.find(name)
+        is_replayed = call.name in self.replayed
+        row = self.results.find(name) if is_replayed else None
         if row is None:
-            row = await self._result(call, function)
-            if not is_method:
-                self._results.add(name, row)
-        self._counts["failures"] += "error" in row
-        self._counts["timeouts"] += "is_late" in row
+            row = await self._result(call)
+            if is_replayed:
+                self.results.add(name, row)
+        self.counts["failures"] += "error" in row
+        self.counts["timeouts"] += "is_late" in row
         return str({"error": row["error"]}) if "error" in row else str(row["result"])
 
-    async def _result(self, call: Call, function: Callable[..., Any] | None) -> ResultRow:
+    async def _result(self, call: Call) -> ResultRow:
         row: dict[str, Any] = {"name": call.name, "arguments": call.arguments}
         start = time.perf_counter()
         try:
-            if function is None:
+            if call.name not in self.functions:
                 raise LookupError(f"Tool {call.name} not found.")
-            row["result"] = _readable(str(await self._runner.run(function, call.arguments)))
+            result = await self.runner.run(self.functions[call.name], call.arguments)
+            with exits_as_errors():
+                row["result"] = _readable(str(result))
         except EngineError:
             raise
         except Exception as error:
-            row["error"] = _readable(_text_of(error))
+            row["error"] = _readable(text_of(error))
             if isinstance(error, ToolTimeoutError):
                 row["is_late"] = True
         return {**row, "seconds": round(time.perf_counter() - start, 4)}
 
 
-def _text_of(error: Exception) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return type(error).__name__
+async def call_for_number(runner: ToolRunner, method: Callable[..., Any]) -> float | None:
+    """Return the number or None that a method of an environment returns; TypeError for anything else."""
+    value = await runner.run(method, {})
+    number, problem = read_number(value)
+    if problem:
+        raise TypeError(f"it returned {problem}; return a finite number, or None")
+    return None if value is None else number
 
 
 def _readable(text: str) -> str:
@@ -209,6 +214,8 @@ class Toolset:
         self._schemas.setdefault(None, tool_schemas(self._tools))
         self.runner = ToolRunner(settings.tool_timeout)
         self.counts = Counter[str]()
+        self.loop = BackgroundLoop()
+        self.add_metrics: Callable[[dict[str, Metric]], None] = lambda metrics: None
         self.environments: list[Any] | None = None  # of the last rollout, in the order of its completions
 
     @property
@@ -253,7 +260,7 @@ class Toolset:
         classes = dict.fromkeys(
             type(pool[0]) for pool in self._pool.values() if any(hasattr(pool[0], name) for name in names)
         )
-        return [FunctionReward(_reward_of(cls, self.counts), cls.__name__) for cls in classes]
+        return [FunctionReward(self._reward_of(cls), cls.__name__) for cls in classes]
 
     def start(
         self, rows: Sequence[Mapping[str, Any]], results: ToolResults
@@ -267,10 +274,9 @@ class Toolset:
                 check_environment_name(name, self._factories, "a row")
             instance = self._instance(name, used[name]) if name in self._factories else None
             used[name] += 1
-            functions = self._functions(name, instance)
             environment = ToolEnvironment(
-                *(functions, self._schemas[name], instance, self.runner, self._max_iterations, self.counts),
-                results=results,
+                *(self._functions(name, instance), self._tools.keys(), self._schemas[name], instance),
+                *(self.runner, self._max_iterations, self.counts, results),
             )
             columns = {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
             started.append((environment, columns))
@@ -291,11 +297,55 @@ class Toolset:
             raise ArgumentError(f"{both[0]!r} is a tool and a method of {kind}: rename one.")
         return {**self._tools, **methods}
 
+    def _reward_of(self, cls: type[Any]) -> Callable[..., Any]:
+        """Return a reward function of the environments of a class; None for others, and for one that fails.
+
+        With rewards of turns the value is a list with one number per token: `get_reward` counts at the last token.
+        """
+
+        async def read(conversation: Conversation, num_tokens: int) -> float | list[float] | None:
+            environment = conversation.environment
+            if type(environment) is not cls or conversation.has_failed:
+                return None
+            reward: float | None = 0.0
+            if hasattr(cls, "get_reward"):
+                try:
+                    reward = await call_for_number(self.runner, environment.get_reward)
+                except EngineError:
+                    raise
+                except Exception as error:
+                    self.add_metrics({"environments/failures": Metric(1.0, 1.0, "sum")})
+                    warn_of_failure(environment, "get_reward", error)
+                    conversation.has_failed = True
+                    return None
+            return _per_token(reward, conversation.turns, num_tokens)
+
+        async def read_all(conversations: Sequence[Conversation], completion_ids: Sequence[list[int]]) -> list[Any]:
+            pairs = zip(conversations, completion_ids, strict=True)
+            return list(await asyncio.gather(*(read(conversation, len(ids)) for conversation, ids in pairs)))
+
+        def get_reward(conversations: Sequence[Conversation], completion_ids: Sequence[list[int]]) -> list[Any]:
+            rewards: list[Any] = self.loop.run(read_all(conversations, completion_ids))
+            return rewards
+
+        return get_reward
+
     def close(self) -> None:
-        """Close the environments that have a method `close`."""
-        for instance in (each for pool in self._pool.values() for each in pool):
-            if callable(getattr(instance, "close", None)):
-                instance.close()
+        """Close the environments that have a method `close`; log those that fail."""
+        instances = (each for pool in self._pool.values() for each in pool)
+        closable = [each for each in instances if callable(getattr(each, "close", None))]
+
+        async def close(instance: Any) -> None:
+            try:
+                await self.runner.run(instance.close, {})
+            except Exception as error:
+                warn_of_failure(instance, "close", error)
+
+        async def close_all() -> None:
+            await asyncio.gather(*map(close, closable))
+
+        if closable:
+            self.loop.run(close_all())
 
 
 def _make_environment(name: str | None, make: Callable[[], Any]) -> Any:
@@ -340,30 +390,3 @@ def _isolated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return await call_in_process(address, arguments)
 
     return isolated
-
-
-def _reward_of(cls: type[Any], counts: Counter[str]) -> Callable[..., Any]:
-    """Return a reward function of the environments of a class; None for others, and for one that fails.
-
-    With rewards of turns the value is a list with one number per token: `get_reward` counts at the last token.
-    """
-
-    async def read(conversation: Conversation, num_tokens: int) -> float | list[float] | None:
-        environment, turns = conversation.environment, conversation.turns
-        if type(environment) is not cls or conversation.has_failed:
-            return None
-        try:
-            with exits_as_errors():
-                reward = environment.get_reward() if hasattr(cls, "get_reward") else 0.0
-                reward = await reward if inspect.isawaitable(reward) else reward
-        except Exception as error:
-            counts["environment_failures"] += 1
-            warn_of_failure(environment, "get_reward", error)
-            return None
-        return _per_token(reward, turns, num_tokens)
-
-    async def get_reward(conversations: Sequence[Conversation], completion_ids: Sequence[list[int]]) -> list[Any]:
-        pairs = zip(conversations, completion_ids, strict=True)
-        return list(await asyncio.gather(*(read(conversation, len(ids)) for conversation, ids in pairs)))
-
-    return get_reward

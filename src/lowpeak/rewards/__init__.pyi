@@ -34,3 +34,4 @@ from lowpeak.rewards.panel import merge_rewarded_completions as merge_rewarded_c
 from lowpeak.rewards.panel import metrics_by_function as metrics_by_function
 from lowpeak.rewards.panel import warn_of_unrewarded as warn_of_unrewarded
 from lowpeak.rewards.reward import Reward as Reward
+from lowpeak.rewards.reward_call import read_number as read_number

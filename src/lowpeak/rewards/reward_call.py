@@ -190,17 +190,17 @@ def _read_value(value: Any, num_tokens: int) -> tuple[float, tuple[float, ...], 
     if getattr(value, "ndim", None):
         value = _as_list(value)
     if not isinstance(value, list | tuple):
-        number, problem = _read_number(value)
+        number, problem = read_number(value)
         return number, (), problem
     if len(value) != num_tokens:
         return NO_REWARD, (), f"{len(value)} numbers for {num_tokens} tokens (see completion_ids)"
-    numbers = [_read_number(0.0 if each is None else each) for each in value]
+    numbers = [read_number(0.0 if each is None else each) for each in value]
     problem = next((problem for _, problem in numbers if problem), "")
     tokens = tuple(number for number, _ in numbers)
     return (NO_REWARD, (), problem) if problem else (sum(tokens), tokens, "")
 
 
-def _read_number(value: Any) -> tuple[float, str]:
+def read_number(value: Any) -> tuple[float, str]:
     """Return the value as a float, NaN for None, and the problem with it, if any."""
     if value is None:
         return NO_REWARD, ""

@@ -49,9 +49,8 @@ from lowpeak.selftest.checks import TINY_RUN, Check, explain, files_of, run_chec
 from lowpeak.selftest.models import make_chat_tokenizer, make_model
 from lowpeak.trainers import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-_NUM_PROMPTS, _NUM_CALLS = 8, 3
+_NUM_PROMPTS, _NUM_CALLS, _MAX_TOKENS = 8, 3, 1 << 15  # calls and tokens of a conversation
 _GRPO = {"max_steps": 1000, "per_device_train_batch_size": 16, "learning_rate": 1e-4}
-_MAX_TOKENS = 1 << 15  # of a conversation
 
 
 class _TimedRunner(ToolRunner):
@@ -170,6 +169,7 @@ class EnvironmentCheck:
             self.arguments = {**TINY_RUN, **_GRPO, "output_dir": folder, **self.arguments}
             self.runner = _TimedRunner(GRPOConfig(**self.arguments).tool_timeout or 60.0)
             for name, check in _CHECKS.items():
+                self.failures.clear()
                 result = run_check(name, partial(check, self), self.files)
                 yield result
                 if not result.passed and name in ("schema", "template", "conversations"):
@@ -317,7 +317,7 @@ def _messages(record: Record) -> Sequence[Message]:
 
 
 def _leaks(check: EnvironmentCheck) -> str:
-    process, end = psutil.Process(), time.monotonic() + 10
+    process = psutil.Process()
 
     def count() -> dict[str, int]:
         gc.collect()
@@ -326,7 +326,7 @@ def _leaks(check: EnvironmentCheck) -> str:
 
     tracemalloc.start()
     check.play(1, 5)
-    before, number = count(), 0
+    before, number, end = count(), 0, time.monotonic() + 10
     while number < 50 and time.monotonic() < end:
         check.play(1, 5)
         number += 5
@@ -335,7 +335,8 @@ def _leaks(check: EnvironmentCheck) -> str:
     for name, value in growth.items():
         small = number * (1 << 16 if name == "bytes" else 0.5)
         require(value < small, f"{number} conversations leave {value} more {name}: end in reset what the last began.")
-    _call_within(check.runner.timeout, "close", check.engine.toolset.close)
+    check.engine.toolset.close()
+    check.raise_failure()
     return f"{number} conversations leave no threads, files or processes, and {growth['bytes'] / number:.0f} bytes each"
 
 

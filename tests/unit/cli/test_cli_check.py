@@ -131,7 +131,7 @@ def test_an_environment_passes_every_check_and_is_trained_on_its_calls(world, ca
     text = {name: text for _, name, text in results}
     assert text["schema"] == "guess(number: int) -> str"
     assert "16 with 48 random calls" in text["conversations"]
-    assert [each.split()[0] for each in text["time"].split("; ")] == ["reset", "guess", "rewards"]
+    assert [each.split()[0] for each in text["time"].split("; ")] == ["reset", "guess", "get_reward", "rewards"]
     assert "in 48 turns" in text["tokens"]
     assert "other seeds give others" in text["seeds"]
     assert "of 8 groups have unequal ones" in text["rewards"]
@@ -207,6 +207,7 @@ def test_tools_are_checked_with_a_dataset_a_reward_and_the_template_of_a_model(t
     assert failed == [("tokens", True)]
 
 
-def test_a_check_needs_a_class_or_tools(capsys):
-    assert main(["check", "--seconds", "1"]) == 2
-    assert "--tools" in capsys.readouterr().err
+def test_a_check_needs_a_class_or_tools_and_time(capsys, world):
+    for arguments, named in ((["--seconds", "1"], "--tools"), ([f"{world}:Guess", "--seconds", "0"], "--seconds is 0")):
+        assert main(["check", *arguments]) == 2
+        assert named in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Awaitable
 from dataclasses import replace
 
 import pytest
@@ -24,9 +25,23 @@ async def wait(seconds: float) -> str:
     return "done"
 
 
+def wait_by_function(seconds: float) -> Awaitable[str]:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    return wait(seconds)
+
+
 def fail() -> str:
     """Fail."""
     raise ValueError("broken")
+
+
+def exhaust() -> str:
+    """Fail."""
+    return next(iter(""))
 
 
 def test_results_are_appended_as_context_and_sampled_tokens_stay():
@@ -52,20 +67,22 @@ def test_results_are_appended_as_context_and_sampled_tokens_stay():
     [
         (call("multiply", a=1), "{'error': 'Tool multiply not found.'}"),
         (call("fail"), "{'error': 'broken'}"),
+        (call("exhaust"), "{'error': 'StopIteration'}"),
         (call("add", a=1), "missing 1 required positional argument"),
         (call("add", a=1, c=2), "unexpected keyword argument"),
     ],
 )
 def test_a_failed_call_is_text_and_counted(written, content):
-    talk = Talk([[written + "<eos>", "sorry<eos>"]], [add, fail])
+    talk = Talk([[written + "<eos>", "sorry<eos>"]], [add, fail, exhaust])
     messages = talk.run().completions[0].conversation.messages
     assert content in messages[1]["content"]
     assert talk.metrics["tools/failure_frequency"].value() == 1
 
 
 def test_parallel_calls_of_a_turn_run_at_once_and_answer_in_order():
-    calls = "".join(call("wait", seconds=0.3) for _ in range(3)) + call("add", a=1, b=1)
-    talk = Talk([[calls + "<eos>", "x<eos>"]], [wait, add], max_tokens=1000)
+    waits = call("wait", seconds=0.3) * 2 + call("wait_by_function", seconds=0.3)
+    calls = waits + call("add", a=1, b=1)
+    talk = Talk([[calls + "<eos>", "x<eos>"]], [wait_by_function, wait, add], max_tokens=1000)
     start = time.perf_counter()
     messages = talk.run().completions[0].conversation.messages
     assert time.perf_counter() - start < 0.8
@@ -174,6 +191,20 @@ def test_a_failing_environment_leaves_its_conversation_without_reward(caplog):
     assert "Broken.reset raised OSError: no display" in caplog.text
 
 
+def test_every_environment_is_closed_and_a_failing_close_is_logged(caplog):
+    class Session(Score):
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            self.is_closed = True
+            raise OSError("already gone")
+
+    talk = Talk([["x<eos>"], ["y<eos>"]], [], Session)
+    talk.run()
+    talk.toolset.close()
+    assert [environment.is_closed for environment in talk.toolset.environments] == [True, True]
+    assert caplog.text.count("Session.close raised OSError: already gone") == 2
+
+
 def test_groups_have_equal_seeds_and_a_reset_that_differs_keeps_its_own_prompt():
     class Seeded(Score):
         def reset(self, seed: int, **row: object) -> str:
@@ -223,20 +254,28 @@ def test_results_of_functions_in_the_journal_are_used_again_and_methods_run_agai
         """Fail, with another text each time."""
         raise ValueError(next(values))
 
-    script = [[call("draw") + call("fail") + call("increase", by=2) + "<eos>", "x<eos>"]]
-    talk, rows = Talk(script, [draw, fail], Score), []
+    class Counting(Score):
+        count = 0
+
+        @classmethod
+        def raise_count(cls) -> None:
+            """Add one."""
+            cls.count += 1
+
+    script = [[call("draw") + call("fail") + call("increase", by=2) + call("raise_count") + "<eos>", "x<eos>"]]
+    talk, rows = Talk(script, [draw, fail], Counting), []
     talk.engine.results = ToolResults(rows.append)
     first = talk.run()
     assert [(row["name"], row.get("result"), row.get("error")) for row in rows] == [
         ("draw", "0", None),
         ("fail", None, "1"),
     ]
-    resumed = Talk(script, [draw, fail], Score)
+    resumed = Talk(script, [draw, fail], Counting)
     resumed.engine.results = ToolResults(read=lambda: {row["key"]: row for row in rows})
     again = resumed.run()
     assert (next(values), resumed.texts(again)) == (2, talk.texts(first))
-    assert resumed.toolset.environments[0].total == 2
-    assert resumed.metrics["tools/failure_frequency"].value() == 1 / 3
+    assert (resumed.toolset.environments[0].total, Counting.count) == (2, 2)
+    assert resumed.metrics["tools/failure_frequency"].value() == 1 / 4
     resumed.sampling = replace(resumed.sampling, rollout=1)
     assert resumed.texts(resumed.run()) != talk.texts(first)
 

@@ -145,12 +145,13 @@ def test_turn_credit_without_turns_is_named(tmp_path):
             make("RLOO", tmp_path, strict_arguments=True, **changes)
 
 
-def test_a_failed_environment_gives_no_reward(tmp_path):
-    class Fails(Score):
-        def reset(self, **row: object) -> str:
-            raise OSError("gone")
+@pytest.mark.parametrize("method", ["reset", "get_turn_reward", "get_reward"])
+def test_a_failed_environment_gives_no_reward_and_is_counted_in_its_step(tmp_path, method):
+    def fail(self, **row):
+        raise StopIteration
 
-    run = scripted("GRPO", tmp_path, [["x<eos>"]] * 4, reward_funcs=num_turns, environment_factory=Fails)
+    failing, script = type("Failing", (Steps,), {method: fail}), [[call("increase", by=2) + "<eos>", "x<eos>"]] * 4
+    run = scripted("GRPO", tmp_path, script, reward_funcs=num_turns, environment_factory=failing)
     run.train()
     assert run.state.log_history[0]["environments/failures"] == 8
     assert all(record.reward != record.reward for record in run.rollout.records)
