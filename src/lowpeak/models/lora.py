@@ -153,20 +153,30 @@ def _exclude(peft_config: Any, names: list[str]) -> Any:
 def _unadaptable_layers(model: Any) -> list[str]:
     """Return the linear layers that all-linear names, and that an adapter cannot or should not change.
 
-    Mamba's kernels read the weight of `out_proj` past its adapter. A model's own kind of linear layer returns other things than
-    a product (routers, grouped products). What a model has for images or sound is not trained.
+    Mamba's kernels read the weight of `out_proj` past its adapter. Some of a model's own layers return other things than a
+    product (routers, grouped products). What a model has for images or sound is not trained.
     """
     text = model.get_decoder() if model.config.get_text_config() is not model.config else model
     in_text = {id(module) for part in (text, model.get_input_embeddings()) for module in part.modules()}
     excluded = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and (
-            id(module) not in in_text or type(module).__module__ == type(model).__module__
-        ):
+        is_own = type(module).__module__ == type(model).__module__
+        if isinstance(module, nn.Linear) and (id(module) not in in_text or (is_own and not _is_product(module))):
             excluded.append(name)
         elif hasattr(module, "A_log") and hasattr(module, "D"):
             excluded.append(f"{name}.out_proj")
     return excluded
+
+
+def _is_product(layer: nn.Linear) -> bool:
+    """Return whether a kind of linear layer maps [1, inputs] to [1, outputs], as nn.Linear does."""
+    shapes = {"weight": (layer.out_features, layer.in_features), "bias": (layer.out_features,)}
+    tensors = {name: torch.empty(shapes[name], device="meta") for name in layer._parameters.keys() & shapes.keys()}
+    try:
+        out = torch.func.functional_call(layer, tensors, torch.empty(1, layer.in_features, device="meta"))
+    except (IndexError, RuntimeError, ValueError):  # it expects another shape
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (1, layer.out_features)
 
 
 def warn_of_frozen_experts(policy: Any) -> None:

@@ -145,7 +145,7 @@ def test_lora_on_tied_weights_that_peft_ties_is_refused(tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "family", ["Nemotron-H", "Mamba2", "Falcon-H1", "Falcon-Mamba", "PhiMoE", "DeepSeek-V4", "Qwen3-VL"]
+    "family", ["Nemotron-H", "Mamba2", "Falcon-H1", "Falcon-Mamba", "PhiMoE", "DeepSeek-V4", "Falcon", "Qwen3-VL"]
 )
 def test_all_linear_leaves_out_what_cannot_be_adapted(tmp_path, family, caplog):
     model = make_family(family)
