@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -298,8 +299,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def is_known(family: str) -> bool:
-    """Whether the installed transformers has the family."""
-    return FAMILIES[family][0] in CONFIG_MAPPING_NAMES
+    """Whether the installed transformers has the family, and all kinds of its layers."""
+    if FAMILIES[family][0] not in CONFIG_MAPPING_NAMES:
+        return False
+    try:
+        make_config(family)
+    except (ValueError, StrictDataclassError):
+        return False
+    return True
 
 
 def make_family(family: str, seed: int = 0) -> nn.Module:

@@ -217,8 +217,7 @@ def disable_dropout(model: nn.Module) -> None:
         if "lora_dropout" in path:
             continue
         for name, value in list(vars(module).items()):
-            is_rate = "dropout" in name or name == "layerdrop" or (name == "p" and isinstance(module, _DropoutNd))
-            if is_rate and isinstance(value, float):
+            if isinstance(value, float) and ("dropout" in name or name in ("layerdrop", *_rate_names(module))):
                 rates.append(value)
                 setattr(module, name, 0.0)
             elif "jitter" in name:
@@ -228,6 +227,10 @@ def disable_dropout(model: nn.Module) -> None:
         logger.info(
             "Dropout of %s, up to %s, is off; disable_dropout=False keeps it.", type(model).__name__, max(rates)
         )
+
+
+def _rate_names(module: nn.Module) -> tuple[str, ...]:
+    return ("p",) if isinstance(module, _DropoutNd) else ()
 
 
 def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:

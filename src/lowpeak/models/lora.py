@@ -160,16 +160,17 @@ def _unadaptable_layers(model: Any) -> list[str]:
     in_text = {id(module) for part in (text, model.get_input_embeddings()) for module in part.modules()}
     excluded = []
     for name, module in model.named_modules():
-        is_own = type(module).__module__ == type(model).__module__
-        if isinstance(module, nn.Linear) and (id(module) not in in_text or (is_own and not _is_product(module))):
+        if isinstance(module, nn.Linear) and (id(module) not in in_text or not _is_product(module, model)):
             excluded.append(name)
         elif hasattr(module, "A_log") and hasattr(module, "D"):
             excluded.append(f"{name}.out_proj")
     return excluded
 
 
-def _is_product(layer: nn.Linear) -> bool:
-    """Return whether a kind of linear layer maps [1, inputs] to [1, outputs], as nn.Linear does."""
+def _is_product(layer: nn.Linear, model: nn.Module) -> bool:
+    """Return whether a layer maps [1, inputs] to [1, outputs], as all do but a model's own kinds of linear layers."""
+    if type(layer).__module__ != type(model).__module__:
+        return True
     shapes = {"weight": (layer.out_features, layer.in_features), "bias": (layer.out_features,)}
     tensors = {name: torch.empty(shapes[name], device="meta") for name in layer._parameters.keys() & shapes.keys()}
     try:

@@ -21,6 +21,7 @@ def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
     with no_init_weights():
         model = lowpeak.models.auto_class(auto, config).from_config(config, dtype=dtype)
     model.tie_weights()
+    lowpeak.models.freeze_other_modalities(model)
     return model
 
 

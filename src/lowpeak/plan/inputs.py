@@ -36,7 +36,6 @@ from lowpeak.models import (
     check_tensor_parallel,
     context_length,
     convert_trainable,
-    freeze_other_modalities,
     refuse_adapter_under_tp,
     require_tensor_parallel,
 )
@@ -163,8 +162,6 @@ class RunInputs:
         auto = AutoModelForSequenceClassification if self.request.kind == "reward" else AutoModelForCausalLM
         in_fp32 = split is not None and not self.settings.model.trains_bf16  # as `load_policy` loads a split one
         model = self._from_config(auto, split, torch.float32 if in_fp32 else self.checkpoint_dtype)
-        if self.request.kind != "reward":
-            freeze_other_modalities(model)
         if self.request.quantized_bits is not None:
             quantize(model.requires_grad_(False), self.request.quantized_bits)
         return model if self.request.peft_config is None else add_training_adapter(model, self.request.peft_config)

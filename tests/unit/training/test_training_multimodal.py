@@ -51,11 +51,11 @@ def test_a_reward_model_of_text_and_images_trains_its_text_part(tmp_path):
 
 def test_an_image_in_the_data_is_refused(tmp_path):
     model, token = make_family("Qwen3-VL"), 15
-    with pytest.raises(DataError, match="'images' contain images"):
+    with pytest.raises(DataError, match="'images'"):
         make("SFT", tmp_path, model, Dataset.from_list([{**row, "images": []} for row in PAIRS]))
     tokenizer = char_tokenizer("0123456789=abc")
     assert tokenizer("c")["input_ids"] == [token]
-    with pytest.raises(DataError, match="row 0 has the token 15, which stands for an image"):
+    with pytest.raises(DataError, match="row 0 .* 15,"):
         trained("GRPO", tmp_path, model, Dataset.from_list([{"prompt": "1c"}] * 16), tokenizer)
-    with pytest.raises(DataError, match="row 0 has the token 15"):
+    with pytest.raises(DataError, match="row 0 .* 15,"):
         trained("SFT", tmp_path, model, Dataset.from_list([{"prompt": "1c", "completion": "3"}] * 16), tokenizer)

@@ -389,13 +389,11 @@ class CheckpointNames:
         """Return transformers' model of the config on the meta device; None if transformers has none."""
         from transformers import AutoModelForCausalLM
 
-        from lowpeak.models import auto_class
-
         if self._config is None:
             return None
         try:
             with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                return auto_class(AutoModelForCausalLM, self._config).from_config(self._config)
+                return AutoModelForCausalLM.from_config(self._config)
         except Exception:
             # A model that only vLLM implements uses the checkpoint's names.
             return None
