@@ -55,7 +55,7 @@ def test_an_image_in_the_data_is_refused(tmp_path):
         make("SFT", tmp_path, model, Dataset.from_list([{**row, "images": []} for row in PAIRS]))
     tokenizer = char_tokenizer("0123456789=abc")
     assert tokenizer("c")["input_ids"] == [token]
-    with pytest.raises(DataError, match="row 0 .* 15,"):
+    with pytest.raises(DataError, match=r"row 0 .* 15,"):
         trained("GRPO", tmp_path, model, Dataset.from_list([{"prompt": "1c"}] * 16), tokenizer)
-    with pytest.raises(DataError, match="row 0 .* 15,"):
+    with pytest.raises(DataError, match=r"row 0 .* 15,"):
         trained("SFT", tmp_path, model, Dataset.from_list([{"prompt": "1c", "completion": "3"}] * 16), tokenizer)
