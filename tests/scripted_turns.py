@@ -11,7 +11,7 @@ from datasets import Dataset
 from lowpeak.arguments import Sampling, ToolSettings
 from lowpeak.data import PromptReader
 from lowpeak.environments.engine import EnvironmentEngine
-from lowpeak.environments.tools import Toolset
+from lowpeak.environments.toolset import Toolset
 from lowpeak.records import Group, Metric
 from lowpeak.rollout import SliceForm, TurnQueue, TurnRequest
 from lowpeak.rollout.turns import SampledTurn

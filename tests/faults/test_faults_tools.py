@@ -54,6 +54,7 @@ FAILURES = {
     "KeyboardInterrupt": lambda: fail(KeyboardInterrupt()),
     "CancelledError": lambda: fail(asyncio.CancelledError()),
     "StopIteration": lambda: next(iter(())),
+    "GeneratorExit": lambda: fail(GeneratorExit()),
     "Panic": lambda: fail(Panic()),
     "Unprintable error": lambda: fail(Unprintable()),
     "Unprintable result": Unprintable,
@@ -103,7 +104,7 @@ class Wild:
 
     def _may_fail(self) -> None:
         if self.draws.random() < 0.1:
-            FAILURES[self.draws.choice([*FAILURES][:8])]()
+            FAILURES[self.draws.choice([*FAILURES][:9])]()
 
     def reset(self, **row: Any) -> str:
         self._may_fail()

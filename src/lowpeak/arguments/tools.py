@@ -41,7 +41,7 @@ class ToolArguments:
     )
     tool_timeout: float | None = generation_argument(
         60.0,
-        "Time limit of one call of a tool, `reset` or `get_turn_reward`, in seconds (None: no limit).",
+        "Time limit of one call of a tool or of an environment's method, in seconds (None: no limit).",
         above_zero("a number of seconds"),
         HAS_TOOLS,
     )

@@ -33,6 +33,7 @@ REWARD_KEYWORDS = frozenset(
     }
 )
 _NUM_ENVIRONMENT_ROWS = 4096  # of a dataset that environments take the place of
+_EMPTY_PROMPT = [{"role": "user", "content": ""}]
 VISION_COLUMNS = frozenset({"image", "images"})
 
 
@@ -57,26 +58,35 @@ def check_text_only(row: Mapping[str, Any], where: str) -> None:
         )
 
 
-def environment_prompts(dataset: Any, environment_factory: Any) -> Any:
-    """Return the dataset with an empty user message as the prompt where environments open the conversations themselves.
+def environment_datasets(train_dataset: Any, eval_dataset: Any, environment_factory: Any) -> tuple[Any, Any]:
+    """Return the datasets with an empty user message for a prompt that rows lack: environments open these conversations.
 
-    Without a dataset there are 4,096 such rows. Raises DataError if environments are chosen by a column of the dataset.
+    Without a `train_dataset` there are 4,096 such rows. Raises DataError if a row names no environment of the factories.
     """
-    empty = [{"role": "user", "content": ""}]
     if environment_factory is None:
-        return dataset
-    if dataset is None:
+        return train_dataset, eval_dataset
+    if train_dataset is None:
         if isinstance(environment_factory, Mapping):
             raise DataError(
                 "environment_factory has several environments, and a dataset's column 'environment' chooses among them: pass "
                 "train_dataset, or one factory."
             )
-        return Dataset.from_dict({"prompt": [empty] * _NUM_ENVIRONMENT_ROWS})
-    names = getattr(dataset, "column_names", None)
+        train_dataset = Dataset.from_dict({"prompt": [_EMPTY_PROMPT] * _NUM_ENVIRONMENT_ROWS})
+    train_dataset = _with_prompts(train_dataset, environment_factory, "train_dataset")
+    if isinstance(eval_dataset, dict):
+        names = {key: f"eval_dataset[{key!r}]" for key in eval_dataset}
+        return train_dataset, {key: _with_prompts(eval_dataset[key], environment_factory, names[key]) for key in names}
+    return train_dataset, _with_prompts(eval_dataset, environment_factory, "eval_dataset")
+
+
+def _with_prompts(dataset: Any, environment_factory: Any, name: str) -> Any:
+    columns = getattr(dataset, "column_names", None)
     if isinstance(environment_factory, Mapping) and isinstance(dataset, Dataset):
-        for name in dataset.unique("environment") if "environment" in dataset.column_names else [None]:
-            check_environment_name(name, environment_factory, "train_dataset")
-    return dataset if not names or "prompt" in names else dataset.add_column("prompt", [empty] * len(dataset))
+        for value in dataset.unique("environment") if "environment" in dataset.column_names else [None]:
+            check_environment_name(value, environment_factory, name)
+    return (
+        dataset if not columns or "prompt" in columns else dataset.add_column("prompt", [_EMPTY_PROMPT] * len(dataset))
+    )
 
 
 def _names(names: Any) -> str:

@@ -8,4 +8,4 @@ from lowpeak.environments.tool_results import ResultRow as ResultRow
 from lowpeak.environments.tool_results import ToolResults as ToolResults
 from lowpeak.environments.tool_runner import ToolRunner as ToolRunner
 from lowpeak.environments.tool_runner import ToolTimeoutError as ToolTimeoutError
-from lowpeak.environments.tools import Toolset as Toolset
+from lowpeak.environments.toolset import Toolset as Toolset

@@ -17,8 +17,9 @@ from lowpeak.environments.append import TurnAppender, render_call, tool_call
 from lowpeak.environments.calls import CallParser
 from lowpeak.environments.conversation import ConversationRun, TurnFormat
 from lowpeak.environments.tool_results import ToolResults
-from lowpeak.environments.tools import ToolEnvironment, Toolset, warn_of_failure
-from lowpeak.errors import EngineError, StoppedError
+from lowpeak.environments.tools import ToolEnvironment, warn_of_failure
+from lowpeak.environments.toolset import Toolset
+from lowpeak.errors import DataError, EngineError, StoppedError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Metric, Prompt
 from lowpeak.rollout import GeneratedOnResult, GroupQueue, Pending, SliceForm, TurnEngine, TurnQueue
@@ -30,13 +31,14 @@ Row = Mapping[str, Any]
 class EnvironmentEngine:
     """Engine whose groups are conversations: `engine` samples their turns, an environment replies to each.
 
-    template        the run's arguments of the chat template
-    new_reader      returns a reader of prompts with these arguments
-    end_ids         returns the tokens that end a turn
-    add_metrics     receives the metrics of each call
-    add_prompts     receives the prompts as environments have changed them
-    processes       of a tensor parallel group, of which the first has the conversations; None: there is one
-    results         keeps the results of functions, so that no call runs twice
+    template           the run's arguments of the chat template
+    new_reader         returns a reader of prompts with these arguments
+    end_ids            returns the tokens that end a turn
+    add_metrics        receives the metrics of each call
+    add_prompts        receives the prompts as environments have changed them
+    max_prompt_tokens  of these; None: no limit
+    processes          of a tensor parallel group, of which the first has the conversations; None: there is one
+    results            keeps the results of functions, so that no call runs twice
     """
 
     engine: TurnEngine
@@ -47,6 +49,7 @@ class EnvironmentEngine:
     end_ids: Callable[[Sampling], Collection[int]]
     add_metrics: Callable[[dict[str, Metric]], None]
     add_prompts: Callable[[Iterable[Prompt]], None] = lambda prompts: None
+    max_prompt_tokens: int | None = None
     processes: Ranks | None = None
     results: ToolResults = field(default_factory=ToolResults)
     _formats: dict[str, TurnFormat] = field(default_factory=dict)
@@ -120,6 +123,7 @@ class EnvironmentEngine:
         """Return a conversation for each completion, with its environment reset."""
         owners = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
         rows = [{"prompt": copy.deepcopy(prompt.source), **prompt.columns} for prompt in owners]
+        await self.toolset.make_environments(rows)
         started = self.toolset.start(rows, self.results)
         resets = [
             self._reset(environment, _reset_seed(sampling, prompt), row)
@@ -134,17 +138,26 @@ class EnvironmentEngine:
             if key not in opened:
                 turn_format = self._turn_format(prompt, environment.schemas, sampling)
                 opened[key] = self._opened_prompt(prompt, text or "", environment.schemas), turn_format
+            fits = self._fits(opened[key][0], environment)
             number = sampling.first_completion + index % sampling.num_generations
             runs.append(
                 ConversationRun(
-                    *((prompt.serial, number), opened[key][0], environment, opened[key][1]),
+                    *((prompt.serial, number), opened[key][0] if fits else prompt, environment, opened[key][1]),
                     max_tokens=sampling.max_new_tokens,
                     counts=self.toolset.counts,
-                    has_failed=text is None,
+                    has_failed=text is None or not fits,
                 )
             )
         self.add_prompts(run.prompt for run in runs)
         return runs
+
+    def _fits(self, opened: Prompt, environment: ToolEnvironment) -> bool:
+        """Return whether the model's context has room for a prompt with the text of `reset`; count a failure if not."""
+        if self.max_prompt_tokens is None or len(opened.ids) <= self.max_prompt_tokens:
+            return True
+        length = f"the prompt with its text has {len(opened.ids)} tokens"
+        self._count_failure(environment, DataError(f"{length}, and the context leaves {self.max_prompt_tokens}"))
+        return False
 
     async def _reset(self, environment: ToolEnvironment, seed: int, row: Row) -> str | None:
         """Return what an environment adds to the prompt; None if it failed."""
@@ -153,9 +166,12 @@ class EnvironmentEngine:
         except EngineError:
             raise
         except Exception as error:
-            self.toolset.counts["environment_failures"] += 1
-            warn_of_failure(environment.instance, "reset", error)
+            self._count_failure(environment, error)
             return None
+
+    def _count_failure(self, environment: ToolEnvironment, error: Exception) -> None:
+        self.toolset.counts["environment_failures"] += 1
+        warn_of_failure(environment.instance, "reset", error)
 
     def example(self, prompt: Prompt) -> str:
         """Return a conversation as the chat template writes it: the prompt, a call of the first tool, its result."""

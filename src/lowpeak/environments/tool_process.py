@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lowpeak.environments.tool_runner import text_of
 from lowpeak.errors import ArgumentError
 
 MAX_RESULT = 1 << 20  # bytes
@@ -57,7 +58,7 @@ async def call_in_process(address: Mapping[str, str], arguments: Mapping[str, An
         process.stdin.write(json.dumps({**address, "arguments": dict(arguments)}).encode())
         process.stdin.write_eof()
         output = await _read(process.stdout)
-        status = await process.wait()
+        status = None if output else await process.wait()
     finally:
         # The tool may have started processes that still run.
         with suppress(ProcessLookupError):
@@ -72,8 +73,9 @@ async def call_in_process(address: Mapping[str, str], arguments: Mapping[str, An
 
 
 async def _read(stream: asyncio.StreamReader) -> bytes:
+    """Return the answer, one line: threads and processes of the tool may keep the stream open."""
     output = b""
-    while part := await stream.read(1 << 16):
+    while not output.endswith(b"\n") and (part := await stream.read(1 << 16)):
         output += part
         if len(output) > MAX_RESULT:
             raise RuntimeError(f"the result is longer than {MAX_RESULT} bytes")
@@ -98,15 +100,19 @@ def _load(request: Mapping[str, str]) -> Callable[..., Any]:
 def main() -> None:
     """Run one call in this process."""
     request = json.load(sys.stdin)
-    result_file = os.fdopen(os.dup(1), "w")
+    # A lone surrogate becomes a question mark, as in a result from a thread.
+    result_file = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace")
     os.dup2(2, 1)
     try:
         result = _load(request)(**request["arguments"])
-        answer = {"result": str(asyncio.run(result) if inspect.iscoroutine(result) else result)}
-    except (Exception, SystemExit) as error:
-        answer = {"error": str(error)}
-    json.dump(answer, result_file)
-    result_file.close()
+        answer = {"result": str(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)}
+    except BaseException as error:
+        answer = {"error": text_of(error)}
+    print(json.dumps(answer, ensure_ascii=False), file=result_file, flush=True)
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
 
 
 if __name__ == "__main__":

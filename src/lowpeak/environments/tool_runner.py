@@ -31,7 +31,7 @@ def exits_as_errors() -> Iterator[None]:
     """Raise RuntimeError in place of what would end the event loop or the run, as `sys.exit()` in user code does."""
     try:
         yield
-    except (Exception, GeneratorExit):
+    except Exception:
         raise
     except BaseException as error:
         task = asyncio.current_task()
@@ -60,9 +60,8 @@ class ToolRunner:
     async def run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Return `function(**arguments)`; ToolTimeoutError if it takes too long, EngineError if too many threads hang."""
         call = partial(function, **arguments)
-        with exits_as_errors():
-            result = call() if inspect.iscoroutinefunction(function) else await self._in_thread(call)
-            return await self._limited(result) if inspect.isawaitable(result) else result
+        result = call() if inspect.iscoroutinefunction(function) else await self._in_thread(call)
+        return await self._limited(result) if inspect.isawaitable(result) else result
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         async with self._threads:
@@ -79,13 +78,20 @@ class ToolRunner:
                 raise
 
     async def _limited(self, awaitable: Any) -> Any:
+        task = asyncio.ensure_future(_guarded(awaitable))
         try:
-            async with asyncio.timeout(self._timeout) as limit:
-                return await awaitable
-        except TimeoutError:
-            if limit.expired():
-                raise ToolTimeoutError(f"no result within {self._timeout:g} seconds") from None
-            raise
+            await asyncio.wait({task}, timeout=self._timeout)
+        finally:
+            is_late = not task.done()
+            task.cancel()  # one that goes on all the same is not waited for
+        if is_late:
+            raise ToolTimeoutError(f"no result within {self._timeout:g} seconds")
+        return task.result()
+
+
+async def _guarded(awaitable: Any) -> Any:
+    with exits_as_errors():
+        return await awaitable
 
 
 def _start(call: Callable[[], Any]) -> Future[Any]:

@@ -9,7 +9,6 @@ names one.
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import logging
 import time
@@ -21,16 +20,12 @@ from typing import Any
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from lowpeak.arguments import ToolSettings, require
-from lowpeak.data import check_environment_name
-from lowpeak.environments.append import Message, TurnAppender
-from lowpeak.environments.calls import Call, CallParser, ParsedTurn
-from lowpeak.environments.tool_process import call_in_process, tool_address
+from lowpeak.environments.append import Message
+from lowpeak.environments.calls import Call, ParsedTurn
 from lowpeak.environments.tool_results import ResultRow, ToolResults
 from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError, exits_as_errors, text_of
-from lowpeak.errors import ArgumentError, EngineError, first_line
-from lowpeak.records import Conversation, Metric, Turn
-from lowpeak.rewards import BackgroundLoop, FunctionReward, read_number
+from lowpeak.errors import ArgumentError, EngineError
+from lowpeak.rewards import read_number
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +112,7 @@ class ToolEnvironment:
         """Start a conversation for a row of the dataset; return the text that is added to its prompt."""
         if self.instance is None:
             return ""
-        observation = await self.runner.run(self.instance.reset, _reset_arguments(self.instance, seed, row))
+        observation = await self.runner.run(self.instance.reset, reset_arguments(self.instance, seed, row))
         return _observation_text(observation, type(self.instance).__name__)
 
     async def step(self, turn: ParsedTurn, name: str) -> Reply:
@@ -178,7 +173,7 @@ def _readable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _reset_arguments(instance: Any, seed: int, row: Mapping[str, Any]) -> dict[str, Any]:
+def reset_arguments(instance: Any, seed: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row, with the seed if `reset` names one and the row has none."""
     accepts_seed = "seed" in inspect.signature(instance.reset).parameters and "seed" not in row
     return {**row, **({"seed": seed} if accepts_seed else {})}
@@ -194,199 +189,7 @@ def _observation_text(observation: Any, name: str) -> str:
     raise TypeError(f"{name}.reset() returned {observation!r:.80}; return a string, or None.")
 
 
-class Toolset:
-    """The tools of a run: functions, and the factories of environments, by the name in a row's column `environment`.
-
-    Raises ArgumentError for a tool without a schema, two of one name, or an environment without `reset`.
-    """
-
-    def __init__(self, tools: Sequence[Callable[..., Any]], environment_factory: Any, settings: ToolSettings) -> None:
-        self._tools = named_tools(tools)
-        if settings.tool_isolation == "process":
-            self._tools = {name: _isolated(name, function) for name, function in self._tools.items()}
-        self._max_iterations = settings.max_tool_calling_iterations
-        self.is_routed = isinstance(environment_factory, Mapping)
-        factories = environment_factory if self.is_routed else {None: environment_factory}
-        self._factories: dict[str | None, Callable[[], Any]] = {} if environment_factory is None else dict(factories)
-        # Environments are made once and reset for each conversation.
-        self._pool = {name: [_make_environment(name, make)] for name, make in self._factories.items()}
-        self._schemas = {name: tool_schemas(self._functions(name, pool[0])) for name, pool in self._pool.items()}
-        self._schemas.setdefault(None, tool_schemas(self._tools))
-        self.runner = ToolRunner(settings.tool_timeout)
-        self.counts = Counter[str]()
-        self.loop = BackgroundLoop()
-        self.add_metrics: Callable[[dict[str, Metric]], None] = lambda metrics: None
-        self.environments: list[Any] | None = None  # of the last rollout, in the order of its completions
-
-    @property
-    def has_environments(self) -> bool:
-        return bool(self._factories)
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """The schemas of the tools that every conversation has."""
-        return self._schemas[None]
-
-    @property
-    def tools(self) -> list[Callable[..., Any]]:
-        """All tools: functions, and the methods of each environment."""
-        methods = [method for pool in self._pool.values() for method in public_methods(pool[0]).values()]
-        return [*self._tools.values(), *methods]
-
-    def check_template(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
-        """Raise DataError if the chat template does not write calls in a form that can be read, or no results."""
-        for schemas in self._schemas.values():
-            if schemas:
-                CallParser(tokenizer, (), {**options, "tools": schemas})
-                result = {"role": "tool", "name": schemas[0]["function"]["name"], "content": "43"}
-                TurnAppender(tokenizer, (), {**options, "tools": schemas}).append(0, [result])
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise ArgumentError if an environment's `reset` does not take the columns of this row."""
-        columns = {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
-        for pool in self._pool.values():
-            reset = pool[0].reset
-            try:
-                inspect.signature(reset).bind(**_reset_arguments(pool[0], 0, columns))
-            except TypeError as error:
-                raise ArgumentError(
-                    f"{type(pool[0]).__name__}.reset does not take the columns of a row as its arguments ({error}): define "
-                    "reset(self, **row)."
-                ) from error
-
-    def rewards(self) -> list[FunctionReward]:
-        """Return a reward for each class of environment that has `get_reward` or `get_turn_reward`, with its name."""
-        names = ("get_reward", "get_turn_reward")
-        classes = dict.fromkeys(
-            type(pool[0]) for pool in self._pool.values() if any(hasattr(pool[0], name) for name in names)
-        )
-        return [FunctionReward(self._reward_of(cls), cls.__name__) for cls in classes]
-
-    def start(
-        self, rows: Sequence[Mapping[str, Any]], results: ToolResults
-    ) -> list[tuple[ToolEnvironment, dict[str, Any]]]:
-        """Return an environment for each row, and the row that its `reset` gets; DataError for a name without a factory."""
-        used = Counter[str | None]()
-        started = []
-        for row in rows:
-            name = row.get("environment") if self.is_routed else None
-            if self.is_routed:
-                check_environment_name(name, self._factories, "a row")
-            instance = self._instance(name, used[name]) if name in self._factories else None
-            used[name] += 1
-            environment = ToolEnvironment(
-                *(self._functions(name, instance), self._tools.keys(), self._schemas[name], instance),
-                *(self.runner, self._max_iterations, self.counts, results),
-            )
-            columns = {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
-            started.append((environment, columns))
-        self.environments = [each.instance for each, _ in started] if self._factories else None
-        return started
-
-    def _instance(self, name: str | None, number: int) -> Any:
-        pool = self._pool[name]
-        while len(pool) <= number:
-            pool.append(_make_environment(name, self._factories[name]))
-        return pool[number]
-
-    def _functions(self, name: str | None, instance: Any) -> dict[str, Callable[..., Any]]:
-        if instance is None:
-            return self._tools
-        methods, kind = public_methods(instance), type(instance).__name__
-        if both := sorted(self._tools.keys() & methods.keys()):
-            raise ArgumentError(f"{both[0]!r} is a tool and a method of {kind}: rename one.")
-        return {**self._tools, **methods}
-
-    def _reward_of(self, cls: type[Any]) -> Callable[..., Any]:
-        """Return a reward function of the environments of a class; None for others, and for one that fails.
-
-        With rewards of turns the value is a list with one number per token: `get_reward` counts at the last token.
-        """
-
-        async def read(conversation: Conversation, num_tokens: int) -> float | list[float] | None:
-            environment = conversation.environment
-            if type(environment) is not cls or conversation.has_failed:
-                return None
-            reward: float | None = 0.0
-            if hasattr(cls, "get_reward"):
-                try:
-                    reward = await call_for_number(self.runner, environment.get_reward)
-                except EngineError:
-                    raise
-                except Exception as error:
-                    self.add_metrics({"environments/failures": Metric(1.0, 1.0, "sum")})
-                    warn_of_failure(environment, "get_reward", error)
-                    conversation.has_failed = True
-                    return None
-            return _per_token(reward, conversation.turns, num_tokens)
-
-        async def read_all(conversations: Sequence[Conversation], completion_ids: Sequence[list[int]]) -> list[Any]:
-            pairs = zip(conversations, completion_ids, strict=True)
-            return list(await asyncio.gather(*(read(conversation, len(ids)) for conversation, ids in pairs)))
-
-        def get_reward(conversations: Sequence[Conversation], completion_ids: Sequence[list[int]]) -> list[Any]:
-            rewards: list[Any] = self.loop.run(read_all(conversations, completion_ids))
-            return rewards
-
-        return get_reward
-
-    def close(self) -> None:
-        """Close the environments that have a method `close`; log those that fail."""
-        instances = (each for pool in self._pool.values() for each in pool)
-        closable = [each for each in instances if callable(getattr(each, "close", None))]
-
-        async def close(instance: Any) -> None:
-            try:
-                await self.runner.run(instance.close, {})
-            except Exception as error:
-                warn_of_failure(instance, "close", error)
-
-        async def close_all() -> None:
-            await asyncio.gather(*map(close, closable))
-
-        if closable:
-            self.loop.run(close_all())
-
-
-def _make_environment(name: str | None, make: Callable[[], Any]) -> Any:
-    """Return an environment of the factory; ArgumentError if it fails, or returns an object without `reset`."""
-    factory = "environment_factory" if name is None else f"environment_factory[{name!r}]"
-    require(callable(make), f"{factory} is {make!r:.80}: pass a class, or a function that returns an environment.")
-    try:
-        instance = make()
-    except Exception as error:
-        raise ArgumentError(
-            f"{factory} raised {type(error).__name__}: {first_line(error)}; it is called without arguments (functools.partial "
-            "adds some) and must return an environment."
-        ) from error
-    returned = "None" if instance is None else f"a {type(instance).__name__}"
-    has_reset = callable(getattr(instance, "reset", None))
-    require(has_reset, f"{factory} returns {returned}, which has no method reset: return an environment with one.")
-    return instance
-
-
 def warn_of_failure(environment: Any, method: str, error: Exception) -> None:
-    """Log which method of an environment failed, and how."""
-    logger.warning("%s.%s raised %s: %s", type(environment).__name__, method, type(error).__name__, error)
-
-
-def _per_token(reward: float | None, turns: Sequence[Turn], num_tokens: int) -> float | list[float] | None:
-    """Return the reward with those of the turns, at each turn's last token; unchanged if no turn has one."""
-    if reward is None or all(turn.reward is None for turn in turns):
-        return reward
-    values = [0.0] * num_tokens
-    for turn in turns:
-        values[turn.last] += turn.reward or 0.0
-    values[turns[-1].last] += reward
-    return values
-
-
-def _isolated(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an async function with the same schema that calls a tool in a process of its own."""
-    address = tool_address(name, function)
-
-    @functools.wraps(function)
-    async def isolated(**arguments: Any) -> str:
-        return await call_in_process(address, arguments)
-
-    return isolated
+    """Log which method of an environment failed, and how; the record has the error, too."""
+    parts = (type(environment).__name__, method, type(error).__name__, text_of(error))
+    logger.warning("%s.%s raised %s: %s", *parts, extra={"error": error})

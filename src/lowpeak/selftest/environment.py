@@ -27,7 +27,7 @@ from transformers import GenerationConfig, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from lowpeak.arguments import Sampling, ToolSettings, make_settings, require
-from lowpeak.data import common_prefix_length, environment_prompts
+from lowpeak.data import common_prefix_length, environment_datasets
 from lowpeak.environments import (
     USER,
     EnvironmentEngine,
@@ -161,10 +161,10 @@ class EnvironmentCheck:
 
     def run(self) -> Iterator[Check]:
         """Yield the checks, up to one that the others need."""
-        self.dataset = environment_prompts(self.dataset, self.parts["environment_factory"] or True)
+        self.dataset, _ = environment_datasets(self.dataset, None, self.parts["environment_factory"] or True)
         handler = logging.Handler()
-        handler.emit = lambda record: self.failures.append(record.args)  # type: ignore[method-assign, arg-type]
-        logging.getLogger(Toolset.__module__).addHandler(handler)
+        handler.emit = lambda record: self.failures.append((record.args[:2], record.error))  # type: ignore
+        logging.getLogger(EnvironmentEngine.__module__.rpartition(".")[0]).addHandler(handler)
         with TemporaryDirectory(prefix="lowpeak-check-") as folder:
             self.arguments = {**TINY_RUN, **_GRPO, "output_dir": folder, **self.arguments}
             self.runner = _TimedRunner(GRPOConfig(**self.arguments).tool_timeout or 60.0)
@@ -207,7 +207,7 @@ class EnvironmentCheck:
 
     def raise_failure(self) -> None:
         """Raise ArgumentError for the first method of an environment that failed, or the first call that was late."""
-        for kind, method, _, error in self.failures:
+        for (kind, method), error in self.failures:
             raise ArgumentError(f"{kind}.{method} raised {explain(error, self.files())}.")
         for name, error in self.runner.errors.items():
             require(not isinstance(error, ToolTimeoutError), f"{name} gave {error}: bound what it waits for.")
@@ -242,8 +242,7 @@ def _template(check: EnvironmentCheck) -> str:
     check.engine, reader = cast(EnvironmentEngine, collector.engine), collector.new_reader()
     rows = list(itertools.islice(iter(check.dataset), _NUM_PROMPTS))
     check.prompts = [prompt for i, row in enumerate(rows) if (prompt := reader.read(row, i)) is not None]
-    started = check.engine.toolset.start(rows, ToolResults())
-    check.calls = _RandomCalls(check.engine, [each.schemas for each, _ in started])
+    check.calls = _RandomCalls(check.engine, [check.engine.toolset.schemas_of(row) for row in rows])
     check.engine.engine, check.engine.toolset.runner = check.calls, check.runner  # type: ignore[assignment]
     return f"{check.model or 'a built-in one'} writes the tools' calls and results"
 

@@ -16,7 +16,7 @@ from lowpeak.arguments import ColocateSettings, Sampling, ServerSettings, VllmSe
 from lowpeak.data import PromptReader
 from lowpeak.environments import EnvironmentEngine, ResultRow, ToolResults
 from lowpeak.errors import ArgumentError, EngineError
-from lowpeak.heads import causal_lm, is_peft, num_embeddings, transformers_model
+from lowpeak.heads import causal_lm, critic_classifier, is_peft, num_embeddings, transformers_model
 from lowpeak.journal import read_tool_results
 from lowpeak.memory import free_bytes
 from lowpeak.models import context_length, longrope_switch_length
@@ -35,6 +35,7 @@ from lowpeak.rollout.native import (
     weight_copies,
 )
 from lowpeak.setup.prepare_run import OnlineParts
+from lowpeak.setup.prompts import max_prompt_tokens
 from lowpeak.sizes import SYNC_BYTES, Sizes
 from lowpeak.training import RolloutStats, Run, RunContext
 from lowpeak.vllm import (
@@ -169,6 +170,11 @@ def _engine_of_user_code(
         new_prompt_reader = partial(new_reader, chat_template_kwargs=template)
         return FunctionEngine(rollout_func, context, engine, gather_for_function, end_ids, new_prompt_reader)
     assert parts.toolset is not None, "the run has tools"
+    max_new_tokens, max_model_length = (
+        parts.settings.sampling.max_new_tokens,
+        parts.settings.prompts.vllm_max_model_length,
+    )
+    longest = max_prompt_tokens(policy, critic_classifier(policy), max_new_tokens, max_model_length)
     return EnvironmentEngine(
         engine,
         tokenizer,
@@ -178,6 +184,7 @@ def _engine_of_user_code(
         end_ids,
         stats.add_conversations,
         stats.add_prompts,
+        longest,
         processes,
         _tool_results(context),
     )

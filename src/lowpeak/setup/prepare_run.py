@@ -92,6 +92,10 @@ class OnlineParts(RunParts):
     success: SuccessCriterion
     toolset: Toolset | None
 
+    def close_environments(self) -> None:
+        if self.toolset is not None:
+            self.toolset.close()
+
 
 def prepare_online(
     inputs: OnlineInputs,

@@ -16,7 +16,7 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineSettings, Sampling, require
 from lowpeak.checkpoint import RunState, SavedRollout, capture_rng_state
-from lowpeak.data import environment_prompts, fetch_rows, num_rows, read_eval_prompts
+from lowpeak.data import environment_datasets, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError, RewardError
 from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
@@ -115,7 +115,7 @@ class OnlineTrainer(StepTrainer):
         passed, args = args, make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
         with Ranks(args.device).propagate_errors():
-            train_dataset = environment_prompts(train_dataset, environment_factory)
+            train_dataset, eval_dataset = environment_datasets(train_dataset, eval_dataset, environment_factory)
             check_row = partial(check_online_row, reward_funcs, rollout_func, has_tools)
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_row)
             check_optimizer(args, optimizers)
@@ -123,8 +123,8 @@ class OnlineTrainer(StepTrainer):
             models = model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model
             turns = as_list(tools), environment_factory, has_tools or rollout_func is not None
             parts = prepare_online(OnlineInputs(*models, *turns), args, self.make_algorithm, self.attach_extra_modules)
-            if parts.toolset is not None and num_rows(train_dataset, "train_dataset") is not None:
-                parts.toolset.check_row(fetch_rows(train_dataset, [0])[0])
+            if parts.toolset is not None:
+                parts.toolset.check_rows(train_dataset, eval_dataset)
         check_optimized(optimizers[0], parts.policy)
         super().__init__(
             model=parts.policy,
@@ -167,14 +167,14 @@ class OnlineTrainer(StepTrainer):
             self.parts.settings.evaluation.samples,
             "do_sample=False in generation_kwargs: equal completions teach nothing; remove it, or call evaluate().",
         )
+        self.steps_used = self.collector.settings.rollout.num_steps  # an earlier run's rollout is not gone on with
         try:
             return super().train(*args, **kwargs)
         except RewardError as error:
             raise error.with_traceback(None) from error.__cause__  # lowpeak's frames would hide the reward's
         finally:
             self.collector.engine.close()
-            if self.parts.toolset is not None:
-                self.parts.toolset.close()
+            self.parts.close_environments()
 
     # a step
 
@@ -299,6 +299,9 @@ class OnlineTrainer(StepTrainer):
                 )
             except RewardError as error:
                 raise error.with_traceback(None) from error.__cause__
+            finally:
+                if not self.is_in_train:
+                    self.parts.close_environments()
 
     # checkpoints
 

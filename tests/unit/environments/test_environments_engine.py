@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -193,6 +195,8 @@ def test_a_failing_environment_leaves_its_conversation_without_reward(caplog):
 
 def test_every_environment_is_closed_and_a_failing_close_is_logged(caplog):
     class Session(Score):
+        is_closed = False
+
         async def close(self) -> None:
             await asyncio.sleep(0)
             self.is_closed = True
@@ -202,7 +206,34 @@ def test_every_environment_is_closed_and_a_failing_close_is_logged(caplog):
     talk.run()
     talk.toolset.close()
     assert [environment.is_closed for environment in talk.toolset.environments] == [True, True]
+    talk.toolset.close()  # those that nothing has opened since stay closed
     assert caplog.text.count("Session.close raised OSError: already gone") == 2
+
+
+def test_an_environment_that_cannot_be_made_later_fails_its_conversation_alone(caplog):
+    made = iter([Score, None, Score])
+
+    def factory() -> Score:
+        kind = next(made)
+        return asyncio.run(asyncio.sleep(0, Score())) if kind else sys.exit("no seat")  # not on the engine's event loop
+
+    talk = Talk([["x<eos>"], ["y<eos>"]], [], factory)
+    assert [each.conversation.has_failed for each in talk.run().completions] == [False, True]
+    assert "environment_factory raised SystemExit: no seat" in caplog.text
+    assert [each.conversation.has_failed for each in talk.run().completions] == [False, False]
+
+
+def test_a_text_of_reset_that_leaves_no_room_fails_the_conversation(caplog):
+    class Wordy(Score):
+        def reset(self, **row: object) -> str:
+            return "7" * 5000
+
+    talk = Talk([["x<eos>"]], [], Wordy)
+    talk.engine.max_prompt_tokens = 100
+    completion = talk.run().completions[0]
+    assert completion.conversation.has_failed
+    assert "tokens, and the context leaves 100" in caplog.text
+    assert all(len(request.ids) < 100 for request in talk.turns.requests)
 
 
 def test_groups_have_equal_seeds_and_a_reset_that_differs_keeps_its_own_prompt():
@@ -227,20 +258,30 @@ def test_groups_have_equal_seeds_and_a_reset_that_differs_keeps_its_own_prompt()
 
 
 def test_a_tool_that_never_returns_is_abandoned_and_too_many_end_the_run():
-    release = threading.Event()
+    release, has_ended = threading.Event(), threading.Event()
 
     def hang() -> None:
         """Hang."""
         release.wait(30)
 
-    talk = Talk([[call("hang") + "<eos>", "x<eos>"]], [hang], timeout=0.05)
-    assert "no result within 0.05 seconds" in talk.run().completions[0].conversation.messages[1]["content"]
-    assert talk.metrics["tools/timeouts"].value() == talk.metrics["tools/abandoned"].value() == 1
+    async def go_on() -> None:
+        """Go on after a cancellation."""
+        while not release.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+        has_ended.set()
+
+    talk = Talk([[call("hang") + call("go_on") + "<eos>", "x<eos>"]], [hang, go_on], timeout=0.05)
+    start, messages = time.perf_counter(), talk.run().completions[0].conversation.messages
+    assert time.perf_counter() - start < 5
+    assert ["no result within 0.05 seconds" in message["content"] for message in messages[1:3]] == [True, True]
+    assert (talk.metrics["tools/timeouts"].value(), talk.metrics["tools/abandoned"].value()) == (2, 1)
     talk.toolset.runner._num_threads = 1
     talk.sampling = replace(talk.sampling, rollout=1)
     with pytest.raises(EngineError, match=r"2.*tool_timeout=0\.05"):
         talk.run()
     release.set()
+    assert has_ended.wait(10)
 
 
 def test_results_of_functions_in_the_journal_are_used_again_and_methods_run_again():

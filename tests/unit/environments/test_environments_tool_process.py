@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowpeak.arguments import ToolSettings
-from lowpeak.environments.tools import Toolset
+from lowpeak.environments.toolset import Toolset
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards import BackgroundLoop, load_object
 from process_ends import are_gone

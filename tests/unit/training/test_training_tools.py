@@ -104,6 +104,17 @@ def test_an_environment_alone_is_reward_enough_and_its_turns_have_rewards(tmp_pa
     assert first.token_rewards.sum() == 22
 
 
+def test_a_factory_may_return_objects_of_several_classes(tmp_path):
+    made = iter(range(100))
+
+    def factory() -> Score:
+        return type(f"Score{next(made)}", (Score,), {})()
+
+    run = scripted("GRPO", tmp_path, [["x<eos>"]] * 4, reward_funcs=[], environment_factory=factory)
+    run.train()
+    assert all(record.reward == 0 for record in run.rollout.records)
+
+
 def test_ppo_gets_the_reward_of_a_turn_at_its_last_token(tmp_path):
     turns = [call("increase", by=2) + "<eos>", call("increase", by=1) + "<eos>", "x<eos>"]
     changes = {"reward_funcs": [], "environment_factory": Steps, "beta": 0.0, "lam": 1.0}
