@@ -8,6 +8,7 @@
 # make test-versions tests on the oldest supported transformers, accelerate, peft and datasets (make test: the locked ones)
 # make test-newest  the same on what the index has today (TORCH=torch for the newest torch, too)
 # make update-locks the newest versions into requirements*.txt
+# make test-families each model family's training, on the path that docs/families.md has; python tests/families/table.py writes it
 # make test-real    tests with a real model of 135M parameters, which is downloaded once (93 MB); test-real-core: the quick ones
 # make test-report  the report's page in a headless Chromium, which apt installs if there is none (BROWSER_PATH)
 # make check-cuda-constraints   resolves constraints-cuda.txt for Python 3.11 and 3.12 (needs the package registry)
@@ -28,7 +29,7 @@ OLDEST_READY := $(OLDEST)/.ready
 OLDEST_PINS := grep -oE '(transformers|accelerate|datasets|peft)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/'
 NEWEST := .venv-newest
 TORCH ?= --constraint constraints.txt torch
-VERSIONS := tests/versions tests/parity/test_native_families.py
+VERSIONS := tests/versions tests/families/test_family_generation.py
 VLLM := .venv-vllm
 UV := .venv-uv/bin/uv
 VLLM_READY := $(VLLM)/.ready
@@ -57,10 +58,10 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help quickstart check test test-all test-kernels test-vllm test-versions test-newest update-locks test-report test-wheel \
-	check-cuda-constraints test-release test-real test-real-core smollm2 docs lint types format clean
+	check-cuda-constraints test-release test-families test-real test-real-core smollm2 docs lint types format clean
 
 help:
-	@sed -n '1,15s/^# \{0,1\}//p' Makefile
+	@sed -n '1,16s/^# \{0,1\}//p' Makefile
 
 $(CORE): pyproject.toml constraints.txt requirements.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -136,6 +137,11 @@ test-release:
 	$(VLLM_PYTEST) -m release tests/with_vllm
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/faults/random_kills.py $(KILLS)
 	@$(MAKE) --no-print-directory test-real quickstart
+
+test-families:
+	@echo "make test-families: 5 to 10 minutes on two cores"
+	@$(MAKE) --no-print-directory $(READY)
+	$(PYTEST) --dist worksteal tests/families
 
 docs:
 	@echo "make docs: a few seconds, and half a minute to install"

@@ -17,7 +17,7 @@ CHANGED = [
     (GRPOConfig, {}, {"learning_rate": 0.5, "logging_steps": 3, "bf16": True, "gradient_checkpointing": False,
         "remove_unused_columns": True, "per_device_eval_batch_size": 3, "activation_offloading": True, "plan_memory": True,
         "memory_budget": 0.5, "dataset_num_proc": 2, "resume_from_checkpoint": "auto",
-        "model_init_kwargs": {"revision": "a"}, "trust_remote_code": True, "disable_dropout": True,
+        "model_init_kwargs": {"revision": "a"}, "trust_remote_code": True, "disable_dropout": False,
         "cast_lm_head_to_fp32": True, "chat_template_kwargs": {"a": 1}, "shuffle_dataset": False,
         "micro_batch_tokens": 100, "logprob_chunk_size": 10, "weight_bits": 16, "state_bits": 8,
         "gradient_bits": 32, "offload_optimizer": True, "cudnn_attention": True, "shard_optimizer_states": True,

@@ -40,7 +40,7 @@ class Case:
 
     def settings(self) -> dict[str, Any]:
         online = {} if self.trainer == "sft" else ONLINE
-        return {**BASE, **online, **self.args}
+        return {**BASE, **online, "disable_dropout": not self.dropout, **self.args}
 
 
 def ones(completions: list[str], **columns: Any) -> list[float]:

@@ -17,6 +17,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     OPTConfig,
     PhiConfig,
@@ -46,6 +47,9 @@ FAMILIES = {
     "phi, a head with a bias": PhiConfig(**SHAPE),
     "gpt2": GPT2Config(vocab_size=NUM_IDS, n_embd=16, n_layer=2, n_head=4, n_positions=64),
     "opt": OPTConfig(**{**SHAPE, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}),
+    "llama4, whose prefix names no module": Llama4TextConfig(
+        **SHAPE, head_dim=4, intermediate_size_mlp=24, num_local_experts=4
+    ),
     "mixture of experts": Qwen3MoeConfig(
         **SHAPE, head_dim=4, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2
     ),

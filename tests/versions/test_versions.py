@@ -1,6 +1,6 @@
 """What lowpeak does on every supported version of its dependencies: `make test-versions` has the oldest ones.
 
-tests/parity/test_native_families.py runs there, too.
+tests/families/test_family_generation.py runs there, too.
 """
 
 from __future__ import annotations

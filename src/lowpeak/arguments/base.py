@@ -123,7 +123,9 @@ class CommonArguments:
         MAPPING,
     )
     trust_remote_code: bool = model_argument(False, "Allow code from the model's repository to run.")
-    disable_dropout: bool = model_argument(False, "Set every dropout probability to 0.")
+    disable_dropout: bool = model_argument(
+        True, "Set the model's dropout to 0, and route without noise; adapters keep lora_dropout."
+    )
     cast_lm_head_to_fp32: bool = model_argument(
         False,
         "Compute the LM head's matrix product in fp32.",

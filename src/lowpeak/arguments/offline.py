@@ -68,6 +68,7 @@ class SFTArguments(OfflineArguments):
     }
 
     learning_rate: float = redeclared(CommonArguments, "learning_rate", 2e-5)
+    disable_dropout: bool = redeclared(CommonArguments, "disable_dropout", False)
     dataset_text_field: str = data_argument("text", "Column of rows that are plain text.")
     completion_only_loss: bool | None = data_argument(
         None, "Compute the loss on completions only (None: if rows have a prompt)."
@@ -173,7 +174,6 @@ class RewardArguments(OfflineArguments):
     }
 
     learning_rate: float = redeclared(CommonArguments, "learning_rate", 1e-4)
-    disable_dropout: bool = redeclared(CommonArguments, "disable_dropout", True)
     max_length: int | None = redeclared(
         OfflineArguments,
         "max_length",

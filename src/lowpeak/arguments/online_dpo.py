@@ -61,7 +61,6 @@ class OnlineDPOArguments(OnlineArguments):
     }
 
     learning_rate: float = redeclared(CommonArguments, "learning_rate", 5e-7)
-    disable_dropout: bool = redeclared(CommonArguments, "disable_dropout", True)
     num_generations: int = redeclared(
         OnlineArguments,
         "num_generations",

@@ -13,7 +13,9 @@ from lowpeak.data.prompts import REWARD_KEYWORDS as REWARD_KEYWORDS
 from lowpeak.data.prompts import PromptReader as PromptReader
 from lowpeak.data.prompts import check_environment_name as check_environment_name
 from lowpeak.data.prompts import check_prompt_columns as check_prompt_columns
+from lowpeak.data.prompts import check_text_only as check_text_only
 from lowpeak.data.prompts import environment_datasets as environment_datasets
+from lowpeak.data.prompts import environment_prompts as environment_prompts
 from lowpeak.data.row_reader import RowReader as RowReader
 from lowpeak.data.row_reader import check_max_steps as check_max_steps
 from lowpeak.data.row_reader import check_special_tokens as check_special_tokens

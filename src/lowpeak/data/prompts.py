@@ -47,6 +47,11 @@ def check_prompt_columns(row: Any, where: str) -> None:
         raise DataError(f"{where} has no 'prompt' column, only {_names(row)}; rename the column with the prompt.")
     if keywords := REWARD_KEYWORDS & row.keys():
         raise DataError(f"{where}: the columns {_names(keywords)} are keywords of every reward; rename them.")
+    check_text_only(row, where)
+
+
+def check_text_only(row: Mapping[str, Any], where: str) -> None:
+    """Raise DataError if the row has a column of images."""
     if vision := VISION_COLUMNS & row.keys():
         raise DataError(
             f"{where}: the columns {_names(vision)} contain images; lowpeak trains on text only, remove them."

@@ -33,8 +33,9 @@ class RowReader(ABC, Generic[Item_co]):
 
     `drop_reason` completes the sentence "3 of 10 rows are dropped: ...". `prepare(row)` returns the columns that TRL's trainer
     adds to a row, `prepared_columns`. `chat_template_kwargs` are the chat template's arguments; those of a row have priority.
-    `num_embeddings` is the number of tokens that the model embeds (None: not checked). `report_idle(argument, reason)` is
-    called for each row on which an argument has no effect. An invalid row raises DataError with its index.
+    `num_embeddings` is the number of tokens that the model embeds (None: not checked), `media_token_ids` are those in place of
+    images and sound. `report_idle(argument, reason)` is called for each row on which an argument has no effect. An invalid row
+    raises DataError with its index.
     """
 
     drop_reason: str
@@ -47,11 +48,13 @@ class RowReader(ABC, Generic[Item_co]):
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         num_embeddings: int | None = None,
+        media_token_ids: frozenset[int] = frozenset(),
         report_idle: Callable[[str, str], object] = lambda argument, reason: None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template_defaults = dict(chat_template_kwargs or {})
         self._num_embeddings = num_embeddings
+        self._media_token_ids = media_token_ids
         self._report_idle = report_idle
 
     @abstractmethod
@@ -86,13 +89,18 @@ class RowReader(ABC, Generic[Item_co]):
             self._report_idle(f"chat_template_kwargs={self._template_defaults!r}", f"{where} is text: {remedy}")
 
     def _check_ids(self, ids: Sequence[int], where: str) -> None:
-        """Raise DataError for a token without an embedding, which would crash the device."""
+        """Raise DataError for a token without an embedding, which would crash the device, or for an image's."""
         if ids and min(ids) < 0:
             raise DataError(f"{where} has the token {min(ids)}; token ids must be integers of 0 or more.")
         if self._num_embeddings is not None and ids and max(ids) >= self._num_embeddings:
             raise DataError(
                 f"{where} has the token {max(ids)}, but the model embeds only {self._num_embeddings} tokens: use the model's "
                 "tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
+            )
+        for token in self._media_token_ids.intersection(ids):
+            raise DataError(
+                f"{where} has the token {token}, which stands for an image, a video or sound; lowpeak trains on text only, "
+                "remove the row."
             )
 
 

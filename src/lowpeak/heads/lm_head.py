@@ -144,11 +144,11 @@ def causal_lm(model: Any) -> Any:
 
 def backbone_of(causal: Any) -> nn.Module:
     """Return the module that computes the hidden states that the head reads."""
-    for backbone in (causal.base_model, causal.get_decoder()):
+    for backbone in (causal.base_model, causal.get_decoder(), getattr(causal, "model", None)):
         if isinstance(backbone, nn.Module) and backbone is not causal:
             return backbone
     raise ModelError(
-        f"{type(causal).__name__} has no separate backbone (base_model_prefix, get_decoder()) below its head, so "
+        f"{type(causal).__name__} has no separate backbone (base_model_prefix, get_decoder(), model) below its head, so "
         "lowpeak cannot compute log-probs from its hidden states; use a model with a separate backbone and head"
     )
 

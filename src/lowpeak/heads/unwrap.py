@@ -19,6 +19,13 @@ def num_embeddings(model: Any) -> int | None:
     return getattr(embedding, "num_embeddings", None)
 
 
+def media_token_ids(model: Any) -> frozenset[int]:
+    """Return the token ids in whose place a multimodal model puts images, videos or sound."""
+    names = (f"{medium}_token_{kind}" for medium in ("image", "video", "audio") for kind in ("id", "index"))
+    ids = (getattr(getattr(model, "config", None), name, None) for name in names)
+    return frozenset(id_ for id_ in ids if id_ is not None)
+
+
 def is_peft(model: Any) -> bool:
     """Return whether the model is a peft model, without importing peft."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")

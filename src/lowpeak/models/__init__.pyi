@@ -4,6 +4,7 @@ from lowpeak.models.load import HeadKind as HeadKind
 from lowpeak.models.load import context_length as context_length
 from lowpeak.models.load import convert_trainable as convert_trainable
 from lowpeak.models.load import disable_dropout as disable_dropout
+from lowpeak.models.load import freeze_other_modalities as freeze_other_modalities
 from lowpeak.models.load import load_policy as load_policy
 from lowpeak.models.load import load_reference as load_reference
 from lowpeak.models.load import load_tokenizer as load_tokenizer
@@ -21,6 +22,7 @@ from lowpeak.models.sharded_loading import COLLECTIVE_STYLES as COLLECTIVE_STYLE
 from lowpeak.models.sharded_loading import DRY_RUN as DRY_RUN
 from lowpeak.models.sharded_loading import GRAD_ALLREDUCE_STYLE as GRAD_ALLREDUCE_STYLE
 from lowpeak.models.sharded_loading import allow_missing_weights as allow_missing_weights
+from lowpeak.models.sharded_loading import auto_class as auto_class
 from lowpeak.models.sharded_loading import check_tensor_parallel as check_tensor_parallel
 from lowpeak.models.sharded_loading import disable_transformers_hooks as disable_transformers_hooks
 from lowpeak.models.sharded_loading import find_config as find_config

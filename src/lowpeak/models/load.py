@@ -12,17 +12,27 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings
 from lowpeak.data import check_tokenizer
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.heads import install_head, install_score_head, is_peft, remove_critic, verify_head, verify_score_head
-from lowpeak.models.lora import add_training_adapter, remove_added_modules, ties_lora_weights
+from lowpeak.heads import (
+    install_head,
+    install_score_head,
+    is_peft,
+    remove_critic,
+    transformers_model,
+    verify_head,
+    verify_score_head,
+)
+from lowpeak.models.lora import add_training_adapter, remove_added_modules, ties_lora_weights, warn_of_frozen_experts
 from lowpeak.models.pretrained import from_pretrained
 from lowpeak.models.sharded_loading import device_map_for_loading, find_config, refuse_adapter_under_tp
 
@@ -51,8 +61,10 @@ def load_policy(
         settings = settings.of_base()
     policy = _load_or_take(model, settings, model_parallel, device)
     _keep_training_format(policy)
+    freeze_other_modalities(policy)
     if peft_config is not None:
         policy = add_training_adapter(policy, peft_config)
+        warn_of_frozen_experts(policy)
     elif getattr(policy, "is_quantized", False) and not is_peft(policy):
         raise ArgumentError("a quantised model trains through an adapter: pass peft_config=LoraConfig(...).")
     _check_policy(policy)
@@ -110,6 +122,22 @@ def _check_tensor_parallel(model: Any, settings: ModelSettings, peft_config: Any
             "tensor parallelism shards a model while it is loaded: pass its name or path, not an instance."
         )
     refuse_adapter_under_tp(peft_config, "quantization_config" in settings.model_init_kwargs)
+
+
+def freeze_other_modalities(policy: nn.Module) -> None:
+    """Freeze what a model has for images and sound, which training on text would leave without gradients."""
+    model = transformers_model(policy)
+    if model.config.get_text_config() is model.config:
+        return
+    text_parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    head = getattr(model, "score", None)  # of a classifier
+    kept = {id(parameter) for part in filter(None, (*text_parts, head)) for parameter in part.parameters()}
+    other = [p for p in model.parameters() if p.requires_grad and id(p) not in kept]
+    for parameter in other:
+        parameter.requires_grad_(False)
+    if other:
+        count = sum(parameter.numel() for parameter in other)
+        logger.info("%s trains on text alone: %d parameters of other inputs are frozen.", type(model).__name__, count)
 
 
 def _check_policy(policy: nn.Module) -> None:
@@ -179,13 +207,36 @@ def load_reference(
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0: of dropout modules, and of modules that store it as an attribute."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    """Set every dropout probability to 0: of dropout modules, and of modules that store it as an attribute.
+
+    Adapters keep the dropout of their config. Routers that add noise or choose experts at random in training (Mixtral with
+    jitter, PhiMoE) compute as in evaluation.
+    """
+    rates = [0.0]
+    for path, module in model.named_modules():
+        if "lora_dropout" in path:
+            continue
         for name, value in list(vars(module).items()):
-            if ("dropout" in name or name == "layerdrop") and isinstance(value, float):
+            if isinstance(value, float) and ("dropout" in name or name in ("layerdrop", *_rate_names(module))):
+                rates.append(value)
                 setattr(module, name, 0.0)
+            elif "jitter" in name:
+                module.train = MethodType(_train_children, module)
+                module.train(module.training)
+    if max(rates) > 0:
+        logger.info(
+            "Dropout of %s, up to %s, is off; disable_dropout=False keeps it.", type(model).__name__, max(rates)
+        )
+
+
+def _rate_names(module: nn.Module) -> tuple[str, ...]:
+    return ("p",) if isinstance(module, _DropoutNd) else ()
+
+
+def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Set the mode of a module's children, and keep the module itself in eval mode."""
+    nn.Module.train(module, mode).training = False
+    return module
 
 
 def context_length(model: nn.Module) -> int | None:

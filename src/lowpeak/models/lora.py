@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +19,7 @@ from lowpeak.heads import CRITIC, is_peft, keep_critic_trainable, remove_critic,
 from lowpeak.ranks import Ranks
 
 REFERENCE_ADAPTER = "reference"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ def add_adapter(model: nn.Module, peft_config: Any, **options: Any) -> nn.Module
     """Return the model under a new adapter; ArgumentError, with peft's reason, if the adapter does not fit it."""
     from peft import get_peft_model
 
+    if str(getattr(peft_config, "target_modules", None)).lower() == "all-linear":
+        peft_config = _exclude(peft_config, _unadaptable_layers(model))
     try:
         with warnings.catch_warnings():
             # peft reads `is_gradient_checkpointing`, which transformers 5.24 renamed.
@@ -132,6 +138,57 @@ def add_adapter(model: nn.Module, peft_config: Any, **options: Any) -> nn.Module
     except ValueError as error:
         reason = first_line(error)
         raise ArgumentError(f"peft_config does not fit the model ({reason}): correct it.") from error
+
+
+def _exclude(peft_config: Any, names: list[str]) -> Any:
+    """Return a copy of the config that leaves these modules out as well."""
+    config, before = copy.copy(peft_config), getattr(peft_config, "exclude_modules", None)
+    if isinstance(before, str):
+        config.exclude_modules = "|".join([f"(?:{before})", *map(re.escape, names)])
+    else:
+        config.exclude_modules = [*(before or ()), *names]
+    return config
+
+
+def _unadaptable_layers(model: Any) -> list[str]:
+    """Return the linear layers that all-linear names, and that an adapter cannot or should not change.
+
+    Mamba's kernels read the weight of `out_proj` past its adapter. Some of a model's own layers return other things than a
+    product (routers, grouped products). What a model has for images or sound is not trained.
+    """
+    text = model.get_decoder() if model.config.get_text_config() is not model.config else model
+    in_text = {id(module) for part in (text, model.get_input_embeddings()) for module in part.modules()}
+    excluded = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and (id(module) not in in_text or not _is_product(module, model)):
+            excluded.append(name)
+        elif hasattr(module, "A_log") and hasattr(module, "D"):
+            excluded.append(f"{name}.out_proj")
+    return excluded
+
+
+def _is_product(layer: nn.Linear, model: nn.Module) -> bool:
+    """Return whether a layer maps [1, inputs] to [1, outputs], as all do but a model's own kinds of linear layers."""
+    if type(layer).__module__ != type(model).__module__:
+        return True
+    shapes = {"weight": (layer.out_features, layer.in_features), "bias": (layer.out_features,)}
+    tensors = {name: torch.empty(shapes[name], device="meta") for name in layer._parameters.keys() & shapes.keys()}
+    try:
+        out = torch.func.functional_call(layer, tensors, torch.empty(1, layer.in_features, device="meta"))
+    except (IndexError, RuntimeError, ValueError):  # it expects another shape
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (1, layer.out_features)
+
+
+def warn_of_frozen_experts(policy: Any) -> None:
+    """Warn if the experts of a mixture, which are parameters of three dimensions, have no adapters."""
+    experts = {
+        ".".join(name.split(".")[-2:])
+        for name, parameter in policy.named_parameters()
+        if parameter.dim() == 3 and ".experts." in name and not parameter.requires_grad
+    }
+    if experts and not any(getattr(config, "target_parameters", None) for config in policy.peft_config.values()):
+        logger.warning("The adapter leaves the experts frozen; lora_target_parameters=%s adapts them.", sorted(experts))
 
 
 def remove_added_modules(policy: Any) -> None:

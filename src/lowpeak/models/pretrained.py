@@ -8,7 +8,7 @@ import json
 import logging
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from lowpeak.arguments import NOT_PARALLEL, ModelParallel
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line, shorten_names
 from lowpeak.memory import is_out_of_memory
 from lowpeak.models.sharded_loading import (
+    auto_class,
+    find_config,
     init_without_weights,
     is_weightless_folder,
     load_tensor_parallel,
@@ -81,6 +83,8 @@ def _read_model(
 ) -> Any:
     check_load_options(options)
     options = dict(options)
+    with suppress(OSError):  # loading raises the same, and an adapter's folder has no config
+        auto = auto_class(auto, find_config(name, options))
     with_report = options.pop("output_loading_info", False)
     if is_weightless_folder(name):
         logger.warning("%s has no weights: the dry run reads its sizes only and skips checks that need weights.", name)

@@ -101,6 +101,17 @@ def init_without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> An
     return model.eval()
 
 
+def auto_class(auto: Any, config: Any) -> Any:
+    """Return the auto class itself, or for causal LMs of images and text, which have no other, their own."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    is_causal = auto is not AutoModelForCausalLM or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return (
+        auto if is_causal or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForImageTextToText
+    )
+
+
 def find_config(name: str, options: Mapping[str, Any]) -> Any:
     """Return the config with which `from_pretrained(name, **options)` creates a model."""
     from transformers import AutoConfig

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 import lowpeak.models
+from lowpeak.models import auto_class, freeze_other_modalities
 
 _BLOCK = 64  # weights that share an fp32 scale in 4 bits (Dettmers et al. 2023, arXiv 2305.14314, section 3)
 
@@ -19,8 +20,9 @@ _BLOCK = 64  # weights that share an fp32 scale in 4 bits (Dettmers et al. 2023,
 def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
     """Return the model of a transformers' auto class, its weights not initialised: fake ones have no values."""
     with no_init_weights():
-        model = auto.from_config(config, dtype=dtype)
+        model = auto_class(auto, config).from_config(config, dtype=dtype)
     model.tie_weights()
+    freeze_other_modalities(model)
     return model
 
 

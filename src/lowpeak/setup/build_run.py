@@ -28,6 +28,7 @@ from lowpeak.heads import (
     critic_classifier,
     install_head,
     load_balance_of,
+    media_token_ids,
     num_embeddings,
     transformers_model,
     verify_load_balance,
@@ -95,6 +96,7 @@ def connect_online(
         overlong=prompts.overlong_prompts,
         limit_reason=f"{context_name(prompts, critic)} less max_completion_length {max_new_tokens}",
         num_embeddings=num_embeddings(parts.policy),
+        media_token_ids=media_token_ids(parts.policy),
         report_idle=parts.row_effects.add,
     )
     reader = new_reader()

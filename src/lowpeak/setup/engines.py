@@ -28,6 +28,7 @@ from lowpeak.rollout.native import (
     DecodeGraphs,
     NativeEngine,
     end_token_ids,
+    needs_equal_lengths,
     parameter_dtype,
     sequence_bytes,
     unsupported_reason,
@@ -94,7 +95,10 @@ def describe_generation(policy: nn.Module, vllm: VllmSettings | None, *, by_func
     if vllm is not None:
         return f"vLLM, {vllm.mode}"
     reason = unsupported_reason(policy)
-    return "decode loop" if reason is None else f"model.generate(), which is slower and takes more memory: {reason}"
+    if reason is None:
+        return "decode loop"
+    equal = ", in batches of prompts of one length" if needs_equal_lengths(policy) else ""
+    return f"model.generate(){equal}, which is slower and takes more memory: {reason}"
 
 
 def make_engine(

@@ -49,6 +49,8 @@ class ModelShape:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         hidden = text.hidden_size
         intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
+        if not isinstance(intermediate, int):  # one per layer (Gemma 3n)
+            intermediate = max(intermediate)
         return cls(hidden, text.num_hidden_layers, intermediate, text.vocab_size, itemsize, stream or itemsize)
 
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForSequenceClassification, EvalPrediction
 
 from lowpeak.algorithms import Algorithm, make_reward_model
 from lowpeak.arguments import NOT_PARALLEL, ModelSettings, RewardModelSettings, resolve_reward_model
-from lowpeak.data import PreferenceReader, check_preference_columns, flatten_pairs
+from lowpeak.data import PreferenceReader, check_preference_columns, check_text_only, flatten_pairs
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.heads import classifier_of, num_embeddings
+from lowpeak.heads import classifier_of, media_token_ids, num_embeddings
 from lowpeak.models import SCORE_HEAD, HeadKind, from_pretrained, load_policy, log_rounding
 from lowpeak.records import Record
 from lowpeak.setup import longest_row
@@ -98,6 +98,7 @@ class RewardTrainer(OfflineTrainer):
             max_length=longest_row(parts.settings.max_length, parts.policy, reserved=1),
             chat_template_kwargs=parts.settings.chat_template_kwargs,
             num_embeddings=num_embeddings(parts.policy),
+            media_token_ids=media_token_ids(parts.policy),
             report_idle=parts.row_effects.add,
         )
 
@@ -109,6 +110,7 @@ class RewardTrainer(OfflineTrainer):
         return super().num_tokens(records) - len(records)
 
     def check_row(self, row: Any, where: str, settings: RewardModelSettings) -> None:
+        check_text_only(row, where)
         check_preference_columns(row, where)
 
     def predict_rows(self, step: StepBatches, records: Sequence[Record]) -> EvalPrediction:

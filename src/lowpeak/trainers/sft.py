@@ -13,9 +13,9 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms import Algorithm, make_supervised
 from lowpeak.arguments import SupervisedSettings, resolve_supervised
-from lowpeak.data import SupervisedReader, check_supervised_columns
+from lowpeak.data import SupervisedReader, check_supervised_columns, check_text_only
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
-from lowpeak.heads import num_embeddings
+from lowpeak.heads import media_token_ids, num_embeddings
 from lowpeak.models import load_policy
 from lowpeak.records import Record
 from lowpeak.setup import longest_row
@@ -117,11 +117,13 @@ class SFTTrainer(OfflineTrainer):
             chat_template_kwargs=settings.chat_template_kwargs,
             text_field=settings.dataset_text_field,
             num_embeddings=num_embeddings(self.parts.policy),
+            media_token_ids=media_token_ids(self.parts.policy),
             formatting_func=self.formatting_func,
             report_idle=self.parts.row_effects.add,
         )
 
     def check_row(self, row: Any, where: str, settings: SupervisedSettings) -> None:
+        check_text_only(row, where)
         if self.formatting_func is None:
             check_supervised_columns(row, settings.dataset_text_field, where)
 

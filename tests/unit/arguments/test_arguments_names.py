@@ -83,6 +83,8 @@ DIFFERENT = {
     "gradient_checkpointing": (None, "None is on, under whichever name the installed transformers has for it"),
     "per_device_eval_batch_size": (None, "as many rows as the memory holds; micro-batches follow a budget"),
     "ds3_gather_for_generation": (None, "as much of a sharded model is gathered as the memory holds"),
+    ("GRPOConfig", "disable_dropout"): (True, "dropout makes log-probs of training differ from those of sampling"),
+    ("RLOOConfig", "disable_dropout"): (True, "as in GRPO"),
     "vllm_group_port": (None, "any free port, so that two runs of a host do not meet"),
     ("OnlineDPOConfig", "temperature"): (1.0, "log-probs are at the sampling temperature, and TRL's are at 1"),
     ("OnlineDPOConfig", "max_new_tokens"): (None, "another name of max_completion_length, whose default is 64"),

@@ -7,11 +7,12 @@ from functools import partial
 
 import pytest
 import torch
-from peft import IA3Config, LNTuningConfig, LoraConfig, get_peft_model
+from peft import IA3Config, LNTuningConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lowpeak.errors import ArgumentError, ModelError
+from model_families import make_family
 from small_runs import SAVED, make, rows, same, weights
 from tiny_models import tiny_model
 
@@ -143,6 +144,26 @@ def test_lora_on_tied_weights_that_peft_ties_is_refused(tmp_path):
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(
+    "family", ["Nemotron-H", "Mamba2", "Falcon-H1", "Falcon-Mamba", "PhiMoE", "DeepSeek-V4", "Falcon", "Qwen3-VL"]
+)
+def test_all_linear_leaves_out_what_cannot_be_adapted(tmp_path, family, caplog):
+    model = make_family(family)
+    run = trainer(
+        tmp_path, model, LoraConfig(r=2, target_modules="all-linear", exclude_modules=["k_proj"]), max_steps=1
+    )
+    run.train()
+    adapted = {name.split(".lora_A")[0] for name in trainable(run) if ".lora_A." in name}
+    assert len(adapted) >= 2
+    assert not [name for name in adapted if "visual" in name or name.endswith(("router", "k_proj", "mixer.out_proj"))]
+    run.save_model(str(tmp_path / "adapter"))
+    loaded = PeftModel.from_pretrained(make_family(family), tmp_path / "adapter")
+    saved = dict(loaded.named_parameters())
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in trainable(run).items())
+    has_experts = "experts.gate_up_proj" in caplog.text
+    assert has_experts == (family in ("PhiMoE", "DeepSeek-V4"))
+
+
 def test_an_adapters_start_follows_the_runs_seed(tmp_path):
     def start(seed):
         torch.manual_seed(99 + seed)  # whatever a script drew before

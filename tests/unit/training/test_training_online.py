@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from functools import partial
 
 import pandas
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig
 from transformers import OPTConfig, OPTForCausalLM
 
 from longrope_model import FIRST, longrope_model
 from lowpeak import GRPOConfig
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.trainers.configs import use_one_device
+from model_families import make_family
 from preference_data import tiny_classifier
 from rounding import assert_each_close_to_largest
 from small_runs import (
@@ -332,20 +336,34 @@ def test_a_process_that_sees_several_devices_trains_on_one_and_says_so(tmp_path,
     assert "4 devices" in caplog.text
 
 
-def test_dropout_of_modules_and_numbers_can_be_disabled_in_policy_and_reference(tmp_path):
+def test_dropout_of_modules_and_numbers_is_off_in_policy_and_reference_but_for_adapters(tmp_path, caplog):
     config = OPTConfig(
         vocab_size=13, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, word_embed_proj_dim=32,
         dropout=0.3, attention_dropout=0.2, activation_dropout=0.1, layerdrop=0.1, pad_token_id=0, max_position_embeddings=64,
     )  # fmt: skip
     model = OPTForCausalLM(config)
     model.model.extra = torch.nn.Dropout(0.5)
-    run = grpo(tmp_path, model, disable_dropout=True, beta=0.1)
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.4)
+    adapted = grpo(tmp_path / "lora", copy.deepcopy(model), peft_config=adapter).model
+    assert {m.p for m in adapted.modules() if isinstance(m, torch.nn.Dropout)} == {0.0, 0.4}
+    with caplog.at_level(logging.INFO):
+        run = grpo(tmp_path, model, beta=0.1)
+    assert "Dropout of OPTForCausalLM, up to 0.5, is off" in caplog.text
     for model in (run.model, run.run.reference.model):
         rates = [v for m in model.modules() for n, v in vars(m).items() if "drop" in n and isinstance(v, float)]
         assert len(rates) > 4
         assert model.model.extra.p == 0.0
         assert set(rates) == {0.0}
     assert run.run.sizes.layout_choice.layout == "shared"
+
+
+def test_a_router_with_noise_computes_as_in_evaluation_and_its_experts_train(tmp_path):
+    model = grpo(tmp_path, make_family("PhiMoE")).model.train()
+    router = model.model.layers[0].mlp.router
+    states = torch.randn(50, 32)
+    assert torch.equal(router(states)[2], router(states)[2])
+    assert model.model.layers[0].mlp.experts.training
+    assert not copy.deepcopy(model).train().model.layers[0].mlp.router.training
 
 
 def test_rows_of_a_longrope_model_stay_within_its_first_set_of_rotations(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import Gemma3nTextConfig, Qwen2Config
 
 from lowpeak.arguments.base import MemorySettings
 from lowpeak.memory.device_memory import free_bytes
@@ -31,6 +31,8 @@ def test_a_shape_is_read_from_a_config():
     config = Qwen2Config(hidden_size=64, num_hidden_layers=3, intermediate_size=96, vocab_size=11)
     assert ModelShape.of(config, 2) == ModelShape(64, 3, 96, 11, 2, 2)
     assert ModelShape.of(config, 2, 4) == ModelShape(64, 3, 96, 11, 2, 4)
+    by_layer = Gemma3nTextConfig(hidden_size=64, num_hidden_layers=2, intermediate_size=[32, 96], vocab_size=11)
+    assert ModelShape.of(by_layer, 2).intermediate == 96
 
 
 @pytest.mark.parametrize("gibibytes", [3, 8, 21, 30])

@@ -8,6 +8,7 @@ from lowpeak.rollout.native.decode_graphs import DecodeGraphs as DecodeGraphs
 from lowpeak.rollout.native.decode_graphs import DecodeStep as DecodeStep
 from lowpeak.rollout.native.decode_loop import DecodeLoop as DecodeLoop
 from lowpeak.rollout.native.engine import NativeEngine as NativeEngine
+from lowpeak.rollout.native.engine import needs_equal_lengths as needs_equal_lengths
 from lowpeak.rollout.native.engine import unsupported_reason as unsupported_reason
 from lowpeak.rollout.native.output import OutputBuffer as OutputBuffer
 from lowpeak.rollout.native.output import StopStrings as StopStrings

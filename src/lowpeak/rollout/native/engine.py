@@ -106,7 +106,8 @@ class NativeEngine:
         sampling = replace(sampling, num_generations=1, max_new_tokens=new)
         max_tokens = _tokens_of(model, self.kv_cache_bytes(), min(len(request.ids) for request in requests))
         turns: dict[int, Completion] = {}
-        for wave in form_waves([len(request.ids) for request in requests], 1, new, max_tokens):
+        lengths, equal = [len(request.ids) for request in requests], needs_equal_lengths(model)
+        for wave in form_waves(lengths, 1, new, max_tokens, equal_lengths=equal):
             indices = [sequence.prompt for sequence in wave]
             output = self._new_output(model, sampling, len(wave))
             ids, keys = [requests[i].ids for i in indices], [requests[i].key for i in indices]
@@ -152,7 +153,8 @@ class NativeEngine:
                     self.graphs.clear()
             return output.completions()
         completions: dict[SequenceId, Completion] = {}
-        for wave in form_waves(*shape, _tokens_of(model, kv_cache_bytes, min(lengths))):
+        max_tokens = _tokens_of(model, kv_cache_bytes, min(lengths))
+        for wave in form_waves(*shape, max_tokens, equal_lengths=needs_equal_lengths(model)):
             output = self._new_output(model, sampling, len(wave))
             ids = [prompts[sequence.prompt].ids for sequence in wave]
             decode_by_generate(model, ids, sequence_keys(wave, prompts, sampling), sampling, output)
@@ -191,6 +193,21 @@ def unsupported_reason(model: nn.Module) -> str | None:
 def _tokens_of(model: nn.Module, num_bytes: int, num_tokens: int) -> int:
     """Return the tokens for which a budget has room, in sequences of at least `num_tokens`."""
     return num_bytes * num_tokens // sequence_bytes(model, num_tokens)
+
+
+# Families with states outside of transformers' cache.
+_OWN_STATES = ("minimax", "recurrent_gemma")
+
+
+def needs_equal_lengths(model: nn.Module) -> bool:
+    """Return whether `generate()` is wrong for prompts of several lengths, which it pads on the left.
+
+    Padding changes states that a family keeps outside of transformers' cache (MiniMax, RecurrentGemma) or in cache layers
+    of its own (DeepSeek-V4), and the queries' scale of models with chunks (Llama 4).
+    """
+    config = text_config(model)
+    own_layers = any(type(layer).__module__ != DynamicCache.__module__ for layer in DynamicCache(config=config).layers)
+    return own_layers or config.model_type in _OWN_STATES or bool(getattr(config, "attention_chunk_size", None))
 
 
 def decode_by_generate(

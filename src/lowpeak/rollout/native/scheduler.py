@@ -73,10 +73,13 @@ class PromptQueue:
         return [self._prompts.popleft() for _ in range(num_prompts)]
 
 
-def form_waves(lengths: Sequence[int], num_generations: int, max_new_tokens: int, max_tokens: int) -> list[Wave]:
+def form_waves(
+    lengths: Sequence[int], num_generations: int, max_new_tokens: int, max_tokens: int, *, equal_lengths: bool = False
+) -> list[Wave]:
     """Return waves with `sequences x (longest prompt + max_new_tokens) <= max_tokens`, longest prompts first.
 
-    Prompts of similar lengths share a wave, which reduces padding. Raise EngineError if not even one sequence fits.
+    Prompts of similar lengths share a wave, which reduces padding; with `equal_lengths` only prompts of one length do. Raise
+    EngineError if not even one sequence fits.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     sequences = [SequenceId(prompt, completion) for prompt in longest_first for completion in range(num_generations)]
@@ -85,6 +88,8 @@ def form_waves(lengths: Sequence[int], num_generations: int, max_new_tokens: int
         longest = lengths[sequences[0].prompt]
         capacity = max_tokens // (longest + max_new_tokens)
         check_capacity(capacity, longest, max_new_tokens, max_tokens)
+        if equal_lengths:
+            capacity = min(capacity, sum(lengths[sequence.prompt] == longest for sequence in sequences))
         waves.append(sequences[:capacity])
         sequences = sequences[capacity:]
     return waves

@@ -59,6 +59,12 @@ def test_waves_are_as_large_as_the_budget_allows(lengths, num_generations, new, 
     assert [[row.prompt for row in wave] for wave in formed] == waves
 
 
+def test_with_equal_lengths_no_wave_has_prompts_of_two_lengths():
+    waves = form_waves([2, 9, 2, 3], 2, 1, 100, equal_lengths=True)
+    assert [[row.prompt for row in wave] for wave in waves] == [[1, 1], [3, 3], [0, 0, 2, 2]]
+    assert [len(wave) for wave in form_waves([4, 4], 3, 1, 20, equal_lengths=True)] == [4, 2]
+
+
 def test_a_row_that_cannot_fit_is_an_error_with_the_numbers():
     with pytest.raises(EngineError, match=r"9 .*5 .*kv_cache_bytes"):
         PromptQueue([3, 9], num_generations=1, max_new_tokens=5, slots_of=tokens(13))

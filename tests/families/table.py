@@ -1,0 +1,102 @@
+"""docs/families.md: what each model family does. `python tests/families/table.py [FAMILY ...]` checks families and writes it.
+
+With names the other rows stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+TESTS = Path(__file__).parents[1]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[:0] = [str(TESTS.parent / "src"), str(TESTS.parent), str(TESTS)]
+
+from model_families import FAMILIES, is_known  # noqa: E402
+
+if TYPE_CHECKING:
+    from family_checks import FamilyReport
+
+PAGE = TESTS.parent / "docs" / "families.md"
+HEADER = "| Family | Model type | Trains | Generation | Layout | LoRA on all linear layers |"
+GENERATION = {"loop": "decode loop", "generate": "`generate()`", "equal": "`generate()`, equal lengths"}
+TEXT = """# Model families
+
+Made by `python tests/families/table.py`, with transformers {version}. For each family a random model
+with the structure of the published checkpoints, made small, trains with GRPO on a CPU in float32:
+two optimizer steps of one rollout, with a KL to a reference. A family *trains* if these numbers
+equal those of plain forwards of each sequence by itself:
+
+| Number | Largest difference allowed |
+| -- | -- |
+| scored log-probs, of the old policy and of the reference | 1e-5 |
+| sampled log-probs | 2e-4 |
+| gradient of a step, relative to its norm | 5e-5 |
+| greedy tokens of six prompts: logit below the largest one | 2e-3, a near tie |
+| weights after saving and loading | 0 |
+
+- **Generation**: by the native engine's decode loop, or by `model.generate()`, which is slower
+  because each completion forwards its prompt. With *equal lengths* only prompts of one length are
+  in a batch, because padding changes the family's states in transformers: this is slow.
+- **Layout**: *shared*: without padding, and a prompt is forwarded once for its completions;
+  *padded*: to the longest sequence of a micro-batch. The default is the first that is possible.
+- **LoRA**: *without experts*: experts are parameters of three dimensions, which `all-linear` does
+  not name; `lora_target_parameters` adapts them.
+
+{table}
+{missing}"""
+
+
+def row_of(family: str, report: FamilyReport) -> str:
+    """Return the family's row of the table."""
+    trains = "; ".join(report.problems + report.remarks) or "yes"
+    cells = (family, f"`{FAMILIES[family][0]}`", trains, GENERATION[report.generation], report.layout, report.lora)
+    return f"| {' | '.join(cells)} |"
+
+
+def documented_rows() -> dict[str, str]:
+    """Return the rows of docs/families.md by family."""
+    lines = PAGE.read_text(encoding="utf-8").partition(HEADER)[2].splitlines()
+    return {line.split("|")[1].strip(): line for line in lines if line.startswith("|")}
+
+
+def check(family: str) -> str:
+    """Check a family and return its row, also if the check fails."""
+    from family_checks import FamilyReport, check_family
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            report = check_family(family, Path(folder))
+        except Exception as error:
+            report = FamilyReport(generation="generate", problems=[f"no: {str(error).splitlines()[0]}"])
+    return row_of(family, report)
+
+
+def main() -> None:
+    from transformers import __version__ as version
+
+    chosen, known = sys.argv[1:] or list(FAMILIES), [family for family in FAMILIES if is_known(family)]
+    rows = documented_rows() if sys.argv[1:] else {}
+    # A new process now and then returns what models leave behind.
+    pool = {"mp_context": multiprocessing.get_context("spawn"), "max_tasks_per_child": 16}
+    with ProcessPoolExecutor(int(os.environ.get("WORKERS", "2")), **pool) as executor:
+        checked = [family for family in known if family in chosen]
+        for family, row in zip(checked, executor.map(check, checked), strict=True):
+            print(row, flush=True)
+            rows[family] = row
+    lacking = ", ".join(family for family in FAMILIES if family not in known)
+    missing = f"\ntransformers {version} lacks: {lacking}.\n" if lacking else ""
+    table = "\n".join([HEADER, "| -- | -- | -- | -- | -- | -- |", *(rows[family] for family in known)])
+    PAGE.write_text(TEXT.format(version=version, table=table, missing=missing), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Each family trains with the numbers of plain forwards, on the path that docs/families.md has.
+
+One family of each class runs with the other tests, the rest in `make test-families`.
+"""
+
+from __future__ import annotations
+
+import pytest
+from family_checks import check_family
+from table import documented_rows, row_of
+
+from model_families import FAMILIES, is_known
+
+# Plain attention with experts, latent keys, windows, sinks, shared keys, linear attention of three kinds, state-space layers of
+# two kinds, convolutions, an indexer, chunks, states outside of the cache, no position ids, images.
+CLASSES = (
+    *(
+        "Qwen3-MoE",
+        "DeepSeek-V3",
+        "Gemma 3",
+        "gpt-oss",
+        "Gemma 3n",
+        "Qwen3.5",
+        "Kimi-Linear",
+        "OLMo-hybrid",
+        "Falcon-H1",
+    ),
+    *("Jamba", "LFM2", "GLM-5", "Llama 4", "MiniMax", "Bloom", "Mistral 3"),
+)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each in CLASSES else pytest.mark.release) for each in FAMILIES]
+)
+def test_a_family_trains_as_the_table_says(tmp_path, family):
+    if not is_known(family):
+        pytest.skip(f"this transformers has no {FAMILIES[family][0]}")
+    report = check_family(family, tmp_path)
+    assert not report.problems
+    assert documented_rows()[family] == row_of(family, report), "run python tests/families/table.py"
