@@ -24,6 +24,7 @@ from lowpeak.rollout.native.cache_layers import prompt_cache, storing_layers
 from lowpeak.rollout.native.slots import Places
 
 _CLEARED = 64  # columns that are set to zero at once
+_ALIGNMENT = 16  # bytes of a part of the buffer
 MASK_MULTIPLE = 8  # columns: attention's kernels copy masks whose rows begin elsewhere
 
 
@@ -105,12 +106,15 @@ class SlotCache(Cache):
         return_cached_memory(self._stored[0].device)
         sizes = [layer.num_elements(self.num_slots, self.num_columns) for layer in self._stored]
         self._num_elements = [number for each in sizes for number in each]
-        # On a CPU the kernel provides pages when they are written.
-        first = self._stored[0]
-        parts = torch.empty(sum(self._num_elements), dtype=first.dtype, device=first.device).split(self._num_elements)
-        for layer, each in zip(self._stored, sizes, strict=True):
-            layer.attach(parts[: len(each)])
-            parts = parts[len(each) :]
+        # Layers may have several dtypes. On a CPU the kernel provides pages when they are written.
+        num_bytes = [
+            [number * layer.dtype.itemsize for number in each] for layer, each in zip(self._stored, sizes, strict=True)
+        ]
+        padded = [-(-number // _ALIGNMENT) * _ALIGNMENT for each in num_bytes for number in each]
+        buffer = torch.empty(sum(padded), dtype=torch.uint8, device=self._stored[0].device)
+        parts = iter(buffer.split(padded))
+        for layer, each in zip(self._stored, num_bytes, strict=True):
+            layer.attach([next(parts)[:number].view(layer.dtype) for number in each])
             layer.lay_out(self.num_slots, self.num_columns, 0, 0)
 
     def begin(self, columns_N: Tensor, num_columns: int) -> int:
