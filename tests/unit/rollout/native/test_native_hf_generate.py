@@ -16,8 +16,6 @@ from transformers import (
     GPTNeoForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
-    MambaConfig,
-    MambaForCausalLM,
 )
 
 from lowpeak.arguments.sampling import Sampling
@@ -40,8 +38,7 @@ MODELS = {
         Llama4ForCausalLM,
         Llama4TextConfig(**COMMON, **SIZES, head_dim=8, num_local_experts=2, intermediate_size_mlp=64, pad_token_id=0),
     ),
-    "position_ids": (MambaForCausalLM, MambaConfig(vocab_size=13, hidden_size=16, num_hidden_layers=1, eos_token_id=1)),
-    "no position_ids": (
+    "position_ids": (
         BloomForCausalLM,
         BloomConfig(vocab_size=13, hidden_size=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=1),
     ),
