@@ -15,7 +15,6 @@ from lowpeak.data.prompts import check_environment_name as check_environment_nam
 from lowpeak.data.prompts import check_prompt_columns as check_prompt_columns
 from lowpeak.data.prompts import check_text_only as check_text_only
 from lowpeak.data.prompts import environment_datasets as environment_datasets
-from lowpeak.data.prompts import environment_prompts as environment_prompts
 from lowpeak.data.row_reader import RowReader as RowReader
 from lowpeak.data.row_reader import check_max_steps as check_max_steps
 from lowpeak.data.row_reader import check_special_tokens as check_special_tokens
