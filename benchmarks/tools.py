@@ -1,8 +1,9 @@
-"""Conversations with a tool, next to TRL's: `python -m benchmarks.tools [--kind learn|turns|waits|same] [--vllm] [--quick]`.
+"""Conversations with a tool, next to TRL's: `python -m benchmarks.tools [--kind learn|turns|waits|tails|same] [--vllm] [--quick]`.
 
     learn   the calculator of examples/calculator.py: CPU seconds of 150 steps, and held-out accuracy, for each seed
     turns   four calls and an answer: tokens forwarded in generation and in training per useful token; peak memory
     waits   32 such conversations, whose calls take 0.1 s: seconds beyond those of calls that take none
+    tails   lowpeak alone, 0.05 s times Pareto draws of exponent 1.5: seconds beyond, per second of the slowest one's calls
     same    one step on fixed transcripts: masks, metrics, the loss and the gradient norm
 
 Useful tokens: each completion's (sampled and the tool's) once, each prompt's once per group. Both sides train the same weights
@@ -51,10 +52,16 @@ class Plan:
 
 def main() -> None:
     plan = parse(sys.argv[1:])
-    sides = [OURS] if plan.vllm else available_sides(plan.quick)
+    sides = [OURS] if plan.vllm or plan.kind == "tails" else available_sides(plan.quick)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # without it freed blocks stay resident, and look like a peak
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    measure = {"learn": learn, "turns": count_turns, "waits": wait_for_tools, "same": compare_steps}[plan.kind]
+    measure = {
+        "learn": learn,
+        "turns": count_turns,
+        "waits": wait_for_tools,
+        "tails": wait_for_tools,
+        "same": compare_steps,
+    }[plan.kind]
     with tempfile.TemporaryDirectory() as folder:
         result = measure(plan, sides, Path(folder))
     print_result({"benchmark": "tools", **asdict(plan), **result, "versions": versions()})
@@ -63,18 +70,19 @@ def main() -> None:
 def parse(arguments: Sequence[str]) -> Plan:
     """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description="Compare conversations with a tool with TRL's.")
-    parser.add_argument("--kind", choices=["learn", "turns", "waits", "same"], default="same")
+    parser.add_argument("--kind", choices=["learn", "turns", "waits", "tails", "same"], default="same")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="default: 150 to learn, 4 for turns, 2 for waits")
+    parser.add_argument("--steps", type=int, help="default: 150 to learn, 4 for turns, 2 for waits and tails")
+    parser.add_argument("--warm-steps", type=int, default=160, help="supervised steps before")
     parser.add_argument("--vllm", action="store_true", help="learn: lowpeak alone, generating with vLLM")
     parser.add_argument("--quick", action="store_true", help="a step on few prompts: whether it runs at all")
     found = parser.parse_args(arguments)
     seeds = tuple(found.seeds) if found.kind == "learn" else (0,)
     if found.quick:
         return Plan(found.kind, seeds[:1], 1, 2, 2, vllm=found.vllm, quick=True)
-    steps = found.steps or {"learn": 150, "turns": 4, "waits": 2, "same": 1}[found.kind]
-    num_prompts = {"learn": 32, "turns": 16, "waits": 4, "same": 2}[found.kind]
-    return Plan(found.kind, seeds, steps, 160, num_prompts, vllm=found.vllm, quick=False)
+    steps = found.steps or {"learn": 150, "turns": 4, "waits": 2, "tails": 2, "same": 1}[found.kind]
+    num_prompts = {"learn": 32, "turns": 16, "waits": 4, "tails": 4, "same": 2}[found.kind]
+    return Plan(found.kind, seeds, steps, found.warm_steps, num_prompts, vllm=found.vllm, quick=False)
 
 
 def request_of(plan: Plan, side: str, seed: int, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -138,20 +146,29 @@ def count_turns(plan: Plan, sides: Sequence[str], folder: Path) -> dict[str, Any
 
 
 def wait_for_tools(plan: Plan, sides: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Return seconds with tools of 0.1 s and without a delay, and what the delay adds."""
+    """Return seconds with slow tools and with tools that take no time, and what the slow ones add.
+
+    On a busy machine `blocked` is what they add to the seconds in which the engine's thread neither computes nor waits for a CPU;
+    `blocked_per_slowest` divides it by the seconds of the slowest conversation's calls, summed over rollouts.
+    """
     warm_start(plan, 0, folder, num_terms=TERMS, guess_share=0.0)
+    delays = {"delay": 0.05, "tail": 1.5} if plan.kind == "tails" else {"delay": 0.1}
     rows = {}
     for side in sides:
-        seconds = {
-            delay: run_apart(SIDE, _five_turns(plan, side, folder, delay=delay))["seconds"] for delay in (0.0, 0.1)
-        }
+        quick, slow = (run_apart(SIDE, _five_turns(plan, side, folder, **changes)) for changes in ({}, delays))
+        blocked = slow["blocked"] - quick["blocked"]
         rows[side] = {
-            "seconds": seconds[0.0],
-            "with_delay": seconds[0.1],
-            "beyond": round(seconds[0.1] - seconds[0.0], 2),
+            "seconds": quick["seconds"],
+            "with_delay": slow["seconds"],
+            "beyond": round(slow["seconds"] - quick["seconds"], 2),
+            "blocked": round(blocked, 2),
+            "slowest": slow["slowest"],
+            "blocked_per_slowest": round(blocked / slow["slowest"], 2) if slow["slowest"] else None,
+            "calls_per_conversation": mean([log["tools/call_frequency"] for log in slow["logs"]]),
         }
         print(f"{side}: {rows[side]}", file=sys.stderr, flush=True)
-    return {"ours": rows[OURS], "peer": rows.get(PEER), "aim": {"beyond": 1.5}}
+    aim = {"blocked_per_slowest": 1.5} if plan.kind == "tails" else {"beyond": 1.5}
+    return {"ours": rows[OURS], "peer": rows.get(PEER), "aim": aim}
 
 
 def _five_turns(plan: Plan, side: str, folder: Path, **changes: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lowpeak.checkpoint.manifest import MANIFEST_FILE, digest_files, write_manifest
+from lowpeak.ranks import Ranks
 
 DAMAGES = ("removed", "emptied", "truncated", "flipped", "zeroed")
 
@@ -29,4 +30,4 @@ def harm(file: Path, damage: str) -> bool:
 def sign_again(checkpoint: Path) -> None:
     """Write the manifest of a changed checkpoint, as who can write into the folder can."""
     (checkpoint / MANIFEST_FILE).unlink()
-    write_manifest(checkpoint, [digest_files(checkpoint)])
+    write_manifest(checkpoint, [digest_files(checkpoint, Ranks())])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import random
 import sys
 import time
 import zlib
@@ -62,7 +63,7 @@ RESPONSE_TEMPLATE = {
 class ToolRequest:
     """What one side is to do: `num_terms` - 1 calls a conversation, each of `delay` seconds.
 
-    `canned` puts CANNED in place of sampled turns.
+    With `tail` a call takes `delay` times a Pareto draw of that exponent. `canned` puts CANNED in place of sampled turns.
     """
 
     library: str
@@ -74,16 +75,25 @@ class ToolRequest:
     max_completion_length: int = 40
     seed: int = 0
     delay: float = 0.0
+    tail: float | None = None
     canned: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
+    def call_seconds(self, a: int, b: int) -> float:
+        """Return how long a call takes, the same for the same arguments."""
+        return self.delay * (1.0 if self.tail is None else random.Random(f"{a}+{b}").paretovariate(self.tail))
 
-class TokenCount:
-    """Tokens that a model forwards with and without gradients, and the tokens that rewards see."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
+class WorkCount:
+    """Tokens that a model forwards with and without gradients, tokens that rewards see, and seconds of calls.
+
+    `slowest` sums the seconds that the slowest conversation of each rollout waits for its calls.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, request: ToolRequest) -> None:
         self.generated = self.trained = self.useful = 0
-        self.tokenizer = tokenizer
+        self.slowest = 0.0
+        self.tokenizer, self.request = tokenizer, request
         model.get_submodule("model").register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -102,11 +112,17 @@ class TokenCount:
         ) -> list[float]:
             texts = [self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
                      for prompt in prompts[::GENERATIONS]]  # fmt: skip
+            self.slowest += max(map(self._waited, completions))
             self.useful += sum(map(len, completion_ids))
             self.useful += sum(len(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
             return reward(completions=completions, **columns)
 
         return count
+
+    def _waited(self, messages: Sequence[Any]) -> float:
+        calls = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+        complete = [call["arguments"] for call in calls if call["name"] == "add" and {*call["arguments"]} == {"a", "b"}]
+        return sum(self.request.call_seconds(**arguments) for arguments in complete)
 
 
 def number_of_messages(completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -120,15 +136,21 @@ def text_checksum(completions: Sequence[Any], **columns: Any) -> list[float]:
     return [float(zlib.crc32(text.encode()) % 97) for text in texts]
 
 
-def slow_tool(delay: float) -> Callable[..., int]:
+def slow_tool(request: ToolRequest) -> Callable[..., int]:
     """Return the calculator, which sleeps before it answers."""
 
     @functools.wraps(calculator.add)
     def add(a: int, b: int) -> int:
-        time.sleep(delay)
+        time.sleep(request.call_seconds(a, b))
         return calculator.add(a, b)
 
     return add
+
+
+def blocked_seconds() -> float:
+    """Return a clock that runs while this thread neither computes nor waits for a CPU (Linux)."""
+    computing, queued = (int(each) / 1e9 for each in Path("/proc/thread-self/schedstat").read_text().split()[:2])
+    return time.perf_counter() - computing - queued
 
 
 def settings_of(request: ToolRequest) -> dict[str, Any]:
@@ -158,14 +180,14 @@ def settings_of(request: ToolRequest) -> dict[str, Any]:
     return settings | ({"shuffle_dataset": False} if request.canned else {}) | request.settings
 
 
-def make_trainer(request: ToolRequest) -> tuple[Any, TokenCount]:
+def make_trainer(request: ToolRequest) -> tuple[Any, WorkCount]:
     """Return the trainer of either library, and what counts its tokens."""
     package = importlib.import_module(request.library)
     tokenizer = AutoTokenizer.from_pretrained(request.start)
     tokenizer.chat_template = calculator.CHAT_TEMPLATE
     tokenizer.response_template = RESPONSE_TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(request.start)
-    count = TokenCount(model, tokenizer)
+    count = WorkCount(model, tokenizer, request)
     long = text_checksum if request.num_terms > 2 else calculator.sum_is_right
     reward = number_of_messages if request.canned else long
     num_rows = request.steps * request.num_prompts
@@ -175,7 +197,7 @@ def make_trainer(request: ToolRequest) -> tuple[Any, TokenCount]:
         args=package.GRPOConfig(**settings_of(request)),
         train_dataset=calculator.make_prompts(num_rows, request.seed, num_terms=request.num_terms),
         processing_class=tokenizer,
-        tools=[slow_tool(request.delay) if request.delay else calculator.add],
+        tools=[slow_tool(request) if request.delay else calculator.add],
     )
     return trainer, count
 
@@ -215,14 +237,17 @@ def run_side(request: ToolRequest) -> dict[str, Any]:
     if request.canned:
         can_ours(trainer) if request.library == OURS else can_peer(trainer, masks)
     resident = resident_bytes()
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start, cpu_start, blocked_start = time.perf_counter(), time.process_time(), blocked_seconds()
     trainer.train()
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    blocked = blocked_seconds() - blocked_start
     trainer.save_model()
     if request.canned and request.library == OURS:
         masks = [record.completion.loss_mask.int().tolist() for record in trainer.rollout.records]
     return {
         "seconds": round(seconds, 3),
+        "blocked": round(blocked, 3),
+        "slowest": round(count.slowest, 3),
         "cpu_seconds": round(cpu_seconds, 3),
         "start_rss_mb": None if resident is None else in_mb(resident),
         "tokens": {"generated": count.generated, "trained": count.trained, "useful": count.useful},

@@ -30,13 +30,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("GRPO", {"router_aux_loss_coef": 0.5, "micro_batch_tokens": 24}),
     "sft": ("SFT", {}),
     "reward": ("Reward", {"center_rewards_coefficient": 0.1, "share_prompt": True}),
+    "twice": ("GRPO", {"optim": "sgd", "learning_rate": 0.1}),  # train() twice; AdamW would start anew under ZeRO alone
 }
 IN_FORCE = {"ddp": ("Parameter", "Replicated"), "fsdp2": ("DTensor", "Fsdp2")}
 IN_FORCE |= dict.fromkeys(("zero1", "zero2", "zero3"), ("Parameter", "Zero"))
 # ZeRO-1 and ZeRO-2 differ from ZeRO-3 in gradients and their accumulation.
 NAMES = {"ddp": [*CASES], "fsdp2": [*CASES], "zero1": ["accumulated"], "zero2": [*CASES][:3], "zero3": [*CASES]}
 PAIRS = [(strategy, name) for strategy, names in NAMES.items() for name in names]
-CORE = [pair for pair in PAIRS if pair[0] == "fsdp2" or pair in (("ddp", "accumulated"), ("zero3", "frozen"))]
+CORE = [
+    pair
+    for pair in PAIRS
+    if pair[0] == "fsdp2" or pair in (("ddp", "accumulated"), ("zero3", "frozen"), ("zero3", "twice"))
+]
 
 
 def train_all(place: Path, strategy: str, out: Path, names: list[str]) -> None:
@@ -52,7 +57,8 @@ def train_all(place: Path, strategy: str, out: Path, names: list[str]) -> None:
         if name == "experts":
             parts["model"] = tiny_experts(len(char_tokenizer()))
         trainer = build(algorithm, place / name, {**prepare(strategy), **arguments}, **parts)
-        trainer.train()
+        for _ in range(2 if name == "twice" else 1):
+            trainer.train()
         keep(trainer, result_of(trainer), out / f"{strategy}-{name}.pt")
         forget()
 

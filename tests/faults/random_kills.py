@@ -10,11 +10,15 @@ SIGTERM alternate, so early that one run is killed about 20 times.
 
 `tools` is a run with `full_determinism` whose policy calls a function and an environment. It is killed while the function runs,
 after it has told a file so. Results that the journal has are not computed again.
+
+`draws` is such a run without `full_determinism`, whose function never returns the same number twice, so that no two tries end in
+the same bits. Each conversation of each rollout must be rewarded and trained on exactly once.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import operator
 import os
@@ -44,7 +48,7 @@ import child_processes  # noqa: E402
 import scripted_turns  # noqa: E402
 import small_runs  # noqa: E402
 from lowpeak.cli.commands import main as run_command  # noqa: E402
-from lowpeak.journal import TOOL_RESULTS, read_rows  # noqa: E402
+from lowpeak.journal import ROLLOUTS, TOOL_RESULTS, read_rows  # noqa: E402
 
 SECONDS = 300.0  # until a run that is left alone has ended
 SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 6}
@@ -68,6 +72,11 @@ def build_grpo(folder: Path) -> Any:
 
 def build_tools(folder: Path) -> Any:
     """GRPO with a slow function, an environment, and a fixed lag of turns."""
+    return make_with_tools(folder, operator.add, [], {**KL, "full_determinism": True})
+
+
+def make_with_tools(folder: Path, function: Callable[[int, int], int], rewards: list[Any], settings: Any) -> Any:
+    """GRPO whose policy calls `function` as a tool that takes a while, and an environment."""
     calls = folder.parent / "calls"
 
     def add(a: int, b: int) -> int:
@@ -79,12 +88,41 @@ def build_tools(folder: Path) -> Any:
         """
         calls.touch()
         time.sleep(0.02)
-        return operator.add(a, b)
+        return function(a, b)
 
     model, tokenizer = scripted_turns.calling_model()
-    settings = {**SAVES, **KL, "max_completion_length": 40, "full_determinism": True, "output_dir": str(folder)}
-    tools = {"tools": [add], "environment_factory": scripted_turns.Score, "reward_funcs": []}
+    settings = {**SAVES, **settings, "max_completion_length": 40}
+    tools = {"tools": [add], "environment_factory": scripted_turns.Score, "reward_funcs": rewards}
     return small_runs.make("GRPO", folder, model, scripted_turns.questions(), tokenizer, **settings, **tools)
+
+
+def build_draws(folder: Path) -> Any:
+    """GRPO whose function and reward return new numbers; it logs what is rewarded, and the rewards that each step trains on."""
+    place = folder.parent
+
+    def reward(completions: list[Any], **columns: Any) -> list[float]:
+        return [float(append(place / "rewarded.jsonl", each)) for each in completions]
+
+    trainer = make_with_tools(
+        folder, lambda a, b: append(place / "results.jsonl", a + b), [reward], {"steps_per_generation": 2}
+    )
+    next_step = trainer.next_step
+
+    def logged_step() -> Any:
+        batches = next_step()
+        rewards = [batches.records[i].rewards[0] for i in batches.indices]
+        append(place / "trained.jsonl", {"step": trainer.state.global_step + 1, "rewards": rewards})
+        return batches
+
+    trainer.next_step = logged_step
+    return trainer
+
+
+def append(path: Path, row: Any) -> int:
+    """Append a line in one write; return the file's size, which no other call for this file returns."""
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(row).encode() + b"\n")
+        return file.tell()
 
 
 def build_adapter(folder: Path) -> Any:
@@ -96,6 +134,7 @@ class Kind:
     """A kind of run: who builds its trainer, its share of the kills, on how many ranks; None builds the quickstart's command.
 
     A kill comes after at most `latest` of the run's length, by one of `signals` in turn; with `in_call` while a tool runs.
+    Runs end in the same bits, unless `ends_alike` is False.
     """
 
     build: Callable[[Path], Any] | None
@@ -104,6 +143,7 @@ class Kind:
     latest: float = 1.1
     signals: Sequence[int] = (signal.SIGKILL,)
     in_call: bool = False
+    ends_alike: bool = True
 
 
 KINDS = {
@@ -113,6 +153,9 @@ KINDS = {
     "fsdp2": Kind(partial(build_on, "fsdp2"), 0.1, 2),
     "zero3": Kind(partial(build_on, "zero3"), 0.1, 2),
     "tools": Kind(build_tools, 10 / 3, latest=0.9, signals=(signal.SIGKILL, signal.SIGTERM), in_call=True),
+    "draws": Kind(
+        build_draws, 10 / 3, latest=0.9, signals=(signal.SIGKILL, signal.SIGTERM), in_call=True, ends_alike=False
+    ),
     "quickstart": Kind(None, 2 / 3, latest=0.2, signals=(signal.SIGKILL, signal.SIGTERM)),
 }
 STOPPED = 130  # the command's exit status after SIGTERM
@@ -190,12 +233,33 @@ def reach_kill(kind: Kind, processes: list[BaseProcess], place: Path, seconds: f
 
 
 def check_results(kind: Kind, place: Path) -> None:
-    """Assert that no call ran again whose result the journal had."""
+    """Assert that no call ran again whose result the journal had, and that each conversation counts once."""
     if not kind.in_call:
         return
     keys = [row["key"] for row in read_rows(place / "run" / "journal", TOOL_RESULTS)]
     assert keys, f"no result is in the journal: {place}"
     assert len(keys) == len(set(keys)), f"a call ran twice: {place}"
+    if not kind.ends_alike:
+        check_conversations(place, place.parent / "alone")
+
+
+def check_conversations(place: Path, alone: Path) -> None:
+    """Assert that each rollout has the conversations of the run left alone, each rewarded and trained on once."""
+    rows, expected = (list(read_rows(folder / "run" / "journal", ROLLOUTS)) for folder in (place, alone))
+    assert [(row["step"], row["prompt"]) for row in rows] == [(row["step"], row["prompt"]) for row in expected], place
+    rewards = [row["rewards"]["reward"] for row in rows]
+    assert len(set(rewards)) == len(rewards), f"a conversation is in the journal twice: {place}"
+    lines = (place / "rewarded.jsonl").read_bytes().splitlines(keepends=True)
+    rewarded = dict(zip(itertools.accumulate(map(len, lines)), map(json.loads, lines), strict=True))
+    assert all(rewarded[row["rewards"]["reward"]] == row["completion"] for row in rows), f"rewarded as another: {place}"
+    # A step that was cut off by a kill is logged again.
+    trained = {row["step"]: row["rewards"] for row in map(json.loads, (place / "trained.jsonl").open())}
+    for step in {row["step"] for row in rows}:
+        of_rollout = [row["rewards"]["reward"] for row in rows if row["step"] == step]
+        assert sorted([*trained[step], *trained[step + 1]]) == sorted(of_rollout), f"not trained on once: {place}"
+    replies = [message for row in rows for message in row["completion"] if message.get("name") == "add"]
+    results = [message["content"] for message in replies]
+    assert len(set(results)) == len(results), f"two calls have the result of one: {place}"
 
 
 def ending(place: Path) -> dict[str, Any]:
@@ -244,25 +308,25 @@ def try_kind(name: str, num_kills: int, random_: random.Random, root: Path) -> N
                 kills += 1
             else:
                 assert wait(processes, SECONDS), f"{name}: a resumed run does not end: {place}"
-            assert exported(place) in ({}, expected["export"]), f"{name}: an export that is not whole: {place}"
+            is_whole = exported(place) in ({}, expected["export"])
+            assert is_whole or not kind.ends_alike, f"{name}: an export that is not whole: {place}"
             codes = [process.exitcode for process in processes]
             if codes == [0] * len(codes):
                 break
-            ended = {-9, -15, STOPPED} if signal.SIGTERM in kind.signals else {-9}
-            assert set(codes) - {0} <= {*ended, 1}, f"{name}: ended with {codes}: {place / 'log'}"
-            assert ended & set(codes), f"{name}: failed without a kill: {(place / 'log').read_text()[-3000:]}"
-        assert ending(place) == expected, f"{name}: ended in another way: {place}"
+            stopped = {-9, -15, STOPPED} if signal.SIGTERM in kind.signals else {-9}
+            assert set(codes) - {0} <= {*stopped, 1}, f"{name}: ended with {codes}: {place / 'log'}"
+            assert stopped & set(codes), f"{name}: failed without a kill: {(place / 'log').read_text()[-3000:]}"
+        ended = ending(place)
+        assert ended == expected or not kind.ends_alike, f"{name}: ended in another way: {place}"
         check_results(kind, place)
         again = start(name, place)
         assert wait(again, SECONDS), f"{name}: a finished run does not end: {place}"
         assert all(process.exitcode == 0 for process in again), f"{name}: a finished run fails: {place / 'log'}"
-        assert ending(place) == expected, f"{name}: a finished run changes: {place}"
+        assert ending(place) == ended, f"{name}: a finished run changes: {place}"
         shutil.rmtree(place)
     alone_text = f", {partial} of one rank of two" if partial else ""
-    print(
-        f"{name}: {kills} kills{alone_text} in {runs} runs of {length:.1f} s: each ended as the run left alone",
-        flush=True,
-    )
+    outcome = "ended as the run left alone" if kind.ends_alike else "has each conversation once"
+    print(f"{name}: {kills} kills{alone_text} in {runs} runs of {length:.1f} s: each {outcome}", flush=True)
 
 
 def main(num_kills: str = "300", seed: str = "0", *names: str) -> None:

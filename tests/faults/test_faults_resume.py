@@ -112,9 +112,10 @@ def test_a_command_killed_by_each_signal_and_started_again_ends_as_if_left_alone
 
 
 @pytest.mark.extended
-def test_a_run_killed_within_calls_of_tools_ends_as_if_left_alone_and_no_result_is_computed_twice(tmp_path):
+@pytest.mark.parametrize("kind", ["tools", "draws"])
+def test_a_run_killed_within_calls_loses_no_conversation_and_no_result_is_computed_twice(tmp_path, kind):
     """The short form of 100 such kills in `make test-release`."""
-    random_kills.try_kind("tools", 4, random.Random(0), tmp_path)
+    random_kills.try_kind(kind, 4, random.Random(0), tmp_path)
 
 
 def test_a_run_killed_before_its_first_checkpoint_says_so_and_can_be_started_again(tmp_path, left_alone):

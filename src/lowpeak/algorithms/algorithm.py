@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -151,10 +151,6 @@ class Algorithm:
                 f"with the names of the state: {', '.join(self.state) or 'none'}."
             )
         return updated
-
-    def without_skipping(self) -> Algorithm:
-        """Return the algorithm that also trains on sequences without an advantage."""
-        return replace(self, skip_zero_advantage=False)
 
 
 def _is_state(value: Any) -> bool:

@@ -49,7 +49,7 @@ from lowpeak.algorithms.loss_terms import (
     mean_per_sequence,
     off_policy_mask,
     old_logprobs,
-    own_gradient,
+    ratio_with_token_gradient,
     repeat_per_token,
     sequence_mean,
     step_weights,
@@ -112,9 +112,9 @@ def grpo_advantages(settings: GRPOSettings, records: Sequence[Record]) -> Advant
     gets 0, and so do all sequences of a group whose rewards are equal. Truncated completions count in the statistics.
     """
     if settings.turn_credit != "outcome":
-        inputs = records, total_rewards(records), centered
-        scales_N = None if settings.scale_rewards == "none" else _reward_scales(records, settings.scale_rewards)
-        per_token = turn_advantages((settings.turn_credit, settings.turn_discount), *inputs, scales_N)
+        divisors_N = None if settings.scale_rewards == "none" else _divisors(records, settings.scale_rewards)
+        credit = settings.turn_credit, settings.turn_discount
+        per_token = turn_advantages(*credit, records, total_rewards(records), centered, divisors_N)
     elif settings.aggregation == "normalize_then_sum":
         per_token = constant_per_token(_normalize_then_sum(records, settings.reward_weights), records)
     else:
@@ -129,16 +129,16 @@ def _sum_then_normalize(records: Sequence[Record], scale: str) -> Tensor:
     advantages_N = torch.empty_like(rewards_N)
     for group in indices_by_group(records).values():
         advantages_N[group] = centered(rewards_N[group])
-    return advantages_N / _reward_scales(records, scale)
+    return advantages_N / _divisors(records, scale)
 
 
-def _reward_scales(records: Sequence[Record], scale: str) -> Tensor:
-    """Return what divides each record's advantages, also those of turns: [N]."""
+def _divisors(records: Sequence[Record], scale: str) -> Tensor:
+    """Return the divisor of each record's advantages: the std of its group or of the rollout, or 1: [N]."""
     rewards_N = total_rewards(records)
-    scales_N = torch.full_like(rewards_N, unbiased_std(rewards_N) + _STD_EPSILON if scale == "batch" else 1.0)
+    divisors_N = torch.full_like(rewards_N, unbiased_std(rewards_N) + _STD_EPSILON if scale == "batch" else 1.0)
     for group in indices_by_group(records).values() if scale == "group" else ():
-        scales_N[group] = unbiased_std(rewards_N[group]) + _STD_EPSILON
-    return scales_N
+        divisors_N[group] = unbiased_std(rewards_N[group]) + _STD_EPSILON
+    return divisors_N
 
 
 def _normalize_then_sum(records: Sequence[Record], weights: Sequence[float]) -> Tensor:
@@ -243,7 +243,7 @@ def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, tokens: TokenBatch) ->
     """
     ratio_T = policy_ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
     if settings.importance_level == "sequence" and settings.turn_credit != "outcome":
-        policy_ratio_T = own_gradient(ratio_T, logprobs_T)
+        policy_ratio_T = ratio_with_token_gradient(ratio_T, logprobs_T)
     loss_T = _policy_term(settings, logprobs_T, policy_ratio_T, tokens)
     if settings.off_policy_mask_threshold is not None:
         loss_T = loss_T * off_policy_mask(logprobs_T, tokens, settings.off_policy_mask_threshold)

@@ -105,8 +105,8 @@ def product_ratio(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     return bounded_exp(sum_per_sequence(logprobs_T - old_logprobs(logprobs_T, tokens), tokens))
 
 
-def own_gradient(ratio_T: Tensor, logprobs_T: Tensor) -> Tensor:
-    """Return sequences' ratios at tokens, with the gradient of the token's log-prob (arXiv 2507.18071, section 4.3): [T]."""
+def ratio_with_token_gradient(ratio_T: Tensor, logprobs_T: Tensor) -> Tensor:
+    """Return each token's sequence ratio, with the gradient of the token's log-prob (arXiv 2507.18071, section 4.3): [T]."""
     return ratio_T.detach() * torch.exp(logprobs_T - logprobs_T.detach())
 
 

@@ -39,8 +39,8 @@ from lowpeak.algorithms.loss_terms import (
     clipped_surrogate,
     corrected_advantages,
     kl_estimate,
-    own_gradient,
     product_ratio,
+    ratio_with_token_gradient,
     repeat_per_token,
     sequence_mean,
     step_weights,
@@ -93,9 +93,9 @@ def rloo_advantages(settings: RLOOSettings, records: Sequence[Record]) -> Advant
     divisor = unbiased_std(advantages_N) + _STD_EPSILON if settings.normalize_advantages else 1.0
     if settings.turn_credit == "outcome":
         return Advantages(constant_per_token(advantages_N / divisor, records), metrics)
-    inputs = records, rewards_N, leave_one_out
     divisors_N = torch.full_like(rewards_N, divisor) if settings.normalize_advantages else None
-    return Advantages(turn_advantages((settings.turn_credit, settings.turn_discount), *inputs, divisors_N), metrics)
+    credit = settings.turn_credit, settings.turn_discount
+    return Advantages(turn_advantages(*credit, records, rewards_N, leave_one_out, divisors_N), metrics)
 
 
 def leave_one_out(values_G: Tensor) -> Tensor:
@@ -122,12 +122,12 @@ def _sequence_kl(settings: RLOOSettings, records: Sequence[Record]) -> tuple[Ten
 
 
 def rloo_loss(settings: RLOOSettings, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
-    """Return the clipped surrogate of each sequence's ratio and advantage, or the sum over its tokens' with turns: [B]."""
+    """Return each sequence's clipped surrogate; with `turn_credit`, the sum of its tokens' surrogates: [B]."""
     ratio_B, clips = product_ratio(logprobs_T, tokens), (settings.clip_low, settings.clip_high)
     if settings.turn_credit == "outcome":
         loss_B = clipped_surrogate(ratio_B, value_per_sequence(tokens.advantages_T, tokens), *clips)
     else:
-        ratio_T = own_gradient(repeat_per_token(ratio_B, tokens), logprobs_T)
+        ratio_T = ratio_with_token_gradient(repeat_per_token(ratio_B, tokens), logprobs_T)
         loss_B = sum_per_sequence(clipped_surrogate(ratio_T, tokens.advantages_T, *clips), tokens)
     if settings.step_correction is None:
         return loss_B

@@ -31,7 +31,8 @@ def turn_ranges(mask: Tensor) -> list[tuple[int, int]]:
 
 
 def turn_advantages(
-    credit: tuple[TurnCreditKind, float],
+    kind: TurnCreditKind,
+    discount: float,
     records: Sequence[Record],
     rewards_N: Tensor,
     center: Callable[[Tensor], Tensor],
@@ -39,8 +40,8 @@ def turn_advantages(
 ) -> tuple[Tensor, ...]:
     """Return the advantages of a rollout's completions: float32 [C] each, 0 without a reward.
 
-    `credit` is the kind with its discount, `rewards_N` are totals R. `center` subtracts the mean of a group's values [G].
-    Advantages are divided by `divisors_N` if they are scaled, but at least by the largest std of the group's k-th turns.
+    `rewards_N` are totals R; `center` subtracts the mean of a group's values [G]. Scaled advantages are divided by
+    `divisors_N`, but at least by the largest std of the group's k-th turns.
     """
     advantages = [torch.zeros(len(record.completion)) for record in records]
     for indices in indices_by_group(records).values():
@@ -50,12 +51,13 @@ def turn_advantages(
         rewards = [_turn_rewards(records[i], turns) for i, turns in zip(indices, ranges, strict=True)]
         rewards_GK = pad_sequence(rewards, batch_first=True, padding_value=torch.nan)
         rewards_GK[rewards_N[indices].isnan()] = torch.nan
-        columns = _columns(*credit, rewards_GK, rewards_N[indices] - rewards_GK.nansum(1), center)
+        outcomes_G = rewards_N[indices] - rewards_GK.nansum(1)
+        advantages_GK = _unscaled_advantages(kind, discount, rewards_GK, outcomes_G, center)
         spread = max(map(unbiased_std, rewards_GK.T))  # not 0 for different turns of equal totals
         for row, (i, turns) in enumerate(zip(indices, ranges, strict=True)):
-            for (start, stop), column_G in zip(turns, columns, strict=False):
-                divisor = 1.0 if divisors_N is None else max(float(divisors_N[i]), spread)
-                advantages[i][start:stop] = (column_G[row] / divisor).nan_to_num(nan=0.0)
+            divisor = 1.0 if divisors_N is None else max(float(divisors_N[i]), spread)
+            for (start, stop), advantage in zip(turns, advantages_GK[row] / divisor, strict=False):
+                advantages[i][start:stop] = advantage.nan_to_num(nan=0.0)
     return tuple(advantages)
 
 
@@ -64,17 +66,17 @@ def _turn_rewards(record: Record, turns: Sequence[tuple[int, int]]) -> Tensor:
     return torch.stack([tokens[start:stop].double().sum() for start, stop in turns])
 
 
-def _columns(
+def _unscaled_advantages(
     kind: TurnCreditKind, discount: float, rewards_GK: Tensor, outcomes_G: Tensor, center: Callable[[Tensor], Tensor]
-) -> list[Tensor]:
-    """Return the advantages of each turn's number, [G]; rewards are NaN after a completion's last turn."""
+) -> Tensor:
+    """Return the advantages of a group's turns [G, K]; `rewards_GK` is NaN after a completion's last turn."""
     if kind == "turn":
         outcome_G = center(outcomes_G)
-        return [center(reward_G).nan_to_num(nan=0.0) + outcome_G for reward_G in rewards_GK.T]
-    columns: list[Tensor] = []
+        return torch.stack([center(reward_G).nan_to_num(nan=0.0) + outcome_G for reward_G in rewards_GK.T], 1)
+    advantages: list[Tensor] = []
     lasts_G = (~rewards_GK.isnan()).sum(1).clamp(min=1) - 1
     returns_G = rewards_GK.gather(1, lasts_G[:, None])[:, 0] + outcomes_G
     for k in reversed(range(rewards_GK.shape[1])):
         returns_G = torch.where(k < lasts_G, rewards_GK[:, k] + discount * returns_G, returns_G)
-        columns.insert(0, center(returns_G))
-    return columns
+        advantages.insert(0, center(returns_G))
+    return torch.stack(advantages, 1)

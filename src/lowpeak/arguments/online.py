@@ -271,12 +271,13 @@ def resolve_online(
     num_rewards: int,
     hardware: Hardware | None = None,
     num_own_rewards: int = 0,
-    **known: bool,
+    has_tools: bool | None = None,
+    has_turns: bool | None = None,
 ) -> OnlineSettings:
     """Return the settings of an online run on `world_size` ranks with `num_rewards` reward functions.
 
     `hardware` is where it will run; None: what this process has. Environments have `num_own_rewards` further rewards, with
-    weight 1. `known` are further facts of the run.
+    weight 1. `has_tools` and `has_turns` are those of `RunFacts`.
     """
     check_values(args)
     require(
@@ -284,7 +285,8 @@ def resolve_online(
         "reward_funcs is empty: pass at least one function or reward model, or an environment with get_reward.",
     )
     rollout = resolve_rollout(args, world_size)
-    facts = run_facts(args, hardware, num_rewards=num_rewards + num_own_rewards, num_steps=rollout.num_steps, **known)
+    known = {"num_rewards": num_rewards + num_own_rewards, "has_tools": has_tools, "has_turns": has_turns}
+    facts = run_facts(args, hardware, num_steps=rollout.num_steps, **known)
     _check_online(args, world_size)
     args = reset_idle_arguments(args, facts)
     return OnlineSettings(

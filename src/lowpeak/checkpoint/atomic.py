@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,14 +35,14 @@ _TORCH_WRITER = ("inline_container", "iostream error", "PytorchStreamWriter")  #
 
 
 @contextmanager
-def stage_checkpoint(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
+def stage_checkpoint(final: Path, ranks: Ranks) -> Iterator[Path]:
     """Yield an empty folder that becomes `final` when the block has succeeded on all ranks.
 
     A manifest is added. All ranks write into the same folder. Rank 0 creates it, and renames it after every rank has
     flushed it to the disk; an existing `final` is replaced. After an error on any rank the stage is deleted. Errors of
     the operating system, also those that torch or safetensors wrap, are raised as CheckpointError on all ranks.
     """
-    first, stage = ranks is None or ranks.rank == 0, in_state(final, "staged")
+    first, stage = ranks.rank == 0, in_state(final, "staged")
     step = partial(_step, ranks, stage, partial(_failure_message, final))
     try:
         with step():
@@ -53,7 +53,7 @@ def stage_checkpoint(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
             yield stage
         with step():
             entries = digest_files(stage, ranks)
-        shares = [entries] if ranks is None else ranks.gather(entries)
+        shares = ranks.gather(entries)
         with step():
             if first:
                 write_manifest(stage, shares)
@@ -139,9 +139,9 @@ def _warn_of_other_base(folder: Path) -> None:
 
 
 @contextmanager
-def _step(ranks: Ranks | None, stage: Path, failure: Callable[[str], str]) -> Iterator[None]:
+def _step(ranks: Ranks, stage: Path, failure: Callable[[str], str]) -> Iterator[None]:
     """Raise an error of the block on all ranks; an error of the operating system as CheckpointError(failure(reason))."""
-    with nullcontext() if ranks is None else ranks.propagate_errors():
+    with ranks.propagate_errors():
         try:
             yield
         except LowpeakError:

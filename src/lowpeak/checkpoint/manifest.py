@@ -54,15 +54,10 @@ def explain_read_errors(file: Path, missing: str = "") -> Iterator[None]:
         raise CheckpointError(f"{file} is damaged (truncated or changed: {type(error).__name__}). {_REMEDY}") from error
 
 
-def digest_files(folder: Path, ranks: Ranks | None = None) -> Entries:
-    """Return the entries of this rank's share of a folder's files; without ranks, of all files.
-
-    All ranks must have written their files.
-    """
+def digest_files(folder: Path, ranks: Ranks) -> Entries:
+    """Return the entries of this rank's share of a folder's files, which all ranks must have written."""
     # Rank 0 lists the files for all: hosts may see a shared disk differently.
-    names = (
-        _files(folder) if ranks is None else ranks.call_on_first(lambda: _files(folder))[ranks.rank :: ranks.world_size]
-    )
+    names = ranks.call_on_first(lambda: _files(folder))[ranks.rank :: ranks.world_size]
     return {name: ((folder / name).stat().st_size, _digest(folder / name)) for name in names}
 
 

@@ -109,6 +109,19 @@ class RewardArguments:
     )
     reward_model_name_or_path: str | None = reward_argument(None, "a reward model, as the first of the rewards")
 
+    @property
+    def specs(self) -> list[str]:
+        """The names of all rewards, the reward model first."""
+        model = self.reward_model_name_or_path
+        return [*([model] if model else []), *(self.reward or ())]
+
+    def load_rewards(self) -> list[Any]:
+        """Return the trainer's `reward_funcs`: functions, and names of models."""
+        from lowpeak.rewards import load_reward
+
+        num_models = bool(self.reward_model_name_or_path)
+        return [*self.specs[:num_models], *map(load_reward, self.specs[num_models:])]
+
 
 @dataclass(frozen=True)
 class JudgeArguments(RewardArguments):

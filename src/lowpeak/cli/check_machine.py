@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from importlib.metadata import requires
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,39 +20,25 @@ from lowpeak.cli.plan_request import PlanArguments, machine_of, parse_plan, plan
 from lowpeak.cli.train import with_config
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.plan import GIB
+from lowpeak.selftest import Check
 
 if TYPE_CHECKING:
     from lowpeak.cli.train import Job
     from lowpeak.plan import Machine, Plan
 
-_OF_PLAN = (
-    *("gpu", "gpu_memory", "gpus_per_host", "host_memory", "fit", "format", "plot", "emit", "output", "journal"),
-    "price_per_hour",
-)
+_USED_PLAN_ARGUMENTS = ("algorithm", "gpus", "prompt_tokens")
 _SHARED_MEMORY = GIB  # that NCCL and data loaders of several processes share in /dev/shm
 _OPEN_FILES = 4096
 _KEPT_CHECKPOINTS = 2  # the last one, while the next is written
 
 
-@dataclass(frozen=True)
-class Check:
-    """The result of one check, as a line; a remedy if it failed."""
-
-    name: str
-    passed: bool
-    text: str
-
-    def __str__(self) -> str:
-        return f"{'ok  ' if self.passed else 'FAIL'}  {self.name}: {self.text}"
-
-
 def check_machine(argv: Sequence[str]) -> int:
     """Print a line per check; return 0 if all passed, else 1."""
     options, job = parse_plan(argv, command="lowpeak env")
-    for name in _OF_PLAN:
-        if getattr(options, name) != getattr(PlanArguments, name):
+    for each in fields(options):
+        if each.name not in _USED_PLAN_ARGUMENTS and getattr(options, each.name) != each.default:
             raise ArgumentError(
-                f"--{name} has no effect: `lowpeak env CONFIG` checks this machine; use `lowpeak plan`."
+                f"--{each.name} has no effect: `lowpeak env CONFIG` checks this machine; use `lowpeak plan`."
             )
     machine, devices = _this_machine(options, job)
     checks = [devices, *_versions(job), *_limits(job, machine)]

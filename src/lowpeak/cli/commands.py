@@ -159,18 +159,16 @@ def _check(arguments: list[str]) -> int:
 def _environment_checks(arguments: list[str]) -> Iterable[Check]:
     from lowpeak import GRPOConfig
     from lowpeak.cli.arguments import CheckArguments
-    from lowpeak.cli.parser import argument_names, parse_arguments
-    from lowpeak.rewards import load_reward
+    from lowpeak.cli.parser import parse_arguments, pop_arguments
     from lowpeak.selftest import EnvironmentCheck
 
     given = parse_arguments([CheckArguments, GRPOConfig], arguments, "lowpeak check")
-    options = CheckArguments(**{name: given.pop(name) for name in argument_names(CheckArguments) & given.keys()})
+    options: CheckArguments = pop_arguments(CheckArguments, given)
     if not (options.tools or options.environment):
         raise ArgumentError("`lowpeak check` needs FILE.py:CLASS or --tools FILE.py:function.")
     if not options.seconds > 0:
         raise ArgumentError(f"--seconds is {options.seconds:g}: the training of `lowpeak check` needs more than 0.")
-    models = [options.reward_model_name_or_path] if options.reward_model_name_or_path else []
-    parts = {**options.load(), "reward_funcs": [*models, *(load_reward(spec) for spec in options.reward or ())]}
+    parts = {**options.load(), "reward_funcs": options.load_rewards()}
     dataset = _load_rows(options, GRPOConfig(**given))
     return EnvironmentCheck(parts, dataset, options.model, given, options.seconds).run()
 

@@ -88,6 +88,11 @@ def argument_names(kind: type) -> set[str]:
     return {field.name for field in dataclasses.fields(kind) if field.init}
 
 
+def pop_arguments(kind: type, given: dict[str, Any]) -> Any:
+    """Remove the arguments that a dataclass declares from `given`, and return the dataclass with them."""
+    return kind(**{name: given.pop(name) for name in argument_names(kind) & given.keys()})
+
+
 def _quote_stray_word(word: str, argv: Sequence[str]) -> str:
     """Quote a word that belongs to no argument; hide it after an access token, of which it may be a part."""
     before = [_known_name(each)[2:].split("=")[0] for each in argv[: argv.index(word)] if each.startswith("--")]

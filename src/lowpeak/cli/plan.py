@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lowpeak
 from lowpeak.cli.job_files import write_run_files
 from lowpeak.cli.output import print_once
 from lowpeak.cli.plan_request import (
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
     from lowpeak.plan import Plan, PlanRequest
 
 
-def run_plan(argv: Sequence[str], library: Any = lowpeak) -> int:
+def run_plan(argv: Sequence[str]) -> int:
     """Plan a run and print the plan; return 0 if it fits, 1 if it does not."""
     from lowpeak.plan import budget_of
 
-    options, job = parse_plan(argv, library)
+    options, job = parse_plan(argv)
     if options.prices is not None:
         return _print_quotes(options, job)
     request = plan_request(options, job, machine_of(options, job))

@@ -9,21 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lowpeak
 from lowpeak.arguments import CLASS_PREFIXES, Check, device_argument, logging_argument, parse_bytes
-from lowpeak.cli.arguments import (
-    DataArguments,
-    JudgeArguments,
-    LaunchArguments,
-    ModelArguments,
-    RewardArguments,
-    RunArguments,
-    ServingArguments,
-    ToolSourceArguments,
-)
 from lowpeak.cli.devices import read_devices
 from lowpeak.cli.output import print_once
-from lowpeak.cli.train import ANSWER_COLUMNS, Job, lora_config, with_config
+from lowpeak.cli.train import Job, lora_config, read_job, with_config
 from lowpeak.cli.vllm_devices import add_server_urls
 from lowpeak.errors import ArgumentError
 
@@ -70,46 +59,22 @@ class PlanArguments:
     journal: str | None = logging_argument(None, "output_dir of a similar run, whose times calibrate the cost model")
 
 
-def parse_plan(argv: Sequence[str], library: Any = lowpeak, command: str = "lowpeak plan") -> tuple[PlanArguments, Job]:
+def parse_plan(argv: Sequence[str], command: str = "lowpeak plan") -> tuple[PlanArguments, Job]:
     """Return the command's own arguments, and the job that they plan, with its trainer's config."""
-    from lowpeak.cli.parser import argument_names, parse_arguments
-
-    kind = _algorithm(argv)
-    config_class = getattr(library, f"{CLASS_PREFIXES[kind]}Config")
-    judging = JudgeArguments if kind == "online-dpo" else RewardArguments
-    kinds: list[type] = [PlanArguments, ModelArguments, DataArguments, RunArguments, LaunchArguments]
-    kinds += [] if kind in ANSWER_COLUMNS else [judging, ToolSourceArguments, ServingArguments]
-    given = parse_arguments([*kinds, config_class], argv, command, getattr(config_class, "rejected", {}))
-
-    def pick(part: type[Any]) -> Any:
-        return part(**{name: given[name] for name in argument_names(part) & given.keys() if part in kinds})
-
-    options = pick(PlanArguments)
-    own = argument_names(PlanArguments)
-    rest = {name: value for name, value in given.items() if name not in own}
-    if not rest.get("model"):
+    options, job = read_job(_algorithm(argv), argv, command, own=PlanArguments)
+    if not job.model.model:
         raise ArgumentError(f"{command} needs --model: a folder, a config.json or a hub name.")
     _check_options(options)
-    # Without a GPU transformers refuses bf16=True unless the run is on CPUs.
-    rest = {"output_dir": PLANNED_FOLDER, **rest}
-    job = Job(
-        kind,
-        pick(ModelArguments),
-        pick(DataArguments),
-        pick(judging),
-        pick(ToolSourceArguments),
-        pick(RunArguments),
-        pick(LaunchArguments),
-        config=None,
-        given={**add_server_urls(rest), "use_cpu": True},
-    )
     if (job.model.load_in_4bit or job.model.load_in_8bit) and not job.model.use_peft:
         raise ArgumentError("a quantised model is frozen, so that nothing would be trained: add --use_peft.")
+    given = {"output_dir": PLANNED_FOLDER, **job.given}
     # bitsandbytes is not needed to plan a quantised base.
     plain = dataclasses.replace(job.model, load_in_4bit=False, load_in_8bit=False)
-    job = dataclasses.replace(with_config(dataclasses.replace(job, model=plain), library), model=job.model)
-    job.config.given = frozenset(job.config.given) - ({"use_cpu"} if "use_cpu" not in rest else set())
-    return options, dataclasses.replace(job, given=rest)
+    # Without a GPU transformers refuses bf16=True unless the run is on CPUs.
+    on_cpu = {**add_server_urls(given), "use_cpu": True}
+    config = with_config(dataclasses.replace(job, model=plain, given=on_cpu)).config
+    config.given = frozenset(config.given) - ({"use_cpu"} if "use_cpu" not in given else set())
+    return options, dataclasses.replace(job, config=config, given=given)
 
 
 def _algorithm(argv: Sequence[str]) -> str:
@@ -228,13 +193,11 @@ def plan_request(options: PlanArguments, job: Job, machine: Machine) -> PlanRequ
         config=_model_config(job.model.model, job.config),
         machine=machine,
         strategy=strategy,
-        peft_config=lora_config(job.model, "SEQ_CLS" if job.kind == "reward" else "CAUSAL_LM")
-        if job.model.use_peft
-        else None,
+        peft_config=lora_config(job.model, job.kind),
         reward_configs=[_model_config(name, job.config) for name in _reward_models(job)],
         tensor_parallel=tensor_parallel,
         prompt_tokens=options.prompt_tokens,
-        num_rewards=max(1, len(job.rewards.reward or []) + bool(job.rewards.reward_model_name_or_path)),
+        num_rewards=max(1, len(job.rewards.specs)),
         quantized_bits=4 if job.model.load_in_4bit else 8 if job.model.load_in_8bit else None,
     )
     warning = check_context(request)
@@ -270,8 +233,8 @@ def _placement(job: Job, machine: Machine) -> tuple[str, int]:
 
 
 def _reward_models(job: Job) -> list[str]:
-    named = [job.rewards.reward_model_name_or_path] if job.rewards.reward_model_name_or_path else []
-    return named + [spec for spec in job.rewards.reward or [] if (Path(spec) / "config.json").is_file()]
+    named = job.rewards.reward_model_name_or_path
+    return [spec for spec in job.rewards.specs if spec == named or (Path(spec) / "config.json").is_file()]
 
 
 def _model_config(name: str, args: Any) -> Any:

@@ -48,7 +48,6 @@ _TRL_DEFAULTS = {"model_revision": "main", "eval_split": "test", "lora_dropout":
 _RESULTS = "results.json"
 _PEAKS = ("peak_memory", "reserved_memory", "planned_memory")
 _NUM_FINAL_REWARDS = 10  # steps whose mean reward is that of the run's end
-_PEFT_TASKS = {"reward": "SEQ_CLS"}
 
 
 @dataclass(frozen=True)
@@ -211,13 +210,13 @@ def _group_metrics(steps: Sequence[Mapping[str, Any]], prefix: str) -> dict[str,
 
 def _measure_outside_bytes(device: Any) -> int | None:
     """Return the bytes of a device that are taken and not torch's allocator's; None on a CPU."""
-    from lowpeak.memory import free_bytes, has_device_memory, total_bytes
+    import torch
+
+    from lowpeak.memory import has_device_memory, used_bytes
 
     if not has_device_memory(device):
         return None
-    import torch
-
-    return total_bytes(device) - free_bytes(device) - torch.get_device_module(device).memory_allocated(device)
+    return used_bytes(device) - torch.get_device_module(device).memory_reserved(device)
 
 
 @contextmanager
@@ -238,23 +237,33 @@ def _show_log(args: Any) -> Iterator[None]:
 
 def parse_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     """Return the parsed arguments, without the trainer's config: creating the config initialises the devices."""
-    from lowpeak.cli.parser import argument_names, parse_arguments
+    _, job = read_job(kind, argv, f"lowpeak {kind}", library)
+    check_job(job)
+    return job
+
+
+def read_job(
+    kind: str, argv: Sequence[str], program: str, library: Any = lowpeak, own: type | None = None
+) -> tuple[Any, Job]:
+    """Return the command's `own` arguments, and the job that the others describe, without its trainer's config."""
+    from lowpeak.cli.parser import argument_names, parse_arguments, pop_arguments
 
     config_class = getattr(library, f"{CLASS_PREFIXES[kind]}Config")
     judging = JudgeArguments if kind == "online-dpo" else RewardArguments
-    online = kind not in ANSWER_COLUMNS
     kinds: list[type] = [ModelArguments, DataArguments, RunArguments, LaunchArguments]
-    kinds += [judging, ToolSourceArguments, ServingArguments] if online else []
-    given = parse_arguments([*kinds, config_class], argv, f"lowpeak {kind}", getattr(config_class, "rejected", {}))
+    kinds += [] if kind in ANSWER_COLUMNS else [judging, ToolSourceArguments, ServingArguments]
+    parsed = [*([own] if own else []), *kinds, config_class]
+    given = parse_arguments(parsed, argv, program, getattr(config_class, "rejected", {}))
+    options = pop_arguments(own, given) if own else None
 
     def pick(part: type[Part]) -> Part:
         return part(**{name: given[name] for name in argument_names(part) & given.keys() if part in kinds})
 
     model, data, rewards = pick(ModelArguments), pick(DataArguments), pick(judging)
     tools = pick(ToolSourceArguments)
-    job = Job(kind, model, data, rewards, tools, pick(RunArguments), pick(LaunchArguments), config=None, given=given)
-    check_job(job)
-    return job
+    return options, Job(
+        *(kind, model, data, rewards, tools, pick(RunArguments), pick(LaunchArguments)), config=None, given=given
+    )
 
 
 def with_config(job: Job, library: Any = lowpeak) -> Job:
@@ -350,7 +359,7 @@ def _is_set(job: Job, name: str) -> bool:
 
 def make_trainer(job: Job, library: Any = lowpeak) -> Any:
     """Return the trainer with its model, data, rewards and adapters, as a script would construct it."""
-    from lowpeak.rewards import load_object, load_reward
+    from lowpeak.rewards import load_object
 
     effects = EffectReport(job.config)
     _add_idle(job, effects)
@@ -361,28 +370,25 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
         "args": job.config,
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
-        "peft_config": lora_config(job.model, _PEFT_TASKS.get(job.kind, "CAUSAL_LM")) if job.model.use_peft else None,
+        "peft_config": lora_config(job.model, job.kind),
     }
     if job.online:
-        model = job.rewards.reward_model_name_or_path
-        keywords["reward_funcs"] = [
-            *([model] if model else []),
-            *(load_reward(spec) for spec in job.rewards.reward or []),
-        ]
-        keywords |= job.tools.load()
+        keywords |= {"reward_funcs": job.rewards.load_rewards(), **job.tools.load()}
     if isinstance(job.rewards, JudgeArguments) and job.rewards.judge is not None:
         keywords["judge"] = load_object(job.rewards.judge, "Judge")
     return getattr(library, f"{CLASS_PREFIXES[job.kind]}Trainer")(**keywords)
 
 
-def lora_config(model: ModelArguments, task: str) -> Any:
-    """Return peft's LoRA config; for task SEQ_CLS peft also trains the whole score head."""
+def lora_config(model: ModelArguments, kind: str) -> Any:
+    """Return peft's LoRA config, or None without `use_peft`; a reward model's whole score head is trained, too."""
+    if not model.use_peft:
+        return None
     require_package("peft", "--use_peft", "peft")
     from peft import LoraConfig
 
     targets: Any = model.lora_target_modules
     return LoraConfig(
-        task_type=model.lora_task_type or task,
+        task_type=model.lora_task_type or ("SEQ_CLS" if kind == "reward" else "CAUSAL_LM"),
         r=model.lora_r,
         lora_alpha=model.lora_alpha,
         lora_dropout=model.lora_dropout,

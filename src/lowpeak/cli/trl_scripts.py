@@ -97,7 +97,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
 
 def get_peft_config(model_args: ModelConfig) -> Any:
     """Return peft's config of the adapters; None without `use_peft`."""
-    return lora_config(model_args, "CAUSAL_LM") if model_args.use_peft else None
+    return lora_config(model_args, "grpo")
 
 
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:

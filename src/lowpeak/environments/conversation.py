@@ -80,17 +80,17 @@ class ConversationRun:
         """Return the environment's reply and its token ids; an empty one if it leaves no room for another turn."""
         if self.has_failed:
             return Reply(), []
-        # Calls whose results cannot fit are not run.
         room = self.max_tokens - len(self._ids) - len(sampled.ids) - 1
         shortest = [{"role": "tool", "name": call.name, "content": ""} for call in parsed.calls]
+        # Calls do not run if even empty results leave no room.
         if sampled.finish_reason == "length" or (shortest and len(self._append(sampled, shortest)) > room):
             return Reply(), []
         try:
             high, low = turn_key(self.key, [*self.prompt.ids, *self._ids, *sampled.ids])
-            reply = await self.environment.step(parsed, f"{self.key[0]}/{self.key[1]}/{high:08x}{low:08x}")
+            reply = await self.environment.step(parsed, f"{high:08x}{low:08x}")
         except (CheckpointError, EngineError):
             raise
-        except Exception as error:  # of get_turn_reward: those of tools are text
+        except Exception as error:  # get_turn_reward's: errors of tools are text
             self.has_failed = True
             self.counts["environment_failures"] += 1
             warn_of_failure(self.environment.instance, "get_turn_reward", error)

@@ -119,9 +119,10 @@ class EnvironmentEngine:
         finally:
             queue.close()
 
-    async def _open(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[ConversationRun]:
-        """Return a conversation for each completion, with its environment reset."""
-        owners = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
+    async def _reset_all(
+        self, owners: Sequence[Prompt], sampling: Sampling
+    ) -> list[tuple[ToolEnvironment, str | None]]:
+        """Return an environment for each prompt, and what its `reset` adds to the prompt; None if it failed."""
         rows = [{"prompt": copy.deepcopy(prompt.source), **prompt.columns} for prompt in owners]
         await self.toolset.make_environments(rows)
         started = self.toolset.start(rows, self.results)
@@ -130,9 +131,15 @@ class EnvironmentEngine:
             for prompt, (environment, row) in zip(owners, started, strict=True)
         ]
         texts = await asyncio.gather(*resets)
+        return [(environment, text) for (environment, _), text in zip(started, texts, strict=True)]
+
+    async def _open(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[ConversationRun]:
+        """Return a conversation for each completion, with its environment reset."""
+        owners = [prompt for prompt in prompts for _ in range(sampling.num_generations)]
+        reset = await self._reset_all(owners, sampling)
         opened: dict[tuple[int, str | None, int], tuple[Prompt, TurnFormat]] = {}
         runs = []
-        for index, (prompt, (environment, _), text) in enumerate(zip(owners, started, texts, strict=True)):
+        for index, (prompt, (environment, text)) in enumerate(zip(owners, reset, strict=True)):
             # The completions of a prompt mostly open alike.
             key = (prompt.serial, text, id(environment.schemas))
             if key not in opened:

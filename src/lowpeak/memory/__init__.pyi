@@ -12,6 +12,7 @@ from lowpeak.memory.device_memory import limit_onednn_caches as limit_onednn_cac
 from lowpeak.memory.device_memory import return_cached_memory as return_cached_memory
 from lowpeak.memory.device_memory import room_in_budget as room_in_budget
 from lowpeak.memory.device_memory import total_bytes as total_bytes
+from lowpeak.memory.device_memory import used_bytes as used_bytes
 from lowpeak.memory.frozen_offload import most_streamed_bytes as most_streamed_bytes
 from lowpeak.memory.frozen_offload import offload_frozen as offload_frozen
 from lowpeak.memory.page_locked import empty_page_locked as empty_page_locked

@@ -118,6 +118,14 @@ def total_bytes(device: torch.device) -> int:
     return attainable_bytes(device)
 
 
+def used_bytes(device: torch.device) -> int:
+    """Return the bytes of a device that processes and their allocators hold; 0 on a CPU."""
+    if not has_device_memory(device):
+        return 0
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    return int(total - free)
+
+
 def room_in_budget(device: torch.device, budget: int | None) -> int:
     """Return the bytes that this process could allocate on the device within `budget` bytes of its own; None: all free ones."""
     free = free_bytes(device)

@@ -267,7 +267,7 @@ def _keep_training_format(policy: nn.Module) -> None:
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
 
 
-def convert_trainable(policy: nn.Module, settings: ModelSettings = _AS_SAVED) -> None:
+def convert_trainable(policy: nn.Module, settings: ModelSettings) -> None:
     """Convert trainable weights to the dtype in which they are trained, and log it: fp32, or bf16 if the user asked for it.
 
     LoRA's weights are always fp32. Call it after a reference in the checkpoint's dtype was copied.

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowpeak.errors import first_line
 from lowpeak.memory import is_out_of_memory
 from lowpeak.optim.formats import CompactTensor, TensorStep, WeightBits, update
-from lowpeak.optim.gradient_sums import find_sum, gradient_of
+from lowpeak.optim.gradient_sums import find_sum, gradient_of, local_part
 from lowpeak.optim.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class CompactAdamW(torch.optim.AdamW):
 
     def host(self, parameter: nn.Parameter) -> HostMemory | None:
         """Return the host memory of a parameter's states and gradients; None if they are beside the weights."""
-        device = _local(parameter).device
+        device = local_part(parameter).device
         if self.offload and device not in self._hosts:
             self._hosts[device] = HostMemory(device)
         return self._hosts.get(device)
@@ -131,7 +131,7 @@ class CompactAdamW(torch.optim.AdamW):
                 gradients, shard = gradient_of(parameter), self.shard(parameter)
                 if gradients is not None:
                     gradients = gradients[shard.first : shard.last]
-                    self.update_tensor(parameter, gradients, group, step_kernel(_local(parameter)))
+                    self.update_tensor(parameter, gradients, group, step_kernel(local_part(parameter)))
                     _clear_sum(parameter)
                     updated.append(shard)
         for host in self._hosts.values():
@@ -158,7 +158,7 @@ class CompactAdamW(torch.optim.AdamW):
 
     def shard(self, parameter: nn.Parameter) -> UpdatedShard:
         """Return which values of a parameter this rank updates: by default all that it has."""
-        return self._shards.get(parameter) or UpdatedShard("", 0, 0, _local(parameter).numel())
+        return self._shards.get(parameter) or UpdatedShard("", 0, 0, local_part(parameter).numel())
 
     def update_tensor(
         self, parameter: nn.Parameter, gradients: Tensor, group: Mapping[str, Any], kernel: StepKernel | None
@@ -219,7 +219,7 @@ class CompactAdamW(torch.optim.AdamW):
         beside_bf16 = parameter.dtype == torch.float32 and self.weight_bits is not None
         if self.state_bits == 32 or beside_bf16 or parameter.dim() < 2 or parameter.numel() < _SMALLEST_TENSOR:
             return None
-        row = _local(parameter).shape[1:].numel()
+        row = local_part(parameter).shape[1:].numel()
         return next((size for size in range(_BLOCK, _SMALLEST_BLOCK - 1, -1) if row % size == 0), None)
 
     def read(self, parameter: nn.Parameter, key: str, start: int, stop: int) -> Tensor:
@@ -267,12 +267,8 @@ def _formats(state: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, torch.Siz
     return {key: (value.dtype, value.shape) for key, value in state.items() if key != "step"}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _flat(tensor: Tensor) -> Tensor:
-    return _local(tensor).detach().view(-1)
+    return local_part(tensor).view(-1)
 
 
 def _clear_sum(parameter: nn.Parameter) -> None:

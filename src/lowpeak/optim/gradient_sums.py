@@ -95,7 +95,7 @@ class GradientSum:
     def _begin(self, covered: int) -> Tensor:
         """Return the buffer; zeros, if the step's first gradient covers only a part of it."""
         if self._buffer is None:
-            local = _local(self._parameter)
+            local = local_part(self._parameter)
             empty = local.new_empty if self._host is None else self._host.empty
             self._buffer = empty(local.numel(), dtype=self._dtype)
         if self._is_empty and covered < self._buffer.numel():
@@ -116,7 +116,7 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     found, gradient = find_sum(parameter), parameter.grad
     if found is not None:
         return found.total()
-    return None if gradient is None else _flat(gradient)
+    return None if gradient is None else flat_part(gradient)
 
 
 def multiply_gradient(parameter: nn.Parameter, factor: Tensor) -> None:
@@ -125,7 +125,7 @@ def multiply_gradient(parameter: nn.Parameter, factor: Tensor) -> None:
     if found is not None:
         found.multiply(factor)
     elif gradient is not None:
-        local = _local(gradient)
+        local = local_part(gradient)
         local.mul_(factor.to(local.device))
 
 
@@ -134,13 +134,15 @@ def _take_gradient(parameter: nn.Parameter) -> None:
     # Autograd also calls the hook of a head or embedding that has added its gradient in stripes, and so returned none.
     if gradient is not None and found is not None:
         parameter.grad = None
-        found.add(0, _flat(gradient))
+        found.add(0, flat_part(gradient))
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return _local(tensor).reshape(-1)
+def flat_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as one dimension, detached."""
+    return local_part(tensor).reshape(-1)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, detached."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowpeak.optim.gradient_sums import flat_part
+
 logger = logging.getLogger(__name__)
 
 _SAMPLE = 1 << 20  # weights
@@ -28,7 +30,7 @@ def lost_share(weights: Iterable[tuple[Tensor, float]]) -> float | None:
     `weights` are tensors with their learning rates. For up to 2**20 weights w, evenly over all tensors, and updates u of AdamW's
     size: 1 - sum(u * (bf16(w + u) - w)) / sum(u * u). Tensors of other dtypes are skipped, and shards count alone.
     """
-    flat = [(_local(tensor).detach().reshape(-1), rate) for tensor, rate in weights if tensor.dtype == torch.bfloat16]
+    flat = [(flat_part(tensor), rate) for tensor, rate in weights if tensor.dtype == torch.bfloat16]
     stride = max(1, -(-sum(values.numel() for values, _ in flat) // _SAMPLE))
     generator, first = torch.Generator().manual_seed(0), 0
     arrived = asked = 0.0
@@ -117,7 +119,3 @@ def _restore_dtypes(saved: Mapping[Any, Mapping[str, Any]], optimizer: Any) -> N
 def _sums_exactly(group: dict[str, Any]) -> bool:
     """Return whether a group has Kahan summation, which optimi's optimizers have for bf16 unless `kahan_sum` is False."""
     return bool(group.get("use_kahan_summation")) or group.get("kahan_sum", False) is not False
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from lowpeak.arguments import ColocateSettings, StorageFormat
+from lowpeak.arguments import StorageFormat
 from lowpeak.memory import Kind, PhaseMemories, PhaseMemory
 from lowpeak.optim import NUM_PIECES, PIECE
 from lowpeak.parallel import SHARDINGS
@@ -130,11 +130,11 @@ def _changes(plan: Plan, work: Work) -> Iterator[Change]:
 
 def _sleep_changes(plan: Plan, work: Work, change: Callable[..., Change]) -> Iterator[Change]:
     """Yield sleep mode for a colocated vLLM that keeps its memory while the run trains."""
-    vllm = plan.inputs.settings.vllm if plan.inputs.is_online else None
-    if vllm is None or not isinstance(vllm.where, ColocateSettings) or vllm.where.sleeps:
+    where = plan.inputs.colocated
+    if where is None or where.sleeps:
         return
     engine = max(phase.device.get(Kind.ENGINE, 0) for phase in plan.phases.values())
-    copied = rollout_copies(engine=BF16_BYTES * plan.counts.total // vllm.where.tensor_parallel_size)
+    copied = rollout_copies(engine=BF16_BYTES * plan.counts.total // where.tensor_parallel_size)
     yield change(
         "vllm_enable_sleep_mode=True",
         {Kind.ENGINE: VLLM_ASLEEP_BYTES / max(engine, VLLM_ASLEEP_BYTES)},

@@ -196,10 +196,9 @@ def engine_bytes(inputs: RunInputs, num_parameters: int) -> tuple[int, int]:
 
     Awake it takes `vllm_gpu_memory_utilization` of the device, as vLLM documents. Asleep it keeps its context and graphs.
     """
-    vllm = inputs.settings.vllm if inputs.is_online else None
-    if vllm is None or not isinstance(vllm.where, ColocateSettings):
+    where = inputs.colocated
+    if where is None:
         return 0, 0
-    where = vllm.where
     awake = int(where.gpu_memory_utilization * inputs.request.machine.total)
     if where.kv_cache_bytes is not None:
         awake = vllm_bytes(num_parameters, where.tensor_parallel_size) + where.kv_cache_bytes
@@ -240,10 +239,8 @@ def vllm_bytes(num_parameters: int, parallel: int) -> int:
 
 def copied_for_rollout(inputs: RunInputs, phases: Mapping[str, PhaseMemory], score_batches: int) -> int:
     """Return the bytes that a planned run copies over the link to the host for a rollout, with so many scoring passes."""
-    memory, vllm = inputs.settings.memory, inputs.settings.vllm if inputs.is_online else None
-    where = None if vllm is None else vllm.where
-    engine = 0
-    if isinstance(where, ColocateSettings) and where.sleeps:
+    memory, where, engine = inputs.settings.memory, inputs.colocated, 0
+    if where is not None and where.sleeps:
         engine = BF16_BYTES * inputs.counts.total // where.tensor_parallel_size
     moves, streams = memory.offload_during_rollout, memory.offload_frozen_models and "score" in phases
     return rollout_copies(

@@ -98,15 +98,14 @@ class Work:
         return -(-self.score_tokens * self.num_batches // max(1, self.train_tokens))
 
 
-def step_seconds(work: Work, machine: Machine, factors: Mapping[str, float] | None = None) -> dict[str, float]:
+def step_seconds(work: Work, machine: Machine) -> dict[str, float]:
     """Return the seconds of a step by phase; those of a rollout are divided by the steps that it serves."""
-    seconds = {
+    return {
         "rollout": _rollout(work, machine) / work.steps,
         "score": _score(work, machine) / work.steps,
         "train": _train(work, machine),
         "optimizer": _optimizer(work, machine),
     }
-    return {phase: value * (factors or {}).get(phase, 1.0) for phase, value in seconds.items()}
 
 
 def seconds_range(work: Work, machine: Machine) -> tuple[float, float]:

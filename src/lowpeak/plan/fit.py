@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from lowpeak.arguments import ColocateSettings, ModelParallel, StorageFormat, show_bytes
+from lowpeak.arguments import ModelParallel, StorageFormat, show_bytes
 from lowpeak.errors import ArgumentError, MissingPackageError
 from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.candidate import (
@@ -155,7 +155,7 @@ class Search:
                     names = (*offloads, *more_offloads)
                     changes = {**arguments, "micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing}
                     changes |= dict.fromkeys(names, True)
-                    if self._planner.colocated is not None:
+                    if self._planner.inputs.colocated is not None:
                         changes |= {SLEEPS: sleeps, PARALLEL: parallel}
                     if tensor_parallel > 1:  # its devices are one rank: as many sequences a step as without it
                         changes[BATCH] = tensor_parallel * self._request.args.per_device_train_batch_size
@@ -220,18 +220,18 @@ class Search:
         return sets
 
     def _acting_offloads(self, strategy: str, storage: StorageFormat | None) -> Iterator[str]:
-        inputs, colocated = self._planner.inputs, self._planner.colocated
+        inputs = self._planner.inputs
         if self._request.machine.device == "cpu" or not inputs.is_online:
             return
         if self._planner.frozen_bytes and SHARDINGS[strategy].streams_frozen and self._planner.accepts({FROZEN: True}):
             yield FROZEN
-        generates_here = inputs.settings.vllm is None or colocated is not None
+        generates_here = inputs.settings.vllm is None or inputs.colocated is not None
         if generates_here and not (storage is not None and storage.offload):
             yield STATES
 
     def _engines(self) -> list[tuple[int, bool]]:
         """Return the devices of a colocated vLLM, and whether it sleeps while the run trains."""
-        where: ColocateSettings | None = self._planner.colocated
+        where = self._planner.inputs.colocated
         if where is None:
             return [(1, False)]
         parallel = [where.tensor_parallel_size]

@@ -18,6 +18,7 @@ import lowpeak
 from lowpeak.algorithms import Algorithm, make_reward_model, make_supervised
 from lowpeak.arguments import (
     CLASS_PREFIXES,
+    ColocateSettings,
     ModelParallel,
     StorageFormat,
     check_and_reset_arguments,
@@ -29,8 +30,9 @@ from lowpeak.arguments import (
 from lowpeak.attention import install_attention, packing_unsupported_reason
 from lowpeak.batching import TokenBudget, assign_to_ranks, pack
 from lowpeak.errors import ArgumentError
-from lowpeak.heads import install_head, load_balance_of, transformers_model
+from lowpeak.heads import load_balance_of, transformers_model
 from lowpeak.models import (
+    LOGPROB_HEAD,
     SCORE_HEAD,
     add_training_adapter,
     check_tensor_parallel,
@@ -124,20 +126,24 @@ class RunInputs:
         return self.request.kind not in OFFLINE
 
     @property
+    def colocated(self) -> ColocateSettings | None:
+        """The settings of a vLLM on the run's devices."""
+        where = self.settings.vllm.where if self.is_online and self.settings.vllm is not None else None
+        return where if isinstance(where, ColocateSettings) else None
+
+    @property
     def has_separate_reference(self) -> bool:
         return "reference" in self.algorithm.needs and self.request.peft_config is None
 
     # models, made under fake tensors
 
+    @convert_by_assignment()
+    @without_warnings()
     def make_policy(self, split: Split | None = None) -> nn.Module:
         """Return the policy as its trainer prepares it: adapter, critic, dtype, head, attention, checkpointing.
 
         Under tensor parallelism it is a smaller model, of one device's size; with `split`, the whole model, split.
         """
-        with convert_by_assignment(), without_warnings():
-            return self._make_policy(split)
-
-    def _make_policy(self, split: Split | None) -> nn.Module:
         model = self._load_policy(split)
         if self.request.kind == "ppo":
             critic = resolve_critic(self.args)
@@ -146,10 +152,8 @@ class RunInputs:
         convert_trainable(model, self.settings.model)
         if self.args.bf16 and not self.request.sharding.has_formats:
             model.bfloat16()  # DeepSpeed computes with bf16 weights
-        if self.request.kind == "reward":
-            SCORE_HEAD.install(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
-        else:
-            install_head(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
+        head = SCORE_HEAD if self.request.kind == "reward" else LOGPROB_HEAD
+        head.install(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
         if self.layout_choice.layout != "padded":
             install_attention(model)
         if self.args.checkpoints_activations:
@@ -159,25 +163,24 @@ class RunInputs:
         return model
 
     def _load_policy(self, split: Split | None) -> nn.Module:
-        auto = AutoModelForSequenceClassification if self.request.kind == "reward" else AutoModelForCausalLM
         in_fp32 = split is not None and not self.settings.model.trains_bf16  # as `load_policy` loads a split one
-        model = self._from_config(auto, split, torch.float32 if in_fp32 else self.checkpoint_dtype)
+        model = self._from_config(split, torch.float32 if in_fp32 else self.checkpoint_dtype)
         if self.request.quantized_bits is not None:
             quantize(model.requires_grad_(False), self.request.quantized_bits)
         return model if self.request.peft_config is None else add_training_adapter(model, self.request.peft_config)
 
-    def _from_config(self, auto: Any, split: Split | None, dtype: torch.dtype) -> nn.Module:
-        config = copy.deepcopy(self.config if split is None else self.request.config)
+    def _from_config(self, split: Split | None, dtype: torch.dtype) -> nn.Module:
+        config = self.config if split is None else self.request.config
         if self.request.kind == "reward":
-            config.num_labels = 1
-            config.get_text_config().pad_token_id = 0
-        model: nn.Module = make_model(auto, config, dtype)
+            model = self.make_classifier(config, dtype)
+        else:
+            model = make_model(AutoModelForCausalLM, copy.deepcopy(config), dtype)
         return model if split is None else split(model)
 
     def make_reference(self, split: Split | None = None) -> nn.Module:
         """Return a separate reference; `split` as for `make_policy`."""
-        model = self._from_config(AutoModelForCausalLM, split, self.checkpoint_dtype)
-        install_head(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
+        model = self._from_config(split, self.checkpoint_dtype)
+        LOGPROB_HEAD.install(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
         if self.layout_choice.layout != "padded":
             install_attention(model)
         return model
@@ -251,13 +254,8 @@ class RunInputs:
     def logprobs(self) -> LogprobSettings:
         passes = self.settings.passes
         balance = load_balance_of(transformers_model(self._plain_model), passes.router_aux_loss_coef)
-        return LogprobSettings(
-            passes.temperature,
-            self.sizes.logprob_chunk_size,
-            torch.device("cpu"),
-            passes.log_entropy,
-            load_balance=balance,
-        )
+        chunk, cpu = self.sizes.logprob_chunk_size, torch.device("cpu")
+        return LogprobSettings(passes.temperature, chunk, cpu, passes.log_entropy, load_balance=balance)
 
     @property
     def completion_tokens(self) -> int:

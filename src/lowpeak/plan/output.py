@@ -20,11 +20,9 @@ _MOST_ALTERNATIVES = 5
 _MUCH_ON_HOST = 8 << 30  # bytes of tensors that a run moves to a host
 
 
-def print_plan(
-    plan: Plan, advice: Sequence[Advice] = (), console: Console | None = None, hourly_price: float | None = None
-) -> None:
+def print_plan(plan: Plan, advice: Sequence[Advice] = (), hourly_price: float | None = None) -> None:
     """Print a row per phase, the phase that peaks, the run's minutes and dollars, and what would lower the peak."""
-    console = console or Console(width=None if Console().is_terminal else 160)
+    console = Console(width=None if Console().is_terminal else 160)
     console.print(plan_table(plan))
     for line in summary(plan, advice, hourly_price):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lowpeak.arguments import ColocateSettings, show_bytes
+from lowpeak.arguments import show_bytes
 from lowpeak.device_kind import rehearse_device
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import rehearse_experts
@@ -34,13 +34,7 @@ from lowpeak.plan.derived_configs import with_arguments
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
-from lowpeak.plan.plan import (
-    ModelCounts,
-    Plan,
-    complete_plan,
-    largest_batch,
-    rehearse_step,
-)
+from lowpeak.plan.plan import ModelCounts, Plan, complete_plan, largest_batch, rehearse_step
 from lowpeak.plan.rehearsal import Rehearsal
 from lowpeak.plan.request import PlanRequest
 from lowpeak.records import MicroBatch
@@ -120,12 +114,6 @@ class QuickPlanner:
         sizes = [size for size in self.inputs.token_sizes if _LEAST_TOKENS <= size <= _MOST_TOKENS]
         return sizes or [self.inputs.longest_sequence]
 
-    @property
-    def colocated(self) -> ColocateSettings | None:
-        """The settings of a vLLM on the run's devices."""
-        vllm = self.inputs.settings.vllm if self.inputs.is_online else None
-        return vllm.where if vllm is not None and isinstance(vllm.where, ColocateSettings) else None
-
     @cached_property
     def frozen_bytes(self) -> int:
         """The bytes of reference and reward models."""
@@ -157,7 +145,7 @@ class QuickPlanner:
     def plan(self, candidate: Candidate) -> QuickPlan:
         """Return the plan of a candidate with the fastest sizes of a rollout that fit; with the least ones if none do."""
         plan, sizes = self._plan(apply_candidate(self._request, candidate, {})[0]), list[dict[str, Any]]()
-        if self.colocated is not None:
+        if self.inputs.colocated is not None:
             sizes = [self._engine_share(candidate, plan)]
         elif self.inputs.is_online and self.inputs.settings.vllm is None:
             sizes = list(self._native_sizes(plan))
@@ -300,8 +288,8 @@ class QuickPlanner:
 
     def _engine_share(self, candidate: Candidate, plan: Plan) -> dict[str, Any]:
         """Return vLLM's share of the device: what training leaves, or with sleep mode what a rollout leaves."""
-        assert self.colocated is not None
-        if SHARE in self._given or self.colocated.kv_cache_bytes is not None:
+        assert self.inputs.colocated is not None
+        if SHARE in self._given or self.inputs.colocated.kv_cache_bytes is not None:
             return {}
         work, memory, parallel = plan.work, self._request.machine.total, candidate.engine_parallel
         weights = vllm_bytes(self.inputs.counts.total, parallel)

@@ -101,7 +101,7 @@ def _sampled(run: RunData) -> str:
     if not total:
         return f"{run.name}: the journal has no completions."
     number = f"all {total} completions" if shown == total else f"{shown} of {total} completions, evenly sampled"
-    available, values = run.completions.num_available, run.completions.num_with_tokens
+    available, values = run.completions.num_available, sum("tokens" in row for row in run.completions.rows)
     tokens = f"all {values}" if values == available else f"{values} of {available}, evenly sampled"
     return f"{run.name}: the page has {number}; of those with token values in the journal it has {tokens}."
 

@@ -52,10 +52,6 @@ class Completions:
     num_total: int
     num_available: int
 
-    @property
-    def num_with_tokens(self) -> int:
-        return sum("tokens" in row for row in self.rows)
-
 
 @dataclass(frozen=True)
 class RunData:

@@ -200,7 +200,6 @@ class RewardPanel:
             self._check(call)
 
     def _run_async(self, calls: Sequence[RewardCall]) -> None:
-        """Run async calls concurrently."""
         if not calls:
             return
 
@@ -273,12 +272,12 @@ def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     ids = [completion.ids.tolist() for _, completion in pairs]
     texts = tuple(decode(tokens) for tokens in ids)
-    fields = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
+    rows = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
     return RewardInputs(
         prompts=[prompt.source for prompt, _ in pairs],
         completions=[_in_format_of(*pair, text) for pair, text in zip(pairs, texts, strict=True)],
         completion_ids=ids,
-        columns=_columns(fields),
+        columns=_columns_of_rows(rows),
         texts=texts,
         positions=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
         conversations=_conversations(groups),
@@ -290,10 +289,10 @@ def _conversations(groups: Sequence[Group]) -> tuple[Conversation, ...]:
     return tuple(filter(None, every))
 
 
-def _columns(fields: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return each name's values, one per completion; None where a completion has none."""
-    names = dict.fromkeys(name for values in fields for name in values if name not in _NOT_COLUMNS)
-    return {name: [values.get(name) for values in fields] for name in names}
+def _columns_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return each name's values; None where a row lacks the name."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_COLUMNS)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _in_format_of(prompt: Prompt, completion: Completion, text: str) -> str | list[dict[str, Any]]:

@@ -142,10 +142,10 @@ class TurnQueue:
 
 
 class GroupQueue(TurnQueue):
-    """The queue of a tensor parallel group: its processes answer together, and the first has the conversations.
+    """The queue of a tensor parallel group: rank 0 has the conversations, and all ranks take the same arrivals.
 
-    All take the same arrivals in the same step. They exchange whether one has failed there, before each forward and before they
-    answer, since a process that failed takes part in no other exchange; the error of the lockstep names it.
+    The ranks exchange whether one has failed when they take arrivals, before each forward and before they answer: a failed
+    rank joins no other exchange. The error of the lockstep names it.
     """
 
     is_shared = True
@@ -164,6 +164,7 @@ class GroupQueue(TurnQueue):
             yield
         except BaseException:
             if not self._has_failed:
+                # The exchange that the other ranks wait in, or enter next.
                 self._processes.max([1.0, 0.0, 0.0])
             raise
         finally:
@@ -192,14 +193,14 @@ class GroupQueue(TurnQueue):
         return numbers
 
 
-def turn_key(conversation: Key, completion_ids: Sequence[int]) -> Key:
+def turn_key(conversation: Key, ids: Sequence[int]) -> Key:
     """Return the key of the turn after these tokens of a completion; the first turn's is the conversation itself.
 
     So a conversation of one turn draws what `generate` draws.
     """
-    if not completion_ids:
+    if not ids:
         return conversation
-    digest = hashlib.blake2b(array("q", [*conversation, *completion_ids]).tobytes(), digest_size=8).digest()
+    digest = hashlib.blake2b(array("q", [*conversation, *ids]).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 

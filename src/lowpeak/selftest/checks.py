@@ -22,7 +22,7 @@ TINY_RUN: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check, as a line; a remedy if it failed."""
+    """The result of one check: a measurement, or why it failed and the remedy."""
 
     name: str
     passed: bool
@@ -33,7 +33,7 @@ class Check:
 
 
 def run_check(name: str, run: Callable[[], str], files: Callable[[], Collection[str]]) -> Check:
-    """Return the text of a check that passes, or the sentence of its error; `files` are those of the user's code."""
+    """Run a check that returns its text; an error fails it, explained with the `files` of the user's code."""
     try:
         with fail_on_exit(ArgumentError, name):
             return Check(name, True, run())
@@ -42,7 +42,7 @@ def run_check(name: str, run: Callable[[], str], files: Callable[[], Collection[
 
 
 def explain(error: BaseException, files: Collection[str]) -> str:
-    """Return an error as one sentence; one of another library's kind with the user's last line that led to it."""
+    """Return an error as one sentence; unless it is lowpeak's own, with the last line of `files` in its traceback."""
     if isinstance(error, LowpeakError):
         return str(error)
     frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename in files]

@@ -49,7 +49,8 @@ def decoding(bench: Bench) -> str:
         )
     ms = {name: 1000 * seconds for name, seconds in steps.items()}
     rate = _NUM_PROMPTS * _GROUP / again
-    backends = [name for name in ("cudnn", "flash", "mem_efficient", "math") if _is_enabled(name)]
+    kinds = ("cudnn", "flash", "mem_efficient", "math")
+    backends = [name for name in kinds if getattr(torch.backends.cuda, f"{name}_sdp_enabled")()]
     bench.record(**{f"{name}_ms_per_step": value for name, value in ms.items()}, tokens_per_second=rate)
     bench.record(allocated_bytes=allocated, reserved_bytes=reserved, sdpa_backends=backends)
     held = f"{mib(reserved)} reserved for {mib(allocated)} ({reserved / max(1, allocated):.1f} times)"
@@ -87,10 +88,6 @@ def _generate(trainer: Any, prompt_tokens: int, sampling: Sampling, bench: Bench
         torch.cuda.max_memory_allocated(bench.device),
         torch.cuda.max_memory_reserved(bench.device),
     )
-
-
-def _is_enabled(backend: str) -> bool:
-    return bool(getattr(torch.backends.cuda, f"{backend}_sdp_enabled")())
 
 
 def _planned_seconds(bench: Bench, model: Any, prompt: int, completion: int) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.memory import used_bytes
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
 from lowpeak.selftest.models import HALF_BILLION, make_model, make_tokenizer, mib
@@ -38,16 +39,16 @@ _LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 @row("vLLM colocated", "vLLM", seconds=300, quick=True)
 def colocated_vllm(bench: Bench) -> str:
     """Push weights to a vLLM in this process and compare log-probs; put it to sleep, wake it and verify its weights."""
-    model, before = _vllm_model(bench), _used_bytes(bench)
+    model, before = _vllm_model(bench), used_bytes(bench.device)
     began = time.monotonic()
     # Compiling takes most of a start: a quick test does without.
     with closing(_start(bench, model, sleeps=bench.on_gpu, eager=bench.quick)) as vllm:
         bench.record(start_seconds=time.monotonic() - began)
         results = [f"started in {time.monotonic() - began:.0f} s", _push_and_compare(model, vllm, bench)]
         if bench.on_gpu:
-            awake, began = _used_bytes(bench), time.monotonic()
+            awake, began = used_bytes(bench.device), time.monotonic()
             vllm.sleep()
-            asleep = _used_bytes(bench)
+            asleep = used_bytes(bench.device)
             vllm.wake()
             verify_unchanged([vllm])
             seconds = time.monotonic() - began
@@ -191,10 +192,3 @@ def _logprob_difference(model: Any, vllm: Vllm, params: Mapping[str, Any], bench
         "other weights, or scores at another temperature",
     )
     return difference
-
-
-def _used_bytes(bench: Bench) -> int:
-    if not bench.on_gpu:
-        return 0
-    free, total = torch.cuda.mem_get_info(bench.device)
-    return total - free

@@ -158,7 +158,7 @@ def make_run(
         head.install(policy, cast_head_to_fp32=cast_head)
     load_balance = load_balance_of(transformers_model(policy), passes.router_aux_loss_coef)
     if load_balance is not None:  # sequences with zero advantages move the routers, too
-        algorithm = algorithm.without_skipping()
+        algorithm = replace(algorithm, skip_zero_advantage=False)
     choice = _check_models(context, strategy, policy, reference, memory, head, load_balance)
     storage = acting_storage(settings.model, policy)
     shares = storage_fractions(context, storage)

@@ -114,8 +114,12 @@ def prepare_online(
     own_rewards = [] if toolset is None else toolset.rewards()
     num_rewards = len(as_list(inputs.reward_funcs))
     num_replicas = user_args.world_size // user_args.model_parallel.tensor
-    facts = {"has_tools": toolset is not None, "has_turns": inputs.has_turns}
-    settings = resolve_online(user_args, num_replicas, num_rewards, None, len(own_rewards), **facts)
+    settings = resolve_online(
+        *(user_args, num_replicas, num_rewards),
+        num_own_rewards=len(own_rewards),
+        has_tools=toolset is not None,
+        has_turns=inputs.has_turns,
+    )
     args = reset_idle_arguments(user_args, settings.facts)
     algorithm = make_algorithm(args, settings)
     if not isinstance(algorithm, Algorithm):

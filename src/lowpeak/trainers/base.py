@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -147,6 +147,9 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
             require_same_data({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}, ranks)
             ranks.call_on_first(lambda: stack.enter_context(lock_run_folder(output_dir)))
             checkpoint = self._start(output_dir, resume_from_checkpoint)
+            if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
+                # transformers destroys the engine of an earlier run, and would go on with it.
+                self.model_wrapped, self.optimizer = self.model, cast(Any, None)
             signals.enter_context(self.run.interrupts.watched())
             try:
                 with self._save_when_run_fails(output_dir):

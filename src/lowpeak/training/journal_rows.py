@@ -24,7 +24,7 @@ def completion_rows(
         counted = record.advantages[record.completion.loss_mask] if record.advantages is not None else torch.zeros(0)
         generated = rewarded.records[i].completion  # its loss mask is that of before stage 7
         turns = _turns(generated, policy_version)
-        extra, columns = (_row(values, i) for values in (rewarded.extra, rewarded.columns))
+        extra, columns = (_values_at(i, values) for values in (rewarded.extra, rewarded.columns))
         rows.append(
             {
                 "group": record.group,
@@ -61,7 +61,7 @@ def _turns(completion: Completion, policy_version: int) -> list[dict[str, object
     return rows
 
 
-def _row(columns: Mapping[str, Sequence[object]], index: int) -> dict[str, object]:
+def _values_at(index: int, columns: Mapping[str, Sequence[object]]) -> dict[str, object]:
     return {name: values[index] for name, values in columns.items()}
 
 

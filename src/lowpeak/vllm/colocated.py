@@ -21,7 +21,7 @@ import torch
 
 from lowpeak.arguments import ColocateSettings, VllmSettings, hide_secrets
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError, MemoryExhaustedError
-from lowpeak.memory import free_bytes, is_out_of_memory
+from lowpeak.memory import free_bytes, is_out_of_memory, used_bytes
 from lowpeak.ranks import Ranks, has_process_group
 from lowpeak.vllm.compatibility import read_engine_info, require_vllm, warn_unsupported
 from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS, MIN_MEMORY_SHARE, memory_remedy
@@ -169,13 +169,13 @@ class ColocatedVllm(Vllm):
 
         There is room if twice the weights of all ranks of this host fit.
         """
-        before = _used_bytes(self._device)
+        before = used_bytes(self._device)
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         level = (
             1 if free_bytes(torch.device("cpu")) > 2 * weights * num_host_ranks(self._engine_ranks, os.environ) else 2
         )
         self.llm.sleep(level=level)
-        after = _used_bytes(self._device)
+        after = used_bytes(self._device)
         logger.info(
             "vLLM sleeps (level %d: weights %s): %d MiB of device memory freed, %d MiB in use.",
             level,
@@ -327,10 +327,3 @@ def _to_answer(output: Any) -> Answer:
     ids = tuple(completion.token_ids)
     logprobs = tuple(values[token].logprob for token, values in zip(ids, completion.logprobs or (), strict=False))
     return Answer(ids, logprobs, str(completion.finish_reason))
-
-
-def _used_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    free_now, total = torch.cuda.mem_get_info(device)
-    return total - free_now

@@ -259,7 +259,7 @@ class VllmEngine:
         where = self.settings.where
         for vllm in self._vllms:
             vllm.info(where.timeout if isinstance(where, ServerSettings) else None)
-        call_workers(self._vllms, "lowpeak_score_at_temperature", [{}] * len(self._vllms), _CALL_SECONDS)
+        call_workers(self._vllms, "lowpeak_score_at_temperature", {}, _CALL_SECONDS)
 
     def _serves_adapter(self) -> bool:
         """Return whether every engine can serve the policy's LoRA adapter.
@@ -282,7 +282,7 @@ class VllmEngine:
 
     def _check_identities(self) -> None:
         """Raise LostEngineError if a vLLM restarted since the load, or if another client loaded weights."""
-        identities = call_workers(self._vllms, "lowpeak_identity", [{}] * len(self._vllms), _CALL_SECONDS)
+        identities = call_workers(self._vllms, "lowpeak_identity", {}, _CALL_SECONDS)
         versions = {worker["policy_version"] for workers in identities for worker in workers}
         if versions != {self.policy_version} or (self._weights.identities or identities) != identities:
             names = ", ".join("none" if version is None else str(version) for version in versions)
@@ -328,7 +328,7 @@ class VllmEngine:
     def _check(self, index: int, sequences: Sequence[SequenceRequest], answers: Sequence[Answer]) -> list[Answer]:
         """Return the answers of a vLLM if they are valid and it has not restarted since the loop began."""
         if not self._limits_to_cache:
-            identities = call_workers([self._vllms[index]], "lowpeak_identity", [{}], _CALL_SECONDS)
+            identities = call_workers([self._vllms[index]], "lowpeak_identity", {}, _CALL_SECONDS)
             if identities != [self._weights.identities[index]]:
                 raise LostEngineError("vLLM was restarted, or loaded by another client, in mid-conversation.")
         return check_answers(sequences, answers, self._known_version(), self.policy.num_tokens)

@@ -156,12 +156,10 @@ def check_worker_answers(answers: Sequence[Any]) -> list[Any]:
 
 
 def call_workers(
-    vllms: Sequence[Vllm], method: str, arguments: Sequence[Mapping[str, Any]], timeout: float
+    vllms: Sequence[Vllm], method: str, arguments: Mapping[str, Any], timeout: float
 ) -> list[list[dict[str, Any]]]:
     """Call a method on the workers of all engines concurrently; return their answers per engine."""
-    return call_concurrently(
-        [partial(vllm.call, method, kwargs, timeout) for vllm, kwargs in zip(vllms, arguments, strict=True)]
-    )
+    return call_concurrently([partial(vllm.call, method, arguments, timeout) for vllm in vllms])
 
 
 def call_concurrently(calls: Sequence[Callable[[], Item]]) -> list[Item]:

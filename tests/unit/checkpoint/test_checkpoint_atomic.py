@@ -11,10 +11,11 @@ import torch
 from lowpeak.checkpoint.atomic import stage_checkpoint
 from lowpeak.checkpoint.folders import last_checkpoint
 from lowpeak.errors import CheckpointError
+from lowpeak.ranks import Ranks
 
 
 def write_checkpoint(run_dir, step, text="whole"):
-    with stage_checkpoint(run_dir / f"checkpoint-{step}") as stage:
+    with stage_checkpoint(run_dir / f"checkpoint-{step}", Ranks()) as stage:
         (stage / "inner").mkdir()
         (stage / "inner" / "weights").write_text(text)
     return run_dir / f"checkpoint-{step}"
@@ -26,7 +27,7 @@ def names(run_dir):
 
 def test_a_checkpoint_takes_its_name_only_when_the_block_ends(tmp_path):
     final = tmp_path / "run" / "checkpoint-7"
-    with stage_checkpoint(final) as stage:
+    with stage_checkpoint(final, Ranks()) as stage:
         (stage / "weights").write_text("x")
         assert names(tmp_path / "run") == ["checkpoint-7.staged"]
         assert last_checkpoint(tmp_path / "run") is None
@@ -53,7 +54,7 @@ def test_an_error_in_the_block_removes_the_stage_and_is_raised_unchanged(tmp_pat
         raise error
 
     old = write_checkpoint(tmp_path, 2)
-    with pytest.raises(type(error)) as caught, stage_checkpoint(tmp_path / "checkpoint-2") as stage:
+    with pytest.raises(type(error)) as caught, stage_checkpoint(tmp_path / "checkpoint-2", Ranks()) as stage:
         fail(stage)
     assert caught.value is error
     assert names(tmp_path) == ["checkpoint-2"]
@@ -81,7 +82,10 @@ def write_with_torch_through_python(path):
 def test_a_full_disk_is_one_error_however_the_file_is_written(tmp_path, write):
     last = write_checkpoint(tmp_path, 4)
     told = f"checkpoint-5: {os.strerror(errno.ENOSPC)}.* {last} "
-    with pytest.raises(CheckpointError, match=told) as caught, stage_checkpoint(tmp_path / "checkpoint-5") as stage:
+    with (
+        pytest.raises(CheckpointError, match=told) as caught,
+        stage_checkpoint(tmp_path / "checkpoint-5", Ranks()) as stage,
+    ):
         write(on_a_full_disk(stage / "weights"))
     assert caught.value.__cause__ is not None
     assert names(tmp_path) == ["checkpoint-4"]

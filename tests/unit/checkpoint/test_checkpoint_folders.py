@@ -27,10 +27,11 @@ from lowpeak.checkpoint.folders import (
 )
 from lowpeak.checkpoint.run_state import RunState, capture_rng_state, save_run_state
 from lowpeak.errors import ArgumentError, CheckpointError
+from lowpeak.ranks import Ranks
 
 
 def write_checkpoint(run_dir, step):
-    with stage_checkpoint(run_dir / f"checkpoint-{step}") as stage:
+    with stage_checkpoint(run_dir / f"checkpoint-{step}", Ranks()) as stage:
         (stage / "weights").write_text("whole")
     return run_dir / f"checkpoint-{step}"
 
@@ -114,7 +115,7 @@ def test_an_unwritable_output_folder_is_named_with_the_reason_also_for_root(tmp_
 
 
 def save(run_dir, step):
-    with stage_checkpoint(run_dir / f"checkpoint-{step}") as stage:
+    with stage_checkpoint(run_dir / f"checkpoint-{step}", Ranks()) as stage:
         save_run_state(stage, RunState(step, {}, capture_rng_state()))
     return run_dir / f"checkpoint-{step}"
 

@@ -160,7 +160,7 @@ def written(folder):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(bytes(range(1, 200)) * (number + 1))
     (folder / "lowpeak_random_0.pt").write_bytes(b"")
-    write_manifest(folder, [digest_files(folder)])
+    write_manifest(folder, [digest_files(folder, Ranks())])
     return folder
 
 

@@ -146,11 +146,7 @@ REWARD = "return (self.number in"
 @pytest.mark.parametrize(
     ("right", "wrong", "failed", "words"),
     [
-        ("number: int", "number", "schema", ["method 'guess' of Guess", "type hint"]),
-        ('"""Compare a number with mine.', '"""', "schema", ["'guess'"]),
-        ("seed, **row", "seed", "schema", ["Guess.reset", "'prompt'", "reset(self, **row)"]),
         (RESET, f"    def __init__(self):\n        time.sleep(60)\n{RESET}", "schema", ["environment_factory did not return"]),
-        ("def get_reward", "def reward_of", "schema", ["'reward_of'", "begin its name with _"]),
         (RESET, f"{RESET}        raise OSError('no display')\n", "conversations", ["Guess.reset", "no display", ", line 6"]),
         ("self.tries.append(number)", "time.sleep(60)", "conversations", ["guess", "no result within 0.5 seconds"]),
         (REWARD, "return {}[0] + (self.number in", "conversations", ["Guess.get_reward", "KeyError"]),

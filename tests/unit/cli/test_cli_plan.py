@@ -333,8 +333,9 @@ def test_a_machine_is_checked_against_a_config_and_one_without_gpus_as_the_cpus_
     lines = capsys.readouterr().out.splitlines()
     checked = {line.split(": ")[0] for line in lines}
     assert checked >= {f"ok    {each}" for each in ("devices", "torch", "generation", "device memory", "disk")}
-    with pytest.raises(ArgumentError, match="plot"):
-        dispatch(["env", "--config", str(run), "--plot", "page.html"])
+    for name, value in (("plot", "page.html"), ("prices", "h100=2")):
+        with pytest.raises(ArgumentError, match=f"--{name} "):
+            dispatch(["env", "--config", str(run), f"--{name}", value])
     on_gpu = {name: value for name, value in settings.items() if name != "use_cpu"}
     run.write_text(yaml.safe_dump(on_gpu))
     assert dispatch(["env", str(run)]) == 0

@@ -322,9 +322,11 @@ def test_results_of_functions_in_the_journal_are_used_again_and_methods_run_agai
 
 
 def test_conversations_go_on_from_their_last_turn_after_a_lost_engine():
-    talk = Talk([[call("add", a=1, b=2) + "<eos>", "3<eos>"], ["no<eos>"]], [add])
+    turn_with_call = call("add", a=1, b=2) + "<eos>"
+    script = [[turn_with_call, "3<eos>"], ["no<eos>"]]
+    talk = Talk(script, [add])
     expected = talk.texts(talk.run())
-    lost = Talk([[call("add", a=1, b=2) + "<eos>", "3<eos>"], ["no<eos>"]], [add])
+    lost = Talk(script, [add])
     sample, answered = lost.turns.turn, []
 
     def turn_or_loss(text):
@@ -339,4 +341,5 @@ def test_conversations_go_on_from_their_last_turn_after_a_lost_engine():
     # The engine knows nothing of earlier turns: its script goes on where the conversation stands.
     lost.turns.script = [["3<eos>"], []]
     assert lost.texts(lost.run()) == expected
-    assert answered == [*answered[:2], "3<eos>", "3<eos>"]
+    # The turn that was lost is sampled again; the others are not.
+    assert answered == [turn_with_call, "no<eos>", "3<eos>", "3<eos>"]

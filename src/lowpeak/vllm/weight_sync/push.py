@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,8 @@ import torch
 from lowpeak.arguments import ServerSettings, Transport, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError, shorten_names
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.protocol import Adapter, Vllm, call_workers
-from lowpeak.vllm.weight_sync.buckets import (
-    Bucket,
-    BucketSender,
-    ChecksumTable,
-    ProcessSender,
-    fill_buckets,
-)
+from lowpeak.vllm.protocol import Adapter, Vllm, call_concurrently, call_workers
+from lowpeak.vllm.weight_sync.buckets import Bucket, BucketSender, ChecksumTable, ProcessSender, fill_buckets
 from lowpeak.vllm.weight_sync.nccl import NcclSender, TrainerGroup, device_id
 from lowpeak.vllm.weight_sync.tcp import TcpSender, host_addresses
 from lowpeak.watchdog import network_id
@@ -146,7 +141,7 @@ class _Update:
         sent = dict.fromkeys(self._counts, "") if self._sums is None else self._sums.read()
         arguments = {"sent": sent, "counts": self._counts}
         try:
-            answers = call_workers(self.vllms, "lowpeak_verify", [arguments] * len(self.vllms), self.timeout)
+            answers = call_workers(self.vllms, "lowpeak_verify", arguments, self.timeout)
         except EngineError as error:
             if self._skipped and not isinstance(error, LostEngineError):
                 raise LostEngineError(f"{error} An earlier run may have left them in this vLLM.") from error
@@ -156,8 +151,7 @@ class _Update:
         self._proof_seconds = time.perf_counter() - began
 
     def commit(self, policy_version: int) -> None:
-        arguments = [{"policy_version": policy_version}] * len(self.vllms)
-        answers = call_workers(self.vllms, "lowpeak_commit", arguments, self.timeout)
+        answers = call_workers(self.vllms, "lowpeak_commit", {"policy_version": policy_version}, self.timeout)
         adapters = [workers[0]["adapter"] for workers in answers]
         self._adapters = tuple(None if adapter is None else Adapter(**adapter) for adapter in adapters)
 
@@ -172,19 +166,15 @@ class _Update:
         number = (1 << 20) + secrets.randbelow(1 << 30)
         adapter = None if self.adapter is None else {"config": dict(self.adapter), "number": number}
         others = self.vllms[:-1]
-        workers = call_workers(others, "lowpeak_identity", [{}] * len(others), self.timeout)
+        workers = call_workers(others, "lowpeak_identity", {}, self.timeout)
         first_ranks = itertools.accumulate((len(each) for each in workers), initial=1)
-        arguments = [
-            {
-                "invitation": invitation | {"first_rank": rank},
-                "summing": self._sums is not None,
-                "adapter": adapter,
-            }
-            for rank in first_ranks
+        common = {"summing": self._sums is not None, "adapter": adapter}
+        arguments = [{**common, "invitation": {**invitation, "first_rank": rank}} for rank in first_ranks]
+        calls = [
+            partial(vllm.call, "lowpeak_begin", each, self.timeout)
+            for vllm, each in zip(self.vllms, arguments, strict=True)
         ]
-        answers = [
-            answer for each in call_workers(self.vllms, "lowpeak_begin", arguments, self.timeout) for answer in each
-        ]
+        answers = itertools.chain.from_iterable(call_concurrently(calls))
         return frozenset.intersection(*(frozenset(answer["known"]) for answer in answers))
 
     def _counted(self, slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
@@ -197,9 +187,7 @@ class _Update:
         self._num_bytes += sum(piece.count * piece.dtype.itemsize for piece in bucket.pieces)
 
         def receive(arguments: Mapping[str, Any]) -> None:
-            call_workers(
-                self.vllms, "lowpeak_receive", [{"pieces": pieces, **arguments}] * len(self.vllms), self.timeout
-            )
+            call_workers(self.vllms, "lowpeak_receive", {"pieces": pieces, **arguments}, self.timeout)
 
         sender.deliver(bucket, receive)
 
@@ -230,15 +218,13 @@ def verify_unchanged(vllms: Sequence[Vllm], timeout: float = TIMEOUT) -> None:
     Raise EngineError with the names of changed tensors, whose worker then has no version; also if a worker has no
     version or was pushed to with `verify=False`.
     """
-    call_workers(vllms, "lowpeak_verify_unchanged", [{}] * len(vllms), timeout)
+    call_workers(vllms, "lowpeak_verify_unchanged", {}, timeout)
 
 
 def loaded_version(vllms: Sequence[Vllm], timeout: float = 60.0) -> int | None:
     """Return the policy version of all workers of all engines; None if one has none, or they differ."""
-    answers = [
-        answer for each in call_workers(vllms, "lowpeak_identity", [{}] * len(vllms), timeout) for answer in each
-    ]
-    versions = {answer["policy_version"] for answer in answers}
+    engines = call_workers(vllms, "lowpeak_identity", {}, timeout)
+    versions = {worker["policy_version"] for workers in engines for worker in workers}
     return versions.pop() if len(versions) == 1 else None
 
 
@@ -294,7 +280,7 @@ class _WorkerLocations:
 
     @staticmethod
     def of(vllms: Sequence[Vllm], timeout: float) -> _WorkerLocations:
-        engines = call_workers(vllms, "lowpeak_location", [{}] * len(vllms), timeout)
+        engines = call_workers(vllms, "lowpeak_location", {}, timeout)
         workers = [worker for engine in engines for worker in engine]
         network = network_id()
         all_local = all(worker["network"] == network for worker in workers)
