@@ -13,7 +13,15 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from torch import nn
-from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
+from transformers import (
+    AttentionInterface,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -22,7 +30,8 @@ from lowpeak.errors import EngineError
 from lowpeak.records import Group, Prompt
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.native.cache import SlotCache, cache_argument
-from lowpeak.rollout.native.cache_bytes import bytes_per_token
+from lowpeak.rollout.native.cache_bytes import bytes_per_token, sequence_bytes
+from lowpeak.rollout.native.cache_layers import storing_layers
 from lowpeak.rollout.native.engine import NativeEngine
 from tiny_models import char_tokenizer, tiny_model
 
@@ -160,6 +169,35 @@ def test_rows_of_a_window_that_enter_later_have_the_same_tokens_in_slots_of_the_
     assert max(each.rows for each in decoding(seen)) == 4
     assert max(each.held_bytes for each in seen) == budget
     assert sum(each.rows for each in seen if each.tokens > 1) == len(TEXTS)  # each prompt is forwarded once
+    assert tokens(made) == tokens(engine(model).generate(prompts(), ENDING))
+
+
+@pytest.mark.parametrize("recurrent", ["linear_attention", "conv"])
+def test_rows_with_states_that_enter_later_have_the_same_tokens_within_the_budget(recurrent, monkeypatch):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 13, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.2,
+        "layer_types": [recurrent, "full_attention"],
+    }  # fmt: skip
+    heads = {f"linear_{name}": 2 for name in ("num_value_heads", "num_key_heads")}
+    widths = {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    model = (
+        Lfm2ForCausalLM(Lfm2Config(**sizes))
+        if recurrent == "conv"
+        else Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **heads, **widths, **experts, head_dim=8))
+    ).eval()
+    held, allocate = [], SlotCache.allocate
+
+    def note(cache: SlotCache, like: object) -> None:
+        allocate(cache, like)
+        held.append(sum(buffer.nbytes for layer in storing_layers(cache) for buffer in layer.buffers))
+
+    monkeypatch.setattr(SlotCache, "allocate", note)
+    budget = 4 * sequence_bytes(model, 10 + 40)
+    made = engine(model, kv_cache_bytes=budget).generate(prompts(), ENDING)
+    assert held == [pytest.approx(budget, rel=0.02)]
     assert tokens(made) == tokens(engine(model).generate(prompts(), ENDING))
 
 

@@ -16,8 +16,12 @@ from transformers import (
     AttentionInterface,
     FalconConfig,
     FalconForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
 )
@@ -29,7 +33,7 @@ from lowpeak.errors import EngineError
 from lowpeak.records import Completion, Prompt
 from lowpeak.rollout.native import admission
 from lowpeak.rollout.native.cache import SlotCache, cache_argument
-from lowpeak.rollout.native.cache_bytes import bytes_per_token
+from lowpeak.rollout.native.cache_bytes import bytes_per_token, sequence_bytes
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.rollout.turns import SampledTurn, TurnQueue, TurnRequest
 from tiny_models import char_tokenizer, tiny_model
@@ -268,10 +272,24 @@ def with_chunks() -> nn.Module:
     return Llama4ForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("make", [falcon, own_mask, with_windows, with_chunks])
-def test_turns_are_the_same_with_masks_of_attentions_own_windows_and_chunks(make):
+def with_states() -> nn.Module:
+    """States beside keys and values, as in Falcon-H1."""
+    torch.manual_seed(0)
+    config = FalconH1Config(
+        **SIZES, mamba_n_heads=4, mamba_d_head=16, mamba_d_ssm=64, mamba_n_groups=1, mamba_d_state=8, mamba_d_conv=4,
+    )  # fmt: skip
+    return FalconH1ForCausalLM(config).eval()
+
+
+def with_convolutions() -> nn.Module:
+    torch.manual_seed(0)
+    return Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])).eval()
+
+
+@pytest.mark.parametrize("make", [falcon, own_mask, with_windows, with_chunks, with_states, with_convolutions])
+def test_turns_are_the_same_with_masks_of_attentions_own_windows_chunks_and_states(make):
     model = make()
-    log = Programs(prompts(4), SAMPLING, delay=delays(0, 0.01)).run(engine(model, 5 * LONGEST * bytes_per_token(model)))
+    log = Programs(prompts(4), SAMPLING, delay=delays(0, 0.01)).run(engine(model, 5 * sequence_bytes(model, LONGEST)))
     check_turns(
         log,
         SAMPLING,
