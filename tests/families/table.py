@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,11 +84,11 @@ def main() -> None:
 
     chosen, known = sys.argv[1:] or list(FAMILIES), [family for family in FAMILIES if is_known(family)]
     rows = documented_rows() if sys.argv[1:] else {}
+    checked = [family for family in known if family in chosen]
     # A new process now and then returns what models leave behind.
-    pool = {"mp_context": multiprocessing.get_context("spawn"), "max_tasks_per_child": 16}
-    with ProcessPoolExecutor(int(os.environ.get("WORKERS", "2")), **pool) as executor:
-        checked = [family for family in known if family in chosen]
-        for family, row in zip(checked, executor.map(check, checked), strict=True):
+    workers = int(os.environ.get("WORKERS", "2"))
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=16) as pool:
+        for family, row in zip(checked, pool.imap(check, checked), strict=True):
             print(row, flush=True)
             rows[family] = row
     lacking = ", ".join(family for family in FAMILIES if family not in known)
