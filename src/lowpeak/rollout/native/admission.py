@@ -338,8 +338,7 @@ class TurnDecodeLoop:
         """Move sequences to their slots; return those to feed."""
         sources, fed = self._table.arrange()
         moved = [each for each in (*self._table.running, *self._table.kept) if each.slot in sources]
-        num_columns = max((each.num_cached for each in moved), default=0)
-        self._cache.move(list(sources), list(sources.values()), num_columns)
+        self._cache.move(list(sources), list(sources.values()), max((each.num_cached for each in moved), default=0))
         self._cache.empty([slot for slot, each in enumerate(self._table.running) if each.num_cached == 0])
         return fed
 
