@@ -29,7 +29,7 @@ from lowpeak.attention.flex import attend_flex, block_mask
 from lowpeak.attention.mixers import MixerCalls, install_mixers, mixers_of, uninstall_mixers
 from lowpeak.attention.scores import PLAIN, Scores
 from lowpeak.attention.sdpa import SdpaCalls
-from lowpeak.attention.spans import FULL, STATE_TYPES, Span, span_of_layer
+from lowpeak.attention.spans import FULL, STATE_TYPES, Span, attends, span_of_layer
 from lowpeak.device_kind import device_kind
 from lowpeak.errors import ModelError
 from lowpeak.heads import causal_lm
@@ -53,7 +53,7 @@ def packing_unsupported_reason(model: nn.Module) -> str | None:
     except ModelError as error:
         return str(error)
     name = type(causal).__name__
-    for check in (_config_obstacle, _position_obstacle, _backend_obstacle, _module_obstacle):
+    for check in (_layer_obstacle, _config_obstacle, _position_obstacle, _backend_obstacle, _module_obstacle):
         reason = check(causal, causal.config.get_text_config())
         if reason is not None:
             return f"{name} {reason}"
@@ -62,12 +62,10 @@ def packing_unsupported_reason(model: nn.Module) -> str | None:
 
 def _backend_obstacle(causal: Any, config: Any) -> str | None:
     """Return a reason if the model's attention does not go through transformers' registry."""
-    if set(getattr(config, "layer_types", None) or ("full_attention",)) <= STATE_TYPES:
-        return None  # nothing attends
     decoder = causal.get_decoder()
     table = getattr(sys.modules[type(decoder).__module__], "ALL_ATTENTION_FUNCTIONS", None)
-    # Families with mixers do not declare the interface, also where they use it.
-    uses_interface = table is not None and bool(mixers_of(causal))
+    # Families with mixers do not declare the interface, also where they use it, or where nothing attends.
+    uses_interface = bool(mixers_of(causal)) and (table is not None or not attends(config))
     if not (uses_interface or getattr(decoder, "_supports_attention_backend", False)):
         return "does not use transformers' attention interface"
     if not decoder._can_set_attn_implementation() or getattr(table, "_local_mapping", None):
@@ -83,14 +81,7 @@ def _default_attention(causal: Any) -> str:
 
 
 def _config_obstacle(causal: nn.Module, config: Any) -> str | None:
-    """Return a reason if the config says that attention is not causal over text, or more than attention."""
-    types = list(getattr(config, "layer_types", None) or ())
-    num_states, num_mixers = sum(each in _STATE_TYPES for each in types), len(mixers_of(causal))
-    if num_states != num_mixers or getattr(causal, "_is_stateful", False) > num_mixers:
-        return "carries states from token to token otherwise than through transformers' cache"
-    kinds = sorted(set(types) - _ATTENTION_TYPES - _STATE_TYPES - _STATELESS_TYPES)
-    if kinds:
-        return f"has layers that are not plain attention ({', '.join(kinds)})"
+    """Return a reason if the config says that attention is not causal over text."""
     reasons = (
         ("attn_temperature_tuning", "scales its queries by columns of the cache (attn_temperature_tuning)"),
         ("alibi", "biases its attention by distance (ALiBi)"),
@@ -102,6 +93,16 @@ def _config_obstacle(causal: nn.Module, config: Any) -> str | None:
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return "is not causal"
     return "is not causal" if getattr(config, "is_causal", True) is False else None
+
+
+def _layer_obstacle(causal: nn.Module, config: Any) -> str | None:
+    """Return a reason if layers neither attend to earlier tokens nor carry states through transformers' cache."""
+    types = list(getattr(config, "layer_types", None) or ())
+    num_states, num_mixers = sum(each in _STATE_TYPES for each in types), len(mixers_of(causal))
+    if num_states != num_mixers or getattr(causal, "_is_stateful", False) > num_mixers:
+        return "carries states from token to token otherwise than through transformers' cache"
+    kinds = sorted(set(types) - _ATTENTION_TYPES - _STATE_TYPES - _STATELESS_TYPES)
+    return f"has layers that are not plain attention ({', '.join(kinds)})" if kinds else None
 
 
 def _position_obstacle(causal: nn.Module, config: Any) -> str | None:

@@ -193,28 +193,25 @@ class MixerCalls:
         """Add calls for rows of indices; return the rows in the order of the calls."""
         batches = _batches(rows)
         for batch in batches:
-            width = max(
-                2, len(batch[-1])
-            )  # a single token would take the path of decoding, which changes states in place
-            padding = [width - len(row) for row in batch]
-            indices, mask = [], []
-            for row, missing in zip(batch, padding, strict=True):
-                indices += row[:1] * missing + row if keeps_states else row + row[-1:] * missing
-                mask.append([False] * missing + [True] * len(row))
-                for i, token in enumerate(row, self._num_results + missing * keeps_states):
-                    self._sources[token] = i
-                self._num_results += width
-            is_masked = keeps_states and any(padding)
-            self.calls.append(
-                MixerCall(
-                    len(batch),
-                    self._tensor(indices),
-                    self._tensor(mask) if is_masked else None,
-                    self._tensor([starts[row[0]] for row in batch]) if starts is not None else None,
-                    keeps_states,
-                )
-            )
+            prompts_N = None if starts is None else self._tensor([starts[row[0]] for row in batch])
+            self.calls.append(self._call(batch, prompts_N, keeps_states))
         return [row for batch in batches for row in batch]
+
+    def _call(self, batch: list[list[int]], prompts_N: Tensor | None, keeps_states: bool) -> MixerCall:
+        """Return the call for rows of indices, padded on the left if their states are kept, and note where results go."""
+        # A single token would take the path of decoding, which changes states in place.
+        width = max(2, len(batch[-1]))
+        indices, mask = [], []
+        for row in batch:
+            missing = width - len(row)
+            indices += row[:1] * missing + row if keeps_states else row + row[-1:] * missing
+            mask.append([False] * missing + [True] * len(row))
+            for i, token in enumerate(row, self._num_results + missing * keeps_states):
+                self._sources[token] = i
+            self._num_results += width
+        is_masked = keeps_states and len(batch[0]) < width
+        mask_NM = self._tensor(mask) if is_masked else None
+        return MixerCall(len(batch), self._tensor(indices), mask_NM, prompts_N, keeps_states)
 
     def _tensor(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, device=self._device)

@@ -47,6 +47,11 @@ def spans_by_type(config: Any) -> dict[str, Span]:
     return {name: Span(getattr(config, sizes[name][0]), sizes[name][1]) if name in sizes else FULL for name in types}
 
 
+def attends(config: Any) -> bool:
+    """Return whether any layer of a text config attends."""
+    return not set(spans_by_type(config)) <= STATE_TYPES
+
+
 def span_of_layer(config: Any, layer: int | None) -> Span:
     """Return the span of a layer by its index, which only models with several spans have to know."""
     spans = spans_by_type(config)
@@ -59,7 +64,7 @@ def masks_by_type(config: Any, make_mask: Callable[[Span], Tensor]) -> Tensor | 
     Layers with states have none: transformers does not pass a mask of four dimensions on to them.
     """
     spans = spans_by_type(config)
-    if set(spans) <= STATE_TYPES:
+    if not attends(config):
         return None
     masks = {span: make_mask(span) for span in set(spans.values())}
     if len(masks) == 1:

@@ -164,18 +164,12 @@ def _head_of(causal: Any) -> nn.Module:
 
 
 def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **kwargs: Any) -> Any:
-    patch = patched_forward(self)
-    if head_request is None and kwargs.get("forest") is None:
-        if getattr(self.config.get_text_config(), "output_router_logits", False):
-            # transformers' load-balancing loss needs a mask of this call's tokens; with a cache it gets one of all tokens.
-            kwargs.setdefault("output_router_logits", False)
-        return patch.original(*args, **kwargs)
+    if head_request is None:
+        return _forward_without_request(self, args, kwargs)
     head = _head_of(self)
     if not all(_STATE in module.__dict__ for module in head_modules(head)):
         raise ModelError(f"the head of {type(self).__name__} was changed after install_head; call install_head again")
     inputs, backbone = backbone_kwargs(kwargs), backbone_of(self)
-    if head_request is None:  # not all families pass `forest` on to their backbone
-        return backbone(*args, **inputs, use_cache=False)
     routing = {} if head_request.routing is None else {"output_router_logits": True}
     with inplace_embedding_grads(head_request.inplace_grad_scale is not None):
         outputs = backbone(*args, **inputs, **routing, use_cache=False)
@@ -185,6 +179,16 @@ def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = No
     if head_request.routing is not None:
         answer["routing"] = routing_sums(outputs.router_logits, head_request.routing)
     return answer
+
+
+def _forward_without_request(causal: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what the model's own forward returns; for a forest its backbone's output alone."""
+    if kwargs.get("forest") is not None:  # not all families pass it on
+        return backbone_of(causal)(*args, **backbone_kwargs(kwargs), use_cache=False)
+    if getattr(causal.config.get_text_config(), "output_router_logits", False):
+        # transformers' load-balancing loss needs a mask of this call's tokens; with a cache it gets one of all tokens.
+        kwargs.setdefault("output_router_logits", False)
+    return patched_forward(causal).original(*args, **kwargs)
 
 
 def _values(causal: nn.Module, request: HeadRequest, states: CriticInputs) -> Tensor:

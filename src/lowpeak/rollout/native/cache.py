@@ -106,15 +106,11 @@ class SlotCache(Cache):
         return_cached_memory(self._stored[0].device)
         sizes = [layer.num_elements(self.num_slots, self.num_columns) for layer in self._stored]
         self._num_elements = [number for each in sizes for number in each]
-        # Layers may have several dtypes. On a CPU the kernel provides pages when they are written.
-        num_bytes = [
-            [number * layer.dtype.itemsize for number in each] for layer, each in zip(self._stored, sizes, strict=True)
-        ]
-        padded = [-(-number // _ALIGNMENT) * _ALIGNMENT for each in num_bytes for number in each]
-        buffer = torch.empty(sum(padded), dtype=torch.uint8, device=self._stored[0].device)
-        parts = iter(buffer.split(padded))
-        for layer, each in zip(self._stored, num_bytes, strict=True):
-            layer.attach([next(parts)[:number].view(layer.dtype) for number in each])
+        itemsizes = [layer.dtype.itemsize for layer, each in zip(self._stored, sizes, strict=True) for _ in each]
+        num_bytes = [number * size for number, size in zip(self._num_elements, itemsizes, strict=True)]
+        parts = iter(_parts_of_buffer(num_bytes, self._stored[0].device))
+        for layer, each in zip(self._stored, sizes, strict=True):
+            layer.attach([next(parts).view(layer.dtype) for _ in each])
             layer.lay_out(self.num_slots, self.num_columns, 0, 0)
 
     def begin(self, columns_N: Tensor, num_columns: int) -> int:
@@ -207,6 +203,14 @@ class SlotCache(Cache):
                 index_NL = prompts_N1 * longest + longest - lengths_N1 + columns_NL
                 made[width] = index_NL.to(device, non_blocking=True)
             mine.put(layer, slots_N, prompts_N, made[width])
+
+
+def _parts_of_buffer(num_bytes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Return parts of a new buffer, for layers of several dtypes."""
+    padded = [-(-number // _ALIGNMENT) * _ALIGNMENT for number in num_bytes]
+    # On a CPU the kernel provides pages when they are written.
+    parts = torch.empty(sum(padded), dtype=torch.uint8, device=device).split(padded)
+    return [part[:number] for part, number in zip(parts, num_bytes, strict=True)]
 
 
 def select_prompt(prefilled: Cache, index: int, length: int) -> Cache:

@@ -43,13 +43,16 @@ def unsupported_layers(model: Any) -> list[str]:
     """Return the kinds of cache layers of a model for which there are no slots."""
     causal = transformers_model(model)
     layers = DynamicCache(config=causal.config.get_text_config(decoder=True)).layers
-    kinds = {type(layer) for layer in layers if not isinstance(layer, _EMPTY)}
-    other = sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer, *_WITH_STATES})
-    sizes = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
-    if not other and len(sizes) > 1:
-        return ["windows of one size"]
-    has_own_states = sum(isinstance(layer, _WITH_STATES) for layer in layers) != len(mixers_of(causal))
-    return other or (["a cache for its own states"] if has_own_states else [])
+    known = (*_WITH_STATES, DynamicLayer, DynamicSlidingWindowLayer, *([_EMPTY] if _EMPTY else []))
+    other = sorted({type(layer).__name__ for layer in layers if type(layer) not in known})
+    if (
+        not other
+        and len({layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}) > 1
+    ):
+        other = ["windows of one size"]
+    if not other and sum(isinstance(layer, _WITH_STATES) for layer in layers) != len(mixers_of(causal)):
+        other = ["a cache for its own states"]
+    return other
 
 
 def storing_layers(cache: Cache) -> list[Any]:

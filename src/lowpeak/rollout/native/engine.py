@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from lowpeak.arguments import Sampling
-from lowpeak.attention import FULL, STATE_TYPES, spans_by_type
+from lowpeak.attention import FULL, attends, spans_by_type
 from lowpeak.errors import EngineError
 from lowpeak.heads import transformers_model
 from lowpeak.memory import return_cached_memory
@@ -182,9 +182,7 @@ _NEEDED = ("attention_mask", "logits_to_keep")
 
 def unsupported_reason(model: nn.Module) -> str | None:
     """Return why the decode loop does not support `model`, or None if it does."""
-    accepted = inspect.signature(transformers_model(model).forward).parameters
-    positions = [] if set(spans_by_type(text_config(model))) <= STATE_TYPES else ["position_ids"]
-    missing = [name for name in (*_NEEDED, *positions, cache_argument(model)) if name not in accepted]
+    missing = _missing_arguments(model)
     if missing:
         return f"its forward does not accept {', '.join(missing)}"
     if "local" in (getattr(text_config(model), "attention_layers", None) or ()):
@@ -195,6 +193,12 @@ def unsupported_reason(model: nn.Module) -> str | None:
     if not other and mask_dtype(model) is None and set(spans_by_type(text_config(model)).values()) != {FULL}:
         return "its windows need an attention implementation that adds masks (sdpa)"
     return f"its layers need {', '.join(other)}" if other else None
+
+
+def _missing_arguments(model: nn.Module) -> list[str]:
+    accepted = inspect.signature(transformers_model(model).forward).parameters
+    needed = [*_NEEDED, cache_argument(model), *(["position_ids"] if attends(text_config(model)) else [])]
+    return [name for name in needed if name not in accepted]
 
 
 def _tokens_of(model: nn.Module, num_bytes: int, num_tokens: int) -> int:
