@@ -106,11 +106,10 @@ class SlotCache(Cache):
         return_cached_memory(self._stored[0].device)
         sizes = [layer.num_elements(self.num_slots, self.num_columns) for layer in self._stored]
         self._num_elements = [number for each in sizes for number in each]
-        itemsizes = [layer.dtype.itemsize for layer, each in zip(self._stored, sizes, strict=True) for _ in each]
-        num_bytes = [number * size for number, size in zip(self._num_elements, itemsizes, strict=True)]
-        parts = iter(_parts_of_buffer(num_bytes, self._stored[0].device))
+        dtypes = [layer.dtype for layer, each in zip(self._stored, sizes, strict=True) for _ in each]
+        parts = iter(_parts_of_buffer(self._num_elements, dtypes, self._stored[0].device))
         for layer, each in zip(self._stored, sizes, strict=True):
-            layer.attach([next(parts).view(layer.dtype) for _ in each])
+            layer.attach([next(parts) for _ in each])
             layer.lay_out(self.num_slots, self.num_columns, 0, 0)
 
     def begin(self, columns_N: Tensor, num_columns: int) -> int:
@@ -205,12 +204,13 @@ class SlotCache(Cache):
             mine.put(layer, slots_N, prompts_N, made[width])
 
 
-def _parts_of_buffer(num_bytes: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return parts of a new buffer, for layers of several dtypes."""
+def _parts_of_buffer(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> list[Tensor]:
+    """Return parts of a new buffer, with these numbers of elements."""
+    num_bytes = [size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
     padded = [-(-number // _ALIGNMENT) * _ALIGNMENT for number in num_bytes]
     # On a CPU the kernel provides pages when they are written.
     parts = torch.empty(sum(padded), dtype=torch.uint8, device=device).split(padded)
-    return [part[:number] for part, number in zip(parts, num_bytes, strict=True)]
+    return [part[:number].view(dtype) for part, number, dtype in zip(parts, num_bytes, dtypes, strict=True)]
 
 
 def select_prompt(prefilled: Cache, index: int, length: int) -> Cache:
