@@ -95,7 +95,7 @@ def build(
         str(place.parents[1] / model),
         args=args,
         train_dataset=data or questions(),
-        eval_dataset=questions(1),
+        eval_dataset=questions(1).add_column("environment", ["a"]),
         tools=[*tools],
         environment_factory=factory,
     )
