@@ -28,14 +28,17 @@ _CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of the mixers' ar
 
 
 def mixers_of(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that carry states from token to token through transformers' cache."""
+    """Return the modules of a model that carry states from token to token through transformers' cache.
+
+    Those of transformers before 5.23 go on from a state by single tokens alone, and are none.
+    """
     return [module for module in model.modules() if _is_mixer(module)]
 
 
 def _is_mixer(module: Any) -> bool:
     kind: Any = type(module)
     has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
-    return has_convolution and _cache_name(kind) is not None and "update_conv_state" in _source(kind)
+    return has_convolution and _cache_name(kind) is not None and "get_conv_state" in _source(kind)
 
 
 @functools.cache
