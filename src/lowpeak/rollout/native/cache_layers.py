@@ -50,7 +50,8 @@ def unsupported_layers(model: Any) -> list[str]:
         and len({layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}) > 1
     ):
         other = ["windows of one size"]
-    if not other and sum(isinstance(layer, _WITH_STATES) for layer in layers) != len(mixers_of(causal)):
+    num_states, num_mixers = sum(isinstance(layer, _WITH_STATES) for layer in layers), len(mixers_of(causal))
+    if not other and (num_states != num_mixers or getattr(causal, "_is_stateful", False) > num_mixers):
         other = ["a cache for its own states"]
     return other
 

@@ -203,7 +203,7 @@ def _missing_arguments(model: nn.Module) -> list[str]:
 
 def _tokens_of(model: nn.Module, num_bytes: int, num_tokens: int) -> int:
     """Return the tokens for which a budget has room, in sequences of at least `num_tokens`."""
-    return num_bytes * num_tokens // sequence_bytes(model, num_tokens)
+    return num_bytes * num_tokens // max(1, sequence_bytes(model, num_tokens))
 
 
 # Families with states outside of transformers' cache.
