@@ -51,7 +51,7 @@ class Toolset:
         self._name_of_instance: dict[int, str | None] = {}
         self._opened: dict[int, Any] = {}  # since they were last closed
         for name, make in self._factories.items():
-            self._add(name, _make_environment(name, make))
+            self._add(name, make_environment(name, make))
         self._schemas = {name: tool_schemas(self._functions(name, pool[0])) for name, pool in self._pool.items()}
         self._schemas.setdefault(None, tool_schemas(self._tools))
         self.runner = ToolRunner(settings.tool_timeout)
@@ -125,7 +125,7 @@ class Toolset:
 
         async def make(name: str | None) -> Any:
             try:
-                return await self.runner.run(_make_environment, {"name": name, "make": self._factories[name]})
+                return await self.runner.run(make_environment, {"name": name, "make": self._factories[name]})
             except EngineError:
                 raise
             except Exception as error:
@@ -244,7 +244,7 @@ class _Unavailable:
         raise self._error
 
 
-def _make_environment(name: str | None, make: Callable[[], Any]) -> Any:
+def make_environment(name: str | None, make: Callable[[], Any]) -> Any:
     """Return an environment of the factory; ArgumentError if it fails, or returns an object without `reset`."""
     factory = "environment_factory" if name is None else f"environment_factory[{name!r}]"
     require(callable(make), f"{factory} is {make!r:.80}: pass a class, or a function that returns an environment.")

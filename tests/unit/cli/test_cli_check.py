@@ -131,7 +131,9 @@ def test_an_environment_passes_every_check_and_is_trained_on_its_calls(world, ca
     text = {name: text for _, name, text in results}
     assert text["schema"] == "guess(number: int) -> str"
     assert "16 with 48 random calls" in text["conversations"]
-    assert [each.split()[0] for each in text["time"].split("; ")] == ["reset", "guess", "get_reward", "rewards"]
+    assert [each.split()[0] for each in text["time"].split("; ")] == [
+        *("make_environment", "reset", "guess", "get_reward", "rewards")
+    ]
     assert "in 48 turns" in text["tokens"]
     assert "other seeds give others" in text["seeds"]
     assert "of 8 groups have unequal ones" in text["rewards"]

@@ -119,7 +119,12 @@ class SlotCache(Cache):
         """
         num_rows, seen = len(columns_N), min(self.num_columns, bucket_size(num_columns))
         rows_N = torch.arange(num_rows, device=columns_N.device)
-        self._prepare((0, num_rows, seen), lambda width: Places(rows_N * width + columns_N % width))
+
+        def places(width: int) -> Places:
+            columns = columns_N if width == self.num_columns else columns_N % width
+            return Places(rows_N * width + columns)
+
+        self._prepare((0, num_rows, seen), places)
         return seen
 
     def begin_feed(self, first_slot: int, starts: Sequence[int], lengths: Sequence[int]) -> int:

@@ -231,7 +231,7 @@ def test_out_of_memory_with_one_slot_is_the_engines_error():
 
 def test_a_conversation_that_fits_no_slot_is_an_error_with_the_numbers():
     model = tiny_model()
-    with pytest.raises(EngineError, match=r"24\D+60\D+83"):
+    with pytest.raises(EngineError, match=r"24\D+60\D+raise kv_cache_bytes"):
         Programs(prompts(4), SAMPLING).run(engine(model, (LONGEST - 1) * bytes_per_token(model)))
 
 
