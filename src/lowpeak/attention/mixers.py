@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lowpeak.records import Tree
 
 # The largest fraction of a call's tokens that may be padding.
 _MAX_PADDING = 0.25
+_HOOK = "_lowpeak_forest_hook"
 _CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of the mixers' argument, by release of transformers
 
 
@@ -62,28 +63,32 @@ def _takes_state(kind: Any) -> bool:
 
 def install_mixers(causal: nn.Module) -> None:
     """Let the mixers of a causal LM take the forest of their backbone's forward."""
-    for mixer in mixers_of(causal):
+    mixers, backbone = mixers_of(causal), cast(Any, backbone_of(causal))
+    if not mixers or _HOOK in backbone.__dict__:
+        return
+    for mixer in mixers:
         # Bound to the module, so that a deep copy runs its own weights.
         mixer.forward = MethodType(_forest_forward, mixer)
         mixer._lowpeak_forest = None
-    if mixers_of(causal):
-        backbone: Any = backbone_of(causal)
-        backbone._lowpeak_hook = backbone.register_forward_pre_hook(_pass_forest, with_kwargs=True)
+    backbone._lowpeak_forest = None
+    setattr(backbone, _HOOK, backbone.register_forward_pre_hook(_pass_forest, with_kwargs=True))
 
 
 def uninstall_mixers(causal: nn.Module) -> None:
     """Restore the mixers' forward."""
-    for mixer in mixers_of(causal):
-        del mixer.forward
-    if mixers_of(causal):
-        backbone: Any = backbone_of(causal)
-        backbone.__dict__.pop("_lowpeak_hook").remove()
+    hook = backbone_of(causal).__dict__.pop(_HOOK, None)
+    if hook is not None:
+        hook.remove()
+        for mixer in mixers_of(causal):
+            del mixer.forward
 
 
-def _pass_forest(backbone: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _pass_forest(backbone: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Give the mixers the forest of a forward: not all layers pass keywords on. A recomputed layer finds it, too."""
-    for mixer in mixers_of(backbone):
-        mixer._lowpeak_forest = kwargs.get("forest")
+    forest = kwargs.get("forest")
+    if forest is not backbone._lowpeak_forest:  # most forwards that generate have none, like the one before
+        for module in (backbone, *mixers_of(backbone)):
+            module._lowpeak_forest = forest
 
 
 def _forest_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -34,10 +34,18 @@ def exits_as_errors() -> Iterator[None]:
     except Exception:
         raise
     except BaseException as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        if _is_ended_by_loop(error):
             raise
         raise RuntimeError(text_of(error)) from error
+
+
+def _is_ended_by_loop(error: BaseException) -> bool:
+    """Return whether the task is cancelled, or its coroutine closed because its loop has ended."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs
+        return True
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
 class ToolRunner:

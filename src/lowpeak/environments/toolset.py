@@ -29,8 +29,6 @@ from lowpeak.errors import ArgumentError, EngineError, first_line
 from lowpeak.records import Conversation, Metric, Turn
 from lowpeak.rewards import BackgroundLoop, FunctionReward
 
-_NO_FACTORY = object()
-
 
 class Toolset:
     """The tools of a run: functions, and the factories of environments, by the name in a row's column `environment`.
@@ -47,11 +45,8 @@ class Toolset:
         factories = environment_factory if self.is_routed else {None: environment_factory}
         self._factories: dict[str | None, Callable[[], Any]] = {} if environment_factory is None else dict(factories)
         # Environments are made once and reset for each conversation.
-        self._pool: dict[str | None, list[Any]] = {name: [] for name in self._factories}
-        self._name_of_instance: dict[int, str | None] = {}
+        self._pool = {name: [make_environment(name, make)] for name, make in self._factories.items()}
         self._opened: dict[int, Any] = {}  # since they were last closed
-        for name, make in self._factories.items():
-            self._add(name, make_environment(name, make))
         self._schemas = {name: tool_schemas(self._functions(name, pool[0])) for name, pool in self._pool.items()}
         self._schemas.setdefault(None, tool_schemas(self._tools))
         self.runner = ToolRunner(settings.tool_timeout)
@@ -132,11 +127,7 @@ class Toolset:
                 return _Unavailable(error)
 
         for name, instance in zip(calls, await asyncio.gather(*map(make, calls)), strict=True):
-            self._add(name, instance)
-
-    def _add(self, name: str | None, instance: Any) -> None:
-        self._pool[name].append(instance)
-        self._name_of_instance[id(instance)] = name
+            self._pool[name].append(instance)
 
     def _name_of(self, row: Mapping[str, Any]) -> str | None:
         return row.get("environment") if self.is_routed else None
@@ -190,9 +181,6 @@ class Toolset:
 
         async def read(conversation: Conversation, num_tokens: int) -> float | list[float] | None:
             environment = conversation.environment
-            name = self._name_of_instance.get(id(environment), _NO_FACTORY)
-            if name not in names or conversation.has_failed:
-                return None
             reward: float | None = 0.0
             if hasattr(environment, "get_reward"):
                 try:
@@ -207,8 +195,14 @@ class Toolset:
             return _per_token(reward, conversation.turns, num_tokens)
 
         async def read_all(conversations: Sequence[Conversation], completion_ids: Sequence[list[int]]) -> list[Any]:
+            own = {id(instance) for name in names for instance in self._pool[name]}
+
+            async def read_own(conversation: Conversation, num_tokens: int) -> float | list[float] | None:
+                is_own = id(conversation.environment) in own and not conversation.has_failed
+                return await read(conversation, num_tokens) if is_own else None
+
             pairs = zip(conversations, completion_ids, strict=True)
-            return list(await asyncio.gather(*(read(conversation, len(ids)) for conversation, ids in pairs)))
+            return list(await asyncio.gather(*(read_own(conversation, len(ids)) for conversation, ids in pairs)))
 
         def get_reward(conversations: Sequence[Conversation], completion_ids: Sequence[list[int]]) -> list[Any]:
             rewards: list[Any] = self.loop.run(read_all(conversations, completion_ids))

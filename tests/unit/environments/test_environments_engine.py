@@ -258,7 +258,7 @@ def test_groups_have_equal_seeds_and_a_reset_that_differs_keeps_its_own_prompt()
 
 
 def test_a_tool_that_never_returns_is_abandoned_and_too_many_end_the_run():
-    release, has_ended = threading.Event(), threading.Event()
+    release, ended = threading.Event(), threading.Semaphore(0)
 
     def hang() -> None:
         """Hang."""
@@ -269,7 +269,7 @@ def test_a_tool_that_never_returns_is_abandoned_and_too_many_end_the_run():
         while not release.is_set():
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.01)
-        has_ended.set()
+        ended.release()
 
     talk = Talk([[call("hang") + call("go_on") + "<eos>", "x<eos>"]], [hang, go_on], timeout=0.05)
     start, messages = time.perf_counter(), talk.run().completions[0].conversation.messages
@@ -281,7 +281,8 @@ def test_a_tool_that_never_returns_is_abandoned_and_too_many_end_the_run():
     with pytest.raises(EngineError, match=r"2.*tool_timeout=0\.05"):
         talk.run()
     release.set()
-    assert has_ended.wait(10)
+    assert ended.acquire(timeout=10)
+    assert ended.acquire(timeout=10)  # of each of the two calls
 
 
 def test_results_of_functions_in_the_journal_are_used_again_and_methods_run_again():

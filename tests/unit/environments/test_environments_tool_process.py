@@ -12,7 +12,7 @@ from process_ends import are_gone
 
 pytestmark = pytest.mark.processes
 TOOLS = '''
-import os, subprocess, time
+import os, subprocess, threading, time
 
 def double(n: int) -> int:
     """Double.
@@ -44,13 +44,35 @@ def die() -> None:
 def flood() -> str:
     """Write a lot."""
     return "a" * (1 << 22)
+
+def accents() -> str:
+    """Write fewer bytes than their escapes in JSON have."""
+    return "\u00e9" * 300_000
+
+class Later:
+    def __await__(self):
+        yield from ()
+        return "later"
+
+def later() -> Later:
+    """Return what is to be awaited."""
+    return Later()
+
+def leave() -> str:
+    """Leave a thread behind."""
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    return "left"
+
+def interrupt() -> None:
+    """Raise what is no Exception."""
+    raise KeyboardInterrupt("by hand")
 '''
 
 
 @pytest.fixture
 def run(tmp_path):
     (tmp_path / "own_tools.py").write_text(TOOLS)
-    names = ("double", "hang", "secrets", "die", "flood")
+    names = ("double", "hang", "secrets", "die", "flood", "accents", "later", "leave", "interrupt")
     tools = [load_object(f"{tmp_path}/own_tools.py:{name}", "Tool") for name in names]
     toolset, loop = Toolset(tools, None, ToolSettings(None, 2.0, "process")), BackgroundLoop()
     functions = {tool.__name__: tool for tool in toolset.tools}
@@ -65,6 +87,10 @@ def test_a_call_returns_its_result_and_errors_are_text(run):
         run("die")
     with pytest.raises(RuntimeError, match="1048576"):
         run("flood")
+    with pytest.raises(RuntimeError, match="by hand"):
+        run("interrupt")
+    assert run("accents") == "\u00e9" * 300_000
+    assert (run("later"), run("leave")) == ("later", "left")
 
 
 def test_the_runs_tokens_are_not_in_a_tools_environment(run, monkeypatch):

@@ -6,6 +6,7 @@ from functools import partial, wraps
 
 import pytest
 import torch
+from datasets import Dataset
 
 from lowpeak.errors import ArgumentError, DataError
 from scripted_turns import Score, ScriptedTurns, add, call, questions
@@ -300,3 +301,26 @@ def test_an_environment_can_own_the_data(tmp_path):
     assert [row["prompt"] for row in journal(tmp_path, "rollouts")] == [[{"role": "user", "content": " go"}]] * 8
     with pytest.raises(DataError, match="train_dataset"):
         make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), None, TOKENIZER, environment_factory={"a": Score})
+
+
+def test_the_datasets_of_evaluations_are_completed_and_checked_too(tmp_path):
+    model, answers = tiny_model(len(TOKENIZER), context=512), Dataset.from_list([{"answer": "1"}])
+    factories = {"a": Score}
+    named = questions().add_column("environment", ["a"] * 8)
+    run = make("GRPO", tmp_path, model, questions(), TOKENIZER, environment_factory=Score, eval_dataset=answers, **ENDS)
+    assert run.eval_dataset[0]["prompt"] == [{"role": "user", "content": ""}]
+    with pytest.raises(DataError, match=r"eval_dataset\['x'\] has environment='b'"):
+        make(
+            "GRPO", tmp_path, model, named, TOKENIZER, environment_factory=factories,
+            eval_dataset={"x": questions(1).add_column("environment", ["b"])}, **ENDS,
+        )  # fmt: skip
+
+
+def test_a_second_train_begins_with_a_rollout_of_its_own(tmp_path):
+    script = [["x<eos>"]] * 4
+    run = scripted("GRPO", tmp_path, script, reward_funcs=num_turns, environment_factory=Score, num_iterations=4)
+    run.train()
+    first = run.rollout.number
+    run.train()
+    assert run.rollout.number == first + 1
+    assert len(journal(tmp_path, "rollouts")) == 8
