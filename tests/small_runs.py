@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     MistralConfig,
@@ -108,21 +106,16 @@ def granite() -> GraniteForCausalLM:
     return GraniteForCausalLM(config)
 
 
-def bloom_model() -> BloomForCausalLM:
-    """A model with attention code of its own and without position ids: it pads, and generates by `generate()`."""
-    torch.manual_seed(0)
-    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return BloomForCausalLM(BloomConfig(vocab_size=13, hidden_size=32, n_layer=2, n_head=4, **ends))
-
-
-def sliding_model(vocab_size: int = 13) -> MistralForCausalLM:
-    """A model whose attention looks back six tokens."""
+def refused_model(vocab_size: int = 13) -> MistralForCausalLM:
+    """A model that packed rows and the decode loop refuse, for a setting that its family does not read."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     return MistralForCausalLM(
-        MistralConfig(vocab_size=vocab_size, intermediate_size=64, sliding_window=6, **sizes, **ends)
-    )
+        MistralConfig(
+            vocab_size=vocab_size, intermediate_size=64, sliding_window=6, attn_temperature_tuning=True, **sizes, **ends
+        )
+    )  # fmt: skip
 
 
 def make(

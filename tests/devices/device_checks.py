@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device_runs import AWAY, CASES, FILTERED, KL, Case, build, sliding, twin, wide
+from device_runs import AWAY, CASES, FILTERED, KL, Case, build, refused, twin, wide
 from second_device import TwinModule, ledger, refused_dtypes
 from torch import nn
 
@@ -104,7 +104,7 @@ def leave_by_exception(case: str, place: Path) -> None:
 
 
 def raise_and_make_again(what: str, place: Path, device: torch.device) -> None:
-    model = sliding if what == "generate()" else wide
+    model = refused if what == "generate()" else wide
     case = Case(args={"beta": 0.1, "max_steps": 1}, device_args={} if what == "generate()" else AWAY, model=model)
     expected = build(case, place / "expected", device)
     expected.train()

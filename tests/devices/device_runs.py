@@ -66,15 +66,20 @@ def reward_model() -> dict[str, Any]:
     }
 
 
-def sliding() -> nn.Module:
-    """A model whose layers attend to a window: rows are padded, and it generates by its own `generate`."""
+def sliding(**settings: Any) -> nn.Module:
+    """A model whose layers attend to a window."""
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=13, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=64, sliding_window=4, initializer_range=0.2, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-        max_position_embeddings=128,
+        max_position_embeddings=128, **settings,
     )  # fmt: skip
     return MistralForCausalLM(config).eval()
+
+
+def refused() -> nn.Module:
+    """A model that packed rows and the decode loop refuse, for a setting that its family does not read."""
+    return sliding(attn_temperature_tuning=True)
 
 
 def wide() -> nn.Module:

@@ -29,7 +29,7 @@ from case_selection import mark_extended, selected_cases
 from child_processes import succeed_on_ranks
 from lowpeak.errors import EngineError
 from scripted_turns import Score, add, calling_model, questions
-from small_runs import sliding_model
+from small_runs import refused_model
 
 STRATEGIES = ["ddp", "fsdp2", "zero3", "tp", "fsdp2-tp"]
 UNDER_EACH = mark_extended(STRATEGIES, ["fsdp2", "tp"])
@@ -103,7 +103,7 @@ def build(
 
 def train_all(place: Path, strategy: str) -> None:
     """A whole run, one that a process without memory holds up, and runs that one process ends."""
-    for run, model in (("whole", "calling"), ("rounds", "sliding")):
+    for run, model in (("whole", "calling"), ("rounds", "refused")):
         train(build(place / run, strategy, model=model), place / f"{run}.pt")
         forget()
     if strategy == "single":
@@ -160,9 +160,9 @@ def runs(request, tmp_path_factory):
     out = tmp_path_factory.mktemp("tools")
     calling, tokenizer = calling_model()
     # Its turns are rounds of `model.generate()`, of which ranks have different numbers.
-    sliding = sliding_model(len(tokenizer))
-    sliding.generation_config = calling.generation_config
-    for name, model in (("calling", calling), ("sliding", sliding)):
+    refused = refused_model(len(tokenizer))
+    refused.generation_config = calling.generation_config
+    for name, model in (("calling", calling), ("refused", refused)):
         model.save_pretrained(out / name)
         tokenizer.save_pretrained(out / name)
     for strategy in ("single", *selected_cases(request, "strategy")):

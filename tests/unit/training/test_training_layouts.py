@@ -19,7 +19,7 @@ from lowpeak.plan.rehearsal.fake_ranks import fake_process_group, make_mesh, pre
 from lowpeak.ranks import Ranks
 from lowpeak.sizes.run_sizes import choose_layout, device_at_start, prepare_layout
 from rounding import assert_each_close_to_largest
-from small_runs import LAYOUTS, SAVED, SGD, bloom_model, column, make, trained, weights
+from small_runs import LAYOUTS, SAVED, SGD, column, make, refused_model, trained, weights
 from tiny_models import tiny_model
 
 
@@ -92,25 +92,25 @@ def test_a_resumed_run_keeps_the_layout_that_auto_became(tmp_path, first_step, s
         assert kinds(trained_grpo(tmp_path / "again", max_steps=1, share_prompt=True, resume=checkpoint)) == {"shared"}
 
 
-def test_a_model_with_attention_of_its_own_trains_on_padded_rows_and_log_and_dry_run_say_why(tmp_path, caplog):
-    run = grpo(tmp_path, bloom_model(), beta=0.1)
+def test_a_model_that_packed_rows_refuse_trains_on_padded_ones_and_log_and_dry_run_say_why(tmp_path, caplog):
+    run = grpo(tmp_path, refused_model(), beta=0.1)
     assert kinds(run) == {"padded"}
     resolved = run.dry_run()
-    for name, path, reason in (("layout", "padded", "interface"), ("generation", "generate()", "position_ids")):
+    for name, path in (("layout", "padded"), ("generation", "generate()")):
         (line,) = [record.message for record in caplog.records if record.message.startswith(name.title())]
-        assert all(path in text and reason in text for text in (line, resolved[name]))
+        assert all(path in text and "attn_temperature_tuning" in text for text in (line, resolved[name]))
 
 
 def test_a_reference_that_takes_no_forest_pads_the_policys_rows_too_and_the_log_names_each_layout(caplog):
     policy = tiny_model()
     caplog.set_level(logging.INFO, "lowpeak")
     alone = prepare_layout(MemorySettings(), [policy], torch.device("cpu"), Ranks())
-    together = prepare_layout(MemorySettings(), [policy, bloom_model()], torch.device("cpu"), Ranks())
+    together = prepare_layout(MemorySettings(), [policy, refused_model()], torch.device("cpu"), Ranks())
     assert (alone.layout, together.layout) == ("shared", "padded")
-    assert "interface" in together.why
+    assert "attn_temperature_tuning" in together.why
     shared, padded = [record.message for record in caplog.records if record.message.startswith("Layout")]
     assert "prompt" in shared
-    assert "interface" in padded
+    assert "attn_temperature_tuning" in padded
 
 
 def test_an_attention_that_was_chosen_by_name_is_kept(tmp_path):
@@ -122,9 +122,9 @@ def test_an_attention_that_was_chosen_by_name_is_kept(tmp_path):
 
 def test_a_layout_that_a_model_cannot_have_is_refused_with_the_reason(tmp_path):
     for trainer, name in ((grpo, "padding_free"), (grpo, "share_prompt"), (sft, "padding_free")):
-        with pytest.raises(ArgumentError, match=rf"{name}=True .*interface"):
-            trainer(tmp_path, bloom_model(), **{name: True})
-    assert kinds(sft(tmp_path, bloom_model())) == {"padded"}
+        with pytest.raises(ArgumentError, match=rf"{name}=True .*attn_temperature_tuning"):
+            trainer(tmp_path, refused_model(), **{name: True})
+    assert kinds(sft(tmp_path, refused_model())) == {"padded"}
     with pytest.raises(ArgumentError, match=r"share_prompt=True.*padding_free=False"):
         grpo(tmp_path, share_prompt=True, padding_free=False)
 

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from lowpeak.errors import ArgumentError
-from small_runs import TOKENIZER, bloom_model, make, same, steps, weights
+from small_runs import TOKENIZER, make, refused_model, same, steps, weights
 from tiny_models import tiny_model
 
 
@@ -87,8 +87,8 @@ def test_packing_is_the_layout_without_padding_or_an_error(tmp_path, caplog):
     assert same(weights(plain), weights(packed))
     (line,) = [record.message for record in caplog.records if "packing" in record.message]
     assert "per_device_train_batch_size x gradient_accumulation_steps" in line
-    with pytest.raises(ArgumentError, match=r"packing=True .*interface"):
-        sft(tmp_path, data, bloom_model(), packing=True)
+    with pytest.raises(ArgumentError, match=r"packing=True .*attn_temperature_tuning"):
+        sft(tmp_path, data, refused_model(), packing=True)
     with pytest.raises(ArgumentError, match=r"packing=True .*padding_free=False"):
         sft(tmp_path, data, packing=True, padding_free=False)
 
