@@ -16,7 +16,7 @@ from benchmarks.harness.report import print_result
 
 VOCABULARY, HIDDEN, LAYERS, INTERMEDIATE = 151_936, 512, 8, 1600
 NUM_GENERATIONS, LONGEST = 8, 256
-END, START, UNKNOWN = 1, VOCABULARY - 1, 300  # of a completion, the last token of a prompt, no word
+END, UNKNOWN = 1, 300  # of a completion, no word
 _WORDS = range(LONGEST + 1, 4096)  # of which prompts are made; the model embeds many more tokens
 
 
@@ -42,14 +42,24 @@ def make_model(hidden: int = HIDDEN, layers: int = LAYERS, vocabulary: int = VOC
     return Qwen2ForCausalLM(config)
 
 
-def make_tokenizer() -> Any:
-    """One token a word: `w301` is 301."""
+def make_family(model_type: str, settings: dict[str, Any]) -> Any:
+    """A causal LM of any family; fp32, random, seeded."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    ids = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": 0}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings, **ids), dtype=torch.float32)
+
+
+def make_tokenizer(vocabulary: int = VOCABULARY) -> Any:
+    """One token a word: `w301` is 301; the start is the last of the model's vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{i}": i for i in range(2, _WORDS.stop) if i != UNKNOWN}
-    vocabulary = {"<pad>": 0, "<eos>": END, "<unk>": UNKNOWN, **words, "<start>": START}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    ids = {"<pad>": 0, "<eos>": END, "<unk>": UNKNOWN, **words, "<start>": vocabulary - 1}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
@@ -75,10 +85,12 @@ def countdown(length: int) -> list[int]:
 
 
 def main(request: dict[str, Any]) -> None:
-    """Save W2 into `folder`; a quick run's has one narrow layer."""
-    folder = Path(request["folder"])
-    make_model(*((64, 1) if request["quick"] else (HIDDEN, LAYERS))).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    """Save W2 into `folder`, a quick run's with one narrow layer; or a model of the `family`, with its `settings`."""
+    folder, family = Path(request["folder"]), request.get("family")
+    narrow = (64, 1) if request.get("quick") else ()
+    model = make_family(family, request["settings"]) if family else make_model(*narrow)
+    model.save_pretrained(folder)
+    make_tokenizer(model.config.vocab_size).save_pretrained(folder)
     print_result({"folder": str(folder)})
 
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 from benchmarks.harness import shapes, task
 from benchmarks.harness.canned import can_peer, our_rollouts
 from benchmarks.harness.clock import PhaseClock, watch_step
-from benchmarks.harness.counting import Counting
+from benchmarks.harness.counting import Counting, length_scores
 from benchmarks.harness.process import in_mb, resident_bytes
 from benchmarks.harness.report import OURS, print_result
 
@@ -150,7 +150,7 @@ def our_countdowns(prompts: Sequence[str], trainer: Any, given: Any) -> dict[str
 
 def force_lengths(trainer: Any, given: Any) -> None:
     """Let the model count down; the peer from the lengths that it is `given`."""
-    counting = Counting()
+    counting = Counting(length_scores(trainer.model.config.vocab_size))
     trainer.model.register_forward_hook(counting, with_kwargs=True)
     if given is None:
         return
