@@ -297,6 +297,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 
+# One of each class. Windows: plain, with capped scores, with sinks, with shared keys. Linear attention of two kinds. Mamba 2:
+# with keys in the same layer, without positions. Mamba 1. Convolutions. Images. States outside of the cache.
+REPRESENTATIVES = (
+    *("Gemma 3", "Gemma 2", "gpt-oss", "Gemma 3n", "Gemma 4", "Qwen3.5", "Kimi-Linear", "Falcon-H1", "Nemotron-H"),
+    *("Jamba", "LFM2", "Gemma 3 with vision", "MiniMax"),
+)
+
 
 def is_known(family: str) -> bool:
     """Whether the installed transformers has the family, and all kinds of its layers."""

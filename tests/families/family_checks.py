@@ -99,27 +99,23 @@ class Comparison(TrainerCallback):
         return load(self.name)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer, model = self.trainer, self.plain_model()
-        records = trainer.rollout.records
-        if trainer.steps_used == 1:
-            self._compare_logprobs(model, records)
-        model.load_state_dict(trainer.model.state_dict())
-        rows = []
-        for record in records:
-            logprobs = logprobs_alone(model, record)
+        if self.trainer.steps_used == 1:
+            self._compare_logprobs(self.plain_model(), self.trainer.rollout.records)
+        _, expected = self.plain_pass(args)
+        self.report.add("gradient", distance(gradients(self.trainer.model), expected))
+
+    def plain_pass(self, args: Any, bf16: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the log-probs of all completions by plain forwards with the trainer's weights, and the step's gradients."""
+        model, rows = self.plain_model(), []
+        model.load_state_dict(self.trainer.model.state_dict())
+        for record in self.trainer.rollout.records:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                logprobs = logprobs_alone(model, record)
             old = logprobs.detach() if record.old is None else record.old
             mask = torch.ones_like(logprobs)
             rows.append(Row(logprobs, None, old, record.reference, mask, float(record.advantages[0])))
-        plain_grpo(resolve_grpo(args, trainer.parts.settings), rows).backward()
-        expected = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-        found = {key: p.grad for key, p in trainer.model.named_parameters() if p.grad is not None}
-        zero = torch.zeros(())
-        difference = sum(
-            float((found.get(key, zero) - expected.get(key, zero)).double().square().sum())
-            for key in {*expected, *found}
-        )
-        size = sum(float(gradient.double().square().sum()) for gradient in expected.values())
-        self.report.add("gradient", math.sqrt(difference / size))
+        plain_grpo(resolve_grpo(args, self.trainer.parts.settings), rows).backward()
+        return torch.cat([row.logprobs.detach() for row in rows]), gradients(model)
 
     @torch.no_grad()
     def _compare_logprobs(self, model: nn.Module, records: Any) -> None:
@@ -128,6 +124,19 @@ class Comparison(TrainerCallback):
             self.report.add("sample", float((record.completion.logprobs - logprobs).abs().max()))
             for scored in (record.old, record.reference):
                 self.report.add("score", float((scored - logprobs).abs().max()))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The norm of a difference, relative to that of what is expected."""
+    zero = torch.zeros(())
+    difference = sum(
+        float((found.get(key, zero) - expected.get(key, zero)).double().square().sum()) for key in {*expected, *found}
+    )
+    return math.sqrt(difference / sum(float(gradient.double().square().sum()) for gradient in expected.values()))
 
 
 @torch.no_grad()
@@ -153,7 +162,10 @@ def check_adapter(name: str, folder: Path, report: FamilyReport) -> None:
     trainer = make("GRPO", folder / "lora", name, peft_config=config, **{**RUN, "beta": 0.0, "max_steps": 1})
     trainer.train()
     moved = [key for key, p in trainer.model.named_parameters() if "lora_B" in key and bool(p.any())]
-    experts = any(p.dim() == 3 and ".experts." in key for key, p in trainer.model.named_parameters())
-    report.lora = "without experts" if experts else "yes"
+    report.lora = "without experts" if has_experts(trainer.model) else "yes"
     if not moved:
         report.problems.append("no adapter moved")
+
+
+def has_experts(model: nn.Module) -> bool:
+    return any(p.dim() == 3 and ".experts." in key for key, p in model.named_parameters())

@@ -50,6 +50,11 @@ equal those of plain forwards of each sequence by itself:
 - **LoRA**: *without experts*: experts are parameters of three dimensions, which `all-linear` does
   not name; `lora_target_parameters` adapts them.
 
+In bf16 (`bf16=True`) one family of each class trains a step: log-probs and gradient differ from
+those of plain forwards in bf16 by less than these do from float32, and without experts by at most
+0.01 (mean of a log-prob) and 5 % (gradient). Experts are chosen by rounded scores, so with experts
+there is no smaller bound.
+
 {table}
 {missing}"""
 

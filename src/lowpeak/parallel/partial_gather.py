@@ -179,7 +179,8 @@ def _tables_of(head: nn.Module, vocabulary: list[ShardedParam]) -> list[ShardedP
 def find_sharded_parameters(model: nn.Module, shard_of: ShardOf) -> ShardedParts:
     """Return a model's sharded parameters, grouped by layers, vocabulary and rest."""
     layers = [(layer, _sharded_params(layer, shard_of)) for layer in decoder_layers(model)]
-    in_layers = {id(param.parameter) for _, params in layers for param in params}
+    # Layers for images do not run, and stay sharded.
+    in_layers = {id(parameter) for block in block_modules(model) for parameter in block.parameters()}
     others = [param for param in _sharded_params(model, shard_of) if id(param.parameter) not in in_layers]
     inner = transformers_model(model)
     tables = {id(module) for module in (inner.get_input_embeddings(), inner.get_output_embeddings())}
@@ -196,13 +197,21 @@ def _is_plain_table(param: ShardedParam) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers: modules of the classes in `_no_split_modules`, else those of the longest ModuleList."""
+    """Return the layers of the text's decoder."""
+    layers, get_decoder = block_modules(model), getattr(transformers_model(model), "get_decoder", None)
+    in_text = {id(module) for module in get_decoder().modules()} if get_decoder is not None else set()
+    return [layer for layer in layers if id(layer) in in_text] or layers
+
+
+def block_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the classes in `_no_split_modules`, the outermost, else those of the longest ModuleList."""
     inner = transformers_model(model)
     names = set(getattr(inner, "_no_split_modules", None) or ())
     modules = modules_without_critic(inner)
     layers = [module for module in modules if type(module).__name__.removeprefix("FSDP") in names]
     if layers:
-        return layers
+        inside = {id(part) for layer in layers for part in layer.modules() if part is not layer}
+        return [layer for layer in layers if id(layer) not in inside]
     lists = [module for module in modules if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))
 
