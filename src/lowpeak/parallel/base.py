@@ -41,7 +41,7 @@ from lowpeak.parallel.parameters import (
     layout,
     local_shard,
 )
-from lowpeak.parallel.partial_gather import Gatherer, decoder_layers
+from lowpeak.parallel.partial_gather import Gatherer, decoder_layers, unit_classes
 from lowpeak.parallel.strategy import FrozenModel, Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightLayout, Weights, WeightSlice
@@ -213,8 +213,14 @@ class Replicated(AccelerateStrategy):
 
 @contextmanager
 def prepare_without_ddp(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Iterator[None]:
-    """Let `accelerator.prepare` build no DDP around a replicated model; broadcast rank 0's weights, as DDP does."""
+    """Let `accelerator.prepare` build no DDP around a replicated model; broadcast rank 0's weights, as DDP does.
+
+    FSDP2's units are the decoder layers, unless the user named others.
+    """
     if not isinstance(strategy, Replicated):
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            plugin.transformer_cls_names_to_wrap = plugin.transformer_cls_names_to_wrap or unit_classes(model)
         yield
         return
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)

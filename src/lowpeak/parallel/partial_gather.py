@@ -202,9 +202,16 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     modules = modules_without_critic(inner)
     layers = [module for module in modules if type(module).__name__.removeprefix("FSDP") in names]
     if layers:
-        return layers
+        # Of nested ones the inner: several layers may share what is around them (Zamba2's attention).
+        ids = {id(layer) for layer in layers}
+        return [layer for layer in layers if ids.isdisjoint(map(id, list(layer.modules())[1:]))]
     lists = [module for module in modules if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))
+
+
+def unit_classes(model: nn.Module) -> list[str]:
+    """Return the class names of the decoder layers; `_no_split_modules` may name classes that the model does not use."""
+    return sorted({type(layer).__name__ for layer in decoder_layers(model)})
 
 
 def _sharded_params(module: nn.Module, shard_of: ShardOf) -> list[ShardedParam]:
