@@ -1,10 +1,17 @@
-"""Experts, which transformers joins and vLLM's kernels pack, arrive as the policy has them."""
+"""Experts, which transformers joins and vLLM's kernels pack, and Mamba's layers arrive as the policy has them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
@@ -48,3 +55,23 @@ def test_experts_arrive_as_transformers_has_them(make, tmp_path):
             push_weights((piece for piece in slices(policy) if lost not in piece.name), [vllm], SETTINGS, 3)
         push_weights(slices(policy), [vllm], SETTINGS, 3)
         assert gap(vllm, policy) < TOLERANCE
+
+
+@pytest.mark.release
+def test_mamba_layers_arrive_as_transformers_has_them(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"n_heads": 8, "d_head": 32, "d_state": 16, "n_groups": 1, "chunk_size": 8}
+    config = GraniteMoeHybridConfig(
+        **COMMON,
+        **{f"mamba_{name}": size for name, size in sizes.items()},
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=0,
+        shared_intermediate_size=64,
+    )
+    policy = GraniteMoeHybridForCausalLM(config).eval()
+    with engine(policy, tmp_path) as vllm:
+        for version in (1, 2):
+            perturb(policy, version)
+            push_weights(slices(policy), [vllm], SETTINGS, version)
+            assert gap(vllm, policy) < TOLERANCE
+            verify_unchanged([vllm])

@@ -11,7 +11,7 @@ import copy
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from lowpeak.errors import CheckpointError
-from lowpeak.heads import belongs_to_critic
-from lowpeak.parallel import clean_parameter_name, unties_head
+from lowpeak.parallel import unties_head
 from lowpeak.records import TensorAssembler, WeightLayout, WeightSlice
 
 FILE_BYTES = 50 * 10**9  # transformers' default
@@ -126,7 +125,7 @@ class SafetensorsWriter:
 
 
 class _Writer:
-    """Writes slices of a model's parameters under the names of its checkpoint."""
+    """Writes slices of a model's tensors under the names of its checkpoint."""
 
     def __init__(self, folder: Path, model: nn.Module, layout: WeightLayout, file_bytes: int) -> None:
         self._model = model
@@ -135,10 +134,7 @@ class _Writer:
         self._groups = _conversion_groups(model, layout)
         self._assembler = TensorAssembler()
         self._complete: dict[str, Tensor] = {}  # tensors that wait for others of their group
-        buffers = _buffers(model)
-        self._files = SafetensorsWriter(folder, self._file_layout(buffers), file_bytes)
-        for name, buffer in buffers.items():
-            self._files.write(name, 0, buffer)
+        self._files = SafetensorsWriter(folder, self._file_layout(), file_bytes)
 
     def write(self, piece: WeightSlice) -> None:
         """Write one slice, or keep it until all tensors of its group are complete, and write their conversion."""
@@ -155,7 +151,7 @@ class _Writer:
             for name, tensor in revert_weight_conversion(self._model, group).items():
                 self._files.write(name, 0, tensor)
 
-    def _file_layout(self, buffers: Mapping[str, Tensor]) -> WeightLayout:
+    def _file_layout(self) -> WeightLayout:
         layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name in self._layout:
             group = self._groups.get(name, (name,))
@@ -163,7 +159,7 @@ class _Writer:
                 converted = _converted_layout(self._model, self._layout, group)
                 layout |= converted
                 self._names[name] = next(iter(converted))
-        return layout | {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
+        return layout
 
 
 def converts_weights(model: nn.Module, layout: WeightLayout) -> bool:
@@ -222,14 +218,3 @@ def _converted_layout(
 def _nbytes(entry: tuple[tuple[int, ...], torch.dtype]) -> int:
     shape, dtype = entry
     return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong into a checkpoint; every rank has them unsharded."""
-    return {
-        clean_parameter_name(f"{prefix}.{name}".removeprefix(".")): buffer
-        for prefix, module in model.named_modules()
-        if not belongs_to_critic(prefix)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }

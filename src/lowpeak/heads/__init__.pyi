@@ -16,7 +16,6 @@ from lowpeak.heads.self_check import matmul_eps as matmul_eps
 from lowpeak.heads.self_check import verify_head as verify_head
 from lowpeak.heads.self_check import verify_load_balance as verify_load_balance
 from lowpeak.heads.unwrap import is_peft as is_peft
-from lowpeak.heads.unwrap import layer_classes as layer_classes
 from lowpeak.heads.unwrap import media_token_ids as media_token_ids
 from lowpeak.heads.unwrap import num_embeddings as num_embeddings
 from lowpeak.heads.unwrap import transformers_model as transformers_model

@@ -11,12 +11,6 @@ def transformers_model(model: Any) -> Any:
     return inner() if callable(inner) else model
 
 
-def layer_classes(model: Any) -> list[str]:
-    """Return the names of the model's classes of layers: transformers also names those of other models of the family."""
-    classes = {type(module).__name__ for module in model.modules()}
-    return [name for name in getattr(model, "_no_split_modules", None) or () if name in classes]
-
-
 def num_embeddings(model: Any) -> int | None:
     """Return the number of tokens that the model embeds, from inside adapters; None if the embedding does not tell it."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()

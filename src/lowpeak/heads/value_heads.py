@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoTokenizer
 
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.heads.unwrap import layer_classes, num_embeddings
+from lowpeak.heads.unwrap import num_embeddings
 from lowpeak.logprobs import fp32_linear, select_positions
 
 CRITIC = "critic"
@@ -99,7 +99,7 @@ def add_critic(causal: nn.Module, critic: nn.Module) -> None:
     classifier = getattr(critic, "classifier", None)
     if classifier is not None:
         # FSDP then shards the classifier's layers one by one, as it does the policy's.
-        both = [*layer_classes(causal), *layer_classes(classifier)]
+        both = [*(getattr(causal, "_no_split_modules", None) or ()), *(classifier._no_split_modules or ())]
         setattr(causal, "_no_split_modules", list(dict.fromkeys(both)))  # noqa: B010
 
 

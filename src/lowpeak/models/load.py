@@ -27,7 +27,6 @@ from lowpeak.heads import (
     install_head,
     install_score_head,
     is_peft,
-    layer_classes,
     remove_critic,
     transformers_model,
     verify_head,
@@ -126,12 +125,8 @@ def _check_tensor_parallel(model: Any, settings: ModelSettings, peft_config: Any
 
 
 def freeze_other_modalities(policy: nn.Module) -> None:
-    """Freeze what a model has for images and sound, which training on text would leave without gradients.
-
-    A model without these names no classes of layers for them either: FSDP looks for each class that is named.
-    """
+    """Freeze what a model has for images and sound, which training on text would leave without gradients."""
     model = transformers_model(policy)
-    model._no_split_modules = layer_classes(model)
     if model.config.get_text_config() is model.config:
         return
     text_parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())

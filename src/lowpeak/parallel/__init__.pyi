@@ -33,6 +33,7 @@ from lowpeak.parallel.parameters import unchanged_names as unchanged_names
 from lowpeak.parallel.parameters import unties_head as unties_head
 from lowpeak.parallel.partial_gather import Gatherer as Gatherer
 from lowpeak.parallel.partial_gather import decoder_layers as decoder_layers
+from lowpeak.parallel.partial_gather import unit_classes as unit_classes
 from lowpeak.parallel.shardings import SHARDINGS as SHARDINGS
 from lowpeak.parallel.shardings import Reduces as Reduces
 from lowpeak.parallel.shardings import Sharding as Sharding

@@ -42,7 +42,7 @@ from lowpeak.parallel.parameters import (
     layout,
     local_shard,
 )
-from lowpeak.parallel.partial_gather import Gatherer, block_modules, decoder_layers
+from lowpeak.parallel.partial_gather import Gatherer, block_modules, decoder_layers, unit_classes
 from lowpeak.parallel.strategy import FrozenModel, Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightLayout, Weights, WeightSlice
@@ -214,12 +214,23 @@ class Replicated(AccelerateStrategy):
 
 @contextmanager
 def prepare_without_ddp(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Iterator[None]:
-    """Let `accelerator.prepare` build no DDP around a replicated model; broadcast rank 0's weights, as DDP does."""
+    """Let `accelerator.prepare` build no DDP around a replicated model; broadcast rank 0's weights, as DDP does.
+
+    FSDP2's units are the decoder layers, unless the user named others.
+    """
     if not isinstance(strategy, Replicated):
         if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
             _gather_whole_layers(model)
-        with _broadcast_buffers(accelerator, model):
-            yield
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        named = getattr(plugin, "transformer_cls_names_to_wrap", None)
+        try:
+            if plugin is not None:
+                plugin.transformer_cls_names_to_wrap = named or unit_classes(model)
+            with _broadcast_buffers(accelerator, model):
+                yield
+        finally:
+            if plugin is not None:  # shared by all trainers of the process
+                plugin.transformer_cls_names_to_wrap = named
         return
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
     try:

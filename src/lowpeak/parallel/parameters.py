@@ -150,14 +150,16 @@ def fsdp_shard(parameter: nn.Parameter, dtype: torch.dtype | None, device: torch
 
 @dataclass(frozen=True)
 class ExportParam:
-    """A parameter to export: its name for the receiver, its shard, and the LoRA delta to add.
+    """A parameter or buffer to export: its name for the receiver, its shard, and the LoRA delta to add.
 
-    `make_delta` is called on every rank just before the parameter is exported, and may gather LoRA's factors.
+    `make_delta` is called on every rank just before the parameter is exported, and may gather LoRA's factors. A buffer keeps its
+    dtype: it may be of integers, or of numbers that decide between experts.
     """
 
     name: str
     shard: FlatShard
     make_delta: Callable[[], LoraDelta | None] = lambda: None
+    is_buffer: bool = False
 
 
 def broadcast_slices(params: Iterable[ExportParam], max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
@@ -167,7 +169,8 @@ def broadcast_slices(params: Iterable[ExportParam], max_bytes: int, dtype: torch
     """
     buffer = torch.empty(0, dtype=torch.uint8)
     for param in params:
-        shard, target, delta = param.shard, dtype or param.shard.local.dtype, param.make_delta()
+        shard, delta = param.shard, param.make_delta()
+        target = shard.local.dtype if dtype is None or param.is_buffer else dtype
         count = max(1, max_bytes // target.itemsize)
         longest = min(count, shard.chunk, shard.numel) * target.itemsize
         if buffer.numel() < longest or buffer.device != shard.device:
@@ -193,11 +196,13 @@ def exported_parameters(model: nn.Module, shard_of: ShardOf, weights: Weights) -
     if weights == "adapter":
         for name, parameter in adapter_parameters(model).items():
             yield ExportParam(adapter_file_key(model, name), to_shard(parameter))
-    elif not hasattr(model, "peft_config"):
+        return
+    if not hasattr(model, "peft_config"):
         for name, parameter in policy_parameters(model):
             yield ExportParam(clean_parameter_name(name), to_shard(parameter))
     else:
         yield from _base_params(model, to_shard, merges=weights == "merged")
+    yield from _buffers(model)
 
 
 def layout(model: nn.Module, shard_of: ShardOf, weights: Weights) -> WeightLayout:
@@ -286,6 +291,17 @@ def _base_params(model: Any, to_shard: Callable[[nn.Parameter], FlatShard], merg
         else:
             _check_mergeable(layer, used, name, shard.shape)
             yield ExportParam(name, shard, partial(_lora_delta, layer, used, to_shard, shard))
+
+
+def _buffers(model: Any) -> Iterator[ExportParam]:
+    """Yield the buffers that belong into a checkpoint; every rank has them unsharded."""
+    adapters = active_adapters(model) if hasattr(model, "peft_config") else []
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            name = _checkpoint_name(clean_parameter_name(f"{prefix}.{key}".removeprefix(".")), adapters)
+            is_saved = buffer is not None and key not in module._non_persistent_buffers_set
+            if is_saved and name is not None and not belongs_to_critic(name):
+                yield ExportParam(name, local_shard(buffer.detach()), is_buffer=True)
 
 
 def _lora_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:

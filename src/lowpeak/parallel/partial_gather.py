@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -204,14 +204,25 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def block_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the classes in `_no_split_modules`, the outermost, else those of the longest ModuleList."""
+    """Return the layers of the model, those for images too; of a critic none."""
     inner = transformers_model(model)
-    names = set(getattr(inner, "_no_split_modules", None) or ())
-    modules = modules_without_critic(inner)
+    return _blocks(inner, modules_without_critic(inner))
+
+
+def unit_classes(model: nn.Module) -> list[str]:
+    """Return the class names of the layers of a model and its critic: `_no_split_modules` may name classes that it lacks."""
+    inner = transformers_model(model)
+    return sorted({type(layer).__name__ for layer in _blocks(inner, inner.modules())})
+
+
+def _blocks(inner: Any, modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules of the classes in `_no_split_modules`, else those of the longest ModuleList."""
+    names, modules = set(getattr(inner, "_no_split_modules", None) or ()), list(modules)
     layers = [module for module in modules if type(module).__name__.removeprefix("FSDP") in names]
     if layers:
-        inside = {id(part) for layer in layers for part in layer.modules() if part is not layer}
-        return [layer for layer in layers if id(layer) not in inside]
+        # Of nested ones the inner: several layers may share what is around them (Zamba2's attention).
+        ids = {id(layer) for layer in layers}
+        return [layer for layer in layers if ids.isdisjoint(map(id, list(layer.modules())[1:]))]
     lists = [module for module in modules if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))
 

@@ -52,6 +52,21 @@ def assert_merged_as_peft(peft):
         torch.testing.assert_close(ours[name], values.detach(), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_saved_buffers_are_exported_in_their_own_dtype_and_not_with_an_adapter(adapted):
+    model = tiny_model()
+    layer = model.model.layers[0]
+    layer.register_buffer("steps", torch.tensor([3, 4]))
+    layer.register_buffer("bias", torch.tensor(1 / 3))
+    layer.register_buffer("passing", torch.ones(2), persistent=False)
+    model = with_adapter(model) if adapted else model
+    ours = exported(model, dtype=torch.bfloat16)
+    assert ours["model.layers.0.steps"].tolist() == [3, 4]
+    assert ours["model.layers.0.bias"] == torch.tensor(1 / 3)
+    assert not any(name.endswith("passing") for name in ours)
+    assert not adapted or not any(name.endswith(("steps", "bias")) for name in exported(model, "adapter"))
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_a_model_is_exported_under_its_names_in_the_receivers_dtype_with_tied_weights_once(dtype):
     model = tiny_model()

@@ -12,8 +12,8 @@ from fused_model import VOCAB, FusedModel, FusedVllm, slices, weights
 from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import WeightSlice
+from lowpeak.vllm.weight_sync.names import CheckpointNames
 from lowpeak.vllm.weight_sync.push import loaded_version, push_weights, verify_unchanged
-from lowpeak.vllm.weight_sync.worker import CheckpointNames
 from tiny_models import tiny_model
 
 
@@ -107,6 +107,29 @@ class MisplacingModel(FusedModel):
             super().load_weights([(name, tensor)])
             if name == "v.weight":
                 self.qkv.data[8:12].copy_(tensor)  # and so over k
+
+
+class TransformingModel(FusedModel):
+    """Transforms a tensor in place after it has copied it, as vLLM does with Mamba's A_log."""
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            super().load_weights([(name, tensor)])
+            if name == "norm.weight":
+                self.norm.data.copy_(-torch.exp(self.norm.data))
+
+
+def test_a_tensor_that_the_engine_transforms_is_verified_at_both_ends():
+    vllm, tensors = FusedVllm(TransformingModel()), weights()
+    push_weights(slices(tensors), [vllm], _settings(), 1)
+    assert torch.equal(vllm.model.norm.data, -torch.exp(tensors["norm.weight"]))
+    verify_unchanged([vllm])
+    vllm.model.norm.data[3] += 1
+    with pytest.raises(EngineError, match=r": norm\.weight\.$"):
+        verify_unchanged([vllm])
+    _damage(vllm, "norm.weight", lambda data, piece: data[piece["offset"] :].add_(1))
+    with pytest.raises(EngineError, match=r": norm\.weight"):
+        push_weights(slices(tensors), [vllm], _settings(), 2)
 
 
 class JoinedModel(nn.Module):

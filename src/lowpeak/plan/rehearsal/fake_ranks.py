@@ -24,7 +24,15 @@ from lowpeak.errors import ArgumentError
 from lowpeak.heads import transformers_model
 from lowpeak.memory import Kind
 from lowpeak.models import disable_transformers_hooks
-from lowpeak.parallel import FlatShard, Gatherer, TrainingStrategy, fsdp_shard, reshard, tensor_parallel_shard
+from lowpeak.parallel import (
+    FlatShard,
+    Gatherer,
+    TrainingStrategy,
+    fsdp_shard,
+    reshard,
+    tensor_parallel_shard,
+    unit_classes,
+)
 from lowpeak.plan.rehearsal.storage_meter import run_methods_inside
 from lowpeak.ranks import Ranks
 
@@ -179,6 +187,7 @@ def _shard(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> None:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=unit_classes(model),
         reshard_after_forward=True,
         cpu_ram_efficient_loading=False,
         mixed_precision_policy=MixedPrecisionPolicy(compute, compute, compute) if compute else None,

@@ -220,11 +220,15 @@ class WriteTracing(TorchDispatchMode):
 
     def __init__(self, names: Mapping[int, str], tensor: Tensor, summing: bool) -> None:
         super().__init__()
-        self.regions: list[Region] = []
+        self._regions: dict[Hashable, Region] = {}
         self.num_filled: dict[str, int] = {}
         self._names = names
         self._tensor = tensor
         self._summing = summing
+
+    @property
+    def regions(self) -> list[Region]:
+        return list(self._regions.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -243,8 +247,9 @@ class WriteTracing(TorchDispatchMode):
         is_complete = target.is_contiguous() and _is_same_range(source, self._tensor) and source.dtype == target.dtype
         is_complete = is_complete or not self._summing
         expected = None if is_complete else tensor_checksum(source.expand_as(target), target.dtype)
-        size, stride = tuple(target.shape), tuple(target.stride())
-        self.regions.append(Region(name, size, stride, int(target.storage_offset()), source.numel(), expected))
+        place = name, tuple(target.shape), tuple(target.stride()), int(target.storage_offset())
+        # The last write counts: some of vLLM's loaders copy a tensor and transform it in place (Mamba's A_log).
+        self._regions[place] = Region(*place, source.numel(), expected)
 
 
 def _is_same_range(one: Tensor, other: Tensor) -> bool:

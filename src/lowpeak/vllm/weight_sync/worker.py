@@ -10,9 +10,9 @@ bucket and the tensor that is being assembled; a tensor that is complete within 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lowpeak.records import TensorAssembler
 from lowpeak.vllm.compatibility import disable_cpu_repacking, engine_fingerprint, read_engine_info, score_at_temperature
 from lowpeak.vllm.weight_sync.buckets import BucketReceiver, Piece, ProcessReceiver
 from lowpeak.vllm.weight_sync.lora import AdapterReceiver
+from lowpeak.vllm.weight_sync.names import CheckpointNames
 from lowpeak.vllm.weight_sync.nccl import NcclReceiver, WorkerGroup, device_id
 from lowpeak.vllm.weight_sync.reload import ReloadedModules, modules_to_reload
 from lowpeak.vllm.weight_sync.tcp import TcpReceiver
@@ -320,12 +321,29 @@ class WeightReceiver:
             raise EngineError(f"vLLM's weights changed since they were verified: {shorten_names(changed)}.")
 
     def _load(self, name: str, tensor: Tensor) -> None:
-        """Load one tensor under the first of its `candidates` that vLLM accepts, and record where vLLM wrote it."""
+        """Load one tensor, and record where vLLM wrote it; EngineError if vLLM does not accept one that it needs."""
         if name in self._loaded:
             raise EngineError(f"The tensor {name} was sent twice.")
         self._written = True
         # A layerwise reload keeps a reference to the tensor, but the bucket will be overwritten.
         source = tensor.clone() if self.reloads else tensor
+        accepted, failed = self._try_candidates(name, source)
+        if not accepted and not self.names.is_optional(name):
+            shape = "x".join(map(str, tensor.shape))
+            reason = (
+                "it wrote the tensor nowhere"
+                if failed is None
+                else f"{type(failed).__name__}: {failed}".splitlines()[0][:300]
+            )
+            raise EngineError(
+                f"vLLM's model does not accept the tensor {name} of shape {shape} ({reason})."
+            ) from failed
+        if not self._write_map.regions.get(name):
+            self._reloaded[name] = source.numel()
+        self._loaded.add(name)
+
+    def _try_candidates(self, name: str, source: Tensor) -> tuple[bool, Exception | None]:
+        """Load a tensor under the names that vLLM may know it by; return whether it accepted one, and the first error."""
         failed: Exception | None = None
         for weights in self.names.candidates(name, source):
             try:
@@ -334,17 +352,8 @@ class WeightReceiver:
                 failed = failed or error
                 continue
             if self._write_map.regions[name] or self._is_reloaded(taken):
-                if not self._write_map.regions[name]:
-                    self._reloaded[name] = source.numel()
-                self._loaded.add(name)
-                return
-        shape = "x".join(map(str, tensor.shape))
-        reason = (
-            "it wrote the tensor nowhere"
-            if failed is None
-            else f"{type(failed).__name__}: {failed}".splitlines()[0][:300]
-        )
-        raise EngineError(f"vLLM's model does not accept the tensor {name} of shape {shape} ({reason}).") from failed
+                return True, None
+        return False, failed
 
     def _is_reloaded(self, taken: Any) -> bool:
         """Return whether a layerwise reload has taken a tensor; `taken` is the answer of `load_weights`."""
@@ -356,44 +365,3 @@ class WeightReceiver:
         complete = self._assembler.add(piece.name, piece.shape, piece.start, values)
         if complete is not None:
             self._load(piece.name, complete)
-
-
-class CheckpointNames:
-    """Names under which vLLM's model accepts the tensors of a model with the transformers `config`."""
-
-    def __init__(self, config: Any = None) -> None:
-        self._config = config
-
-    def candidates(self, name: str, tensor: Tensor) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield the tensors to load for a parameter: the tensor itself, then its form in a checkpoint if that differs.
-
-        transformers renames (Mixtral's `block_sparse_moe` is its `mlp`) and joins experts; vLLM loads most models in
-        both forms, some only in the checkpoint's. The second form is computed after vLLM refused the first.
-        """
-        yield [(name, tensor)]
-        if self._skeleton is not None:
-            from transformers.core_model_loading import revert_weight_conversion
-
-            reverted = list(revert_weight_conversion(self._skeleton, {name: tensor}).items())
-            if [other for other, _ in reverted] != [name]:
-                yield reverted
-
-    def lacking(self, sent: Collection[str]) -> list[str]:
-        """Return the parameters of transformers' model that were not sent; none if other tensors were sent too."""
-        # A missing tensor may show nowhere else: an expert among many in one parameter of vLLM's, or values that are all zero.
-        names = set() if self._skeleton is None else {name for name, _ in self._skeleton.named_parameters()}
-        return sorted(names.difference(sent)) if names.issuperset(sent) else []
-
-    @cached_property
-    def _skeleton(self) -> Any:
-        """Return transformers' model of the config on the meta device; None if transformers has none."""
-        from transformers import AutoModelForCausalLM
-
-        if self._config is None:
-            return None
-        try:
-            with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                return AutoModelForCausalLM.from_config(self._config)
-        except Exception:
-            # A model that only vLLM implements uses the checkpoint's names.
-            return None
