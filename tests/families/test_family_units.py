@@ -9,7 +9,7 @@ from test_family_training import CLASSES
 from torch import nn
 
 from lowpeak.models.load import freeze_other_modalities
-from lowpeak.parallel.partial_gather import decoder_layers, unit_classes
+from lowpeak.parallel.partial_gather import block_modules, unit_classes
 from model_families import FAMILIES, is_known, make_family
 
 # Nested classes, shared attention, two attentions in a layer, classes that only the family with images has.
@@ -35,7 +35,7 @@ def test_each_layer_is_a_unit_and_the_root_has_little(family):
     )
     is_unit = fsdp2_prepare_auto_wrap_policy(plugin, model)
     units = [module for module in model.modules() if is_unit(module)]
-    assert {id(unit) for unit in units} == {id(layer) for layer in decoder_layers(model)}
+    assert {id(unit) for unit in units} == {id(layer) for layer in block_modules(model)}
     in_units = [id(parameter) for unit in units for parameter in unit.parameters()]
     assert len(in_units) == len(set(in_units))
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
