@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from lowpeak.arguments import ModelParallel
 from lowpeak.device_kind import rehearse_device
+from lowpeak.errors import ArgumentError
 from lowpeak.heads import rehearse_experts
 from lowpeak.memory import Kind, PhaseMemories, PhaseMemory
 from lowpeak.parallel import decoder_layers
@@ -291,7 +292,13 @@ def rehearse_step(
 
     def rehearse_run(run: RunInputs, gather_budget: int) -> Rehearsal:
         rollout = run.rollout(gather_budget) if generates else None
-        return rehearse(replace(_rehearsal_inputs(run, batches), rollout=rollout, updates=updates))
+        try:
+            return rehearse(replace(_rehearsal_inputs(run, batches), rollout=rollout, updates=updates))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            model_type = inputs.config.get_text_config().model_type
+            raise ArgumentError(
+                f"{model_type} has no plan: its code reads values of tensors ({error.func}), and a plan's tensors have none."
+            ) from error
 
     layers = layers or FewLayers.of(inputs)
     if not layers.saves:
