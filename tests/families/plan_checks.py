@@ -19,14 +19,15 @@ PROMPT, COMPLETION, GENERATIONS, PROMPTS = 8, 12, 4, 2
 SLOTS = 16
 
 
-def plan_family(family: str, **changes: Any) -> Plan:
+def plan_family(family: str, quantized_bits: Any = None, peft_config: Any = None, **changes: Any) -> Plan:
     """Return the plan of a GRPO step on one CPU, whose allocator's blocks do not round bytes up."""
     sizes: dict[str, Any] = {"micro_batch_tokens": 160, "logprob_chunk_size": 64, "kv_cache_bytes": 1 << 24}
     batch: dict[str, Any] = {"per_device_train_batch_size": PROMPTS * GENERATIONS, "num_generations": GENERATIONS}
     batch["max_completion_length"] = COMPLETION
     args = GRPOConfig("unused", use_cpu=True, **{**sizes, **batch, **changes})
     machine = Machine(1, 8 * GIB, device="cpu")
-    return make_plan(PlanRequest("grpo", args, make_config(family), machine, prompt_tokens=PROMPT))
+    adapted: dict[str, Any] = {"quantized_bits": quantized_bits, "peft_config": peft_config}
+    return make_plan(PlanRequest("grpo", args, make_config(family), machine, prompt_tokens=PROMPT, **adapted))
 
 
 def check_plan(family: str) -> str:

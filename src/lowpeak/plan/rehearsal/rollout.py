@@ -71,26 +71,29 @@ def _rehearse_generate(
 ) -> None:
     """Run the first step of `model.generate()`, and the last with a cache that is filled while nothing is counted."""
     driver: Any = transformers_model(model)
-    accepted, output = inspect.signature(driver.forward).parameters, _endless_output(num_rows, sampling)
+    name, accepted = cache_argument(driver), inspect.signature(driver.forward).parameters
+    output = _endless_output(num_rows, sampling)
     chooser = TokenChooser(sampling, UniformDraws(num_rows, sampling, output.device), output, num_rows)
-    last = max(0, prompt_length + sampling.max_new_tokens - 2)
-    for cached, new in ((0, prompt_length), (last, 1)):
-        cache = DynamicCache(config=text_config(driver))
-        optional = {cache_argument(driver): cache, "logits_to_keep": 1}
-        given = {name: value for name, value in optional.items() if name in accepted}
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
-        def forward(num_tokens: int, seen: int, given: dict[str, Any] = given) -> tuple[Tensor, Tensor]:
-            ids_NT, mask_NL = (torch.ones(num_rows, size, dtype=torch.int64) for size in (num_tokens, seen))
-            return ids_NT, driver(input_ids=ids_NT, attention_mask=mask_NL, use_cache=True, **given).logits[:, -1]
+    def forward(cached: int, new: int, cache: Any) -> Any:
+        ids_NT, mask_NL = (torch.ones(num_rows, size, dtype=torch.int64) for size in (new, cached + new))
+        given = {} if cache is None else {name: cache}
+        return ids_NT, driver(input_ids=ids_NT, attention_mask=mask_NL, use_cache=True, **last_only, **given)
 
-        with ExitStack() as stack:
-            for kind in {type(layer) for layer in cache.layers if hasattr(layer, "update")}:
+    kinds = {type(layer) for layer in DynamicCache(config=text_config(driver)).layers}
+    with ExitStack() as stack:
+        for kind in kinds:
+            if hasattr(kind, "update"):
                 stack.enter_context(run_methods_inside(kind, {"update": partial(meter.counting_as, Kind.KV_CACHE)}))
+        last, cache = max(0, prompt_length + sampling.max_new_tokens - 2), None
+        for cached, new in ((0, prompt_length), (last, 1)):
             if cached:
                 with meter.paused():
-                    forward(cached, cached)
-            ids_NT, logits_NV = forward(new, cached + new)
-        chooser(ids_NT, logits_NV.to(torch.float32, copy=True))
+                    cache = getattr(forward(0, cached, None)[1], name, None)
+            ids_NT, out = forward(cached, new, cache)
+            chooser(ids_NT, out.logits[:, -1].to(torch.float32, copy=True))
+            del out  # with its cache
 
 
 def _endless_output(num_rows: int, sampling: Sampling) -> EndlessOutput:

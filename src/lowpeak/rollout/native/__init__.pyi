@@ -3,6 +3,7 @@ from lowpeak.rollout.native.cache import cache_argument as cache_argument
 from lowpeak.rollout.native.cache import parameter_dtype as parameter_dtype
 from lowpeak.rollout.native.cache import text_config as text_config
 from lowpeak.rollout.native.cache_bytes import bytes_per_token as bytes_per_token
+from lowpeak.rollout.native.cache_bytes import measure_cache as measure_cache
 from lowpeak.rollout.native.cache_bytes import sequence_bytes as sequence_bytes
 from lowpeak.rollout.native.copied_weights import weight_copies as weight_copies
 from lowpeak.rollout.native.decode_graphs import CudaCapture as CudaCapture

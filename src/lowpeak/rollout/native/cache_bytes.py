@@ -40,7 +40,12 @@ class CacheBytes:
 
 
 def sequence_bytes(model: nn.Module, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of a sequence of so many tokens in the KV cache.
+    """Return the bytes of a sequence of so many tokens in the KV cache; `dtype` as for `measure_cache`."""
+    return measure_cache(model, dtype).of(num_tokens)
+
+
+def measure_cache(model: nn.Module, dtype: torch.dtype | None = None) -> CacheBytes:
+    """Return the bytes that a sequence takes in the KV cache.
 
     `dtype` is the cache's. None stands for the parameters' dtype, but at least two bytes: 8-bit parameters have wider
     keys and values. Under autocast keys and values are narrower than the parameters.
@@ -49,7 +54,7 @@ def sequence_bytes(model: nn.Module, num_tokens: int, dtype: torch.dtype | None 
     dtype = dtype if dtype.itemsize > 1 else torch.bfloat16
     made = transformers_model(model)
     described = json.dumps(made.config.to_dict(), sort_keys=True, default=str)
-    return _measure(_Described(type(made), described, made.config), dtype).of(num_tokens)
+    return _measure(_Described(type(made), described, made.config), dtype)
 
 
 def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
