@@ -40,7 +40,8 @@ commands:
   report     write curves, events and completions of runs into an HTML page
   env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs
              (--quick: the first 3 minutes of a new card; --rows GROUPS; --format json for an issue);
-             `lowpeak env CONFIG.yaml` checks this machine against a run's config
+             `lowpeak env CONFIG.yaml` checks this machine against a run's config;
+             `lowpeak env MODEL` says how a model generates and trains, and the bytes of its cache
   preset     print a config for several devices, to edit or to pass to `accelerate launch`
 
 options:
@@ -118,10 +119,12 @@ def _serve(arguments: list[str]) -> int:
 
 
 def _env(arguments: list[str]) -> int:
-    from lowpeak.cli.env import SELFTEST_OPTIONS, environment_report, run_selftest
+    from lowpeak.cli.env import SELFTEST_OPTIONS, environment_report, print_model, run_selftest
 
     if "--selftest" in arguments:
         return run_selftest(arguments)
+    if arguments and not arguments[0].startswith("-") and not arguments[0].endswith((".yaml", ".yml")):
+        return print_model(arguments)
     option = next((word.split("=")[0] for word in arguments if word.split("=")[0] in SELFTEST_OPTIONS), None)
     if option is not None:
         raise ArgumentError(f"`lowpeak env {option}` needs --selftest: {option} {SELFTEST_OPTIONS[option]}.")

@@ -1,7 +1,9 @@
-"""`lowpeak env`: versions and hardware as text, for bug reports, and the command line of the self-test."""
+"""`lowpeak env`: versions and hardware as text, for bug reports; what a model will do; the command line of the self-test."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import platform
 import shutil
@@ -10,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -70,8 +73,58 @@ def environment_report() -> str:
     return _to_lines(environment_facts())
 
 
-def _to_lines(facts: dict[str, str]) -> str:
-    return "".join(f"{name}: {value}\n" for name, value in facts.items())
+def _to_lines(facts: dict[str, Any]) -> str:
+    values = {name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items()}
+    return "".join(f"{name}: {value}\n" for name, value in values.items())
+
+
+def print_model(arguments: Sequence[str]) -> int:
+    """Run `lowpeak env MODEL`: print how a model generates and trains, by its config alone."""
+    parser = ErrorParser("lowpeak env MODEL", description="Show what lowpeak does with a model.", allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", help="a folder, a config.json or a hub name; only its config is read")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
+    options = parser.parse_args(list(arguments))
+    facts = model_facts(options.model)
+    print(json.dumps(facts, indent=2) + "\n" if options.format == "json" else _to_lines(facts), end="")
+    return 0
+
+
+def model_facts(name: str) -> dict[str, Any]:
+    """Return a model's generation path, layout, kernels, adapter and cache, by name."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lowpeak.models import expert_parameters, from_pretrained
+    from lowpeak.plan import make_model
+    from lowpeak.rollout.native import measure_cache
+
+    config = from_pretrained(AutoConfig, name)
+    try:
+        with FakeTensorMode():
+            model = make_model(AutoModelForCausalLM, config)
+    except ValueError as error:
+        raise ArgumentError(f"{name} is not a causal language model of transformers: {first_line(error)}") from error
+    experts, cache = sorted(expert_parameters(model)), measure_cache(model, torch.bfloat16)
+    adapted = f"without experts; lora_target_parameters={experts} adapts them" if experts else "yes"
+    facts = {"model": name, "model type": config.model_type, **_fast_paths(model), **_recurrent_kernels(model)}
+    facts |= {"LoRA on all-linear": adapted, "cache bytes per token": cache.by_window.get(None, 0)}
+    facts |= {f"cache bytes per token of the last {size}": n for size, n in cache.by_window.items() if size}
+    return {**facts, "state bytes per sequence": cache.of_states}
+
+
+def _recurrent_kernels(model: Any) -> dict[str, str]:
+    """Return the packages whose kernels recurrent layers call; nothing for a model or a transformers without them."""
+    from lowpeak.attention import mixers_of
+
+    packages = set()
+    for module in {sys.modules[type(mixer).__module__] for mixer in mixers_of(model)}:
+        for function in vars(module).values():
+            if inspect.isfunction(function):
+                implementation = inspect.getclosurevars(function).nonlocals.get("implementation")
+                packages |= {implementation.__module__.split(".")[0]} if callable(implementation) else set()
+    words = {"transformers": "reference code of transformers, which is slow"}
+    return {"recurrent kernels": ", ".join(words.get(each, each) for each in sorted(packages))} if packages else {}
 
 
 def environment_facts() -> dict[str, str]:
@@ -151,16 +204,21 @@ def _describe_fast_paths() -> dict[str, str]:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from lowpeak.attention import packing_unsupported_reason
-        from lowpeak.setup import describe_generation
-
         with torch.device("meta"):
             llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))
-        layout = packing_unsupported_reason(llama) or "packed without padding"
-        return {"generation (Llama)": describe_generation(llama, None), "layout (Llama)": layout}
+        return {f"{name} (Llama)": path for name, path in _fast_paths(llama).items()}
     # A report of versions must not fail because of one.
     except Exception as error:
         return {"generation (Llama)": f"unknown: {type(error).__name__}: {first_line(error)}"}
+
+
+def _fast_paths(model: Any) -> dict[str, str]:
+    from lowpeak.attention import packing_unsupported_reason
+    from lowpeak.setup import describe_generation
+
+    obstacle = packing_unsupported_reason(model)
+    layout = "packed without padding" if obstacle is None else f"padded: {obstacle}"
+    return {"generation": describe_generation(model, None), "layout": layout}
 
 
 def driver_facts() -> dict[str, str]:

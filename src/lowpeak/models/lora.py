@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowpeak.arguments import show_bytes
 from lowpeak.errors import ArgumentError, first_line, require_package
 from lowpeak.heads import CRITIC, is_peft, keep_critic_trainable, remove_critic, without_critic
 from lowpeak.ranks import Ranks
@@ -117,11 +118,25 @@ def add_training_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
     if is_peft(policy):
         raise ArgumentError("the model has an adapter already and peft_config adds another: pass one of the two.")
     require_package("peft", "peft_config", "peft")
+    if getattr(policy, "is_quantized", False):
+        policy = _prepare_quantized(policy)
+    return add_adapter(policy, peft_config)
+
+
+def _prepare_quantized(policy: nn.Module) -> nn.Module:
+    """Freeze a quantised policy, and widen to fp32 what is not quantised, except experts: they are most of a mixture."""
     from peft import prepare_model_for_kbit_training
 
-    if getattr(policy, "is_quantized", False):
-        policy = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=False)
-    return add_adapter(policy, peft_config)
+    experts = [(p, p.data) for each in expert_parameters(policy).values() for p in each]
+    if experts:
+        shown = show_bytes(expert_bytes(policy))
+        logger.warning("Of the quantised model %s are experts, which bitsandbytes leaves as they are.", shown)
+    for parameter, data in experts:
+        parameter.data = data.new_empty(0)
+    prepared: nn.Module = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=False)
+    for parameter, data in experts:
+        parameter.data = data
+    return prepared
 
 
 def add_adapter(model: nn.Module, peft_config: Any, **options: Any) -> nn.Module:
@@ -180,15 +195,25 @@ def _is_product(layer: nn.Linear, model: nn.Module) -> bool:
     return isinstance(out, torch.Tensor) and out.shape == (1, layer.out_features)
 
 
+def expert_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Return by name the experts that are parameters of three dimensions, which all-linear does not adapt."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3 and ".experts." in name:
+            found.setdefault(".".join(name.split(".")[-2:]), []).append(parameter)
+    return found
+
+
+def expert_bytes(model: nn.Module) -> int:
+    """Return the bytes of all `expert_parameters`."""
+    return sum(parameter.nbytes for each in expert_parameters(model).values() for parameter in each)
+
+
 def warn_of_frozen_experts(policy: Any) -> None:
     """Warn if the experts of a mixture, which are parameters of three dimensions, have no adapters."""
-    experts = {
-        ".".join(name.split(".")[-2:])
-        for name, parameter in policy.named_parameters()
-        if parameter.dim() == 3 and ".experts." in name and not parameter.requires_grad
-    }
+    experts = sorted(name for name, each in expert_parameters(policy).items() if not all(p.requires_grad for p in each))
     if experts and not any(getattr(config, "target_parameters", None) for config in policy.peft_config.values()):
-        logger.warning("The adapter leaves the experts frozen; lora_target_parameters=%s adapts them.", sorted(experts))
+        logger.warning("The adapter leaves the experts frozen; lora_target_parameters=%s adapts them.", experts)
 
 
 def remove_added_modules(policy: Any) -> None:

@@ -6,6 +6,7 @@ from lowpeak.plan.cost import calibration as calibration
 from lowpeak.plan.cost import measure_cpu as measure_cpu
 from lowpeak.plan.cost import seconds_range as seconds_range
 from lowpeak.plan.cost import step_seconds as step_seconds
+from lowpeak.plan.fake_models import make_model as make_model
 from lowpeak.plan.fit import Fit as Fit
 from lowpeak.plan.fit import Search as Search
 from lowpeak.plan.hardware import CARDS as CARDS

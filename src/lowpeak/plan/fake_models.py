@@ -9,7 +9,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 import lowpeak.models
 from lowpeak.models import auto_class, freeze_other_modalities
@@ -23,20 +27,25 @@ def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
         model = auto_class(auto, config).from_config(config, dtype=dtype)
     model.tie_weights()
     freeze_other_modalities(model)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            # It reads token ids, whose values a plan does not have.
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
     return model
 
 
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer that stores its weight in 4 or 8 bits, and widens it for each product."""
 
-    def __init__(self, like: nn.Linear, bits: Literal[4, 8]) -> None:
+    def __init__(self, like: nn.Linear | Conv1D, bits: Literal[4, 8]) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = like.in_features, like.out_features
+        shape = (like.nf, like.nx) if isinstance(like, Conv1D) else like.weight.shape
+        self.out_features, self.in_features = shape
         numel = like.weight.numel()
         packed: Any = nn.Parameter(torch.empty(numel * bits // 8, dtype=torch.uint8), requires_grad=False)
         packed.unquantized_numel = numel
         self.weight, self.bias = packed, like.bias
-        scales = numel // _BLOCK if bits == 4 else like.out_features
+        scales = numel // _BLOCK if bits == 4 else self.out_features
         self.register_buffer("scales", torch.empty(scales, dtype=torch.float32))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -54,16 +63,12 @@ class _QuantizedProduct(torch.autograd.Function):
         return grad @ grad.new_empty(ctx.shape), None, None, None
 
 
-def quantize(model: nn.Module, bits: Literal[4, 8]) -> None:
-    """Replace the linear layers of a model, except its head (of a classifier, too), as transformers does for bitsandbytes."""
-    causal: Any = model
-    heads = [causal.get_output_embeddings()] if hasattr(model, "get_output_embeddings") else []
-    heads += list(model.children())[-1:]
-    modules: list[nn.Module] = list(model.modules())
-    for module in modules:
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and not any(child is head for head in heads):
-                setattr(module, name, QuantizedLinear(child, bits))
+def quantize(model: Any, bits: Literal[4, 8]) -> None:
+    """Replace a model's products as transformers does for bitsandbytes: not the head, nor experts of three dimensions."""
+    kept = get_keys_to_not_convert(model) + list(model._keep_in_fp32_modules or ())
+    for name, module in list(model.named_modules()):
+        if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, kept):
+            model.set_submodule(name, QuantizedLinear(module, bits))
 
 
 @contextmanager

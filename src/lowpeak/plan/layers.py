@@ -61,7 +61,9 @@ def _signatures(inputs: RunInputs) -> list[Any]:
     """Return what tells a policy's layers apart: their parameters, and their kinds by the config."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         layers = decoder_layers(inputs.make_policy())
-    kinds = getattr(inputs.config.get_text_config(), "layer_types", None) or [None] * len(layers)
+    kinds = getattr(inputs.config.get_text_config(), "layer_types", None) or ()
+    if len(kinds) != len(layers):  # other lists of layers are among them, or none has a kind
+        kinds = [None] * len(layers)
     return [(kind, *_parameters(layer)) for kind, layer in zip(kinds, layers, strict=True)]
 
 

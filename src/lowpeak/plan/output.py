@@ -67,6 +67,10 @@ def summary(plan: Plan, advice: Sequence[Advice], hourly_price: float | None = N
     lines.append(f"Sizes: {sizes}; micro-batches a step: {plan.num_batches}, the largest of {plan.tokens:,} tokens.")
     generation = f"Generation: {plan.inputs.generation}. " if plan.inputs.generation else ""
     lines.append(f"{generation}Layout: {plan.inputs.layout_choice}.")
+    if plan.request.quantized_bits and plan.counts.expert_bytes:
+        lines.append(
+            f"Of the quantised model {show_bytes(plan.counts.expert_bytes)} are experts, which stay as they are."
+        )
     lines += [_step_line(plan), _duration_line(plan, hourly_price)]
     if advice:
         lines.append(f"What lowers the peak of {peak} most:")

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from lowpeak.arguments import ModelParallel
 from lowpeak.device_kind import rehearse_device
+from lowpeak.errors import ArgumentError
 from lowpeak.heads import rehearse_experts
 from lowpeak.memory import Kind, PhaseMemories, PhaseMemory
+from lowpeak.models import expert_bytes
 from lowpeak.parallel import decoder_layers
 from lowpeak.plan.computed import (
     BF16_BYTES,
@@ -49,7 +51,8 @@ _REHEARSED_BATCHES = 2
 class ModelCounts:
     """Numbers of a model's parameters: all, trained, used by one token, of its largest layer and its three tensors, of its head.
 
-    `loaded_bytes` are of all of them, as loaded, `frozen_bytes` of the frozen ones. `largest` is the largest tensor's.
+    `loaded_bytes` are of all of them, as loaded, `frozen_bytes` of the frozen ones, `expert_bytes` of experts of three
+    dimensions. `largest` is the largest tensor's.
     """
 
     total: int
@@ -62,6 +65,7 @@ class ModelCounts:
     frozen_bytes: int
     largest: int
     largest_trained: int
+    expert_bytes: int
 
     @property
     def in_pass(self) -> int:
@@ -86,6 +90,7 @@ class ModelCounts:
                 sum(p.nbytes for p in parameters if not p.requires_grad),
                 max(p.numel() for p in parameters),
                 max((p.numel() for p in parameters if p.requires_grad), default=0),
+                expert_bytes(model),
             )
 
 
@@ -291,7 +296,13 @@ def rehearse_step(
 
     def rehearse_run(run: RunInputs, gather_budget: int) -> Rehearsal:
         rollout = run.rollout(gather_budget) if generates else None
-        return rehearse(replace(_rehearsal_inputs(run, batches), rollout=rollout, updates=updates))
+        try:
+            return rehearse(replace(_rehearsal_inputs(run, batches), rollout=rollout, updates=updates))
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            model_type = inputs.config.get_text_config().model_type
+            raise ArgumentError(
+                f"{model_type} has no plan: its code reads values of tensors ({error.func}), and a plan's tensors have none."
+            ) from error
 
     layers = layers or FewLayers.of(inputs)
     if not layers.saves:

@@ -13,3 +13,4 @@ from lowpeak.rollout.turns import TurnQueue as TurnQueue
 from lowpeak.rollout.turns import TurnRequest as TurnRequest
 from lowpeak.rollout.turns import answer_in_rounds as answer_in_rounds
 from lowpeak.rollout.turns import turn_key as turn_key
+from lowpeak.rollout.uniforms import UniformDraws as UniformDraws

@@ -6,11 +6,14 @@ from importlib.metadata import version as installed
 
 import pytest
 import torch
+from transformers import T5Config
 
 import lowpeak
 from lowpeak.cli.commands import main
 from lowpeak.cli.env import PACKAGES, driver_facts, environment_report, installed_version
 from lowpeak.cpu_cores import allowed_cores
+from lowpeak.rollout.native.cache_bytes import measure_cache
+from model_families import make_config, make_family
 
 
 def test_versions_and_hardware_are_one_line_each():
@@ -94,3 +97,38 @@ def test_a_compiler_that_is_missing_is_named_with_what_needs_it(tmp_path, monkey
     facts = dict(line.split(": ", 1) for line in environment_report().splitlines())
     assert "Triton" in facts["gcc"]
     assert "CPUAdam" in facts["g++"]
+
+
+def test_a_models_config_says_how_it_generates_trains_and_what_it_caches(tmp_path, capsys):
+    folder = str(tmp_path / "model")
+    make_config("Nemotron-H").save_pretrained(folder)
+    assert main(["env", folder, "--format", "json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["model type"], facts["generation"], facts["layout"]) == (
+        *("nemotron_h", "decode loop"),
+        "packed without padding",
+    )
+    assert "transformers" in facts["recurrent kernels"]
+    assert "experts.down_proj" in facts["LoRA on all-linear"]
+    cache = measure_cache(make_family("Nemotron-H"), torch.bfloat16)
+    found = (facts["cache bytes per token"], facts["state bytes per sequence"])
+    assert found == (cache.by_window[None], cache.of_states) != (0, 0)
+
+
+def test_a_window_has_a_line_and_a_generation_path_its_reason(tmp_path, capsys):
+    for family in ("gpt-oss", "Bloom"):
+        make_config(family).save_pretrained(tmp_path / family)
+        assert main(["env", str(tmp_path / family)]) == 0
+    said = capsys.readouterr().out
+    assert "cache bytes per token of the last 5: 128\n" in said
+    assert "generation: model.generate(), which is slower and takes more memory: its forward does not accept" in said
+    assert "layout: padded: " in said
+
+
+def test_a_name_without_a_model_is_one_sentence(tmp_path, capsys):
+    T5Config().save_pretrained(tmp_path / "t5")
+    for name, told in (("no/such/model", "no/such/model"), (str(tmp_path / "t5"), "is not a causal language model")):
+        assert main(["env", name]) == 2
+        said = capsys.readouterr()
+        assert told in said.err
+        assert said.err.count("\n") == 1

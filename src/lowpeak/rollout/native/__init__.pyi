@@ -1,6 +1,9 @@
 from lowpeak.rollout.native.cache import SlotCache as SlotCache
+from lowpeak.rollout.native.cache import cache_argument as cache_argument
 from lowpeak.rollout.native.cache import parameter_dtype as parameter_dtype
+from lowpeak.rollout.native.cache import text_config as text_config
 from lowpeak.rollout.native.cache_bytes import bytes_per_token as bytes_per_token
+from lowpeak.rollout.native.cache_bytes import measure_cache as measure_cache
 from lowpeak.rollout.native.cache_bytes import sequence_bytes as sequence_bytes
 from lowpeak.rollout.native.copied_weights import weight_copies as weight_copies
 from lowpeak.rollout.native.decode_graphs import CudaCapture as CudaCapture
@@ -8,6 +11,7 @@ from lowpeak.rollout.native.decode_graphs import DecodeGraphs as DecodeGraphs
 from lowpeak.rollout.native.decode_graphs import DecodeStep as DecodeStep
 from lowpeak.rollout.native.decode_loop import DecodeLoop as DecodeLoop
 from lowpeak.rollout.native.engine import NativeEngine as NativeEngine
+from lowpeak.rollout.native.engine import TokenChooser as TokenChooser
 from lowpeak.rollout.native.engine import needs_equal_lengths as needs_equal_lengths
 from lowpeak.rollout.native.engine import unsupported_reason as unsupported_reason
 from lowpeak.rollout.native.output import OutputBuffer as OutputBuffer

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.cache_utils import DynamicCache
 from transformers.initialization import no_init_weights
 
 from lowpeak.errors import EngineError
-from lowpeak.heads import rehearse_experts, transformers_model
+from lowpeak.heads import transformers_model
 from lowpeak.rollout.native.cache import cache_argument, parameter_dtype, text_config
 
 _UNLIMITED = 1 << 30  # tokens of a window
@@ -39,7 +40,12 @@ class CacheBytes:
 
 
 def sequence_bytes(model: nn.Module, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of a sequence of so many tokens in the KV cache.
+    """Return the bytes of a sequence of so many tokens in the KV cache; `dtype` as for `measure_cache`."""
+    return measure_cache(model, dtype).of(num_tokens)
+
+
+def measure_cache(model: nn.Module, dtype: torch.dtype | None = None) -> CacheBytes:
+    """Return the bytes that a sequence takes in the KV cache.
 
     `dtype` is the cache's. None stands for the parameters' dtype, but at least two bytes: 8-bit parameters have wider
     keys and values. Under autocast keys and values are narrower than the parameters.
@@ -48,7 +54,7 @@ def sequence_bytes(model: nn.Module, num_tokens: int, dtype: torch.dtype | None 
     dtype = dtype if dtype.itemsize > 1 else torch.bfloat16
     made = transformers_model(model)
     described = json.dumps(made.config.to_dict(), sort_keys=True, default=str)
-    return _measure(_Described(type(made), described, made.config), dtype).of(num_tokens)
+    return _measure(_Described(type(made), described, made.config), dtype)
 
 
 def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
@@ -70,8 +76,11 @@ def _measure(described: _Described, dtype: torch.dtype) -> CacheBytes:
     config = copy.deepcopy(described.config)
     config._attn_implementation = "eager"
     try:
-        with _disable_current_modes(), rehearse_experts(), torch.device("meta"), torch.no_grad():
+        with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
             model = _make(described.model_class, config, dtype)
+            for name, module in model.named_modules():
+                if name.endswith(".experts"):  # some read values, and none stores keys
+                    module.forward = lambda hidden, *_: hidden
             one, two = (_layer_bytes(model, num_tokens) for num_tokens in (1, 2))
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return _most_bytes(config, dtype)

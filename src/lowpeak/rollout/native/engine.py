@@ -231,7 +231,7 @@ def decode_by_generate(
     driver = transformers_model(model)
     draws = UniformDraws(len(ids), sampling, device)
     draws.make(range(len(ids)), keys)
-    chooser = _TokenChooser(sampling, draws, output, len(ids))
+    chooser = TokenChooser(sampling, draws, output, len(ids))
     with _use_generation_config(driver, GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)):
         driver.generate(
             input_ids=(input_ids := left_pad(ids, device)),
@@ -243,7 +243,7 @@ def decode_by_generate(
         )
 
 
-class _TokenChooser(LogitsProcessor):
+class TokenChooser(LogitsProcessor):
     """Logits processor that chooses each token as the decode loop does, and leaves it the only finite score."""
 
     def __init__(self, sampling: Sampling, draws: UniformDraws, output: OutputBuffer, num_rows: int) -> None:
@@ -270,7 +270,7 @@ class _TokenChooser(LogitsProcessor):
 
 
 class _StopEnded(StoppingCriteria):
-    def __init__(self, chooser: _TokenChooser) -> None:
+    def __init__(self, chooser: TokenChooser) -> None:
         self._chooser = chooser
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
