@@ -316,11 +316,15 @@ def is_known(family: str) -> bool:
     return True
 
 
-def make_family(family: str, seed: int = 0) -> nn.Module:
-    """A random model in eval mode, in which biases, norms and the padding's row matter."""
+def make_family(family: str, seed: int = 0, auto: Any = None, **changes: Any) -> nn.Module:
+    """A random model in eval mode, in which biases, norms and the padding's row matter; `changes` are of its (text) config."""
     torch.manual_seed(seed)
-    auto = AutoModelForImageTextToText if "text_config" in FAMILIES[family][1] else AutoModelForCausalLM
-    model = auto.from_config(make_config(family)).float().eval()
+    if auto is None:
+        auto = AutoModelForImageTextToText if "text_config" in FAMILIES[family][1] else AutoModelForCausalLM
+    config = make_config(family)
+    for name, value in changes.items():
+        setattr(config if name == "num_labels" else config.get_text_config(), name, value)
+    model = auto.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -333,7 +337,8 @@ def make_family(family: str, seed: int = 0) -> nn.Module:
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 row = module.weight[module.padding_idx]
                 row.copy_(module.weight.std() * torch.randn(row.shape, generator=generator))
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
+    if auto.__name__ != "AutoModelForSequenceClassification":
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
     return model
 
 

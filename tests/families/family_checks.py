@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,18 @@ def logprobs_alone(model: nn.Module, record: Any) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, ids[0, start:, None])[:, 0]
 
 
+def balance_alone(model: Any, records: Any) -> torch.Tensor:
+    """The model's own load-balancing loss, of the tokens of all sequences from which a token is predicted."""
+    layers: list[tuple[torch.Tensor, ...]] = []
+    for record in records:
+        ids = torch.tensor([[*record.prompt_ids, *record.completion.ids.tolist()]])
+        logits = model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
+        layers.append(tuple(layer.flatten(0, -2)[:-1] for layer in logits))
+    logits = tuple(torch.cat(parts) for parts in zip(*layers, strict=True))
+    loss = sys.modules[type(model).__module__].load_balancing_loss_func
+    return loss(logits, logits[0].shape[-1], model.num_experts_per_tok)
+
+
 class Comparison(TrainerCallback):
     """Compares, before each optimizer step, log-probs and gradient with those of plain forwards in eval mode."""
 
@@ -114,7 +127,10 @@ class Comparison(TrainerCallback):
             old = logprobs.detach() if record.old is None else record.old
             mask = torch.ones_like(logprobs)
             rows.append(Row(logprobs, None, old, record.reference, mask, float(record.advantages[0])))
-        plain_grpo(resolve_grpo(args, self.trainer.parts.settings), rows).backward()
+        loss = plain_grpo(resolve_grpo(args, self.trainer.parts.settings), rows)
+        if args.router_aux_loss_coef:
+            loss = loss + args.router_aux_loss_coef * balance_alone(model, self.trainer.rollout.records)
+        loss.backward()
         return torch.cat([row.logprobs.detach() for row in rows]), gradients(model)
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowpeak.heads import backbone_of
+from lowpeak.heads import backbone_of, modules_without_critic
 from lowpeak.records import Tree
 
 # The largest fraction of a call's tokens that may be padding.
@@ -29,11 +29,11 @@ _CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of the mixers' ar
 
 
 def mixers_of(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that carry states from token to token through transformers' cache.
+    """Return the modules of a model that carry states from token to token through transformers' cache, without a critic's.
 
     Those of transformers before 5.23 go on from a state by single tokens alone, and are none.
     """
-    return [module for module in model.modules() if _is_mixer(module)]
+    return [module for module in modules_without_critic(model) if _is_mixer(module)]
 
 
 def _is_mixer(module: Any) -> bool:

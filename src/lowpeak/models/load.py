@@ -8,7 +8,10 @@ fp32.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings
 from lowpeak.data import check_tokenizer
@@ -207,7 +210,7 @@ def load_reference(
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0: of dropout modules, and of modules that store it as an attribute.
+    """Set every dropout probability to 0: of dropout modules, and of modules that store it as an attribute or in their config.
 
     Adapters keep the dropout of their config. Routers that add noise or choose experts at random in training (Mixtral with
     jitter, PhiMoE) compute as in evaluation.
@@ -216,6 +219,12 @@ def disable_dropout(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if "lora_dropout" in path:
             continue
+        kind: Any = type(module)
+        if names := _rates_of_config(kind):
+            # The model's own config stays: it is saved.
+            module.config = copy.copy(module.config)
+            rates += [getattr(module.config, name) for name in names]
+            vars(module.config).update(dict.fromkeys(names, 0.0))
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("dropout" in name or name in ("layerdrop", *_rate_names(module))):
                 rates.append(value)
@@ -227,6 +236,14 @@ def disable_dropout(model: nn.Module) -> None:
         logger.info(
             "Dropout of %s, up to %s, is off; disable_dropout=False keeps it.", type(model).__name__, max(rates)
         )
+
+
+@functools.cache
+def _rates_of_config(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Return the dropout rates that a layer reads from its config at each forward, as Falcon's do."""
+    if not kind.__module__.startswith("transformers") or issubclass(kind, PreTrainedModel):
+        return ()
+    return tuple(set(re.findall(r"self\.config\.(\w*dropout)\b", inspect.getsource(kind))))
 
 
 def _rate_names(module: nn.Module) -> tuple[str, ...]:
