@@ -219,12 +219,7 @@ def disable_dropout(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if "lora_dropout" in path:
             continue
-        kind: Any = type(module)
-        if names := _rates_of_config(kind):
-            # The model's own config stays: it is saved.
-            module.config = copy.copy(module.config)
-            rates += [getattr(module.config, name) for name in names]
-            vars(module.config).update(dict.fromkeys(names, 0.0))
+        rates += _clear_config_rates(module)
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("dropout" in name or name in ("layerdrop", *_rate_names(module))):
                 rates.append(value)
@@ -236,6 +231,18 @@ def disable_dropout(model: nn.Module) -> None:
         logger.info(
             "Dropout of %s, up to %s, is off; disable_dropout=False keeps it.", type(model).__name__, max(rates)
         )
+
+
+def _clear_config_rates(module: Any) -> list[float]:
+    """Set to 0 the rates that a layer reads from its config; return them."""
+    kind: Any = type(module)
+    names = _rates_of_config(kind)
+    rates = [float(getattr(module.config, name)) for name in names]
+    if names:
+        # The model's own config stays: it is saved.
+        module.config = copy.copy(module.config)
+        vars(module.config).update(dict.fromkeys(names, 0.0))
+    return rates
 
 
 @functools.cache
