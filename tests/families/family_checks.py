@@ -127,11 +127,14 @@ class Comparison(TrainerCallback):
             old = logprobs.detach() if record.old is None else record.old
             mask = torch.ones_like(logprobs)
             rows.append(Row(logprobs, None, old, record.reference, mask, float(record.advantages[0])))
+        self.expected_loss(model, rows, args).backward()
+        return torch.cat([row.logprobs.detach() for row in rows]), gradients(model)
+
+    def expected_loss(self, model: nn.Module, rows: list[Row], args: Any) -> torch.Tensor:
         loss = plain_grpo(resolve_grpo(args, self.trainer.parts.settings), rows)
         if args.router_aux_loss_coef:
             loss = loss + args.router_aux_loss_coef * balance_alone(model, self.trainer.rollout.records)
-        loss.backward()
-        return torch.cat([row.logprobs.detach() for row in rows]), gradients(model)
+        return loss
 
     @torch.no_grad()
     def _compare_logprobs(self, model: nn.Module, records: Any) -> None:

@@ -82,10 +82,10 @@ class CriticComparison(Comparison):
         model.critic.classifier = load_classifier(f"{self.name}-classifier")
         return model
 
-    def expected_loss(self, model: Any, records: Any) -> torch.Tensor:
+    def expected_loss(self, model: Any, rows: Any, args: Any) -> torch.Tensor:
         losses = []
-        for record in records:
-            ratio_T, values_T = (logprobs_alone(model, record) - record.old).exp(), values_alone(model, record)
+        for record, row in zip(self.trainer.rollout.records, rows, strict=True):
+            ratio_T, values_T = (row.logprobs - record.old).exp(), values_alone(model, record)
             clipped_T = record.values + (values_T - record.values).clamp(-0.2, 0.2)
             surrogate_T = torch.minimum(ratio_T * record.advantages, ratio_T.clamp(0.8, 1.2) * record.advantages)
             errors_T = torch.maximum((values_T - record.returns) ** 2, (clipped_T - record.returns) ** 2)

@@ -19,14 +19,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(TESTS.parent / "src"), str(TESTS.parent), str(TESTS)]
 
-from model_families import FAMILIES, is_known  # noqa: E402
+from model_families import FAMILIES, is_known, make_family  # noqa: E402
 
 if TYPE_CHECKING:
     from family_checks import FamilyReport
 
 PAGE = TESTS.parent / "docs" / "families.md"
 README = TESTS.parent / "README.md"
-HEADER = "| Family | Model type | Trains | Generation | Layout | LoRA on all linear layers | Plan |"
+HEADER = "| Family | Model type | Trains | Generation | Layout | LoRA on all linear layers | Plan | vLLM names |"
 START, END = "<!-- families, by tests/families/table.py -->\n", "<!-- end of families -->"
 GENERATION = {"loop": "decode loop", "generate": "`generate()`", "equal": "`generate()`, equal lengths"}
 TEXT = """# Model families
@@ -54,6 +54,8 @@ equal those of plain forwards of each sequence by itself:
 - **Plan**: whether `lowpeak plan` and `memory_budget` can rehearse the family; otherwise what they
   say. The bytes of a sequence's keys, values and states are measured on fake tensors; for each
   family that the decode loop generates for they equal those of the loop's slots within 2 %.
+- **vLLM names**: whether weight sync gives vLLM each tensor of the published checkpoint once, with its
+  name, shape and values. Which of these families vLLM itself can load, its version says.
 - In 4 bits only linear layers are quantised: experts of three dimensions keep 16 bits.
 
 `lowpeak env MODEL` says the row of one model, and the bytes that it caches, from its config alone:
@@ -65,6 +67,9 @@ lowpeak env Qwen/Qwen3-30B-A3B --format json
 
 "recurrent kernels" are the packages whose kernels the model's recurrent layers call here:
 `causal_conv1d`, `fla` (flash-linear-attention), `mamba_ssm`, or transformers' reference code.
+Recurrent layers run as rows of their own, with states that transformers' interface hands on. Their
+kernels' arguments for packed rows (`cu_seqlens`, `seq_idx`) are not used, so these packages change
+the speed, and not the layout.
 
 In bf16 (`bf16=True`) one family of each class trains a step: log-probs and gradient differ from
 those of plain forwards in bf16 by less than these do from float32, and without experts by at most
@@ -103,6 +108,7 @@ def documented_rows() -> dict[str, str]:
 def check(family: str) -> str:
     """Check a family and return its row, also if the check fails."""
     from family_checks import FamilyReport, check_family
+    from name_checks import check_weight_names
     from plan_checks import check_plan
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -114,7 +120,8 @@ def check(family: str) -> str:
             plan = check_plan(family)
         except Exception as error:
             plan = f"no: {str(error).splitlines()[0]}"
-    return f"{row_of(family, report)} {plan} |"
+        names = check_weight_names(make_family(family))
+    return f"{row_of(family, report)} {plan} | {names} |"
 
 
 def main() -> None:
@@ -131,7 +138,7 @@ def main() -> None:
             rows[family] = row
     lacking = ", ".join(family for family in FAMILIES if family not in known)
     missing = f"\ntransformers {version} lacks: {lacking}.\n" if lacking else ""
-    table = "\n".join([HEADER, "| -- | -- | -- | -- | -- | -- | -- |", *(rows[family] for family in known)])
+    table = "\n".join([HEADER, "| -- | -- | -- | -- | -- | -- | -- | -- |", *(rows[family] for family in known)])
     PAGE.write_text(TEXT.format(version=version, table=table, missing=missing), encoding="utf-8")
     before, _, rest = README.read_text(encoding="utf-8").partition(START)
     after = rest.partition(END)[2]
