@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from family_checks import PROMPTS, RUN, Comparison, FamilyReport, check_greedy_tokens, load, logprobs_alone
+from family_checks import PROMPTS, RUN, Comparison, FamilyReport, check_greedy_tokens, load
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
