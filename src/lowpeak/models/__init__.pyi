@@ -30,6 +30,7 @@ from lowpeak.models.sharded_loading import disable_transformers_hooks as disable
 from lowpeak.models.sharded_loading import find_config as find_config
 from lowpeak.models.sharded_loading import gather_zero3_params as gather_zero3_params
 from lowpeak.models.sharded_loading import init_without_weights as init_without_weights
+from lowpeak.models.sharded_loading import make_whole_models as make_whole_models
 from lowpeak.models.sharded_loading import materialize_meta_params as materialize_meta_params
 from lowpeak.models.sharded_loading import modules_with_style as modules_with_style
 from lowpeak.models.sharded_loading import reads_weights as reads_weights

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.initialization import no_init_weights
+from transformers.integrations import deepspeed as deepspeed_integration
 
 from lowpeak.arguments import ModelParallel, is_switched_on
 from lowpeak.errors import ArgumentError, MissingPackageError
@@ -41,6 +43,18 @@ def allow_missing_weights() -> Iterator[None]:
         yield
     finally:
         DRY_RUN.reset(token)
+
+
+@contextmanager
+def make_whole_models() -> Iterator[None]:
+    """Make models from configs inside the block without initialising weights, and whole: under ZeRO-3 transformers shards them."""
+    reference = deepspeed_integration._hf_deepspeed_config_weak_ref
+    deepspeed_integration._hf_deepspeed_config_weak_ref = None
+    try:
+        with no_init_weights():
+            yield
+    finally:
+        deepspeed_integration._hf_deepspeed_config_weak_ref = reference
 
 
 def is_weightless_folder(name: str) -> bool:

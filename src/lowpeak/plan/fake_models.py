@@ -10,20 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import lowpeak.models
-from lowpeak.models import auto_class, freeze_other_modalities
+from lowpeak.models import auto_class, freeze_other_modalities, make_whole_models
 
 _BLOCK = 64  # weights that share an fp32 scale in 4 bits (Dettmers et al. 2023, arXiv 2305.14314, section 3)
 
 
 def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
     """Return the model of a transformers' auto class, its weights not initialised: fake ones have no values."""
-    with no_init_weights():
+    with make_whole_models():
         model = auto_class(auto, config).from_config(config, dtype=dtype)
     model.tie_weights()
     freeze_other_modalities(model)

@@ -18,7 +18,7 @@ from transformers.integrations import get_available_reporting_integrations, get_
 from lowpeak.checkpoint import check_writable
 from lowpeak.data import check_max_steps, check_prompt_columns, digest_row, fetch_rows, num_rows
 from lowpeak.errors import ArgumentError, DataError, MissingPackageError
-from lowpeak.models import add_adapter, auto_class, find_config
+from lowpeak.models import add_adapter, auto_class, find_config, make_whole_models
 from lowpeak.ranks import Ranks
 from lowpeak.rewards import check_rewards
 
@@ -123,7 +123,7 @@ def _check_adapter_fits(peft_config: Any, model: str, auto: Any, args: Any) -> N
         return
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), make_whole_models():
             config = find_config(model, options)
             bare = auto_class(auto, config).from_config(config, trust_remote_code=args.trust_remote_code)
     except Exception:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.cache_utils import DynamicCache
-from transformers.initialization import no_init_weights
 
 from lowpeak.errors import EngineError
 from lowpeak.heads import transformers_model
+from lowpeak.models import make_whole_models
 from lowpeak.rollout.native.cache import cache_argument, parameter_dtype, text_config
 
 _UNLIMITED = 1 << 30  # tokens of a window
@@ -108,7 +108,7 @@ def _make(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with no_init_weights():
+        with make_whole_models():
             return model_class(config).eval()
     finally:
         torch.set_default_dtype(default)

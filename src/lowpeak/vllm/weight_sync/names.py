@@ -58,12 +58,12 @@ class CheckpointNames:
         """Return transformers' model of the config on the meta device; None if transformers has none."""
         from transformers import AutoModelForCausalLM
 
-        from lowpeak.models import auto_class, freeze_other_modalities
+        from lowpeak.models import auto_class, freeze_other_modalities, make_whole_models
 
         if self._config is None:
             return None
         try:
-            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            with torch.device("meta"), make_whole_models():
                 skeleton = auto_class(AutoModelForCausalLM, self._config).from_config(self._config)
             freeze_other_modalities(skeleton)
         except Exception:
