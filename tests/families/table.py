@@ -54,8 +54,8 @@ equal those of plain forwards of each sequence by itself:
 - **Plan**: whether `lowpeak plan` and `memory_budget` can rehearse the family; otherwise what they
   say. The bytes of a sequence's keys, values and states are measured on fake tensors; for each
   family that the decode loop generates for they equal those of the loop's slots within 2 %.
-- **vLLM names**: whether weight sync gives vLLM each tensor of the published checkpoint once, with its
-  name, shape and values. Which of these families vLLM itself can load, its version says.
+- **vLLM names**: whether weight sync gives vLLM each tensor of the published checkpoint once, with
+  its name, shape and values. Which of these families vLLM itself can load, its version says.
 - In 4 bits only linear layers are quantised: experts of three dimensions keep 16 bits.
 
 `lowpeak env MODEL` says the row of one model, and the bytes that it caches, from its config alone:

@@ -31,7 +31,7 @@ def test_the_readme_lists_the_families_of_the_table():
 def test_a_plan_ends_or_is_refused_in_one_sentence(family):
     said = check_plan(family)
     assert said == "yes" or "reads values of tensors" in said
-    assert documented_rows()[family].endswith(f" {said} |"), "run python tests/families/table.py"
+    assert documented_rows()[family].split(" | ")[6] == said, "run python tests/families/table.py"
 
 
 @pytest.mark.parametrize("family", marked(MEASURED_IN_CI))

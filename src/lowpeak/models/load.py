@@ -236,21 +236,20 @@ def disable_dropout(model: nn.Module) -> None:
 def _clear_config_rates(module: Any) -> list[float]:
     """Set to 0 the rates that a layer reads from its config; return them."""
     kind: Any = type(module)
-    names = _rates_of_config(kind)
-    rates = [float(getattr(module.config, name)) for name in names]
-    if names:
+    rates = {name: float(getattr(module.config, name)) for name in _rates_of_config(kind)}
+    if any(rates.values()):
         # The model's own config stays: it is saved.
         module.config = copy.copy(module.config)
-        vars(module.config).update(dict.fromkeys(names, 0.0))
-    return rates
+        vars(module.config).update(dict.fromkeys(rates, 0.0))
+    return list(rates.values())
 
 
 @functools.cache
 def _rates_of_config(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the dropout rates that a layer reads from its config at each forward, as Falcon's do."""
+    """Return the dropout rates that a layer's forward reads from its config, as Falcon's does."""
     if not kind.__module__.startswith("transformers") or issubclass(kind, PreTrainedModel):
         return ()
-    return tuple(set(re.findall(r"self\.config\.(\w*dropout)\b", inspect.getsource(kind))))
+    return tuple(set(re.findall(r"self\.config\.(\w*dropout)\b", inspect.getsource(kind.forward))))
 
 
 def _rate_names(module: nn.Module) -> tuple[str, ...]:

@@ -65,6 +65,7 @@ class CheckpointNames:
         try:
             with torch.device("meta"), make_whole_models():
                 skeleton = auto_class(AutoModelForCausalLM, self._config).from_config(self._config)
+            skeleton.tie_weights()
             freeze_other_modalities(skeleton)
         except Exception:
             # A model that only vLLM implements uses the checkpoint's names.
