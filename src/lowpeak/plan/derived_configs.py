@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -39,14 +39,13 @@ def with_arguments(args: Any, changes: Mapping[str, Any]) -> Any:
     return changed
 
 
-def with_layers(config: Any, layers: int) -> Any:
-    """Return the config of a model with fewer layers of the same kind."""
+def with_layers(config: Any, layers: Sequence[int]) -> Any:
+    """Return the config of a model with some of its layers, by number."""
     fewer = copy.deepcopy(config)
     text = fewer.get_text_config()
+    number = text.num_hidden_layers
     for name, value in list(vars(text).items()):
-        if (
-            isinstance(value, list) and len(value) == text.num_hidden_layers
-        ):  # an entry for each layer, such as layer_types
-            setattr(text, name, value[:layers])
-    text.num_hidden_layers = min(layers, text.num_hidden_layers)
+        if isinstance(value, list) and len(value) == number:  # an entry for each layer, such as layer_types
+            setattr(text, name, [value[i] for i in layers])
+    text.num_hidden_layers = len(layers)
     return fewer

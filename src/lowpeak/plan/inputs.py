@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -83,8 +83,8 @@ class RunInputs:
         self._packing_unsupported, self._batches = other._packing_unsupported, other._batches
         self.streamed = other.streamed
 
-    def with_layers(self, layers: int) -> RunInputs:
-        """Return the same run with fewer layers: its sizes stay, the KV cache holds as many sequences."""
+    def with_layers(self, layers: Sequence[int]) -> RunInputs:
+        """Return the same run with some of its layers: its sizes stay, the KV cache holds as many sequences."""
         sizes, layout = self.sizes, self.layout_choice
         fewer = copy.copy(self)
         fewer.config = with_layers(self.config, layers)

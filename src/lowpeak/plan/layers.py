@@ -1,7 +1,8 @@
-"""The rehearsal of a deep model, from two rehearsals of few of its layers: every phase is linear in the layers.
+"""The rehearsal of a deep model, from rehearsals of few of its layers: every phase is linear in the layers of each kind.
 
-bytes(L) = bytes(few) + (L - few) / (more - few) * (bytes(more) - bytes(few)), where `more` has one period of layers more than
-`few`: one layer if all are alike, several if sliding and full attention take turns. Other models are rehearsed whole.
+bytes(all) = bytes(few) + sum over `more` of times * (bytes(more) - bytes(few)). If kinds of layers take turns, as sliding and
+full attention do, the one model of `more` has a period of layers more than `few`; if they follow in another order, each of `more`
+has one layer of a kind more. Models without layers that are alike are rehearsed whole.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ _LEAST_LAYERS = 3  # of the smaller model
 
 @dataclass(frozen=True)
 class FewLayers:
-    """Numbers of layers to rehearse in place of `layers`; all three are equal for a model that is rehearsed whole."""
+    """Layers to rehearse in place of all, by number: `few`, and `more` of them, each with its share of those that `few` lacks.
 
-    layers: int
-    few: int
-    more: int
+    `more` has (layers, steps, of): steps / of times what these layers add to `few` are missing. It is empty for a model that is
+    rehearsed whole.
+    """
+
+    few: tuple[int, ...]
+    more: tuple[tuple[tuple[int, ...], int, int], ...] = ()
 
     @classmethod
     def of(cls, inputs: RunInputs, least: int = _LEAST_LAYERS) -> FewLayers:
@@ -36,25 +40,24 @@ class FewLayers:
         together.
         """
         signatures = _signatures(inputs)
-        layers = len(signatures)
-        whole = cls(layers, layers, layers)
-        # The last layers share a cache, of a small model, too.
-        if getattr(inputs.config.get_text_config(), "num_kv_shared_layers", 0):
-            return whole
-        few, more = _small_models(signatures, least)
-        if few + more >= layers or _signatures(inputs.with_layers(more)) != signatures[:more]:
-            return whole
-        return cls(layers, few, more)
+        # Layers that share a cache are the last ones, of a small model, too.
+        shares_cache = getattr(inputs.config.get_text_config(), "num_kv_shared_layers", 0)
+        for found in () if shares_cache else (_by_period(signatures, least), _by_kind(signatures, least)):
+            models = [layers for layers, _, _ in found.more]
+            if sum(map(len, (found.few, *models))) < len(signatures) and all(
+                _signatures(inputs.with_layers(layers)) == [signatures[i] for i in layers] for layers in models
+            ):
+                return found
+        return cls(tuple(range(len(signatures))))
 
     @property
     def saves(self) -> bool:
         """Return whether fewer layers than all of them are rehearsed."""
-        return self.more < self.layers
+        return bool(self.more)
 
-    def rehearse(self, rehearse: Callable[[int], Rehearsal]) -> Rehearsal:
-        """Return the rehearsal of all layers, extrapolated from two of `rehearse(number of layers)`."""
-        few, more = rehearse(self.few), rehearse(self.more)
-        return few.extended(more, self.layers - self.few, self.more - self.few)
+    def rehearse(self, rehearse: Callable[[Sequence[int]], Rehearsal]) -> Rehearsal:
+        """Return the rehearsal of all layers, extrapolated from those of `rehearse(layers)`."""
+        return rehearse(self.few).extended([(rehearse(layers), steps, of) for layers, steps, of in self.more])
 
 
 def _signatures(inputs: RunInputs) -> list[Any]:
@@ -71,15 +74,31 @@ def _parameters(layer: nn.Module) -> list[Any]:
     return [(name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()]
 
 
-def _small_models(signatures: Sequence[Any], least: int) -> tuple[int, int]:
-    """Return the least numbers of layers, a period apart; all layers twice if none are alike.
+def _by_period(signatures: Sequence[Any], least: int) -> FewLayers:
+    """Return the least numbers of first layers, a period apart; all layers if none are alike.
 
     Layers after the first ones repeat with the period; at least `least` of them are in the smaller model.
     """
     layers = len(signatures)
-    best = (layers, layers)
+    best = (layers, 0)
     for period in range(1, layers):
         differ = [i for i in range(layers - period) if signatures[i] != signatures[i + period]]
         few = (differ[-1] + 1 if differ else 0) + period * -(-least // period)
-        best = min(best, (few, few + period), key=lambda numbers: numbers[1])
-    return best
+        best = min(best, (few, period), key=sum)
+    few, period = best
+    if few + period >= layers:
+        return FewLayers(tuple(range(layers)))
+    return FewLayers(tuple(range(few)), ((tuple(range(few + period)), layers - few, period),))
+
+
+def _by_kind(signatures: Sequence[Any], least: int) -> FewLayers:
+    """Return two layers of each kind, the first ones, and models with one more of each; of a single kind `least`."""
+    kinds = [[i for i, other in enumerate(signatures) if other == kind] for kind in _distinct(signatures)]
+    each = 2 if len(kinds) > 1 else least
+    few = sorted(i for layers in kinds for i in layers[:each])
+    more = [(tuple(sorted([*few, layers[each]])), len(layers) - each, 1) for layers in kinds if len(layers) > each]
+    return FewLayers(tuple(few), tuple(more))
+
+
+def _distinct(signatures: Sequence[Any]) -> list[Any]:
+    return [each for i, each in enumerate(signatures) if each not in signatures[:i]]

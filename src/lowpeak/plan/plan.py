@@ -308,7 +308,7 @@ def rehearse_step(
     if not layers.saves:
         return rehearse_run(inputs, gather_budget_of(inputs))
     budget, kept = _gathered_in_rollout(inputs)
-    rehearsal = layers.rehearse(lambda number: rehearse_run(inputs.with_layers(number), budget))
+    rehearsal = layers.rehearse(lambda few: rehearse_run(inputs.with_layers(few), budget))
     if not kept or "rollout" not in rehearsal.phases:
         return rehearsal
     rollout = rehearsal.phases["rollout"]

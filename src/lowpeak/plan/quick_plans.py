@@ -213,7 +213,7 @@ class QuickPlanner:
         if tokens == few:
             return low
         more, high = self._rehearse(*settings, self.token_sizes[-1])
-        return low.extended(high, tokens - few, more - few) if more > few else low
+        return low.extended([(high, tokens - few, more - few)]) if more > few else low
 
     def _passes_bf16(self, inputs: RunInputs) -> bool:
         """Return whether layers pass on bf16: with bf16 weights, and under FSDP2, which casts fp32 ones."""

@@ -6,7 +6,7 @@ for the other ranks, so a step of any model on any number of ranks can be rehear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -115,38 +115,40 @@ class Rehearsal:
     batches_to_device: int = 0
     moments: Mapping[str, Sequence[Mapping[Kind, int]]] = field(default_factory=dict)
 
-    def extended(self, other: Rehearsal, steps: int, of: int) -> Rehearsal:
-        """Return self + (other - self) * steps / of: the rehearsal on the line through two, bytes of each kind apart.
+    def extended(self, others: Sequence[tuple[Rehearsal, int, int]]) -> Rehearsal:
+        """Return self + the sum of (other - self) * steps / of: the rehearsal that is linear in each step to another.
 
-        A phase has the largest of its moments: which one that is may change along the line.
+        Bytes of each kind are apart. A phase has the largest of its moments: which one that is may change along the line.
         """
 
-        def on_line(low: int, high: int) -> int:
-            return low + (high - low) * steps // of
+        def on_line(low: int, highs: Iterable[int]) -> int:
+            return low + sum((high - low) * steps // of for high, (_, steps, of) in zip(highs, others, strict=True))
 
-        def kinds(low: Mapping[Kind, int], high: Mapping[Kind, int]) -> dict[Kind, int]:
-            return {kind: on_line(low.get(kind, 0), high.get(kind, 0)) for kind in low.keys() | high.keys()}
+        def kinds(low: Mapping[Kind, int], *highs: Mapping[Kind, int]) -> dict[Kind, int]:
+            names = low.keys() | {kind for high in highs for kind in high}
+            return {kind: on_line(low.get(kind, 0), [high.get(kind, 0) for high in highs]) for kind in names}
 
+        found = [other for other, _, _ in others]
         phases = {
             name: PhaseMemory(
-                kinds(phase.device, other.phases[name].device), kinds(phase.host, other.phases[name].host)
+                kinds(phase.device, *(other.phases[name].device for other in found)),
+                kinds(phase.host, *(other.phases[name].host for other in found)),
             )
             for name, phase in self.phases.items()
         }
         moments = {  # of the last times of a phase, if one of them ran it more often
-            name: [kinds(*both) for both in zip(reversed(mine), reversed(other.moments[name]), strict=False)][::-1]
+            name: [
+                kinds(*each) for each in zip(*map(reversed, (mine, *(o.moments[name] for o in found))), strict=False)
+            ][::-1]
             for name, mine in self.moments.items()
         }
         for name, extended in moments.items():
             phases[name] = replace(phases[name], device=max(extended, key=lambda each: sum(each.values())))
-        return Rehearsal(
-            phases,
-            on_line(self.to_host, other.to_host),
-            on_line(self.to_device, other.to_device),
-            on_line(self.batches_to_host, other.batches_to_host),
-            on_line(self.batches_to_device, other.batches_to_device),
-            moments,
-        )
+        copies = {
+            name: on_line(getattr(self, name), [getattr(other, name) for other in found])
+            for name in ("to_host", "to_device", "batches_to_host", "batches_to_device")
+        }
+        return replace(self, phases=phases, moments=moments, **copies)
 
     def with_largest_passes(self) -> PhaseMemories:
         """Return the phases, each at its moment with most bytes beside weights, gradients and states, which are computed."""
