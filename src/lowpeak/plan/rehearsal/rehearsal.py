@@ -116,10 +116,7 @@ class Rehearsal:
     moments: Mapping[str, Sequence[Mapping[Kind, int]]] = field(default_factory=dict)
 
     def extended(self, others: Sequence[tuple[Rehearsal, int, int]]) -> Rehearsal:
-        """Return self + the sum of (other - self) * steps / of: the rehearsal that is linear in each step to another.
-
-        Bytes of each kind are apart. A phase has the largest of its moments: which one that is may change along the line.
-        """
+        """Return self + the sum of (other - self) * steps / of, by kind of bytes; a phase has the largest of its moments."""
 
         def on_line(low: int, highs: Iterable[int]) -> int:
             return low + sum((high - low) * steps // of for high, (_, steps, of) in zip(highs, others, strict=True))
