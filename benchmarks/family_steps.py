@@ -49,22 +49,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _QUICK = ("llama", "gemma3_text")
-_OPTIONS = {"gradient_checkpointing": False, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
+_OPTIONS = {"gradient_checkpointing": False, "gradient_accumulation_steps": 1}
 _OURS = {"micro_batch_tokens": 4096, "logprob_chunk_size": 512}
 
 
-def measure(family: str, steps: int, folder: Path, peer: bool) -> dict[str, dict[str, Any]]:
+def measure(family: str, steps: int, prompts: int, folder: Path, peer: bool) -> dict[str, dict[str, Any]]:
     """Return the CPU seconds of a step by phase and the peak of each side."""
     start = folder / family
     settings = _SHAPE | FAMILIES[family]
     run_apart("benchmarks.harness.shapes", {"folder": str(start), "family": family, "settings": settings})
     request: dict[str, Any] = {
-        "shape": "w2", "canned": False, "num_prompts": 4, "prompt_length": 256, "steps": steps, "beta": 0.0,
+        "shape": "w2", "canned": False, "num_prompts": prompts, "prompt_length": 256, "steps": steps, "beta": 0.0,
         "start": str(start), "lengths": [],
     }  # fmt: skip
     found: dict[str, dict[str, Any]] = {}
     for side in (OURS, PEER) if peer else (OURS,):
-        options = _OPTIONS | (_OURS if side == OURS else {})
+        options = _OPTIONS | {"per_device_train_batch_size": 8 * prompts} | (_OURS if side == OURS else {})
         run = run_apart(
             "benchmarks.harness.stepping",
             {**request, "library": side, "folder": str(folder / side), "options": options},
@@ -79,17 +79,18 @@ def main() -> None:
     parser.add_argument("--families", default=",".join(FAMILIES), help="names, separated by commas")
     parser.add_argument("--steps", type=int, default=3, help="steps of a run, the first of which is not counted")
     parser.add_argument("--peer", action="store_true", help="TRL's step, too")
-    parser.add_argument("--quick", action="store_true", help="two families, two steps")
+    parser.add_argument("--quick", action="store_true", help="two families, two steps of one group")
     options = parser.parse_args()
     families, steps = (list(_QUICK), 2) if options.quick else (options.families.split(","), options.steps)
+    prompts = 1 if options.quick else 4
     if options.peer:
         require_peer()
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     runs: list[tuple[str, dict[str, dict[str, Any]]]] = []
     with tempfile.TemporaryDirectory() as folder:
         for family in dict.fromkeys(["llama", *families]):
-            runs.append((family, measure(family, steps, Path(folder), options.peer)))
-        runs.append(("llama", measure("llama", steps, Path(folder), peer=False)))
+            runs.append((family, measure(family, steps, prompts, Path(folder), options.peer)))
+        runs.append(("llama", measure("llama", steps, prompts, Path(folder), peer=False)))
     llama = sum(found[OURS]["total"] for family, found in runs if family == "llama") / 2
     print("| family | rollout, s | rest of the step, s | step, s | of the Llama's | TRL's step, s | of TRL's |")
     print("|---|---|---|---|---|---|---|")
