@@ -7,6 +7,7 @@ import shutil
 import pytest
 from datasets import Dataset, IterableDataset
 
+from case_selection import mark_extended
 from file_damage import harm
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.journal import read_steps
@@ -38,7 +39,7 @@ def folder(stopped, tmp_path):
     return shutil.copytree(stopped, tmp_path / "run")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mark_extended(KINDS, ["GRPO", "PPO", "SFT"], "release"))
 def test_the_same_script_starts_resumes_and_finds_its_run_finished(tmp_path, kind, caplog):
     alone = make(kind, tmp_path / "alone", **{**AUTO, "resume_from_checkpoint": None})
     alone.train()

@@ -17,6 +17,7 @@ vLLM's loaders join tensors (q, k and v), shard them (tensor parallelism), pad t
 head), differently in each model. So nothing is assumed: while a tensor is loaded, every write to a parameter's storage is
 recorded, with its region and the checksum of its source. After the update each region is read back and summed. This detects a
 tensor that was damaged in transit or overwritten by a later one, a parameter that received nothing, and any later change.
+Of a loader's own writes to one place the last counts, so what a loader makes of a tensor is not questioned.
 """
 
 from __future__ import annotations
