@@ -6,7 +6,7 @@ for the other ranks, so a step of any model on any number of ranks can be rehear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -117,15 +117,7 @@ class Rehearsal:
 
     def extended(self, others: Sequence[tuple[Rehearsal, int, int]]) -> Rehearsal:
         """Return self + the sum of (other - self) * steps / of, by kind of bytes; a phase has the largest of its moments."""
-
-        def on_line(low: int, highs: Iterable[int]) -> int:
-            return low + sum((high - low) * steps // of for high, (_, steps, of) in zip(highs, others, strict=True))
-
-        def kinds(low: Mapping[Kind, int], *highs: Mapping[Kind, int]) -> dict[Kind, int]:
-            names = low.keys() | {kind for high in highs for kind in high}
-            return {kind: on_line(low.get(kind, 0), [high.get(kind, 0) for high in highs]) for kind in names}
-
-        found = [other for other, _, _ in others]
+        found, kinds = [other for other, _, _ in others], partial(_on_line, [(steps, of) for _, steps, of in others])
         phases = {
             name: PhaseMemory(
                 kinds(phase.device, *(other.phases[name].device for other in found)),
@@ -133,18 +125,13 @@ class Rehearsal:
             )
             for name, phase in self.phases.items()
         }
-        moments = {  # of the last times of a phase, if one of them ran it more often
-            name: [
-                kinds(*each) for each in zip(*map(reversed, (mine, *(o.moments[name] for o in found))), strict=False)
-            ][::-1]
-            for name, mine in self.moments.items()
-        }
-        for name, extended in moments.items():
-            phases[name] = replace(phases[name], device=max(extended, key=lambda each: sum(each.values())))
-        copies = {
-            name: on_line(getattr(self, name), [getattr(other, name) for other in found])
-            for name in ("to_host", "to_device", "batches_to_host", "batches_to_device")
-        }
+        moments: dict[str, Sequence[Mapping[Kind, int]]] = {}
+        for name, mine in self.moments.items():
+            # Of the last times of a phase, if one of them ran it more often.
+            each = zip(*map(reversed, (mine, *(other.moments[name] for other in found))), strict=False)
+            moments[name] = [kinds(*same) for same in each][::-1]
+            phases[name] = replace(phases[name], device=max(moments[name], key=lambda each: sum(each.values())))
+        copies = kinds(*(_copies(each) for each in (self, *found)))
         return replace(self, phases=phases, moments=moments, **copies)
 
     def with_largest_passes(self) -> PhaseMemories:
@@ -192,6 +179,20 @@ class RehearsalInputs:
     activation_offloading: bool = False
     device: Literal["cuda", "cpu"] = "cuda"
     updates: bool = True
+
+
+def _on_line(steps: Sequence[tuple[int, int]], low: Mapping[Any, int], *highs: Mapping[Any, int]) -> dict[Any, int]:
+    kinds = low.keys() | {kind for high in highs for kind in high}
+    lines = [(high, *each) for high, each in zip(highs, steps, strict=True)]
+    return {
+        kind: low.get(kind, 0) + sum((high.get(kind, 0) - low.get(kind, 0)) * n // of for high, n, of in lines)
+        for kind in kinds
+    }
+
+
+def _copies(found: Rehearsal) -> dict[str, int]:
+    names = ("to_host", "to_device", "batches_to_host", "batches_to_device")
+    return {name: getattr(found, name) for name in names}
 
 
 def _pass_bytes(kinds: Mapping[Kind, int]) -> int:
