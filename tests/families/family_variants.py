@@ -13,6 +13,7 @@ from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
 from lowpeak.arguments.sampling import Sampling
+from lowpeak.models.lora import expert_parameters
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache_bytes import sequence_bytes
 from lowpeak.rollout.native.engine import NativeEngine, unsupported_reason
@@ -141,17 +142,12 @@ class AdapterComparison(Comparison):
         return get_peft_model(load(self.name), self.config).eval()
 
 
-def expert_parameters(model: nn.Module) -> list[str]:
-    names = [name for name, parameter in model.named_parameters() if parameter.dim() == 3 and ".experts." in name]
-    return sorted({".".join(name.split(".")[-2:]) for name in names})
-
-
 def check_adapted_experts(family: str, folder: Path) -> FamilyReport:
     """Train an adapter on a mixture's experts, save it, load it, and turn it off."""
     model, report = make_family(family), FamilyReport()
     name = saved(folder / "model", model)
     config = LoraConfig(
-        r=2, target_modules=["q_proj"], target_parameters=expert_parameters(model), task_type="CAUSAL_LM"
+        r=2, target_modules=["q_proj"], target_parameters=sorted(expert_parameters(model)), task_type="CAUSAL_LM"
     )
     comparison = AdapterComparison(name, report, config)
     trainer = make(

@@ -11,14 +11,13 @@ from family_variants import (
     check_adapted_experts,
     check_critic,
     check_variant,
-    expert_parameters,
     has_classifier,
 )
 from table import documented_rows
 
 from lowpeak.errors import ArgumentError
 from lowpeak.heads.experts import load_balance_of
-from lowpeak.models import disable_dropout
+from lowpeak.models import disable_dropout, expert_parameters
 from model_families import FAMILIES, is_known, make_config, make_family
 
 DROPOUT = ("dropout", "pdrop", "layerdrop", "jitter_noise")

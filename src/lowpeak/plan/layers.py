@@ -93,12 +93,12 @@ def _by_period(signatures: Sequence[Any], least: int) -> FewLayers:
 
 def _by_kind(signatures: Sequence[Any], least: int) -> FewLayers:
     """Return two layers of each kind, the first ones, and models with one more of each; of a single kind `least`."""
-    kinds = [[i for i, other in enumerate(signatures) if other == kind] for kind in _distinct(signatures)]
+    kinds: dict[Any, list[int]] = {}
+    for i, signature in enumerate(signatures):
+        kinds.setdefault(signature, []).append(i)
     each = 2 if len(kinds) > 1 else least
-    few = sorted(i for layers in kinds for i in layers[:each])
-    more = [(tuple(sorted([*few, layers[each]])), len(layers) - each, 1) for layers in kinds if len(layers) > each]
+    few = sorted(i for layers in kinds.values() for i in layers[:each])
+    more = [
+        (tuple(sorted([*few, layers[each]])), len(layers) - each, 1) for layers in kinds.values() if len(layers) > each
+    ]
     return FewLayers(tuple(few), tuple(more))
-
-
-def _distinct(signatures: Sequence[Any]) -> list[Any]:
-    return [each for i, each in enumerate(signatures) if each not in signatures[:i]]

@@ -17,7 +17,7 @@ vLLM's loaders join tensors (q, k and v), shard them (tensor parallelism), pad t
 head), differently in each model. So nothing is assumed: while a tensor is loaded, every write to a parameter's storage is
 recorded, with its region and the checksum of its source. After the update each region is read back and summed. This detects a
 tensor that was damaged in transit or overwritten by a later one, a parameter that received nothing, and any later change.
-Of a loader's own writes to one place the last counts, so what a loader makes of a tensor is not questioned.
+Of a loader's own writes to one place the last counts, unless it rounds: what else a loader makes of a tensor is not questioned.
 """
 
 from __future__ import annotations
@@ -249,8 +249,10 @@ class WriteTracing(TorchDispatchMode):
         is_complete = is_complete or not self._summing
         expected = None if is_complete else tensor_checksum(source.expand_as(target), target.dtype)
         place = name, tuple(target.shape), tuple(target.stride()), int(target.storage_offset())
-        # The last write counts: some of vLLM's loaders copy a tensor and transform it in place (Mamba's A_log).
-        self._regions[place] = Region(*place, source.numel(), expected)
+        # The last write counts: some of vLLM's loaders copy a tensor and transform it in place (Mamba's A_log). One from a
+        # narrower dtype only loses bits.
+        if place not in self._regions or source.itemsize >= target.itemsize:
+            self._regions[place] = Region(*place, source.numel(), expected)
 
 
 def _is_same_range(one: Tensor, other: Tensor) -> bool:
