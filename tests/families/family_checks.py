@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from lowpeak.arguments.grpo import resolve_grpo
 from lowpeak.arguments.sampling import Sampling
+from lowpeak.models.lora import expert_parameters
 from lowpeak.models.sharded_loading import auto_class
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine, needs_equal_lengths, unsupported_reason
@@ -181,10 +182,6 @@ def check_adapter(name: str, folder: Path, report: FamilyReport) -> None:
     trainer = make("GRPO", folder / "lora", name, peft_config=config, **{**RUN, "beta": 0.0, "max_steps": 1})
     trainer.train()
     moved = [key for key, p in trainer.model.named_parameters() if "lora_B" in key and bool(p.any())]
-    report.lora = "without experts" if has_experts(trainer.model) else "yes"
+    report.lora = "without experts" if expert_parameters(trainer.model) else "yes"
     if not moved:
         report.problems.append("no adapter moved")
-
-
-def has_experts(model: nn.Module) -> bool:
-    return any(p.dim() == 3 and ".experts." in key for key, p in model.named_parameters())

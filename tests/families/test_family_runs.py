@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from family_checks import LIMITS, TEMPERATURE, Comparison, FamilyReport, distance, gradients, has_experts
+from family_checks import LIMITS, TEMPERATURE, Comparison, FamilyReport, distance, gradients
 
 from lowpeak.arguments.sampling import Sampling
+from lowpeak.models.lora import expert_parameters
 from lowpeak.parallel import decoder_layers
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache_bytes import sequence_bytes
@@ -138,6 +139,6 @@ def test_bf16_differs_from_plain_forwards_in_bf16_by_less_than_those_do_from_flo
     errors = comparison.report.errors
     for number in ("log-probs", "gradient"):
         assert errors[number] <= errors[f"rounding of {number}"]
-    if not has_experts(trainer.model):  # of which rounding chooses others
+    if not expert_parameters(trainer.model):  # of which rounding chooses others
         assert errors["log-probs"] <= 0.01
         assert errors["gradient"] <= 0.05
