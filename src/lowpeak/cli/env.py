@@ -108,7 +108,8 @@ def model_facts(name: str) -> dict[str, Any]:
     experts, cache = sorted(expert_parameters(model)), measure_cache(model, torch.bfloat16)
     adapted = f"without experts; lora_target_parameters={experts} adapts them" if experts else "yes"
     facts = {"model": name, "model type": config.model_type, **_fast_paths(model), **_recurrent_kernels(model)}
-    facts |= {"LoRA on all-linear": adapted, "cache bytes per token": cache.by_window.get(None, 0)}
+    facts |= {"LoRA on all-linear": adapted, "cache dtype": "bfloat16"}
+    facts |= {"cache bytes per token": cache.by_window.get(None, 0)}
     facts |= {f"cache bytes per token of the last {size}": n for size, n in cache.by_window.items() if size}
     return {**facts, "state bytes per sequence": cache.of_states}
 
