@@ -1,4 +1,3 @@
-from lowpeak.parallel.base import prepare_without_ddp as prepare_without_ddp
 from lowpeak.parallel.base import shard_layers as shard_layers
 from lowpeak.parallel.checkpoint_shards import has_shards as has_shards
 from lowpeak.parallel.checkpoint_shards import load_shards as load_shards

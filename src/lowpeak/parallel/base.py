@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowpeak.arguments import StorageFormat
-from lowpeak.heads import transformers_model
 from lowpeak.memory import AsyncHostMover, has_device_memory, offload_frozen
 from lowpeak.models import materialize_meta_params
 from lowpeak.optim import rounding_noise, split_weights
@@ -42,7 +41,7 @@ from lowpeak.parallel.parameters import (
     layout,
     local_shard,
 )
-from lowpeak.parallel.partial_gather import Gatherer, block_modules, decoder_layers, unit_classes
+from lowpeak.parallel.partial_gather import Gatherer, block_modules, decoder_layers
 from lowpeak.parallel.strategy import FrozenModel, Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightLayout, Weights, WeightSlice
@@ -191,6 +190,17 @@ class Replicated(AccelerateStrategy):
         return self.ranks.world_size / self._accelerator.gradient_accumulation_steps
 
     @contextmanager
+    def preparing(self, model: nn.Module) -> Iterator[None]:
+        accelerator = self._accelerator
+        accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)  # without DDP
+        try:
+            yield
+        finally:
+            del accelerator.prepare_model
+        if self.ranks.world_size > 1:
+            _broadcast_weights(model, accelerator.device)  # as DDP does
+
+    @contextmanager
     def micro_batch_context(self, model: nn.Module, last: bool) -> Iterator[None]:
         self._accelerator.gradient_state._set_sync_gradients(last)
         yield
@@ -210,77 +220,6 @@ class Replicated(AccelerateStrategy):
         remove_sums(named.values())
         if storage is not None:
             place_optimizer(optimizer, named, storage, self.ranks)
-
-
-@contextmanager
-def prepare_without_ddp(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Iterator[None]:
-    """Let `accelerator.prepare` build no DDP around a replicated model; broadcast rank 0's weights, as DDP does.
-
-    FSDP2's units are the decoder layers, unless the user named others.
-    """
-    if not isinstance(strategy, Replicated):
-        if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
-            _gather_whole_layers(model)
-        plugin = getattr(accelerator.state, "fsdp_plugin", None)
-        named = getattr(plugin, "transformer_cls_names_to_wrap", None)
-        try:
-            if plugin is not None:
-                plugin.transformer_cls_names_to_wrap = named or unit_classes(model)
-            with _broadcast_buffers(accelerator, model):
-                yield
-        finally:
-            if plugin is not None:  # shared by all trainers of the process
-                plugin.transformer_cls_names_to_wrap = named
-        return
-    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
-    try:
-        yield
-    finally:
-        del accelerator.prepare_model
-    if strategy.ranks.world_size > 1:
-        _broadcast_weights(model, accelerator.device)
-
-
-def _gather_whole_layers(model: nn.Module) -> None:
-    """Let ZeRO-3 gather a layer as a whole where ranks call its parts differently often, or its code reads parts' weights."""
-    # A mixer runs as often as its rank's sequences need; Gemma 3n's `altup` is not called, and its weights are read.
-    whole = [
-        layer
-        for layer in decoder_layers(model)
-        if hasattr(layer, "altup") or any(isinstance(part, nn.Conv1d) for part in layer.modules())
-    ]
-    for layer in whole:
-        setattr(layer, "_z3_leaf", True)  # noqa: B010
-    # DeepSpeed waits for the gradient of the layer's input, which under adapters the first layer's has not.
-    if whole:
-        transformers_model(model).enable_input_require_grads()
-
-
-@contextmanager
-def _broadcast_buffers(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Broadcast saved buffers if FSDP2 loads on rank 0 alone, and hide them: accelerate takes them for sharded parameters."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    is_loaded_once = plugin is not None and plugin.cpu_ram_efficient_loading
-    saved = [
-        (module, name)
-        for module in (model.modules() if is_loaded_once else ())
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    ]
-    for module, name in saved:
-        buffer = module._buffers[name]
-        assert buffer is not None
-        values = (
-            torch.empty_like(buffer, device=accelerator.device) if buffer.is_meta else buffer.to(accelerator.device)
-        )
-        dist.broadcast(values, 0)
-        module._buffers[name] = values
-        module._non_persistent_buffers_set.add(name)
-    try:
-        yield
-    finally:
-        for module, name in saved:
-            module._non_persistent_buffers_set.discard(name)
 
 
 _PIECE_BYTES = 8 << 20

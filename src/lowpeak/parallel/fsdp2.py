@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -15,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from lowpeak.arguments import StorageFormat
 from lowpeak.parallel.base import AccelerateStrategy, freeze, fsdp_mesh, shard_layers
 from lowpeak.parallel.parameters import FlatShard, fsdp_shard
+from lowpeak.parallel.partial_gather import unit_classes
 from lowpeak.parallel.strategy import FrozenModel
 
 
@@ -27,6 +29,18 @@ class Fsdp2(AccelerateStrategy):
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
         self._collectives = PassCollectives()
+
+    @contextmanager
+    def preparing(self, model: nn.Module) -> Iterator[None]:
+        plugin = self._accelerator.state.fsdp_plugin
+        named = plugin.transformer_cls_names_to_wrap
+        plugin.transformer_cls_names_to_wrap = named or unit_classes(model)
+        broadcast = _broadcast_buffers(model, self._accelerator.device)
+        try:
+            with broadcast if plugin.cpu_ram_efficient_loading else nullcontext():
+                yield
+        finally:
+            plugin.transformer_cls_names_to_wrap = named  # all trainers of the process share the plugin
 
     def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         self._accelerator.gradient_state._set_sync_gradients(True)
@@ -71,6 +85,29 @@ class Fsdp2(AccelerateStrategy):
         policy = self._accelerator.state.fsdp_plugin.mixed_precision_policy
         compute = getattr(policy, "param_dtype", None) if parameter.is_floating_point() else None
         return fsdp_shard(parameter, compute, self._device)
+
+
+@contextmanager
+def _broadcast_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Broadcast rank 0's saved buffers, and hide them inside the block: accelerate takes them for sharded parameters."""
+    saved = [
+        (module, name)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+    for module, name in saved:
+        buffer = module._buffers[name]
+        assert buffer is not None
+        values = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        dist.broadcast(values, 0)
+        module._buffers[name] = values
+        module._non_persistent_buffers_set.add(name)
+    try:
+        yield
+    finally:
+        for module, name in saved:
+            module._non_persistent_buffers_set.discard(name)
 
 
 class PassCollectives:

@@ -7,6 +7,8 @@ rows over the data ranks, so that a gather returns the part, never the whole par
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,6 +64,11 @@ class TensorParallel(Fsdp2):
         self._gatherer = Gatherer(self.ranks, self._device, tp_collectives=self._tp_collectives)
         # Sharded over data ranks only: the parts of a TP group are never gathered.
         self.shards_parameters = self.ranks.world_size > 1
+
+    @contextmanager
+    def preparing(self, model: nn.Module) -> Iterator[None]:
+        with super().preparing(model) if self.shards_parameters else nullcontext():
+            yield
 
     def average_gradients(self, model: nn.Module) -> None:
         group = self._accelerator.torch_device_mesh[_TP_AXIS].get_group()

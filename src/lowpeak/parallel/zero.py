@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from lowpeak.errors import CheckpointError
+from lowpeak.heads import transformers_model
 from lowpeak.parallel.base import AccelerateStrategy, freeze
 from lowpeak.parallel.checkpoint_shards import load_shards, read_saved_state, save_shards
 from lowpeak.parallel.checkpoint_state import (
@@ -32,6 +33,7 @@ from lowpeak.parallel.checkpoint_state import (
     trained_parameters,
 )
 from lowpeak.parallel.parameters import FlatShard
+from lowpeak.parallel.partial_gather import decoder_layers
 from lowpeak.parallel.strategy import FrozenModel
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -46,6 +48,10 @@ class Zero(AccelerateStrategy):
         super().__init__(accelerator)
         self._stage = int(accelerator.state.deepspeed_plugin.zero_stage)
         self.shards_parameters = self._stage == 3
+
+    def preparing(self, model: nn.Module) -> AbstractContextManager[None]:
+        _gather_whole_layers(model)
+        return nullcontext()
 
     def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         self._accelerator.gradient_state._set_sync_gradients(last)
@@ -125,6 +131,23 @@ class Zero(AccelerateStrategy):
             return super()._shard(parameter)
         local = parameter.ds_tensor.detach().view(-1)
         return FlatShard(parameter.ds_shape, local.numel(), local, local.dtype, self._device)
+
+
+def _gather_whole_layers(model: nn.Module) -> None:
+    """Let ZeRO-3 gather a layer as a whole where ranks call its parts differently often, or its code reads parts' weights."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    # A mixer runs as often as its rank's sequences need; Gemma 3n's `altup` is not called, and its weights are read.
+    whole = [
+        layer
+        for layer in decoder_layers(model)
+        if hasattr(layer, "altup") or any(isinstance(part, nn.Conv1d) for part in layer.modules())
+    ]
+    for layer in whole:
+        set_z3_leaf_module(layer, True)
+    # DeepSpeed waits for the gradient of the layer's input, which under adapters the first layer's has not.
+    if whole:
+        transformers_model(model).enable_input_require_grads()
 
 
 @dataclass(frozen=True)

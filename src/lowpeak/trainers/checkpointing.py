@@ -18,7 +18,7 @@ from transformers.trainer_utils import TrainOutput
 from lowpeak.checkpoint import RunState, restore_rng_state, stage_files
 from lowpeak.memory import Phase
 from lowpeak.optim import clear_low_bits, loading_states
-from lowpeak.parallel import has_shards, prepare_without_ddp
+from lowpeak.parallel import has_shards
 from lowpeak.setup import clear_output_dir, num_restarts, warn_of_overridden_arguments
 from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
@@ -99,7 +99,7 @@ class CheckpointingTrainer(ModelCardMixin, Trainer):
         """
         ranks, resumed = self.run.strategy.ranks, self.resumed
         sharded = resume_from_checkpoint is None or has_shards(Path(resume_from_checkpoint))
-        with prepare_without_ddp(self.accelerator, self.run.strategy, self.model):
+        with self.run.strategy.preparing(self.model):
             states = None if sharded else resume_from_checkpoint
             prepared = super()._prepare_for_training(max_steps, train_dataloader, states)
         if sharded:
