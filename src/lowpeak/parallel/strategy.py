@@ -40,10 +40,6 @@ class TrainingStrategy(Protocol):
         """
         return None
 
-    def preparing(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return the context in which `accelerator.prepare` places the policy on the devices."""
-        return nullcontext()
-
     def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Return the context of a micro-batch's forward and backward; some strategies average gradients in the `last` one."""
         return nullcontext()
@@ -170,3 +166,7 @@ class ShardedState(Protocol):
 
 class Strategy(TrainingStrategy, OptimizerStrategy, InferenceStrategy, ParameterExport, ShardedState, Protocol):
     """A parallel strategy of a run: one device, DDP, FSDP2, ZeRO or tensor parallelism."""
+
+    def preparing(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context in which `accelerator.prepare` places the policy on the devices."""
+        return nullcontext()
