@@ -31,8 +31,10 @@ from lowpeak.errors import EngineError
 from scripted_turns import Score, add, calling_model, questions
 from small_runs import refused_model
 
-STRATEGIES = ["ddp", "fsdp2", "zero3", "tp", "fsdp2-tp"]
-UNDER_EACH = mark_extended(STRATEGIES, ["fsdp2", "tp"])
+UNDER_EACH = [
+    *mark_extended(["ddp", "fsdp2", "zero3", "tp"], ["fsdp2", "tp"]),
+    pytest.param("fsdp2-tp", marks=pytest.mark.release),  # four processes
+]
 SIZES = {"single": (1, 1), "tp": (2, 1), "fsdp2-tp": (2, 2)}  # processes of a rank, and ranks; by default (1, 2)
 MEASURED = ("eval_reward", "eval_greedy_reward", "eval_tools/call_frequency", "eval_completions/mean_length")
 PARTS = ("", "model.layers.1.mlp", "lm_head")

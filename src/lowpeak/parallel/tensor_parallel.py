@@ -8,7 +8,7 @@ rows over the data ranks, so that a gather returns the part, never the whole par
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,8 +67,7 @@ class TensorParallel(Fsdp2):
 
     @contextmanager
     def preparing(self, model: nn.Module) -> Iterator[None]:
-        with super().preparing(model) if self.shards_parameters else nullcontext():
-            yield
+        yield  # transformers sharded the model while it was loaded
 
     def average_gradients(self, model: nn.Module) -> None:
         group = self._accelerator.torch_device_mesh[_TP_AXIS].get_group()
