@@ -281,6 +281,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": {"head_dim": 8, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
         "vision_config": VISION, **IMAGES,
     }),
+    "Qwen3-VL-MoE": ("qwen3_vl_moe", {
+        "text_config": {
+            **FOUR_EXPERTS, "norm_topk_prob": True, "head_dim": 8, "rope_parameters": {**MROPE, "mrope_interleaved": True},
+        },
+        "vision_config": VISION, **IMAGES,
+    }),
     "Qwen3.5 with vision": ("qwen3_5", {"text_config": QWEN35, "vision_config": VISION, **IMAGES}),
     "Gemma 3 with vision": ("gemma3", {
         "text_config": GEMMA3, "vision_config": {**VISION, "vision_use_head": False}, "mm_tokens_per_image": 4,

@@ -99,7 +99,7 @@ def balance_alone(model: Any, records: Any) -> torch.Tensor:
         layers.append(tuple(layer.flatten(0, -2)[:-1] for layer in logits))
     logits = tuple(torch.cat(parts) for parts in zip(*layers, strict=True))
     loss = sys.modules[type(model).__module__].load_balancing_loss_func
-    return loss(logits, logits[0].shape[-1], model.num_experts_per_tok)
+    return loss(logits, logits[0].shape[-1], model.config.get_text_config().num_experts_per_tok)
 
 
 class Comparison(TrainerCallback):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def check_variant(family: str, variant: str, folder: Path) -> FamilyReport:
     window, settings = VARIANTS[variant]
     has_window = getattr(make_config(family).get_text_config(), "sliding_window", None) is not None
     model, report = make_family(family, **({"sliding_window": window} if has_window else {})), FamilyReport()
-    balance = 0.5 if hasattr(model, "num_experts_per_tok") else 0.0
+    balance = 0.5 if hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func") else 0.0
     train(model, folder, report, **{**ONE_STEP, **settings, "router_aux_loss_coef": balance})
     if has_window or variant == "recomputed":
         check_greedy_tokens(model, report)

@@ -56,7 +56,8 @@ equal those of plain forwards of each sequence by itself:
   family that the decode loop generates for they equal those of the loop's slots within 2 %.
 - **vLLM names**: whether weight sync gives vLLM each tensor of the published checkpoint once, with
   its name, shape and values. Which of these families vLLM itself can load, its version says.
-- In 4 bits only linear layers are quantised: experts of three dimensions keep 16 bits.
+- In 4 bits only linear layers are quantised: experts of three dimensions keep 16 bits; embeddings,
+  norms and the head become fp32 under an adapter, as peft prepares them.
 
 `lowpeak env MODEL` says the row of one model, and the bytes that it caches, from its config alone:
 

@@ -12,6 +12,7 @@ Shapes: E experts, N = B*L tokens of a micro-batch.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,10 @@ def load_balance_of(causal: Any, coefficient: float | None) -> LoadBalance | Non
     Raises ArgumentError if a coefficient is given for a model that reports no router logits.
     """
     config = causal.config.get_text_config()
-    if not hasattr(config, "output_router_logits") or not hasattr(causal, "num_experts_per_tok"):
+    # Multimodal classes balance their experts as well, but lack the attribute.
+    balances = hasattr(sys.modules[type(causal).__module__], "load_balancing_loss_func")
+    top_k = getattr(causal, "num_experts_per_tok", config.num_experts_per_tok if balances else None)
+    if not hasattr(config, "output_router_logits") or top_k is None:
         if coefficient:
             raise ArgumentError(
                 f"router_aux_loss_coef={coefficient} has no effect: {type(causal).__name__} is not a mixture of experts with a "
@@ -57,7 +61,7 @@ def load_balance_of(causal: Any, coefficient: float | None) -> LoadBalance | Non
             )
         return None
     weight = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
-    return LoadBalance(float(weight), int(causal.num_experts_per_tok)) if weight else None
+    return LoadBalance(float(weight), int(top_k)) if weight else None
 
 
 @contextmanager

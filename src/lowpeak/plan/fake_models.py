@@ -63,11 +63,15 @@ class _QuantizedProduct(torch.autograd.Function):
 
 
 def quantize(model: Any, bits: Literal[4, 8]) -> None:
-    """Replace a model's products as transformers does for bitsandbytes: not the head, nor experts of three dimensions."""
+    """Replace a model's products as transformers does for bitsandbytes: not the head, nor experts of three dimensions.
+
+    An adapter on it widens what stays 16-bit, as on a quantised model.
+    """
     kept = get_keys_to_not_convert(model) + list(model._keep_in_fp32_modules or ())
     for name, module in list(model.named_modules()):
         if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, kept):
             model.set_submodule(name, QuantizedLinear(module, bits))
+    model.is_quantized = True
 
 
 @contextmanager

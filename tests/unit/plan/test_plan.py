@@ -302,7 +302,6 @@ def test_an_adapter_trains_few_bytes_on_a_frozen_base():
     full, lora, four = plan("grpo", beta=0.1), make_plan(adapted), make_plan(replace(adapted, quantized_bits=4))
     assert lora.phases["optimizer"].device[Kind.WEIGHTS] < 0.6 * full.phases["optimizer"].device[Kind.WEIGHTS]
     assert lora.phases["load"].device.get(Kind.FROZEN, 0) == 0  # the reference is the base
-    assert four.phases["load"].device[Kind.WEIGHTS] < 0.8 * lora.phases["load"].device[Kind.WEIGHTS]
     assert four.counts.total == lora.counts.total
 
 

@@ -11,6 +11,8 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from lowpeak.plan.plan import make_plan
+from lowpeak.plan.plan_process import planned_request
 from lowpeak.sizes.planned_memory import run_description
 from small_runs import journal, make, saved, trained
 from tiny_models import tiny_model
@@ -45,17 +47,19 @@ def test_the_plan_is_of_the_runs_phases_and_a_phase_far_beyond_it_is_named_once(
 
 
 @pytest.mark.extended
-def test_a_quantised_base_is_described_in_its_bits(tmp_path):
+def test_a_quantised_bases_planned_bytes_are_those_of_its_parameters(tmp_path):
     pytest.importorskip("bitsandbytes")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(
-        saved(tmp_path / "base", tiny_model(hidden=64)), quantization_config=config
+        saved(tmp_path / "base", tiny_model(hidden=64).bfloat16()), quantization_config=config
     )
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
     trainer = make("GRPO", tmp_path / "run", model, peft_config=lora)
     described = run_description(trainer, trainer.model, trainer.run.strategy, 1 << 30, trainer.run.sizes.as_dict())
     assert described.quantized_bits == 4
     assert getattr(described.config, "quantization_config", None) is None
+    frozen = sum(p.nbytes for p in trainer.model.parameters() if not p.requires_grad)
+    assert make_plan(planned_request(described)).counts.frozen_bytes == frozen
 
 
 def test_the_planning_process_ends_with_the_run(tmp_path):
