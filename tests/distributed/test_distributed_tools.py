@@ -31,10 +31,9 @@ from lowpeak.errors import EngineError
 from scripted_turns import Score, add, calling_model, questions
 from small_runs import refused_model
 
-UNDER_EACH = [
-    *mark_extended(["ddp", "fsdp2", "zero3", "tp"], ["fsdp2", "tp"]),
-    pytest.param("fsdp2-tp", marks=pytest.mark.release),  # four processes
-]
+STRATEGIES = ["ddp", "fsdp2", "zero3", "tp", "fsdp2-tp"]
+CASES = [(strategy, run) for strategy in STRATEGIES for run in ("whole", "memory", "rounds")]
+CORE = [("fsdp2", "whole"), ("fsdp2", "memory"), ("fsdp2", "rounds"), ("zero3", "whole"), ("tp", "whole")]
 SIZES = {"single": (1, 1), "tp": (2, 1), "fsdp2-tp": (2, 2)}  # processes of a rank, and ranks; by default (1, 2)
 MEASURED = ("eval_reward", "eval_greedy_reward", "eval_tools/call_frequency", "eval_completions/mean_length")
 PARTS = ("", "model.layers.1.mlp", "lm_head")
@@ -103,19 +102,27 @@ def build(
     )
 
 
-def train_all(place: Path, strategy: str) -> None:
-    """A whole run, one that a process without memory holds up, and runs that one process ends."""
+def train_all(place: Path, strategy: str, cases: list[str]) -> None:
+    """Whole runs, one that a process without memory holds up, and runs that one process ends."""
     for run, model in (("whole", "calling"), ("rounds", "refused")):
-        train(build(place / run, strategy, model=model), place / f"{run}.pt")
+        if run in cases:
+            train(build(place / run, strategy, model=model), place / f"{run}.pt")
+            forget()
+    if "memory" in cases:
+        trainer = build(place / "memory", strategy)
+        engine = trainer.collector.engine.engine
+        for part in PARTS[1:]:
+            engine.gather_policy = Failing(engine.gather_policy, part, torch.OutOfMemoryError("no room"))
+        train(trainer, place / "memory.pt")
         forget()
-    if strategy == "single":
-        return
-    trainer, errors = build(place / "memory", strategy), {}
+    if "errors" in cases:
+        fail_on_one(place, strategy)
+
+
+def fail_on_one(place: Path, strategy: str) -> None:
+    trainer, errors = build(place / "errors", strategy), {}
     engine = trainer.collector.engine.engine
     whole = engine.gather_policy
-    for part in PARTS[1:]:
-        engine.gather_policy = Failing(engine.gather_policy, part, torch.OutOfMemoryError("no room"))
-    train(trainer, place / "memory.pt")
     for part in PARTS:
         engine.gather_policy = Failing(whole, part, ValueError("out of luck"))
         errors[part] = error_of(trainer.train)
@@ -167,14 +174,16 @@ def runs(request, tmp_path_factory):
     for name, model in (("calling", calling), ("refused", refused)):
         model.save_pretrained(out / name)
         tokenizer.save_pretrained(out / name)
-    for strategy in ("single", *selected_cases(request, "strategy")):
+    runs_of: dict[str, list[str]] = {"single": ["whole", "rounds"]}
+    for strategy, run in selected_cases(request, "strategy", "run"):
+        runs_of.setdefault(strategy, []).append(run)
+    for strategy, own in runs_of.items():
         group, ranks = SIZES.get(strategy, (1, 2))
-        succeed_on_ranks(train_all, out / strategy, strategy, world_size=group * ranks)
+        succeed_on_ranks(train_all, out / strategy, strategy, own, world_size=group * ranks)
     return out
 
 
-@pytest.mark.parametrize("strategy", UNDER_EACH)
-@pytest.mark.parametrize("run", ["whole", "memory", "rounds"])
+@pytest.mark.parametrize(("strategy", "run"), mark_extended(CASES, CORE, "release"))
 def test_conversations_are_those_of_one_process_also_after_one_of_several_had_no_memory(runs, strategy, run):
     alone = torch.load(runs / f"single/{'rounds' if run == 'rounds' else 'whole'}.pt")
     ours = torch.load(runs / strategy / f"{run}.pt")
@@ -184,8 +193,10 @@ def test_conversations_are_those_of_one_process_also_after_one_of_several_had_no
     assert_same_run(ours, alone)
 
 
-@pytest.mark.parametrize("strategy", UNDER_EACH)
-def test_errors_of_one_process_end_conversations_on_all(runs, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "run"), mark_extended([(each, "errors") for each in STRATEGIES], [("fsdp2", "errors")], "release")
+)
+def test_errors_of_one_process_end_conversations_on_all(runs, strategy, run):
     group, ranks = SIZES.get(strategy, (1, 2))
     for number, found in enumerate(seen(runs / strategy, group * ranks)):
         errors = found["errors"]
