@@ -8,11 +8,17 @@ from peft import LoraConfig
 from plan_checks import PROMPT, cache_errors, check_plan, plan_family
 from table import README, documented_rows, readme_table
 
+from lowpeak import RewardConfig
+from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.memory import Kind
 from lowpeak.models.lora import add_training_adapter
+from lowpeak.plan.derived_configs import shard_config
+from lowpeak.plan.hardware import GIB, Machine
 from lowpeak.plan.output import summary
+from lowpeak.plan.plan import make_plan
+from lowpeak.plan.request import PlanRequest
 from lowpeak.rollout.native.engine import unsupported_reason
-from model_families import FAMILIES, is_known, make_family
+from model_families import FAMILIES, is_known, make_config, make_family
 
 KNOWN = [family for family in FAMILIES if is_known(family)]
 PLANNED_IN_CI = ("Nemotron-H", "GLM-5", "LongCat-Flash")
@@ -50,6 +56,22 @@ def test_generate_keeps_keys_of_each_sequence_with_its_prompt_within_the_budget(
         # A layer's keys and values are copied when a token is added.
         planned = found.phases["rollout"].device[Kind.KV_CACHE]
         assert 0.99 * num_sequences * one <= planned <= 1.5 * num_sequences * one
+
+
+@pytest.mark.extended
+def test_a_reward_models_plan_balances_no_experts_and_needs_a_classifier():
+    args, machine = RewardConfig("unused", use_cpu=True), Machine(1, 8 * GIB, device="cpu")
+    assert make_plan(PlanRequest("reward", args, make_config("gpt-oss"), machine)).peak > 0
+    with pytest.raises(ModelError, match="AutoModelForSequenceClassification for gemma3n_text"):
+        make_plan(PlanRequest("reward", args, make_config("Gemma 3n"), machine))
+
+
+def test_gemma_3n_has_its_layers_sizes_split_and_is_not_quantised():
+    config = make_config("Gemma 3n")
+    assert shard_config(config, 2).intermediate_size == [size // 2 for size in config.intermediate_size]
+    adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    with pytest.raises(ArgumentError, match=r"clips.*quantization_config"):
+        plan_family("Gemma 3n", quantized_bits=4, peft_config=adapter)
 
 
 @pytest.mark.extended

@@ -5,6 +5,7 @@ from lowpeak.attention.install import install_attention as install_attention
 from lowpeak.attention.install import no_packing_detection as no_packing_detection
 from lowpeak.attention.install import packing_unsupported_reason as packing_unsupported_reason
 from lowpeak.attention.install import uninstall_attention as uninstall_attention
+from lowpeak.attention.mixers import continues_by_single_tokens as continues_by_single_tokens
 from lowpeak.attention.mixers import mixers_of as mixers_of
 from lowpeak.attention.self_check import attention_mismatch as attention_mismatch
 from lowpeak.attention.self_check import packing_mismatch as packing_mismatch

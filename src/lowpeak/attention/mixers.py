@@ -61,6 +61,11 @@ def _takes_state(kind: Any) -> bool:
     return "initial_state" in _source(kind) or "update_recurrent_state" not in _source(kind)
 
 
+def continues_by_single_tokens(model: nn.Module) -> bool:
+    """Return whether only single tokens can follow the states of a model's mixers."""
+    return not all(_takes_state(type(mixer)) for mixer in mixers_of(model))
+
+
 def install_mixers(causal: nn.Module) -> None:
     """Let the mixers of a causal LM take the forest of their backbone's forward."""
     mixers, backbone = mixers_of(causal), cast(Any, backbone_of(causal))

@@ -50,8 +50,8 @@ def load_balance_of(causal: Any, coefficient: float | None) -> LoadBalance | Non
     Raises ArgumentError if a coefficient is given for a model that reports no router logits.
     """
     config = causal.config.get_text_config()
-    # Multimodal classes balance their experts as well, but lack the attribute.
-    balances = hasattr(sys.modules[type(causal).__module__], "load_balancing_loss_func")
+    # Multimodal classes balance their experts as well, but lack the attribute; classifiers do not.
+    balances = causal.can_generate() and hasattr(sys.modules[type(causal).__module__], "load_balancing_loss_func")
     top_k = getattr(causal, "num_experts_per_tok", config.num_experts_per_tok if balances else None)
     if not hasattr(config, "output_router_logits") or top_k is None:
         if coefficient:

@@ -127,6 +127,12 @@ def _prepare_quantized(policy: nn.Module) -> nn.Module:
     """Freeze a quantised policy, and widen to fp32 what is not quantised, except experts: they are most of a mixture."""
     from peft import prepare_model_for_kbit_training
 
+    model: Any = policy
+    if hasattr(model.config.get_text_config(), "altup_coef_clip"):
+        raise ArgumentError(
+            f"{model.config.model_type} cannot train in 4 or 8 bits: transformers clips its weights in place in each training "
+            "forward, and packed weights cannot be clipped. Remove quantization_config."
+        )
     experts = [(p, p.data) for each in expert_parameters(policy).values() for p in each]
     if experts:
         shown = show_bytes(expert_bytes(policy))

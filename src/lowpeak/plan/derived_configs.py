@@ -23,7 +23,9 @@ def shard_config(config: Any, tensor_parallel: int) -> Any:
         "vocab_size",
     ):
         value = getattr(text, name, None)
-        if value is not None:
+        if isinstance(value, list):  # of each layer
+            setattr(text, name, [max(1, -(-each // tensor_parallel)) for each in value])
+        elif value is not None:
             setattr(text, name, max(1, -(-value // tensor_parallel)))
     return part
 

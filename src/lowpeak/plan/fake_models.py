@@ -15,6 +15,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import lowpeak.models
+from lowpeak.errors import ModelError
 from lowpeak.models import auto_class, freeze_other_modalities, make_whole_models
 
 _BLOCK = 64  # weights that share an fp32 scale in 4 bits (Dettmers et al. 2023, arXiv 2305.14314, section 3)
@@ -22,8 +23,13 @@ _BLOCK = 64  # weights that share an fp32 scale in 4 bits (Dettmers et al. 2023,
 
 def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
     """Return the model of a transformers' auto class, its weights not initialised: fake ones have no values."""
+    classes = auto_class(auto, config)
+    if type(config) not in classes._model_mapping and not getattr(config, "auto_map", None):
+        raise ModelError(
+            f"transformers has no {auto.__name__} for {config.model_type}: choose a model of another family."
+        )
     with make_whole_models():
-        model = auto_class(auto, config).from_config(config, dtype=dtype)
+        model = classes.from_config(config, dtype=dtype)
     model.tie_weights()
     freeze_other_modalities(model)
     for module in model.modules():
@@ -71,7 +77,7 @@ def quantize(model: Any, bits: Literal[4, 8]) -> None:
     for name, module in list(model.named_modules()):
         if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, kept):
             model.set_submodule(name, QuantizedLinear(module, bits))
-    model.is_quantized = True
+    model.is_quantized = model.config.get_text_config()._is_quantized = True  # which mixers read
 
 
 @contextmanager

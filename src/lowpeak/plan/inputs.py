@@ -207,7 +207,8 @@ class RunInputs:
     @cached_property
     def _plain_model(self) -> Any:
         """Return the model without weights, for what depends on its architecture."""
-        return _without_weights(self.config)
+        auto = AutoModelForSequenceClassification if self.request.kind == "reward" else AutoModelForCausalLM
+        return _without_weights(self.config, auto)
 
     def check_tensor_parallel(self, sizes: ModelParallel) -> None:
         """Raise ArgumentError if the model cannot be split over these sizes, MissingPackageError for old transformers."""
@@ -368,9 +369,9 @@ class RunInputs:
         return sequence_bytes(self._plain_model, num_tokens, dtype)
 
 
-def _without_weights(config: Any) -> Any:
+def _without_weights(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
     with unset_fake_temporarily(), FakeTensorMode():
-        return make_model(AutoModelForCausalLM, copy.deepcopy(config))
+        return make_model(auto, copy.deepcopy(config))
 
 
 def _planned_arguments(request: PlanRequest) -> Any:

@@ -22,7 +22,7 @@ from lowpeak.memory import is_out_of_memory
 from lowpeak.rollout.native.cache import MAX_PREFILL, SlotCache, prefill_prompts
 from lowpeak.rollout.native.cache_bytes import sequence_bytes
 from lowpeak.rollout.native.cache_layers import storing_layers
-from lowpeak.rollout.native.decode_loop import DecodeInputs
+from lowpeak.rollout.native.decode_loop import MAX_MASK, DecodeInputs
 from lowpeak.rollout.native.output import OutputBuffer
 from lowpeak.rollout.native.scheduler import check_capacity
 from lowpeak.rollout.turns import Key, SampledTurn, TurnQueue, TurnRequest
@@ -31,7 +31,6 @@ from lowpeak.rollout.uniforms import UniformDraws
 logger = logging.getLogger(__name__)
 
 _LEAST_SHARED = 8  # tokens: for a shorter common prefix no slot is copied
-_MAX_MASK = 1 << 24  # elements of a feed's mask
 _MAX_RATIO = 1.5  # between the numbers of tokens that are fed together, since the fewer ones are padded
 
 
@@ -346,12 +345,7 @@ class TurnDecodeLoop:
         """Forward the tokens that the cache lacks, but the last, of sequences in slots side by side."""
         for part in split_feed(sequences, self._inputs.can_feed_together):
             ids, starts = [each.ids[each.num_cached : -1] for each in part], [each.num_cached for each in part]
-            # Only one sequence by itself can have more tokens than one forward.
-            width = max(1, min(MAX_PREFILL, _MAX_MASK // max(len(each.ids) for each in part)) // len(part))
-            for start in range(0, len(ids[-1]), width):
-                pieces = [each[start : start + width] for each in ids]
-                first_slot = self._table.running.index(part[0])
-                self._inputs.feed(self._cache, first_slot, pieces, [start + each for each in starts])
+            self._inputs.feed(self._cache, self._table.running.index(part[0]), ids, starts)
             self._count(part)
 
     def _count(self, fed: Sequence[CachedSequence]) -> None:
@@ -391,7 +385,7 @@ def split_feed(sequences: Sequence[CachedSequence], together: bool) -> Iterator[
     for each in sequences:
         num_tokens = each.num_missing * (len(part) + 1)
         num_columns = max(len(other.ids) for other in (*part, each))
-        fits = num_tokens <= MAX_PREFILL and num_tokens * num_columns <= _MAX_MASK
+        fits = num_tokens <= MAX_PREFILL and num_tokens * num_columns <= MAX_MASK
         if part and not (together and fits and each.num_missing <= _MAX_RATIO * part[0].num_missing):
             yield part
             part = []

@@ -20,10 +20,18 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from lowpeak.arguments import Sampling
-from lowpeak.attention import ATTENTION_NAME, EAGER_NAME, Span, masks_by_type, mixers_of
+from lowpeak.attention import (
+    ATTENTION_NAME,
+    EAGER_NAME,
+    Span,
+    continues_by_single_tokens,
+    masks_by_type,
+    mixers_of,
+)
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import (
     MASK_MULTIPLE,
+    MAX_PREFILL,
     Ids,
     SlotCache,
     call_with_cache,
@@ -44,6 +52,7 @@ from lowpeak.rollout.uniforms import UniformDraws
 
 # Attention implementations that add a mask to the scores accept a prepared mask, made once for all layers; flash kernels do not.
 _ADDITIVE_MASKS = ("sdpa", "eager", ATTENTION_NAME, EAGER_NAME)
+MAX_MASK = 1 << 24  # elements of a feed's mask
 
 
 class RunningSequence(NamedTuple):
@@ -233,6 +242,7 @@ class DecodeInputs:
         needs_history = sampling.repetition_penalty != 1 and len(prompts) > 0
         self._prompts_PL = left_pad(prompts, self._device) if needs_history else None
         self._config, self._mask_dtype = text_config(model), mask_dtype(model)
+        self._continues_by_single_tokens = continues_by_single_tokens(model)
         self.rows_N: Tensor
         self.written_N: Tensor
         self._columns_N: Tensor
@@ -301,7 +311,18 @@ class DecodeInputs:
         return call_with_cache(self._model, cache, tokens_N[:, None], masks_by_type(self._config, mask), columns_N1)
 
     def feed(self, cache: SlotCache, first_slot: int, ids: Ids, starts: Sequence[int]) -> None:
-        """Add these tokens to slots side by side, from the columns `starts` on."""
+        """Add these tokens to slots side by side, from the columns `starts` on; no sequence is longer than the last."""
+        longest = max(start + len(each) for start, each in zip(starts, ids, strict=True))
+        # Only one sequence by itself can have more tokens than one forward.
+        width = max(1, min(MAX_PREFILL, MAX_MASK // longest) // len(ids))
+        start = 0
+        while start < len(ids[-1]):
+            size = 1 if self._continues_by_single_tokens and start + starts[0] > 0 else width
+            pieces = [each[start : start + size] for each in ids]
+            self._feed_together(cache, first_slot, pieces, [start + each for each in starts])
+            start += size
+
+    def _feed_together(self, cache: SlotCache, first_slot: int, ids: Ids, starts: Sequence[int]) -> None:
         num_columns = cache.begin_feed(first_slot, starts, [len(each) for each in ids])
         longest = max(len(each) for each in ids)
         tokens_NT = torch.tensor([[*each, *[each[-1]] * (longest - len(each))] for each in ids])

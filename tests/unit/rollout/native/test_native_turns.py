@@ -31,7 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lowpeak.arguments.sampling import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion, Prompt
-from lowpeak.rollout.native import admission
+from lowpeak.rollout.native import admission, decode_loop
 from lowpeak.rollout.native.cache import SlotCache, cache_argument
 from lowpeak.rollout.native.cache_bytes import bytes_per_token, sequence_bytes
 from lowpeak.rollout.native.engine import NativeEngine
@@ -299,8 +299,9 @@ def test_turns_are_the_same_with_masks_of_attentions_own_windows_chunks_and_stat
 
 @pytest.mark.parametrize(("max_tokens", "max_mask"), [(7, 1 << 24), (1 << 14, 300)])
 def test_long_prompts_and_replies_are_fed_in_pieces(max_tokens, max_mask, monkeypatch):
-    monkeypatch.setattr(admission, "MAX_PREFILL", max_tokens)
-    monkeypatch.setattr(admission, "_MAX_MASK", max_mask)
+    for module in (admission, decode_loop):
+        monkeypatch.setattr(module, "MAX_PREFILL", max_tokens)
+        monkeypatch.setattr(module, "MAX_MASK", max_mask)
     model = tiny_model()
     with watched(model) as seen:
         log = Programs(prompts(6), SAMPLING).run(engine(model))
