@@ -42,6 +42,7 @@ CORE = [
     for pair in PAIRS
     if pair[0] == "fsdp2" or pair in (("ddp", "accumulated"), ("zero3", "frozen"), ("zero3", "twice"))
 ]
+EXTENDED = [("ddp", "experts"), ("zero2", "frozen"), *(("zero3", name) for name in ("accumulated", "ppo", "experts"))]
 
 
 def train_all(place: Path, strategy: str, out: Path, names: list[str]) -> None:
@@ -76,7 +77,13 @@ def runs(request, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize(("strategy", "name"), mark_extended(PAIRS, CORE))
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        *mark_extended([*CORE, *EXTENDED], CORE),
+        *(pytest.param(*pair, marks=pytest.mark.release) for pair in PAIRS if pair not in CORE + EXTENDED),
+    ],
+)
 def test_a_run_on_two_ranks_is_the_run_of_one_process(runs, strategy, name):
     alone, ours = (torch.load(runs / f"{kind}-{name}.pt") for kind in ("single", strategy))
     assert_same_run(ours, alone)
