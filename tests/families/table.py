@@ -50,16 +50,18 @@ equal those of plain forwards of each sequence by itself:
 - **Layout**: *shared*: without padding, and a prompt is forwarded once for its completions;
   *padded*: to the longest sequence of a micro-batch. The default is the first that is possible.
 - **LoRA**: *without experts*: experts are parameters of three dimensions, which `all-linear` does
-  not name; `lora_target_parameters` adapts them.
-- **Plan**: whether `lowpeak plan` and `memory_budget` can rehearse the family; otherwise what they
-  say. The bytes of a sequence's keys, values and states are measured on fake tensors; for each
+  not name; `lora_target_parameters` adapts them. `all-linear` also leaves out Mamba's `out_proj`,
+  routers and parts for images.
+- **Plan**: whether `lowpeak plan` and `memory_budget` can rehearse the family; otherwise their
+  error. The bytes of a sequence's keys, values and states are measured on fake tensors; for each
   family that the decode loop generates for they equal those of the loop's slots within 2 %.
 - **vLLM names**: whether weight sync gives vLLM each tensor of the published checkpoint once, with
-  its name, shape and values. Which of these families vLLM itself can load, its version says.
+  its name, shape and values. Whether vLLM can load a family depends on its version.
 - In 4 bits only linear layers are quantised: experts of three dimensions keep 16 bits; embeddings,
   norms and the head become fp32 under an adapter, as peft prepares them.
 
-`lowpeak env MODEL` says the row of one model, and the bytes that it caches, from its config alone:
+`lowpeak env MODEL` prints a model's generation path, layout, LoRA targets, recurrent kernels and
+cache bytes, from its config alone:
 
 ```
 lowpeak env Qwen/Qwen3-30B-A3B                 # a hub name, a folder or a config.json
@@ -116,11 +118,11 @@ def check(family: str) -> str:
         try:
             report = check_family(family, Path(folder))
         except Exception as error:
-            report = FamilyReport(generation="generate", problems=[f"no: {str(error).splitlines()[0]}"])
+            report = FamilyReport(generation="generate", problems=[f"no: {error!r:.100}"])
         try:
             plan = check_plan(family)
         except Exception as error:
-            plan = f"no: {str(error).splitlines()[0]}"
+            plan = f"no: {error!r:.100}"
         names = check_weight_names(make_family(family))
     return f"{row_of(family, report)} {plan} | {names} |"
 

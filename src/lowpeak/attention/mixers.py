@@ -31,12 +31,14 @@ _CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of the mixers' ar
 def mixers_of(model: nn.Module) -> list[Any]:
     """Return the modules of a model that carry states from token to token through transformers' cache, without a critic's.
 
-    Those of transformers before 5.23 go on from a state by single tokens alone, and are none.
+    Mixers of transformers before 5.23 are omitted: they go on from a state with one token at a time only.
     """
     return [module for module in modules_without_critic(model) if _is_mixer(module)]
 
 
 def _is_mixer(module: Any) -> bool:
+    # transformers has no flag for it: mixers that go on from a state call `get_conv_state`, and their scans take
+    # `initial_state`. Convolutions have no recurrent state.
     kind: Any = type(module)
     has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
     return has_convolution and _cache_name(kind) is not None and "get_conv_state" in _source(kind)

@@ -50,9 +50,11 @@ def load_balance_of(causal: Any, coefficient: float | None) -> LoadBalance | Non
     Raises ArgumentError if a coefficient is given for a model that reports no router logits.
     """
     config = causal.config.get_text_config()
-    # Multimodal classes balance their experts as well, but lack the attribute; classifiers do not.
+    # Some multimodal classes add the loss and have no `num_experts_per_tok`; classifiers never add it.
     balances = causal.can_generate() and hasattr(sys.modules[type(causal).__module__], "load_balancing_loss_func")
-    top_k = getattr(causal, "num_experts_per_tok", config.num_experts_per_tok if balances else None)
+    top_k = getattr(causal, "num_experts_per_tok", None)
+    if top_k is None and balances:
+        top_k = config.num_experts_per_tok
     if not hasattr(config, "output_router_logits") or top_k is None:
         if coefficient:
             raise ArgumentError(
@@ -90,11 +92,11 @@ def _sequences_per_token(batch: MicroBatch) -> Tensor:
     counts_N = torch.zeros(batch.input_ids_BL.numel())
     if not batch.record_indices:  # a dummy micro-batch, whose tokens are masked
         return counts_N
-    ends = torch.zeros(batch.tokens.num_sequences, dtype=torch.int64)
+    ends = torch.full((batch.tokens.num_sequences,), -1)  # which a sequence without loss tokens keeps
     ends = ends.scatter_reduce(0, batch.tokens.sequences_T, batch.positions_T, "amax")
     starts = range(0, counts_N.numel(), batch.input_ids_BL.shape[1])
     trees = [Tree(start, 0, (0,)) for start in starts] if batch.forest is None else batch.forest.trees
-    for end in ends.tolist():  # the position that predicts the sequence's last counted token
+    for end in ends[ends >= 0].tolist():  # the position that predicts the sequence's last counted token
         tree = trees[bisect_right(trees, end, key=lambda tree: tree.start) - 1]
         for start, stop in _spans(tree, end):
             counts_N[start:stop] += 1.0

@@ -139,9 +139,11 @@ def _prepare_quantized(policy: nn.Module) -> nn.Module:
         logger.warning("Of the quantised model %s are experts, which bitsandbytes leaves as they are.", shown)
     for parameter, data in experts:
         parameter.data = data.new_empty(0)
-    prepared: nn.Module = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=False)
-    for parameter, data in experts:
-        parameter.data = data
+    try:
+        prepared: nn.Module = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=False)
+    finally:
+        for parameter, data in experts:
+            parameter.data = data
     return prepared
 
 

@@ -50,7 +50,8 @@ class Zero(AccelerateStrategy):
         self.shards_parameters = self._stage == 3
 
     def preparing(self, model: nn.Module) -> AbstractContextManager[None]:
-        _gather_whole_layers(model)
+        if self._stage == 3:
+            _gather_whole_layers(model)
         return nullcontext()
 
     def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -134,18 +135,19 @@ class Zero(AccelerateStrategy):
 
 
 def _gather_whole_layers(model: nn.Module) -> None:
-    """Let ZeRO-3 gather a layer as a whole where ranks call its parts differently often, or its code reads parts' weights."""
-    from deepspeed.utils import set_z3_leaf_module
+    """Let ZeRO-3 gather a layer at once if its parts are called differently often on ranks, or read without a call."""
+    from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 
-    # A mixer runs as often as its rank's sequences need; Gemma 3n's `altup` is not called, and its weights are read.
+    # A mixer runs as often as its rank's sequences need; Gemma 3n reads the weights of `altup` without a call.
     whole = [
         layer
         for layer in decoder_layers(model)
-        if hasattr(layer, "altup") or any(isinstance(part, nn.Conv1d) for part in layer.modules())
+        if (hasattr(layer, "altup") or any(isinstance(part, nn.Conv1d) for part in layer.modules()))
+        and not z3_leaf_module(layer)  # from an earlier train()
     ]
     for layer in whole:
         set_z3_leaf_module(layer, True)
-    # DeepSpeed waits for the gradient of the layer's input, which under adapters the first layer's has not.
+    # DeepSpeed waits for the gradient of a layer's input; under adapters the first layer's input has none.
     if whole:
         transformers_model(model).enable_input_require_grads()
 

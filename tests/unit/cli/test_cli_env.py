@@ -127,7 +127,7 @@ def test_a_window_has_a_line_and_a_generation_path_its_reason(tmp_path, capsys):
 
 def test_a_name_without_a_model_is_one_sentence(tmp_path, capsys):
     T5Config().save_pretrained(tmp_path / "t5")
-    for name, told in (("no/such/model", "no/such/model"), (str(tmp_path / "t5"), "is not a causal language model")):
+    for name, told in (("no/such/model", "no/such/model"), (str(tmp_path / "t5"), "no AutoModelForCausalLM for t5")):
         assert main(["env", name]) == 2
         said = capsys.readouterr()
         assert told in said.err

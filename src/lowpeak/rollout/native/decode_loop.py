@@ -311,16 +311,19 @@ class DecodeInputs:
         return call_with_cache(self._model, cache, tokens_N[:, None], masks_by_type(self._config, mask), columns_N1)
 
     def feed(self, cache: SlotCache, first_slot: int, ids: Ids, starts: Sequence[int]) -> None:
-        """Add these tokens to slots side by side, from the columns `starts` on; no sequence is longer than the last."""
+        """Add these tokens to slots side by side, from the columns `starts` on.
+
+        Several sequences fit one forward, and the last has the most tokens (`split_feed`).
+        """
         longest = max(start + len(each) for start, each in zip(starts, ids, strict=True))
-        # Only one sequence by itself can have more tokens than one forward.
         width = max(1, min(MAX_PREFILL, MAX_MASK // longest) // len(ids))
-        start = 0
-        while start < len(ids[-1]):
-            size = 1 if self._continues_by_single_tokens and start + starts[0] > 0 else width
-            pieces = [each[start : start + size] for each in ids]
-            self._feed_together(cache, first_slot, pieces, [start + each for each in starts])
-            start += size
+        num_fed = 0
+        while num_fed < len(ids[-1]):
+            has_state = num_fed + starts[0] > 0
+            size = 1 if has_state and self._continues_by_single_tokens else width
+            pieces = [each[num_fed : num_fed + size] for each in ids]
+            self._feed_together(cache, first_slot, pieces, [num_fed + each for each in starts])
+            num_fed += size
 
     def _feed_together(self, cache: SlotCache, first_slot: int, ids: Ids, starts: Sequence[int]) -> None:
         num_columns = cache.begin_feed(first_slot, starts, [len(each) for each in ids])
@@ -332,7 +335,7 @@ class DecodeInputs:
         def mask(span: Span) -> Tensor:
             if span.size is None or num_columns <= span.size:
                 return self._mask(columns_NT, num_columns)
-            # The keys of the ring, from its oldest token on a multiple of its width before the newest one, then those of the feed.
+            # Column c of a ring has the newest token before the feed whose position is c modulo the ring's width.
             starts_N1 = torch.tensor(starts).to(self._device, non_blocking=True)[:, None]
             columns_L, new_T = (torch.arange(size, device=self._device) for size in (span.size, longest))
             held_NL = starts_N1 - 1 - (starts_N1 - 1 - columns_L) % len(columns_L)
