@@ -56,7 +56,7 @@ def measure_top1(is_top1_T: Tensor, tokens: TokenBatch) -> dict[str, Metric]:
     """Return the share of tokens that are the likeliest, at any temperature; of pairs, of the chosen completions' tokens."""
     mask_T = weighted_tokens(tokens, "token" if tokens.pairs_B is None else "pair")
     if tokens.pairs_B is not None:
-        mask_T = mask_T * (tokens.advantages_T > 0)
+        mask_T = mask_T * repeat_per_token(sum_per_sequence(tokens.advantages_T, tokens) > 0, tokens)
     return {"mean_token_accuracy": masked_mean(is_top1_T.to(mask_T.dtype), mask_T)}
 
 

@@ -60,12 +60,15 @@ def unpair(dataset: Any) -> Any:
 
 def _unpair_batch(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     rows = [_with_prompt(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
-    sides = [side + ("_ids" if _is_tokenized(rows[0], _PAIR) else "") for side in _PAIR]
-    names = [name for name in rows[0] if name not in sides]
-    columns = {name: [row[name] for row in rows] * 2 for name in names}
-    completions = [row[side] for side in sides for row in rows]
-    labels = [side == sides[0] for side in sides for _ in rows]
-    return {**columns, sides[0].replace("chosen", "completion"): completions, "label": labels}
+    unpaired = [_labelled(row, side) for side in _PAIR for row in rows]
+    return {name: [row[name] for row in unpaired] for name in unpaired[0]}
+
+
+def _labelled(row: Mapping[str, Any], side: str) -> dict[str, Any]:
+    """Return one completion of a pair, with its label."""
+    ids = "_ids" if _is_tokenized(row, _PAIR) else ""
+    rest = {name: value for name, value in row.items() if name.removesuffix(ids) not in _PAIR}
+    return {**rest, f"completion{ids}": row[f"{side}{ids}"], "label": side == "chosen"}
 
 
 def _is_tokenized(row: Mapping[str, Any], sides: Sequence[str]) -> bool:
@@ -151,20 +154,24 @@ class CompletionReader(RowReader[tuple[Record, ...]]):
     def _encode(self, row: Mapping[str, Any], where: str) -> list[list[int]]:
         """Return the token ids of the prompt, and those of the prompt with each completion."""
         row = _with_prompt(dict(row)) if self.sides == _PAIR else row
-        prompt, answers = row.get("prompt"), [row.get(side) for side in self.sides]
-        if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
+        texts = [row.get(name) for name in ("prompt", *self.sides)]
+        kinds = {type(text) for text in texts}
+        if kinds == {str}:
             self._report_text(where)
-            texts = [prompt + str(answer) for answer in answers]
-            return [self._tokenizer(prompt)["input_ids"], *map(self._encode_text, texts)]
-        if isinstance(prompt, list) and all(isinstance(answer, list) for answer in answers):
-            messages, options = self._read_chat(row, prompt, where, "the prompt")
-            chats = [[*messages, *check_messages(answer or [], f"{where}: a completion")] for answer in answers]
-            opened = encode_chat(self._tokenizer, messages, {"add_generation_prompt": True, **options}, where)
-            return [opened, *(encode_chat(self._tokenizer, chat, options, where) for chat in chats)]
-        types = ", ".join(type(each).__name__ for each in (prompt, *answers))
+            prompt, *answers = map(str, texts)
+            return [self._tokenizer(prompt)["input_ids"], *(self._encode_text(prompt + answer) for answer in answers)]
+        if kinds == {list}:
+            return self._encode_chats(row, where)
         raise DataError(
-            f"{where} has a prompt and completions of types {types}; pass strings only, or lists of messages only."
+            f"{where} has a prompt and completions of types {', '.join(type(text).__name__ for text in texts)}; pass strings only, "
+            "or lists of messages only."
         )
+
+    def _encode_chats(self, row: Mapping[str, Any], where: str) -> list[list[int]]:
+        prompt, options = self._read_chat(row, row["prompt"], where, "the prompt")
+        chats = [[*prompt, *check_messages(row[side], f"{where}: {side!r}")] for side in self.sides]
+        opened = encode_chat(self._tokenizer, prompt, {"add_generation_prompt": True, **options}, where)
+        return [opened, *(encode_chat(self._tokenizer, chat, options, where) for chat in chats)]
 
 
 class PairReader(CompletionReader):
