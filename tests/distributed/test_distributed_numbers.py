@@ -30,6 +30,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("GRPO", {"router_aux_loss_coef": 0.5, "micro_batch_tokens": 24}),
     "sft": ("SFT", {}),
     "reward": ("Reward", {"center_rewards_coefficient": 0.1, "share_prompt": True}),
+    "dpo": ("DPO", {"loss_type": ["sigmoid", "sft"], "sync_ref_model": True, "ref_model_sync_steps": 2}),
+    "kto": ("KTO", {"gradient_accumulation_steps": 2}),
     "twice": ("GRPO", {"optim": "sgd", "learning_rate": 0.1}),  # train() twice; AdamW would start anew under ZeRO alone
 }
 IN_FORCE = {"ddp": ("Parameter", "Replicated"), "fsdp2": ("DTensor", "Fsdp2")}

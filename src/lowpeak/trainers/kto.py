@@ -14,7 +14,7 @@ from lowpeak.data import LabelReader, check_label_columns, unpair
 from lowpeak.memory import Phase
 from lowpeak.records import Metric, Record
 from lowpeak.trainers.configs import CommonConfig, KTOConfig
-from lowpeak.trainers.preferences import PreferenceTrainer
+from lowpeak.trainers.preferences import PreferenceTrainer, is_desirable
 from lowpeak.training import score_records
 
 
@@ -40,12 +40,18 @@ class KTOTrainer(PreferenceTrainer):
         data_collator: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        *others: Any,
-        **named: Any,
+        processing_class: Any = None,
+        compute_metrics: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        **others: Any,
     ) -> None:
         several = isinstance(eval_dataset, dict)
         evaluated = {name: unpair(each) for name, each in eval_dataset.items()} if several else unpair(eval_dataset)
-        super().__init__(model, ref_model, args, data_collator, unpair(train_dataset), evaluated, *others, **named)
+        loaded = processing_class, compute_metrics, callbacks, optimizers, quantization_config, peft_config
+        super().__init__(model, ref_model, args, data_collator, unpair(train_dataset), evaluated, *loaded, **others)
 
     @staticmethod
     def resolve(args: Any) -> PreferenceSettings:
@@ -103,7 +109,7 @@ def _log_ratio(of_policy: Record, of_reference: Record) -> float:
 
 def _with_label_shares(records: Sequence[Record]) -> list[Record]:
     """Return the records with advantages of +1 / (desirable ones) or -1 / (undesirable ones)."""
-    signs = [1.0 if record.advantages is not None and record.advantages[0] > 0 else -1.0 for record in records]
+    signs = [1.0 if is_desirable(record) else -1.0 for record in records]
     shares = [sign / signs.count(sign) for sign in signs]
     return [replace(r, advantages=torch.full((len(r.completion),), x)) for r, x in zip(records, shares, strict=True)]
 

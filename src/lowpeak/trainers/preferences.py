@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from transformers import EvalPrediction
 
 from lowpeak.arguments import PreferenceSettings
 from lowpeak.data import check_text_only
-from lowpeak.errors import ArgumentError
 from lowpeak.heads import media_token_ids, num_embeddings
+from lowpeak.memory import Phase
 from lowpeak.records import Record
 from lowpeak.setup import longest_row
 from lowpeak.trainers.offline import OfflineTrainer
-from lowpeak.training import StepBatches
+from lowpeak.training import StepBatches, score_records
 
 
 class PreferenceTrainer(OfflineTrainer):
-    """Trains on preferences, with TRL's constructor; the reference is scored once per step, before its first backward."""
+    """Trains on preferences, with TRL's constructor; the reference is scored once per step, before its first backward.
+
+    `compute_metrics` gets implicit rewards, `beta * log_ratio`: see `predict_rows`.
+    """
 
     def __init__(
         self,
@@ -29,18 +33,13 @@ class PreferenceTrainer(OfflineTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        compute_metrics: Any = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
         **others: Any,
     ) -> None:
-        if compute_metrics is not None:
-            raise ArgumentError(
-                "compute_metrics is not supported: TRL passes it logits, which are never formed here; evaluate() returns the loss "
-                "and the metrics of preferences."
-            )
         super().__init__(
             model,
             args,
@@ -48,7 +47,7 @@ class PreferenceTrainer(OfflineTrainer):
             train_dataset,
             eval_dataset,
             processing_class,
-            None,
+            compute_metrics,
             callbacks,
             optimizers,
             quantization_config=quantization_config,
@@ -76,4 +75,28 @@ class PreferenceTrainer(OfflineTrainer):
         check_text_only(row, where)
 
     def predict_rows(self, step: StepBatches, records: Sequence[Record]) -> EvalPrediction:
-        raise ArgumentError(f"a {type(self).__name__} predicts nothing: evaluate() returns its metrics.")
+        """Return each completion's implicit reward, and its label; of pairs, rewards [pairs, 2] and labels of 0.
+
+        A pair's chosen completion, the first one, is the better one.
+        """
+        scored, _ = score_records(self, tuple(records), frozenset({"old"}), Phase.EVALUATE)
+        beta: float = self.parts.settings.objective.beta
+        rewards = np.array([beta * _log_ratio(*each) for each in zip(scored, records, strict=True)], dtype=np.float32)
+        if self.run.algorithm.unit == "pair":
+            return EvalPrediction(rewards.reshape(-1, 2), np.zeros(len(records) // 2, dtype=np.int64))
+        return EvalPrediction(rewards, np.array([is_desirable(record) for record in records], dtype=np.int64))
+
+
+def is_desirable(record: Record) -> bool:
+    """Return whether the reader marked the completion as the better one, or as desirable."""
+    assert record.advantages is not None
+    return bool(record.advantages[0] > 0)
+
+
+def _log_ratio(scored: Record, record: Record) -> float:
+    """Return the weighted log-ratio of a completion that the policy and the reference have scored."""
+    assert scored.old is not None
+    assert record.reference is not None
+    assert record.advantages is not None
+    weights = record.advantages.abs() / record.advantages.abs().max()
+    return float((weights * (scored.old - record.reference)).sum())
