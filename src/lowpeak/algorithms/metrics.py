@@ -77,8 +77,9 @@ def measure_completions(
     is_chosen_B, is_rejected_B = mask_B * (sign_B > 0), mask_B * (sign_B < 0)
     logprob_B = sum_per_sequence(weights_T * logprobs_T, tokens)
     reward_B = beta * sum_per_sequence(weights_T * (logprobs_T - tokens.reference_T), tokens)
+    mask_T = repeat_per_token(mask_B, tokens)
     return {
-        **measure_pass(logprobs_T, entropy_T, tokens, repeat_per_token(mask_B, tokens)),
+        **({} if entropy_T is None else {"entropy": masked_mean(entropy_T, mask_T)}),
         "rewards/chosen": masked_mean(reward_B, is_chosen_B),
         "rewards/rejected": masked_mean(reward_B, is_rejected_B),
         "logps/chosen": masked_mean(logprob_B, is_chosen_B),

@@ -28,8 +28,8 @@ from torch.nn.functional import logsigmoid
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm, Selection
 from lowpeak.algorithms.groups import all_equal, constant_per_token, indices_by_group, loss_mask, reward_metrics
-from lowpeak.algorithms.loss_terms import pair_mean, sum_per_pair, sum_per_sequence
-from lowpeak.algorithms.metrics import masked_mean, measure_pairs
+from lowpeak.algorithms.loss_terms import pair_mean, repeat_per_token, sum_per_pair, sum_per_sequence
+from lowpeak.algorithms.metrics import masked_mean, measure_pairs, measure_pass
 from lowpeak.arguments import OnlineDPOSettings
 from lowpeak.errors import DataError
 from lowpeak.records import Metric, Record, TokenBatch
@@ -135,6 +135,7 @@ def measure_online_pairs(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: T
     log_ratio_B = sum_per_sequence(logprobs_T - tokens.reference_T, tokens)
     return {
         **measure_pairs(beta, logprobs_T, entropy_T, tokens),
+        **measure_pass(logprobs_T, None, tokens, repeat_per_token(mask_B, tokens)),
         "objective/kl": masked_mean(log_ratio_B, mask_B),
         "objective/entropy": masked_mean(-logprob_B, mask_B),
         "objective/non_score_reward": masked_mean(-beta * log_ratio_B, mask_B),

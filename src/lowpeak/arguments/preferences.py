@@ -193,7 +193,13 @@ def resolve_dpo(args: Any, hardware: Hardware | None = None) -> PreferenceSettin
 
 
 def resolve_kto(args: Any, hardware: Hardware | None = None) -> PreferenceSettings:
-    """Return the settings of KTO."""
+    """Return the settings of KTO; ArgumentError for steps of one row."""
+    steps = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    require(
+        args.loss_type != "kto" or steps * (hardware or args.hardware).num_processes > 1,
+        f"per_device_train_batch_size={steps} gives steps of one row, but z0 needs a completion of another row: raise it or "
+        "gradient_accumulation_steps, or set loss_type='apo_zero_unpaired'.",
+    )
     objective = KTOSettings(args.loss_type, args.beta, args.desirable_weight, args.undesirable_weight)
     return _resolve(args, objective, hardware)
 

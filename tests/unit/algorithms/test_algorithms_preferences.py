@@ -97,8 +97,8 @@ def test_metrics_of_pairs_are_over_weighted_pairs_with_weighted_log_ratios():
     tokens = token_batch(rows, weights_U=torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
     logprobs_T = torch.cat([row.logprobs for row in rows]).detach()
     found = {k: metric.value() for k, metric in make_dpo(SETTINGS).measure(logprobs_T, None, tokens).items()}
-    sums = [sum(w * float(p) for w, p in zip(weights_of(i), rows[i].logprobs, strict=True)) for i in range(6)]
-    bases = [sum(w * float(p) for w, p in zip(weights_of(i), rows[i].reference, strict=True)) for i in range(6)]
+    sums = [sum(w * p for w, p in zip(weights_of(i), rows[i].logprobs.tolist(), strict=True)) for i in range(6)]
+    bases = [sum(w * p for w, p in zip(weights_of(i), rows[i].reference.tolist(), strict=True)) for i in range(6)]
     rewards = [0.3 * (p - q) for p, q in zip(sums, bases, strict=True)]
     margins = [rewards[0] - rewards[3], rewards[1] - rewards[2]]
     expected = {
