@@ -49,7 +49,7 @@ def make_dpo(settings: DPOSettings) -> Algorithm:
     return Algorithm(
         name="dpo",
         unit="pair",
-        needs=frozenset({"reference"}),
+        needs=frozenset({"reference"} if settings.scores_in_steps else ()),
         select=select_all,
         advantages=advantages_of_dataset,
         reduction=pair_mean,

@@ -21,10 +21,6 @@ CLASS_PREFIXES = {
     "dpo": "DPO",
     "kto": "KTO",
 }
-_NO_PRECOMPUTING = (
-    "the reference is scored once per step; to spare its memory set offload_frozen_models, shard it by fsdp2 or zero3, or train an "
-    "adapter, whose reference is the base model; remove it"
-)
 _F_DIVERGENCE = "the losses regularise by the reverse KL; remove it"
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
 # Name, default in TRL 1.16, and remedy.
@@ -51,8 +47,6 @@ _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
         False,
         "WPO's weights need the sum of squared probabilities, which the head does not form; remove it",
     ),
-    ("precompute_ref_log_probs", False, _NO_PRECOMPUTING),
-    ("precompute_ref_batch_size", None, _NO_PRECOMPUTING),
     ("ignore_bias_buffers", False, "it works around an error of DDP that lowpeak's models do not raise; remove it"),
     ("truncation_mode", "keep_start", "rows longer than max_length are truncated at their end; remove it"),
 )

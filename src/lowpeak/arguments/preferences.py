@@ -15,6 +15,7 @@ from lowpeak.arguments.declare import (
     above_zero,
     are_finite,
     argument,
+    never,
     one_of,
     redeclared,
     require,
@@ -61,6 +62,9 @@ def _uses(*names: str) -> EffectCondition:
 class PreferenceArguments(OfflineArguments):
     """Arguments that DPO and KTO share."""
 
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {
+        "precompute_ref_batch_size": never("the reference runs in micro-batches of micro_batch_tokens; remove it")
+    }
     rejected: ClassVar[Mapping[str, str]] = {
         "max_completion_length": "max_length bounds a prompt with its completion",
         "reference_free": "the losses compare with a reference; remove it",
@@ -78,6 +82,10 @@ class PreferenceArguments(OfflineArguments):
     beta: float = argument(
         0.1, "Strength of the KL to the reference (IPO's tau).", Check(lambda x: x > 0, "must be above 0")
     )
+    precompute_ref_log_probs: bool = argument(
+        False, "Score the data by the reference before the first step, and then free its memory."
+    )
+    precompute_ref_batch_size: int | None = argument(None, "No effect.")
     sync_ref_model: bool = redeclared(OnlineArguments, "sync_ref_model")
     ref_model_mixup_alpha: float = redeclared(OnlineArguments, "ref_model_mixup_alpha")
     ref_model_sync_steps: int = redeclared(OnlineArguments, "ref_model_sync_steps")
@@ -118,6 +126,12 @@ class DPOArguments(PreferenceArguments):
 class KTOArguments(PreferenceArguments):
     """Arguments of KTO."""
 
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {
+        "precompute_ref_log_probs": never(
+            "each step pairs other prompts and completions, which the reference scores then; remove it", raises=True
+        )
+    }
+
     loss_type: str = argument(
         "kto", "Loss of a completion: kto, or apo_zero_unpaired, which estimates no KL.", one_of(KTOLossType)
     )
@@ -127,13 +141,17 @@ class KTOArguments(PreferenceArguments):
 
 @dataclass(frozen=True)
 class DPOSettings:
-    """Settings of DPO; `losses` are pairs of a loss type and its weight, `ld_alpha` 1 weighs all tokens alike."""
+    """Settings of DPO; `losses` are pairs of a loss type and its weight, `ld_alpha` 1 weighs all tokens alike.
+
+    `scores_in_steps`: the reference scores each step; False if it scored the data before.
+    """
 
     losses: tuple[tuple[DPOLossType, float], ...] = (("sigmoid", 1.0),)
     beta: float = 0.1
     ld_alpha: float = 1.0
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05
+    scores_in_steps: bool = True
 
     @property
     def trains_on_chosen(self) -> bool:
@@ -156,6 +174,7 @@ class PreferenceSettings(OfflineSettings):
     """Settings of a run beside a reference; `objective` are those of its algorithm."""
 
     reference_sync: ReferenceSync | None
+    precompute_ref_log_probs: bool
     objective: Any
 
 
@@ -188,6 +207,7 @@ def resolve_dpo(args: Any, hardware: Hardware | None = None) -> PreferenceSettin
         ld_alpha=1.0 if args.ld_alpha is None else args.ld_alpha,
         label_smoothing=smoothing,
         discopop_tau=args.discopop_tau,
+        scores_in_steps=not args.precompute_ref_log_probs,
     )
     return _resolve(args, objective, hardware)
 
@@ -205,6 +225,10 @@ def resolve_kto(args: Any, hardware: Hardware | None = None) -> PreferenceSettin
 
 
 def _resolve(args: Any, objective: DPOSettings | KTOSettings, hardware: Hardware | None) -> PreferenceSettings:
+    require(
+        not (args.precompute_ref_log_probs and args.sync_ref_model),
+        "precompute_ref_log_probs=True frees the reference, which sync_ref_model=True would move: remove one of the two.",
+    )
     check_reference_sync(args, (hardware or args.hardware).num_processes)
     sync = ReferenceSync(args.ref_model_mixup_alpha, args.ref_model_sync_steps) if args.sync_ref_model else None
     return resolve_offline(PreferenceSettings, args, hardware, reference_sync=sync, objective=objective)

@@ -29,6 +29,7 @@ from lowpeak.data.row_reader import fetch_rows as fetch_rows
 from lowpeak.data.row_reader import num_rows as num_rows
 from lowpeak.data.row_reader import padding_id as padding_id
 from lowpeak.data.row_reader import read_all as read_all
+from lowpeak.data.row_reader import read_items as read_items
 from lowpeak.data.row_reader import with_prepared_columns as with_prepared_columns
 from lowpeak.data.row_reader import without_prepared_columns as without_prepared_columns
 from lowpeak.data.supervised import SupervisedReader as SupervisedReader

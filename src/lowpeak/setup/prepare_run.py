@@ -192,6 +192,11 @@ def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1, *, con
         connect_servers(where)
 
 
+def needs_reference(algorithm: Algorithm, settings: Any) -> bool:
+    """Return whether a reference scores the run's steps, or its data before the first step."""
+    return "reference" in algorithm.needs or getattr(settings, "precompute_ref_log_probs", False)
+
+
 class ReferenceInputs(Protocol):
     """The models that the user passed to a trainer."""
 
@@ -206,7 +211,7 @@ def load_run_reference(
     policy: nn.Module, inputs: ReferenceInputs, settings: Any, args: Any, tokenizer: Any, algorithm: Algorithm
 ) -> nn.Module | None:
     """Return the run's separate reference; None if it has none, or if it is the policy without its adapter."""
-    if "reference" in algorithm.needs:
+    if needs_reference(algorithm, settings):
         if settings.reference_sync is not None and is_peft(policy):
             raise ArgumentError(
                 "sync_ref_model moves the weights of a separate reference, but under an adapter the reference is the policy "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
+import weakref
 
 import pytest
 import torch
@@ -94,6 +96,35 @@ def test_a_reference_may_be_another_model_by_name(tmp_path):
     assert rewards[0] != 0.0
 
 
+def test_with_precomputed_log_probs_a_run_is_the_same_and_its_reference_is_freed(tmp_path):
+    changes = {"ld_alpha": 0.5, "eval_dataset": PAIRS.select(range(4)), "adam_epsilon": 1e-3}
+    found = []
+    for precompute in (False, True):
+        reference = tiny_model(seed=1)
+        freed = weakref.ref(reference)
+        folder = tmp_path / str(precompute)
+        saving = {**SAVED, "precompute_ref_log_probs": precompute, "eval_strategy": "epoch", "num_train_epochs": 2}
+        run = run_of("DPO", folder, ref_model=reference, max_steps=-1, **saving, **changes)
+        del reference
+        gc.collect()
+        assert (freed() is None) is precompute
+        found.append([column(run, name) for name in ("loss", "grad_norm", "rewards/chosen", "eval_rewards/margins")])
+        again = run_of(
+            "DPO",
+            folder,
+            ref_model=tiny_model(seed=1),
+            max_steps=-1,
+            **saving,
+            **changes,
+            resume=folder / "checkpoint-2",
+        )
+        assert same(weights(run), weights(again))
+    for computed, precomputed in zip(*found, strict=True):
+        assert computed == pytest.approx(precomputed, rel=1e-4, abs=1e-6)
+    with pytest.raises(ArgumentError, match=r"precompute_ref_log_probs.*eval_dataset"):
+        run.evaluate(Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}]))
+
+
 @pytest.mark.parametrize("kind", DATA)
 def test_predictions_are_the_implicit_rewards_of_the_metrics(kind, tmp_path):
     found = {}
@@ -147,6 +178,8 @@ def test_pairs_are_trained_on_as_two_labelled_rows_each(tmp_path):
         ("DPO", {"loss_type": "exo_pair"}, "label_smoothing=0.0.*exo_pair"),
         ("DPO", {"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing=0.5.*robust"),
         ("DPO", {"beta": 0.0}, "beta"),
+        ("DPO", {"precompute_ref_log_probs": True, **MOVED}, "precompute_ref_log_probs.*sync_ref_model"),
+        ("KTO", {"precompute_ref_log_probs": True}, "precompute_ref_log_probs.*each step"),
         ("DPO", {"rpo_alpha": 1.0}, 'rpo_alpha.*loss_type=\\["sigmoid", "sft"\\]'),
         ("DPO", {"use_weighting": True}, "use_weighting.*WPO"),
         ("KTO", {"per_device_train_batch_size": 1}, "per_device_train_batch_size=1.*z0"),
