@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak import DPOConfig, GRPOConfig, KTOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 REUSED = {"num_iterations": 2}
 KL = {"beta": 0.1}
@@ -71,4 +71,10 @@ CHANGED = [
         "assistant_only_loss": True, "loss_type": "dft", "eos_token": "a", "pad_token": "a",
         "chat_template_path": "a.jinja", "packing": True, "packing_strategy": "wrapped", "eval_packing": True}),
     (RewardConfig, {}, {"center_rewards_coefficient": 0.1}),
+    (DPOConfig, {}, {"loss_type": ["ipo"], "loss_weights": [0.5], "ld_alpha": 0.5, "share_prompt": True,
+        "offload_frozen_models": True, "beta": 0.2, "sync_ref_model": True, "precompute_ref_batch_size": 4}),
+    (DPOConfig, {}, {"precompute_ref_log_probs": True}),
+    (DPOConfig, {"loss_type": ["robust"]}, {"label_smoothing": 0.1}),
+    (DPOConfig, {"loss_type": ["discopop"]}, {"discopop_tau": 0.1}),
+    (KTOConfig, {}, {"loss_type": "apo_zero_unpaired", "desirable_weight": 0.5, "undesirable_weight": 0.5}),
 ]  # fmt: skip

@@ -27,7 +27,7 @@ PARTS = (
     *("formatting_func", "quantization_config", "optimizer_cls_and_kwargs", "compute_loss_func", "data_collator"),
     *("tools", "environment_factory"),
 )
-KINDS = ("GRPO", "RLOO", "PPO", "OnlineDPO", "SFT", "Reward")
+KINDS = ("GRPO", "RLOO", "PPO", "OnlineDPO", "SFT", "Reward", "DPO", "KTO")
 COMMON = {
     "per_device_train_batch_size": 8,
     "max_steps": 2,
@@ -64,7 +64,14 @@ def pair_rows(count: int = 8) -> Dataset:
     )
 
 
-DATA = {"SFT": supervised_rows, "Reward": pair_rows}
+def labelled_rows(count: int = 8) -> Dataset:
+    """Questions with an answer, of which two of three are desirable."""
+    return Dataset.from_list(
+        [{"prompt": f"{i % 10}=", "completion": str(i % 10), "label": i % 3 > 0} for i in range(count)]
+    )
+
+
+DATA = {"SFT": supervised_rows, "Reward": pair_rows, "DPO": pair_rows, "KTO": labelled_rows}
 
 
 def ones(completions: list[str], **columns: Any) -> list[float]:

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from architecture.sources import files, module_of, tree_of
 from changed_arguments import CHANGED
-from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak import DPOConfig, GRPOConfig, KTOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.arguments.base import check_and_reset_arguments, run_facts
 from lowpeak.arguments.declare import RunFacts, data_argument, declaration
 from lowpeak.arguments.grpo import resolve_grpo
@@ -25,6 +25,7 @@ from lowpeak.arguments.offline import resolve_reward_model, resolve_supervised
 from lowpeak.arguments.online import OnlineArguments, resolve_online
 from lowpeak.arguments.online_dpo import resolve_online_dpo
 from lowpeak.arguments.ppo import resolve_critic, resolve_ppo
+from lowpeak.arguments.preferences import resolve_dpo, resolve_kto
 from lowpeak.arguments.rloo import resolve_rloo
 from lowpeak.arguments.validation import EffectReport, idle_arguments, reset_idle_arguments
 from lowpeak.errors import ArgumentError
@@ -36,7 +37,12 @@ ONLINE = {
     PPOConfig: lambda args, online: (resolve_ppo(args, online), resolve_critic(args)),
     OnlineDPOConfig: resolve_online_dpo,
 }
-OFFLINE = {SFTConfig: resolve_supervised, RewardConfig: resolve_reward_model}
+OFFLINE = {
+    SFTConfig: resolve_supervised,
+    RewardConfig: resolve_reward_model,
+    DPOConfig: resolve_dpo,
+    KTOConfig: resolve_kto,
+}
 CONFIGS = (*ONLINE, *OFFLINE)
 
 CASES = [(config, others, name, value) for config, others, values in CHANGED for name, value in values.items()]

@@ -197,6 +197,8 @@ PROMPTS = [f"{a}{b}=" for a in range(6) for b in range(4)]
 ANSWERS: dict[str, Callable[[str], dict[str, Any]]] = {
     "SFT": lambda p: {"completion": f"{p[0]}1"},
     "Reward": lambda p: {"chosen": p[0] * (1 + int(p[1])), "rejected": p[:2], "margin": int(p[1]) / 8},
+    "DPO": lambda p: {"chosen": p[0] * (1 + int(p[1])), "rejected": p[:2]},
+    "KTO": lambda p: {"completion": p[0] * (1 + int(p[1])), "label": p[1] in "13"},
 }
 
 

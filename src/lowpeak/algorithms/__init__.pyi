@@ -6,10 +6,12 @@ from lowpeak.algorithms.algorithm import Need as Need
 from lowpeak.algorithms.algorithm import Selection as Selection
 from lowpeak.algorithms.algorithm import StepCounts as StepCounts
 from lowpeak.algorithms.algorithm import ValueTerm as ValueTerm
+from lowpeak.algorithms.dpo import make_dpo as make_dpo
 from lowpeak.algorithms.groups import indices_by_group as indices_by_group
 from lowpeak.algorithms.groups import reward_metrics as reward_metrics
 from lowpeak.algorithms.groups import with_loss_masks as with_loss_masks
 from lowpeak.algorithms.grpo import make_grpo as make_grpo
+from lowpeak.algorithms.kto import make_kto as make_kto
 from lowpeak.algorithms.metrics import measure_top1 as measure_top1
 from lowpeak.algorithms.online_dpo import make_online_dpo as make_online_dpo
 from lowpeak.algorithms.ppo import make_ppo as make_ppo

@@ -7,13 +7,13 @@ of one completion. A reward of NaN means that no function rewarded the sequence;
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lowpeak.algorithms.algorithm import Selection
+from lowpeak.algorithms.algorithm import Advantages, Selection
 from lowpeak.records import Completion, Metric, Record
 
 # Weighted sums of the same rewards in another order differ in their last bits. Such a difference teaches nothing.
@@ -51,6 +51,14 @@ def indices_by_group(records: Sequence[Record]) -> dict[int, list[int]]:
     for index, record in enumerate(records):
         indices.setdefault(record.group, []).append(index)
     return indices
+
+
+def advantages_of_dataset(records: Sequence[Record], coefficients: Mapping[str, float]) -> Advantages:
+    """Return the advantages and returns that the records have already, from the dataset's reader or the trainer."""
+    advantages = tuple(record.advantages for record in records if record.advantages is not None)
+    returns = tuple(record.returns for record in records if record.returns is not None)
+    assert len(advantages) == len(records), "the dataset's reader sets advantages"
+    return Advantages(advantages, {}, returns or None)
 
 
 def all_equal(rewards: Iterable[float]) -> bool:

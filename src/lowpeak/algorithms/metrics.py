@@ -18,6 +18,7 @@ from lowpeak.algorithms.loss_terms import (
     old_logprobs,
     repeat_per_token,
     step_weights,
+    sum_per_pair,
     sum_per_sequence,
 )
 from lowpeak.arguments import Correction
@@ -52,9 +53,55 @@ def measure_pass(
 
 
 def measure_top1(is_top1_T: Tensor, tokens: TokenBatch) -> dict[str, Metric]:
-    """Return the share of tokens that are the likeliest, at any temperature."""
-    mask_T = weighted_tokens(tokens, "token")
+    """Return the share of tokens that are the likeliest, at any temperature; of pairs, of the chosen completions' tokens."""
+    mask_T = weighted_tokens(tokens, "token" if tokens.pairs_B is None else "pair")
+    if tokens.pairs_B is not None:
+        mask_T = mask_T * repeat_per_token(sum_per_sequence(tokens.advantages_T, tokens) > 0, tokens)
     return {"mean_token_accuracy": masked_mean(is_top1_T.to(mask_T.dtype), mask_T)}
+
+
+def measure_completions(
+    beta: float,
+    weights_T: Tensor,
+    sign_B: Tensor,
+    mask_B: Tensor,
+    logprobs_T: Tensor,
+    entropy_T: Tensor | None,
+    tokens: TokenBatch,
+) -> tuple[dict[str, Metric], Tensor]:
+    """Return TRL's metrics of chosen (sign above 0) and rejected completions, and their implicit rewards: [B].
+
+    A completion's reward is `beta * sum(weight * (logprob - reference))`, DPO's.
+    """
+    assert tokens.reference_T is not None, "an implicit reward needs the reference's log-probs"
+    is_chosen_B, is_rejected_B = mask_B * (sign_B > 0), mask_B * (sign_B < 0)
+    logprob_B = sum_per_sequence(weights_T * logprobs_T, tokens)
+    reward_B = beta * sum_per_sequence(weights_T * (logprobs_T - tokens.reference_T), tokens)
+    mask_T = repeat_per_token(mask_B, tokens)
+    return {
+        **({} if entropy_T is None else {"entropy": masked_mean(entropy_T, mask_T)}),
+        "rewards/chosen": masked_mean(reward_B, is_chosen_B),
+        "rewards/rejected": masked_mean(reward_B, is_rejected_B),
+        "logps/chosen": masked_mean(logprob_B, is_chosen_B),
+        "logps/rejected": masked_mean(logprob_B, is_rejected_B),
+    }, reward_B
+
+
+def measure_pairs(beta: float, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> dict[str, Metric]:
+    """Return TRL's metrics of trained pairs, which advantages of +weight and -weight mark."""
+    assert tokens.pairs_B is not None, "the unit must be a pair"
+    mask_U = (tokens.weights_U > 0).to(logprobs_T.dtype)
+    mask_B = mask_U.index_select(0, tokens.pairs_B)
+    sign_B = sum_per_sequence(tokens.advantages_T, tokens).sign()
+    metrics, reward_B = measure_completions(
+        beta, tokens.advantages_T.abs(), sign_B, mask_B, logprobs_T, entropy_T, tokens
+    )
+    margin_U = sum_per_pair(sign_B * reward_B, tokens)
+    return {
+        **metrics,
+        "rewards/margins": masked_mean(margin_U, mask_U),
+        "rewards/accuracies": masked_mean((margin_U > 0).to(mask_U.dtype), mask_U),
+    }
 
 
 def clip_ratios(
@@ -96,7 +143,12 @@ def mean_over_step(values: Tensor, share: float, tokens: TokenBatch) -> Metric:
 def weighted_tokens(tokens: TokenBatch, unit: Unit) -> Tensor:
     """Return 1.0 at tokens whose unit has a weight, else 0.0: [T]."""
     # The shape of the weights does not tell the unit: B can equal T.
-    weights_T = tokens.weights_U if unit == "token" else repeat_per_token(tokens.weights_U, tokens)
+    weights_T = tokens.weights_U
+    if unit == "pair":
+        assert tokens.pairs_B is not None, "the unit must be a pair"
+        weights_T = weights_T.index_select(0, tokens.pairs_B)
+    if unit != "token":
+        weights_T = repeat_per_token(weights_T, tokens)
     return (weights_T > 0).to(weights_T.dtype)
 
 

@@ -28,14 +28,8 @@ from torch.nn.functional import logsigmoid
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm, Selection
 from lowpeak.algorithms.groups import all_equal, constant_per_token, indices_by_group, loss_mask, reward_metrics
-from lowpeak.algorithms.loss_terms import (
-    pair_mean,
-    repeat_per_token,
-    sum_per_pair,
-    sum_per_sequence,
-    value_per_sequence,
-)
-from lowpeak.algorithms.metrics import masked_mean, measure_pass
+from lowpeak.algorithms.loss_terms import pair_mean, repeat_per_token, sum_per_pair, sum_per_sequence
+from lowpeak.algorithms.metrics import masked_mean, measure_pairs, measure_pass
 from lowpeak.arguments import OnlineDPOSettings
 from lowpeak.errors import DataError
 from lowpeak.records import Metric, Record, TokenBatch
@@ -51,7 +45,7 @@ def make_online_dpo(settings: OnlineDPOSettings) -> Algorithm:
         advantages=partial(pair_advantages, settings),
         reduction=pair_mean,
         loss=partial(pair_loss, settings),
-        measure=measure_pairs,
+        measure=measure_online_pairs,
         skip_zero_advantage=True,
         schedule=partial(beta_of_epoch, settings),
     )
@@ -127,30 +121,21 @@ def pair_loss(settings: OnlineDPOSettings, logprobs_T: Tensor, tokens: TokenBatc
     return -logsigmoid(beta * logit_U)
 
 
-def measure_pairs(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> dict[str, Metric]:
+def measure_online_pairs(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> dict[str, Metric]:
     """Return TRL's metrics of pairs, over trained pairs.
 
     `rewards/*` are DPO's implicit rewards, `beta * log_ratio`. `objective/kl` and `objective/entropy` are estimates for a
     whole completion from its log-probs.
     """
-    assert tokens.reference_T is not None, "a pair's rewards need the reference's log-probs"
+    assert tokens.reference_T is not None, "a log-ratio needs the reference's log-probs"
     assert tokens.pairs_B is not None, "the unit must be a pair"
     beta = tokens.coefficients["beta"]
-    mask_U = (tokens.weights_U > 0).to(logprobs_T.dtype)
-    mask_B = mask_U.index_select(0, tokens.pairs_B)
-    sign_B = value_per_sequence(tokens.advantages_T, tokens)
-    is_chosen_B, is_rejected_B = mask_B * (sign_B > 0), mask_B * (sign_B < 0)
+    mask_B = (tokens.weights_U > 0).to(logprobs_T.dtype).index_select(0, tokens.pairs_B)
     logprob_B = sum_per_sequence(logprobs_T, tokens)
     log_ratio_B = sum_per_sequence(logprobs_T - tokens.reference_T, tokens)
-    margin_U = sum_per_pair(sign_B * log_ratio_B, tokens) * beta
     return {
-        **measure_pass(logprobs_T, entropy_T, tokens, repeat_per_token(mask_B, tokens)),
-        "rewards/chosen": masked_mean(beta * log_ratio_B, is_chosen_B),
-        "rewards/rejected": masked_mean(beta * log_ratio_B, is_rejected_B),
-        "rewards/margins": masked_mean(margin_U, mask_U),
-        "rewards/accuracies": masked_mean((margin_U > 0).to(mask_U.dtype), mask_U),
-        "logps/chosen": masked_mean(logprob_B, is_chosen_B),
-        "logps/rejected": masked_mean(logprob_B, is_rejected_B),
+        **measure_pairs(beta, logprobs_T, entropy_T, tokens),
+        **measure_pass(logprobs_T, None, tokens, repeat_per_token(mask_B, tokens)),
         "objective/kl": masked_mean(log_ratio_B, mask_B),
         "objective/entropy": masked_mean(-logprob_B, mask_B),
         "objective/non_score_reward": masked_mean(-beta * log_ratio_B, mask_B),

@@ -13,18 +13,17 @@ Shapes: T loss tokens of a micro-batch, one a sequence; B sequences; U pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowpeak.algorithms.algorithm import Advantages, Algorithm, ValueTerm
-from lowpeak.algorithms.groups import select_all
+from lowpeak.algorithms.algorithm import Algorithm, ValueTerm
+from lowpeak.algorithms.groups import advantages_of_dataset, select_all
 from lowpeak.algorithms.loss_terms import pair_mean, sum_per_pair, value_per_sequence
 from lowpeak.algorithms.metrics import masked_mean
-from lowpeak.records import Metric, Record, TokenBatch
+from lowpeak.records import Metric, TokenBatch
 
 
 def make_reward_model(center: float = 0.0) -> Algorithm:
@@ -34,7 +33,7 @@ def make_reward_model(center: float = 0.0) -> Algorithm:
         unit="pair",
         needs=frozenset(),
         select=select_all,
-        advantages=_advantages_of_dataset,
+        advantages=advantages_of_dataset,
         reduction=pair_mean,
         loss=None,
         measure=lambda logprobs_T, entropy_T, tokens: {},
@@ -72,11 +71,3 @@ def measure_preferences(values_T: Tensor, tokens: TokenBatch) -> dict[str, Metri
 def _difference(values_T: Tensor, tokens: TokenBatch) -> Tensor:
     """Return the chosen sequence's value minus the rejected one's: [U]."""
     return sum_per_pair(value_per_sequence(values_T * tokens.advantages_T, tokens), tokens)
-
-
-def _advantages_of_dataset(records: Sequence[Record], coefficients: Mapping[str, float]) -> Advantages:
-    """Return the advantages and returns that the records have already."""
-    advantages = tuple(record.advantages for record in records if record.advantages is not None)
-    returns = tuple(record.returns for record in records if record.returns is not None)
-    assert len(advantages) == len(returns) == len(records), "the dataset's reader sets advantages and returns"
-    return Advantages(advantages, {}, returns)

@@ -68,6 +68,13 @@ from lowpeak.arguments.ppo import PPOArguments as PPOArguments
 from lowpeak.arguments.ppo import PPOSettings as PPOSettings
 from lowpeak.arguments.ppo import resolve_critic as resolve_critic
 from lowpeak.arguments.ppo import resolve_ppo as resolve_ppo
+from lowpeak.arguments.preferences import DPOArguments as DPOArguments
+from lowpeak.arguments.preferences import DPOSettings as DPOSettings
+from lowpeak.arguments.preferences import KTOArguments as KTOArguments
+from lowpeak.arguments.preferences import KTOSettings as KTOSettings
+from lowpeak.arguments.preferences import PreferenceSettings as PreferenceSettings
+from lowpeak.arguments.preferences import resolve_dpo as resolve_dpo
+from lowpeak.arguments.preferences import resolve_kto as resolve_kto
 from lowpeak.arguments.rloo import RLOOArguments as RLOOArguments
 from lowpeak.arguments.rloo import RLOOSettings as RLOOSettings
 from lowpeak.arguments.rloo import resolve_rloo as resolve_rloo

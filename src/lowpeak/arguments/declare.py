@@ -131,11 +131,10 @@ def argument(
     *,
     group: str = "algorithm",
 ) -> Any:
-    """Return a dataclass field with its declaration."""
+    """Return a dataclass field with its declaration; a default that is a list is copied for each config."""
     conditions = acts_if if isinstance(acts_if, tuple) else (acts_if,)
-    return field(
-        default=default, metadata=_metadata(text, group=group, check=check, acts_if=conditions, alias_of=alias_of)
-    )
+    start: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**start, metadata=_metadata(text, group=group, check=check, acts_if=conditions, alias_of=alias_of))
 
 
 model_argument = partial(argument, group="model")

@@ -18,7 +18,10 @@ CLASS_PREFIXES = {
     "online-dpo": "OnlineDPO",
     "sft": "SFT",
     "reward": "Reward",
+    "dpo": "DPO",
+    "kto": "KTO",
 }
+_F_DIVERGENCE = "the losses regularise by the reverse KL; remove it"
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
 # Name, default in TRL 1.16, and remedy.
 _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
@@ -36,6 +39,13 @@ _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
         "dataset_kwargs",
         None,
         "prepare the dataset before you pass it (rows with input_ids are used unchanged); remove it",
+    ),
+    ("f_divergence_type", "reverse_kl", _F_DIVERGENCE),
+    ("f_alpha_divergence_coef", 0.5, _F_DIVERGENCE),
+    (
+        "use_weighting",
+        False,
+        "WPO's weights need the sum of squared probabilities, which the head does not form; remove it",
     ),
     ("ignore_bias_buffers", False, "it works around an error of DDP that lowpeak's models do not raise; remove it"),
     ("truncation_mode", "keep_start", "rows longer than max_length are truncated at their end; remove it"),

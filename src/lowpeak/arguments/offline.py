@@ -123,12 +123,13 @@ class SupervisedSettings(OfflineSettings):
 def resolve_supervised(args: Any, hardware: Hardware | None = None) -> SupervisedSettings:
     """Return the settings of supervised training; ArgumentError for packing that lowpeak does not support."""
     _check_packing(args)
-    return _resolve_offline(SupervisedSettings, args, hardware)
+    return resolve_offline(SupervisedSettings, args, hardware)
 
 
-def _resolve_offline(
+def resolve_offline(
     settings: Callable[..., Settings], args: Any, hardware: Hardware | None, **computed: Any
 ) -> Settings:
+    """Return the settings of an offline run, with what is `computed` for its kind."""
     return make_settings(
         settings,
         args,
@@ -198,6 +199,6 @@ class RewardModelSettings(OfflineSettings):
 
 def resolve_reward_model(args: Any, hardware: Hardware | None = None) -> RewardModelSettings:
     """Return the settings of reward model training."""
-    return _resolve_offline(
+    return resolve_offline(
         RewardModelSettings, args, hardware, center_rewards_coefficient=args.center_rewards_coefficient or 0.0
     )

@@ -347,6 +347,11 @@ def _check_online(args: Any, world_size: int) -> None:
         "advantages compare completions of the same policy; set metric_for_best_model='reward' or 'accuracy' "
         "(greater is better).",
     )
+    check_reference_sync(args, world_size)
+
+
+def check_reference_sync(args: Any, world_size: int) -> None:
+    """Raise ArgumentError for a reference that could not be updated where it is."""
     require(
         not (args.sync_ref_model and args.offload_frozen_models and args.beta) or world_size > 1,
         "sync_ref_model=True conflicts with offload_frozen_models=True on one device: models in host memory are not averaged; "

@@ -93,9 +93,9 @@ class DataArguments:
     )
     streaming: bool = data_argument(False, "read the data as streams, which need --max_steps")
     prompt_column: str = data_argument("prompt", "column with the prompt")
-    completion_column: str = data_argument("completion", "column with the completion (sft)")
-    chosen_column: str = data_argument("chosen", "column with the better answer (reward)")
-    rejected_column: str = data_argument("rejected", "column with the worse answer (reward)")
+    completion_column: str = data_argument("completion", "column with the completion (sft, kto)")
+    chosen_column: str = data_argument("chosen", "column with the better answer (reward, dpo)")
+    rejected_column: str = data_argument("rejected", "column with the worse answer (reward, dpo)")
     conversational: bool = data_argument(False, "wrap string prompts in a chat with one user message")
     system_prompt: str | None = data_argument(None, "system message that opens every chat")
 

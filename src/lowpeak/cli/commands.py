@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lowpeak
+from lowpeak.arguments import CLASS_PREFIXES
 from lowpeak.cli.launch import LAUNCHED
 from lowpeak.cli.output import print_once
 from lowpeak.errors import ArgumentError, LowpeakError, RankError
@@ -31,6 +32,8 @@ commands:
   online-dpo train a model with Online DPO, with rewards or a judge
   sft        train a model on demonstrations
   reward     train a reward model on preferences
+  dpo        train a model on preferences with DPO (and IPO, APO, MPO, and others)
+  kto        train a model on completions that are desirable or not, with KTO
   serve      start a vLLM server that accepts weight updates from a run
   vllm-serve the same, by TRL's name
   plan       print what a run will take on each device before it starts; --fit chooses settings that fit
@@ -229,7 +232,7 @@ def _preset(arguments: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    **{kind: partial(_train, kind) for kind in ("grpo", "rloo", "ppo", "online-dpo", "sft", "reward")},
+    **{kind: partial(_train, kind) for kind in CLASS_PREFIXES},
     "serve": _serve,
     "vllm-serve": _serve,  # TRL's name
     "plan": _plan,

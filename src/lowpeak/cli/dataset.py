@@ -14,6 +14,11 @@ from lowpeak.cli.arguments import DataArguments
 from lowpeak.errors import ArgumentError, DataError, first_line
 
 Row = dict[str, Any]
+# The columns of a supervised dataset beside `prompt`; these jobs generate nothing and take no reward.
+ANSWER_COLUMNS = {
+    **dict.fromkeys(("sft", "kto"), ("completion",)),
+    **dict.fromkeys(("reward", "dpo"), ("chosen", "rejected")),
+}
 
 
 def load_datasets(

@@ -1,4 +1,4 @@
-"""`lowpeak grpo|rloo|ppo|online-dpo|sft|reward`: parse arguments, build the trainer, train, save."""
+"""`lowpeak grpo|rloo|ppo|online-dpo|sft|reward|dpo|kto`: parse arguments, build the trainer, train, save."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ from lowpeak.cli.arguments import (
     ServingArguments,
     ToolSourceArguments,
 )
-from lowpeak.cli.dataset import load_datasets
+from lowpeak.cli.dataset import ANSWER_COLUMNS, load_datasets
 from lowpeak.cli.launch import is_rank_zero, launch_or_join, output_folder
 from lowpeak.cli.output import to_yaml
 from lowpeak.cli.vllm_devices import run_with_servers, trainer_settings
 from lowpeak.errors import ArgumentError, LowpeakError, MemoryExhaustedError, first_line, require_package
 
 Part = TypeVar("Part")
-# The columns of a supervised dataset beside `prompt`; these jobs generate nothing and take no reward.
-ANSWER_COLUMNS = {"sft": ("completion",), "reward": ("chosen", "rejected")}
 # Arguments that a script's own call of evaluate() reads, and a command only if eval_strategy is set.
 _EVALUATION_ARGUMENTS = ("per_device_eval_batch_size", "num_generations_eval", "success_reward", "success_threshold")
 _ADAPTER_ARGUMENTS = [

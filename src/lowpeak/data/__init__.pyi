@@ -1,5 +1,10 @@
 from lowpeak.data.chat import TEMPLATE_ERRORS as TEMPLATE_ERRORS
 from lowpeak.data.chat import template_options as template_options
+from lowpeak.data.completions import LabelReader as LabelReader
+from lowpeak.data.completions import PairReader as PairReader
+from lowpeak.data.completions import check_label_columns as check_label_columns
+from lowpeak.data.completions import check_pair_columns as check_pair_columns
+from lowpeak.data.completions import unpair as unpair
 from lowpeak.data.cursor import DatasetCursor as DatasetCursor
 from lowpeak.data.cursor import digest_row as digest_row
 from lowpeak.data.cursor import make_cursor as make_cursor
@@ -24,6 +29,7 @@ from lowpeak.data.row_reader import fetch_rows as fetch_rows
 from lowpeak.data.row_reader import num_rows as num_rows
 from lowpeak.data.row_reader import padding_id as padding_id
 from lowpeak.data.row_reader import read_all as read_all
+from lowpeak.data.row_reader import read_items as read_items
 from lowpeak.data.row_reader import with_prepared_columns as with_prepared_columns
 from lowpeak.data.row_reader import without_prepared_columns as without_prepared_columns
 from lowpeak.data.supervised import SupervisedReader as SupervisedReader

@@ -56,6 +56,7 @@ class RowReader(ABC, Generic[Item_co]):
         self._num_embeddings = num_embeddings
         self._media_token_ids = media_token_ids
         self._report_idle = report_idle
+        self._warned = False
 
     @abstractmethod
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Item_co | None:
@@ -87,6 +88,24 @@ class RowReader(ABC, Generic[Item_co]):
         if self._template_defaults:
             remedy = "remove the argument, or write the rows as lists of messages"
             self._report_idle(f"chat_template_kwargs={self._template_defaults!r}", f"{where} is text: {remedy}")
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Return the token ids of plain text, with one end-of-sequence token at the end."""
+        ids, end = self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+    def _completion_start(self, prompt_ids: list[int], ids: list[int], where: str) -> int:
+        """Return the index of the first token that is not the prompt's, as in TRL."""
+        start = common_prefix_length(prompt_ids, ids)
+        if start < len(prompt_ids) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: the tokens of prompt and completion together do not begin with the tokens of the prompt alone (they differ "
+                "after %d of %d), so the model trains on another context than it will generate from; end prompts at a token "
+                "boundary, or use a chat template that writes the prompt the same way both times. Logged once.",
+                *(where, start, len(prompt_ids)),
+            )
+        return start
 
     def _check_ids(self, ids: Sequence[int], where: str) -> None:
         """Raise DataError for a token without an embedding, which would crash the device, or for an image's."""

@@ -18,7 +18,6 @@ The first token never counts, because no token predicts it. Plain text ends with
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,11 +26,9 @@ import torch
 
 from lowpeak.data.assistant_turns import AssistantTurns
 from lowpeak.data.chat import check_messages, encode_chat, template_errors
-from lowpeak.data.row_reader import RowReader, common_prefix_length, read_integers
+from lowpeak.data.row_reader import RowReader, read_integers
 from lowpeak.errors import DataError, fail_on_exit
 from lowpeak.records import Completion, Record
-
-logger = logging.getLogger(__name__)
 
 # The mark that transformers searches for when it returns the assistant's tokens.
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -86,7 +83,6 @@ class SupervisedReader(RowReader[Record]):
         self._text_field = text_field
         self._formatting_func = formatting_func
         self._turns = AssistantTurns(tokenizer)
-        self._warned = False
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Record | None:
         where = f"row {serial if index is None else index}"
@@ -228,11 +224,6 @@ class SupervisedReader(RowReader[Record]):
         ids = self._encode_text(text)
         return ids, [True] * len(ids)
 
-    def _encode_text(self, text: str) -> list[int]:
-        """Return the token ids of plain text, with one end-of-sequence token at the end."""
-        ids, end = self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id
-        return ids if end is None or ids[-1:] == [end] else [*ids, end]
-
     def _encode_assistant(
         self, messages: list[dict[str, Any]], options: Mapping[str, Any], where: str, first: int = 0
     ) -> tuple[list[int], list[bool]]:
@@ -247,19 +238,6 @@ class SupervisedReader(RowReader[Record]):
         with template_errors(where):
             encoded = self._tokenizer.apply_chat_template(messages, **options)
         return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
-
-    def _completion_start(self, prompt_ids: list[int], ids: list[int], where: str) -> int:
-        """Return the index of the first token that is not the prompt's, as in TRL."""
-        start = common_prefix_length(prompt_ids, ids)
-        if start < len(prompt_ids) and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%s: the tokens of prompt and completion together do not begin with the tokens of the prompt alone (they differ "
-                "after %d of %d), so the model trains on another context than it will generate from; end prompts at a token "
-                "boundary, or use a chat template that writes the prompt the same way both times. Logged once.",
-                *(where, start, len(prompt_ids)),
-            )
-        return start
 
     def _reject_assistant_only(self, where: str) -> None:
         if self._assistant_only:

@@ -237,10 +237,12 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
     prompt, completion = request.prompt_tokens, inputs.completion_tokens
     cache_dtype = torch.bfloat16 if inputs.args.bf16 else torch.float32
     kv_bytes = parts * inputs.sequence_bytes(prompt + completion, cache_dtype) // (prompt + completion)
-    passes = 0
-    if inputs.is_online:
-        needs = inputs.algorithm.needs
-        passes = int(bool(needs & {"old", "entropy", "values"})) + int("reference" in needs)
+    needs = inputs.algorithm.needs
+    passes = int(bool(needs & {"old", "entropy", "values"})) + int("reference" in needs)
+    scored = inputs.sequences_of_rank
+    if not inputs.is_online:
+        scored = -(-inputs.rows_per_step // inputs.request.world_size)
+        passes *= 3 if inputs.request.kind == "kto" else 1  # and both models score the mismatched pairs
     engine = engine_memory(inputs)
     sequences = math.ceil(inputs.sequences_of_rank * engine.ranks)
     slots = sequences
@@ -256,7 +258,7 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
         prompt=prompt,
         completion=completion,
         train_tokens=sum(batch.input_ids_BL.numel() for batch in batches),
-        score_tokens=inputs.sequences_of_rank * (prompt + completion) if passes else 0,
+        score_tokens=scored * (prompt + completion) if passes else 0,
         score_passes=passes,
         sequences=sequences,
         prompts=-(-sequences // settings.sampling.num_generations) if inputs.is_online else 0,

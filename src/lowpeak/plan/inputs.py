@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import lowpeak
-from lowpeak.algorithms import Algorithm, make_reward_model, make_supervised
+from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import (
     CLASS_PREFIXES,
     ColocateSettings,
@@ -23,6 +23,8 @@ from lowpeak.arguments import (
     StorageFormat,
     check_and_reset_arguments,
     resolve_critic,
+    resolve_dpo,
+    resolve_kto,
     resolve_online,
     resolve_reward_model,
     resolve_supervised,
@@ -52,7 +54,7 @@ from lowpeak.setup import attach_critic, describe_generation
 from lowpeak.sizes import LayoutChoice, ModelShape, Sizes, choose_layout
 from lowpeak.training import LogprobSettings
 
-OFFLINE = ("sft", "reward")
+OFFLINE = {"sft": resolve_supervised, "reward": resolve_reward_model, "dpo": resolve_dpo, "kto": resolve_kto}
 Split = Callable[[nn.Module], nn.Module]
 
 
@@ -288,7 +290,13 @@ class RunInputs:
         if self.is_online:
             return int(self.settings.rollout.rows_per_step)
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.request.world_size
-        return rows * (2 if self.request.kind == "reward" else 1)
+        return int(rows) * self._group_size
+
+    @property
+    def _group_size(self) -> int:
+        if self.is_online:
+            return int(self.settings.rollout.num_generations)
+        return 2 if self.algorithm.unit == "pair" else 1
 
     @property
     def sequences_of_rank(self) -> int:
@@ -312,8 +320,8 @@ class RunInputs:
         return self._batches[key]
 
     def scored_batches(self) -> list[MicroBatch]:
-        """Return the micro-batches that rank 0 scores of a rollout."""
-        records = self._selected_records(self.settings.rollout.num_sequences)
+        """Return the micro-batches that rank 0 scores of a rollout, or of an offline run's step."""
+        records = self._selected_records(self.settings.rollout.num_sequences if self.is_online else self.rows_per_step)
         mine = assign_to_ranks(records, range(len(records)), self.budget, self.request.world_size)[0]
         return pack(records, mine, self.budget)
 
@@ -328,17 +336,14 @@ class RunInputs:
         size = self.completion_tokens
         values, ids = torch.zeros(size), torch.ones(size, dtype=torch.int32)
         completion = Completion(ids, values, torch.ones(size, dtype=torch.bool), "stop")
-        group_size = (
-            self.settings.rollout.num_generations if self.is_online else 2 if self.request.kind == "reward" else 1
-        )
         columns: dict[str, Any] = {name: values for name in self.algorithm.needs}
         if self.is_online and self.settings.rollout.num_steps == 1:
             columns.pop("old", None)
-        columns |= {"returns": values} if self.algorithm.values is not None else {}
+        columns |= {"returns": values} if self.algorithm.values is not None or self.request.kind == "kto" else {}
         if self.is_online:
             columns["advantages"] = values
         record = Record(0, (), completion, (1.0,), 1.0, **columns)
-        groups = [index // group_size for index in range(count)]
+        groups = [index // self._group_size for index in range(count)]
         # Completions of different groups share no prompt.
         return [replace(record, group=group, prompt_ids=(group,) * self.request.prompt_tokens) for group in groups]
 
@@ -386,14 +391,9 @@ def _resolve(request: PlanRequest, args: Any) -> tuple[Any, Algorithm]:
     if request.kind not in CLASS_PREFIXES:
         raise ArgumentError(f"{request.kind!r} is not an algorithm; use one of {', '.join(CLASS_PREFIXES)}.")
     hardware = request.hardware
-    if request.kind == "sft":
-        args = check_and_reset_arguments(args, hardware)
-        supervised = resolve_supervised(args, hardware)
-        return supervised, make_supervised(supervised.loss_type)
-    if request.kind == "reward":
-        args = check_and_reset_arguments(args, hardware)
-        settings = resolve_reward_model(args, hardware)
-        return settings, make_reward_model(settings.center_rewards_coefficient)
-    online = resolve_online(args, request.world_size, request.num_rewards, hardware)
     trainer = getattr(lowpeak, f"{CLASS_PREFIXES[request.kind]}Trainer")
+    if request.kind in OFFLINE:
+        settings = OFFLINE[request.kind](check_and_reset_arguments(args, hardware), hardware)
+        return settings, trainer.make_algorithm(settings)
+    online = resolve_online(args, request.world_size, request.num_rewards, hardware)
     return online, trainer.make_algorithm(args, online)

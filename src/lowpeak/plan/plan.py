@@ -344,7 +344,7 @@ def _rehearsal_inputs(inputs: RunInputs, batches: list[MicroBatch]) -> Rehearsal
         mesh_shape=request.mesh,
         compute=inputs.compute,
         storage=inputs.storage,
-        scored=inputs.scored_batches()[:1] if inputs.is_online and inputs.algorithm.needs else None,
+        scored=inputs.scored_batches()[:1] if inputs.algorithm.needs else None,
         make_reference=inputs.make_reference if inputs.has_separate_reference else None,
         rewards=inputs.rewards,
         activation_offloading=inputs.settings.memory.activation_offloading,

@@ -17,7 +17,7 @@ from lowpeak.plan.rehearsal import MeshShape
 class PlanRequest:
     """A run to plan: its arguments, its models' configs, and where it runs.
 
-    kind              "grpo", "rloo", "ppo", "online-dpo", "sft" or "reward"
+    kind              "grpo", "rloo", "ppo", "online-dpo", "sft", "reward", "dpo" or "kto"
     args              the trainer's config
     config            the policy's transformers config
     peft_config       of the policy's adapter; None: all weights are trained

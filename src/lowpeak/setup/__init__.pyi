@@ -1,5 +1,6 @@
 from lowpeak.setup.build_run import computes_in_fp32 as computes_in_fp32
 from lowpeak.setup.build_run import connect_online as connect_online
+from lowpeak.setup.build_run import make_reference as make_reference
 from lowpeak.setup.build_run import make_run as make_run
 from lowpeak.setup.build_run import report_effects as report_effects
 from lowpeak.setup.critic import attach_critic as attach_critic

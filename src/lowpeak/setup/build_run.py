@@ -47,7 +47,7 @@ from lowpeak.models import LOGPROB_HEAD, HeadKind, Reference, adapter_reference,
 from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, is_sharded, states_on_host
 from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings
 from lowpeak.setup.engines import make_engine, why_adapters_idle, why_no_graphs
-from lowpeak.setup.prepare_run import OnlineParts, RunParts
+from lowpeak.setup.prepare_run import OnlineParts, RunParts, needs_reference
 from lowpeak.setup.prompts import check_end_tokens, context_name, max_prompt_tokens, prompt_cursor
 from lowpeak.setup.storage import acting_storage, add_idle_storage, set_optimizer, storage_fractions
 from lowpeak.sizes import (
@@ -290,7 +290,7 @@ def _tensors(model: nn.Module, strategy: Strategy) -> Iterable[Tensor]:
 
 
 def _freezer(
-    context: RunContext, parts: OnlineParts, strategy: Strategy, offloader: RolloutOffloader | None
+    context: RunContext, parts: RunParts, strategy: Strategy, offloader: RolloutOffloader | None
 ) -> Callable[[nn.Module], FrozenModel]:
     """Return a function that prepares a frozen model.
 
@@ -316,7 +316,14 @@ def _freeze_reward_models(
             reward.replace_model(frozen, strategy.ranks if is_sharded(frozen.model) else None, device)
 
 
-def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], FrozenModel]) -> Reference:
+def make_reference(context: RunContext, parts: RunParts, strategy: Strategy) -> Reference | None:
+    """Return the prepared reference of an offline run, None if the algorithm needs none."""
+    if not needs_reference(parts.algorithm, parts.settings):
+        return None
+    return _reference(parts, _freezer(context, parts, strategy, None))
+
+
+def _reference(parts: RunParts, freeze: Callable[[nn.Module], FrozenModel]) -> Reference:
     if parts.reference_model is None:
         return adapter_reference(parts.policy)
     install_head(parts.reference_model, cast_head_to_fp32=parts.settings.model.cast_lm_head_to_fp32)

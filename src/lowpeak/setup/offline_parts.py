@@ -19,17 +19,18 @@ from lowpeak.heads import num_embeddings, transformers_model
 from lowpeak.models import context_length, convert_trainable, disable_dropout, from_pretrained, load_tokenizer
 from lowpeak.parallel import check_devices
 from lowpeak.setup.preflight import check_outputs
-from lowpeak.setup.prepare_run import RunParts
+from lowpeak.setup.prepare_run import RunParts, load_run_reference
 
 
 @dataclass(frozen=True)
 class OfflineInputs:
-    """Model and tokenizer as the user passed them to an offline trainer, and whether an optimizer's class was passed."""
+    """Models and tokenizer as the user passed them to an offline trainer, and whether an optimizer's class was passed."""
 
     model: Any
     processing_class: Any
     peft_config: Any
     has_optimizer_class: bool
+    ref_model: Any = None
 
 
 class OfflineHooks(Protocol):
@@ -59,16 +60,18 @@ def prepare_offline(
     set_seed(args.seed)  # before anything is made: the first weights of an adapter, or a new head, are random
     check_inputs(args, settings)
     check_outputs(args)
+    algorithm = hooks.make_algorithm(settings)
     policy = hooks.load_model(inputs.model, inputs.peft_config, args, settings)
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     tokenizer = change_tokenizer(tokenizer, transformers_model(policy), settings.tokenizer)
     check_special_tokens(tokenizer, num_embeddings(policy))
     tokenizer = hooks.set_pad_token(tokenizer, policy)
+    reference = load_run_reference(policy, inputs, settings, args, tokenizer, algorithm)
     convert_trainable(policy, settings.model)
     if settings.model.disable_dropout:
-        disable_dropout(policy)
-    algorithm = hooks.make_algorithm(settings)
-    return RunParts(user_args, args, settings, algorithm, policy, tokenizer)
+        for model in filter(None, (policy, reference)):
+            disable_dropout(model)
+    return RunParts(user_args, args, settings, algorithm, policy, tokenizer, reference)
 
 
 def change_tokenizer(tokenizer: Any, model: Any, settings: TokenizerSettings) -> Any:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from transformers import set_seed
@@ -136,14 +136,9 @@ def prepare_online(
         model_parallel=args.model_parallel,
         device=None if args.fsdp else args.device,
     )
-    if settings.reference_sync is not None and is_peft(policy):
-        raise ArgumentError(
-            "sync_ref_model moves the weights of a separate reference, but under an adapter the reference is the policy "
-            "without it: remove sync_ref_model, or train without an adapter."
-        )
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     check_special_tokens(tokenizer, num_embeddings(policy))
-    reference = _load_reference(policy, inputs, settings, args, tokenizer, "reference" in algorithm.needs)
+    reference = load_run_reference(policy, inputs, settings, args, tokenizer, algorithm)
     attach_extra_modules(policy, inputs.model, args)
     convert_trainable(policy, settings.model)
     if settings.model.disable_dropout:
@@ -197,10 +192,31 @@ def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1, *, con
         connect_servers(where)
 
 
-def _load_reference(
-    policy: nn.Module, inputs: OnlineInputs, settings: OnlineSettings, args: Any, tokenizer: Any, is_needed: bool
+def needs_reference(algorithm: Algorithm, settings: Any) -> bool:
+    """Return whether a reference scores the run's steps, or its data before the first step."""
+    return "reference" in algorithm.needs or getattr(settings, "precompute_ref_log_probs", False)
+
+
+class ReferenceInputs(Protocol):
+    """The models that the user passed to a trainer."""
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def ref_model(self) -> Any: ...
+
+
+def load_run_reference(
+    policy: nn.Module, inputs: ReferenceInputs, settings: Any, args: Any, tokenizer: Any, algorithm: Algorithm
 ) -> nn.Module | None:
-    if is_needed:
+    """Return the run's separate reference; None if it has none, or if it is the policy without its adapter."""
+    if needs_reference(algorithm, settings):
+        if settings.reference_sync is not None and is_peft(policy):
+            raise ArgumentError(
+                "sync_ref_model moves the weights of a separate reference, but under an adapter the reference is the policy "
+                "without it: remove sync_ref_model, or train without an adapter."
+            )
         placed = {"model_parallel": args.model_parallel, "device": args.device}
         reference = load_reference(policy, inputs.model, settings.model, inputs.ref_model, **placed)
         if reference is not None:

@@ -8,7 +8,16 @@ from typing import Any
 from lowpeak.arguments import RunFacts, check_values, idle_arguments, own_arguments, show
 from lowpeak.data import check_max_steps
 from lowpeak.errors import ArgumentError
-from lowpeak.trainers.configs import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak.trainers.configs import (
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    PPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+)
 
 # Arguments that transformers reads when training starts. The others have acted when the trainer is made.
 _READ_BY_TRAIN = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
@@ -88,6 +97,7 @@ class TrainerAttributes:
         return None if self.parts.toolset is None else self.parts.toolset.environments
 
 
-for _config in (GRPOConfig, RLOOConfig, PPOConfig, OnlineDPOConfig, SFTConfig, RewardConfig):
+_OFFLINE = (SFTConfig, RewardConfig, DPOConfig, KTOConfig)
+for _config in (GRPOConfig, RLOOConfig, PPOConfig, OnlineDPOConfig, *_OFFLINE):
     for _name in own_arguments(_config).union(_PART_ATTRIBUTES):
         setattr(TrainerAttributes, _name, RunAttribute(_name))

@@ -23,8 +23,10 @@ from lowpeak.arguments import (
     NOT_PARALLEL,
     REJECTED,
     CommonArguments,
+    DPOArguments,
     GRPOArguments,
     Hardware,
+    KTOArguments,
     ModelParallel,
     OnlineArguments,
     OnlineDPOArguments,
@@ -358,6 +360,21 @@ class SFTConfig(SFTArguments, CommonConfig):
 @config_dataclass
 class RewardConfig(RewardArguments, CommonConfig):
     """Arguments of reward model training (Bradley-Terry; InstructGPT, arXiv 2203.02155)."""
+
+
+@config_dataclass
+class DPOConfig(DPOArguments, CommonConfig):
+    """Arguments of DPO (Rafailov et al. 2023, arXiv 2305.18290)."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_type, str):
+            self.loss_type = [self.loss_type]
+        super().__post_init__()
+
+
+@config_dataclass
+class KTOConfig(KTOArguments, CommonConfig):
+    """Arguments of KTO (Ethayarajh et al. 2024, arXiv 2402.01306)."""
 
 
 def use_one_device(args: TrainingArguments) -> None:

@@ -20,7 +20,7 @@ from lowpeak.errors import ArgumentError
 UNSUPPORTED: dict[str, str] = {
     "tokenizer": "pass it as processing_class",
     "data_collator": "the trainer reads rows itself and packs them under a token budget; prepare the dataset instead (SFTTrainer "
-    "and RewardTrainer take train_dataset as the fourth argument, as in TRL)",
+    "and RewardTrainer take train_dataset as the fourth argument, DPOTrainer and KTOTrainer as the fifth, as in TRL)",
     "compute_loss_func": "the loss is computed in the model's head, without logits; override make_algorithm in a subclass",
     "compute_metrics": "evaluation generates completions and rewards them; log other numbers with log_metric in a reward function",
     **dict.fromkeys(

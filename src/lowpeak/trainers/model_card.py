@@ -38,6 +38,12 @@ _PAPERS: dict[str, tuple[str, str, str]] = {
         "Training language models to follow instructions with human feedback",
         "2203.02155",
     ),
+    "dpo": (
+        "DPO",
+        "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+        "2305.18290",
+    ),
+    "kto": ("KTO", "KTO: Model Alignment as Prospect Theoretic Optimization", "2402.01306"),
 }
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 _NO_METRICS = ("step", "epoch", "total_flos")

@@ -19,11 +19,11 @@ from lowpeak.checkpoint import RunState, capture_rng_state
 from lowpeak.data import RowReader, make_cursor, read_all, with_prepared_columns, without_prepared_columns
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.memory import Phase
-from lowpeak.models import LOGPROB_HEAD, HeadKind
+from lowpeak.models import LOGPROB_HEAD, HeadKind, load_policy
 from lowpeak.parallel import detect_strategy
 from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
-from lowpeak.records import MicroBatch, Record
+from lowpeak.records import Metric, MicroBatch, Record
 from lowpeak.setup import (
     OfflineInputs,
     RunParts,
@@ -32,12 +32,12 @@ from lowpeak.setup import (
     check_optimizer,
     computes_in_fp32,
     describe_offline,
+    make_reference,
     make_run,
     prepare_offline,
     report_effects,
     silence_nonzero_ranks,
 )
-from lowpeak.trainers.base import StepTrainer
 from lowpeak.trainers.configs import CommonConfig
 from lowpeak.trainers.constructor import (
     base_arguments,
@@ -47,6 +47,7 @@ from lowpeak.trainers.constructor import (
     reject_unsupported,
     reject_virtual_tokens,
 )
+from lowpeak.trainers.reference import ReferenceTrainer
 from lowpeak.training import (
     GuardedPasses,
     StepBatches,
@@ -55,10 +56,11 @@ from lowpeak.training import (
     gather_metrics,
     measure_step,
     run_with_sizes,
+    score_records,
 )
 
 
-class OfflineTrainer(StepTrainer):
+class OfflineTrainer(ReferenceTrainer):
     """Trains a model on the rows of a dataset, with TRL's constructor.
 
     model                   name, path or instance of the model (or peft model)
@@ -66,7 +68,10 @@ class OfflineTrainer(StepTrainer):
     quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
     unsupported             other arguments of TRL's trainers: each raises ArgumentError with a remedy
 
-    A subclass resolves its settings, loads its model, reads a row and names its algorithm. `parts` has the settings and models.
+    ref_model               name, path or instance of the reference, if the algorithm has one (None: the untrained model, or the
+                            one without its adapter)
+
+    A subclass resolves its settings, reads a row and names its algorithm. `parts` has the settings and models.
     """
 
     config_class: ClassVar[type[CommonConfig]]
@@ -83,7 +88,13 @@ class OfflineTrainer(StepTrainer):
     @staticmethod
     def load_model(model: Any, peft_config: Any, args: Any, settings: Any) -> nn.Module:
         """Return the model of a name, path or instance; with `peft_config`, under an adapter."""
-        raise AssertionError("a subclass loads its model")
+        return load_policy(
+            model,
+            settings.model,
+            peft_config=peft_config,
+            model_parallel=args.model_parallel,
+            device=None if args.fsdp else args.device,
+        )
 
     @staticmethod
     def make_algorithm(settings: Any) -> Algorithm:
@@ -135,6 +146,8 @@ class OfflineTrainer(StepTrainer):
         preprocess_logits_for_metrics: Any = None,
         quantization_config: Any = None,
         peft_config: Any = None,
+        *,
+        ref_model: Any = None,
         **unsupported: Any,
     ) -> None:
         unsupported |= {"data_collator": data_collator, "preprocess_logits_for_metrics": preprocess_logits_for_metrics}
@@ -144,6 +157,7 @@ class OfflineTrainer(StepTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            ref_model=ref_model,
         )
         reject_virtual_tokens(model, peft_config)
 
@@ -154,7 +168,7 @@ class OfflineTrainer(StepTrainer):
 
         passed, args = args, make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
-        inputs = OfflineInputs(model, processing_class, peft_config, optimizer_cls_and_kwargs is not None)
+        inputs = OfflineInputs(model, processing_class, peft_config, optimizer_cls_and_kwargs is not None, ref_model)
         with Ranks(args.device).propagate_errors():
             self.parts = parts = prepare_offline(inputs, args, self, check_inputs)
             check_optimized(optimizers[0], parts.policy)
@@ -182,7 +196,10 @@ class OfflineTrainer(StepTrainer):
         self.rows_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks.world_size
         with ranks.propagate_errors():
             report_effects(parts, self._facts())
-        self.start_run(make_run(self, parts, strategy, start_plan, head=self.head))
+        reference = make_reference(self, parts, strategy)
+        if reference is not None:
+            self.ref_model = reference.model
+        self.start_run(make_run(self, parts, strategy, start_plan, reference, head=self.head))
         with ranks.propagate_errors():
             self.cursor = make_cursor(train_dataset, self.reader, args, parts.settings.shuffle_dataset)
             parts.row_effects.report()
@@ -192,7 +209,8 @@ class OfflineTrainer(StepTrainer):
         passed = "class" if self.optimizer_cls_and_kwargs else "instance" if self.optimizer is not None else None
         return replace(
             run_facts(args),
-            in_fp32=computes_in_fp32(args, self.parts.policy),
+            in_fp32=computes_in_fp32(args, self.parts.policy, self.parts.reference_model),
+            frozen=self.parts.reference_model is not None,
             passed_optimizer=passed,
             passed_schedule=self.lr_scheduler is not None,
         )
@@ -204,8 +222,13 @@ class OfflineTrainer(StepTrainer):
 
     def next_step(self) -> StepBatches:
         with self.run.strategy.ranks.propagate_errors():
-            records = self.records_of(self.cursor.take(self.rows_per_step))
+            drawn = self.records_of(self.cursor.take(self.rows_per_step))
+        records, self.scratch.metrics = self.with_scores(drawn, Phase.SCORE)
         return self._step_batches(records)
+
+    def with_scores(self, records: Sequence[Record], phase: Phase) -> tuple[Sequence[Record], dict[str, Metric]]:
+        """Return a step's records with the scores and the step's values that the loss reads, and metrics of the passes."""
+        return score_records(self, tuple(records), self.run.algorithm.needs, phase)
 
     def dry_run(self) -> dict[str, Any]:
         """Return the resolved arguments, without training: model, data, sizes, micro-batches."""
@@ -223,8 +246,9 @@ class OfflineTrainer(StepTrainer):
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
         with self.evaluation_context(), tracker.phase(Phase.EVALUATE):
             with ranks.propagate_errors():
-                records = self.records_of(read_all(without_prepared_columns(data), self.reader))
+                records: Sequence[Record] = self.records_of(read_all(without_prepared_columns(data), self.reader))
             start = time.perf_counter()
+            records, _ = self.with_scores(records, Phase.EVALUATE)
             for attempt in attempts(self, Phase.SCORE):
                 step = self._step_batches(records)  # within the run's present sizes
                 with attempt:
@@ -237,7 +261,7 @@ class OfflineTrainer(StepTrainer):
             metrics = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": number for name, number in measured.items()}
             return PredictionOutput(predictions.predictions, predictions.label_ids, metrics)
 
-    def _step_batches(self, records: list[Record]) -> StepBatches:
+    def _step_batches(self, records: Sequence[Record]) -> StepBatches:
         return StepBatches.pack(self.run, records, range(len(records)), self.num_tokens(records))
 
     def num_tokens(self, records: Sequence[Record]) -> int:
@@ -254,6 +278,7 @@ class OfflineTrainer(StepTrainer):
 
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
         self.cursor.load_state_dict(state.cursor)
+        self.load_extra_weights(checkpoint)
         self.run = run_with_sizes(self, self.run.sizes.resumed(state.resolved, self.parts.settings.memory))
 
 

@@ -18,7 +18,6 @@ from lowpeak.arguments import OnlineSettings, Sampling, require
 from lowpeak.checkpoint import RunState, SavedRollout, capture_rng_state
 from lowpeak.data import environment_datasets, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError, RewardError
-from lowpeak.parallel import has_shards
 from lowpeak.plan import start_plan
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
@@ -34,7 +33,6 @@ from lowpeak.setup import (
     prepare_online,
     silence_nonzero_ranks,
 )
-from lowpeak.trainers.base import StepTrainer
 from lowpeak.trainers.configs import OnlineConfig
 from lowpeak.trainers.constructor import (
     base_arguments,
@@ -44,18 +42,16 @@ from lowpeak.trainers.constructor import (
     reject_unsupported,
     reject_virtual_tokens,
 )
+from lowpeak.trainers.reference import ReferenceTrainer
 from lowpeak.training import (
-    REFERENCE_FOLDER,
     Evaluation,
     Rollout,
     StepBatches,
     choose_evenly,
     evaluate_prompts,
-    load_extra_weights,
     print_completions,
     records_of_step,
     run_with_sizes,
-    save_extra_weights,
     score_rollout,
     token_rows,
     track_completions,
@@ -65,7 +61,7 @@ from lowpeak.training import (
 logger = logging.getLogger(__name__)
 
 
-class OnlineTrainer(StepTrainer):
+class OnlineTrainer(ReferenceTrainer):
     """Trains a language model on its own completions, with TRL's constructor.
 
     model                   name, path or instance of a causal language model (or peft model)
@@ -230,7 +226,7 @@ class OnlineTrainer(StepTrainer):
         return choose_evenly(trained or indices, most, rollout.number)
 
     def finish_step(self) -> dict[str, float]:
-        """Stage 13; then skip the rollout's other steps if the algorithm stops early, and update the reference if that is due."""
+        """Stage 13; then skip the rollout's other steps if the algorithm stops early."""
         measured = self.scratch.measured
         values = super().finish_step()
         if self.observed and self.is_world_process_zero():
@@ -241,11 +237,6 @@ class OnlineTrainer(StepTrainer):
             self.run.journal.write_tokens(self.state.global_step, rows)
         if self.run.algorithm.stop_early(values):
             self.steps_used = self.collector.settings.rollout.num_steps
-        sync, step = self.collector.settings.reference_sync, self.state.global_step
-        if sync is not None and step % sync.every == 0:
-            # The step is in checkpoints: a resumed run rounds the average as the run that was not interrupted.
-            key = f"{self.args.seed}/reference/{step}"
-            self.run.strategy.average(self._reference_model(), self.model, sync.share, key)
         return values
 
     def _decode_tokens(self, ids: list[int]) -> str:
@@ -330,27 +321,6 @@ class OnlineTrainer(StepTrainer):
             "num_iterations": rollout.num_iterations,
         }
 
-    def save_extra(self, folder: Path) -> None:
-        super().save_extra(folder)
-        with_states = self.run.writes_shards and not self.args.save_only_model
-        with self.run.strategy.ranks.propagate_errors():
-            for name, parameters in self.extra_weights(with_states).items():
-                save_extra_weights(folder, name, parameters, self.run.strategy.ranks)
-
-    def extra_weights(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:
-        """Return weights that change but are not in a checkpoint's model, by their folder in the checkpoint.
-
-        `with_states`: the checkpoint has sharded training states, which contain all trained weights. The averaged
-        reference is never among them.
-        """
-        if self.collector.settings.reference_sync is None:
-            return {}
-        return {REFERENCE_FOLDER: dict(self._reference_model().named_parameters())}
-
-    def load_extra_weights(self, checkpoint: Path) -> None:
-        for name, parameters in self.extra_weights(has_shards(checkpoint)).items():
-            load_extra_weights(checkpoint, name, parameters, self.run.strategy.ranks)
-
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
         self.collector.cursor.load_state_dict(state.cursor)
         start, saved = self.run.algorithm.state, state.algorithm_state
@@ -389,9 +359,3 @@ class OnlineTrainer(StepTrainer):
                 f"{checkpoint} is in the middle of a rollout without {missing[0]}, which these arguments need: resume with "
                 "the arguments of the checkpoint's run, or from a checkpoint between two rollouts."
             )
-
-    def _reference_model(self) -> nn.Module:
-        reference = self.run.reference
-        assert reference is not None
-        assert reference.model is not None, "an averaged reference is a separate model"
-        return reference.model

@@ -27,6 +27,10 @@ _UNCALLED_ONLINE = (
      "_calculate_rewards _calculate_rewards_from_functions _log_metric _log_completion_extra"),
     (_ROWS, "_tokenize_prompts tokenize_row process_vision_row"),
 )  # fmt: skip
+_UNCALLED_PREFERENCES = (
+    (_LOSS, "_compute_loss"),
+    ("pass ref_model, which is scored once per step", "compute_ref_log_probs _precompute_ref_logps _compute_kl_logps"),
+)
 
 
 def check_overrides(trainer: type) -> None:
@@ -43,5 +47,7 @@ def check_overrides(trainer: type) -> None:
 
 def uncalled_methods(trainer: type) -> dict[str, str]:
     """Return the methods that a trainer never calls, each with the place where its code belongs."""
-    table = (*_UNCALLED, *(_UNCALLED_ONLINE if hasattr(trainer, "attach_extra_modules") else ()))
+    table = [*_UNCALLED]
+    table += _UNCALLED_ONLINE if hasattr(trainer, "attach_extra_modules") else ()
+    table += _UNCALLED_PREFERENCES if hasattr(trainer, "reader_settings") else ()
     return {name: place for place, names in table for name in names.split()}

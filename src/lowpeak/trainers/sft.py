@@ -7,7 +7,7 @@ from functools import partial, reduce
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
@@ -16,7 +16,6 @@ from lowpeak.arguments import SupervisedSettings, resolve_supervised
 from lowpeak.data import SupervisedReader, check_supervised_columns, check_text_only
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.heads import media_token_ids, num_embeddings
-from lowpeak.models import load_policy
 from lowpeak.records import Record
 from lowpeak.setup import longest_row
 from lowpeak.trainers.configs import CommonConfig, SFTConfig
@@ -92,16 +91,6 @@ class SFTTrainer(OfflineTrainer):
     @staticmethod
     def resolve(args: Any) -> SupervisedSettings:
         return resolve_supervised(args)
-
-    @staticmethod
-    def load_model(model: Any, peft_config: Any, args: Any, settings: SupervisedSettings) -> nn.Module:
-        return load_policy(
-            model,
-            settings.model,
-            peft_config=peft_config,
-            model_parallel=args.model_parallel,
-            device=None if args.fsdp else args.device,
-        )
 
     @staticmethod
     def make_algorithm(settings: SupervisedSettings) -> Algorithm:

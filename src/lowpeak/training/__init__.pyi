@@ -30,6 +30,7 @@ from lowpeak.training.rollout import Rollout as Rollout
 from lowpeak.training.rollout import RolloutStats as RolloutStats
 from lowpeak.training.rollout import StepBatches as StepBatches
 from lowpeak.training.rollout import records_of_step as records_of_step
+from lowpeak.training.rollout import score_records as score_records
 from lowpeak.training.rollout import score_rollout as score_rollout
 from lowpeak.training.rollout import trained_records as trained_records
 from lowpeak.training.rollout import with_advantages as with_advantages

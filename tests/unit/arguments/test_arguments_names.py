@@ -46,6 +46,22 @@ OFFLINE = {
     **EVERY, "remove_unused_columns": True, "chat_template_path": None, "dataset_num_proc": None, "eos_token": None,
     "pad_token": None, "max_length": 1024, "pad_to_multiple_of": "auto", "activation_offloading": False,
 }  # fmt: skip
+PREFERENCES = {
+    **EVERY,
+    "learning_rate": 1e-6,
+    "router_aux_loss_coef": None,
+    "disable_dropout": True,
+    "dataset_num_proc": None,
+    "max_length": 1024,
+    "pad_to_multiple_of": "auto",
+    "precompute_ref_log_probs": False,
+    "precompute_ref_batch_size": None,
+    "beta": 0.1,
+    "activation_offloading": False,
+    "sync_ref_model": False,
+    "ref_model_mixup_alpha": 0.6,
+    "ref_model_sync_steps": 512,
+}
 TRL = {
     "GRPOConfig": {
         **GROUPS, "num_generations": 8, "beta": 0.0, "cast_lm_head_to_fp32": False, "delta": None,
@@ -73,6 +89,15 @@ TRL = {
         "packing_strategy": "bfd", "padding_free": False, "eval_packing": None, "completion_only_loss": None,
         "assistant_only_loss": False, "loss_type": "nll",
     },
+    "DPOConfig": {
+        **PREFERENCES, "padding_free": False, "loss_type": ["sigmoid"], "loss_weights": None, "ld_alpha": None,
+        "f_divergence_type": "reverse_kl", "f_alpha_divergence_coef": 0.5, "label_smoothing": 0.0,
+        "use_weighting": False, "discopop_tau": 0.05, "pad_token": None, "truncation_mode": "keep_start",
+    },
+    "KTOConfig": {
+        **PREFERENCES, "train_sampling_strategy": "sequential", "loss_type": "kto", "desirable_weight": 1.0,
+        "undesirable_weight": 1.0,
+    },
     "RewardConfig": {
         **OFFLINE, "learning_rate": 1e-4, "disable_dropout": True, "center_rewards_coefficient": None,
     },
@@ -94,11 +119,13 @@ DIFFERENT = {
         None,
         "without padding where the model's attention can; nothing is truncated by it",
     ),
+    ("DPOConfig", "padding_free"): (None, "as in supervised training"),
+    ("KTOConfig", "train_sampling_strategy"): ("random", "rows are shuffled, and z0 is of each step's own pairs"),
     ("SFTConfig", "remove_unused_columns"): (False, "a reader takes the columns that it needs; either value says so"),
     ("RewardConfig", "remove_unused_columns"): (False, "as in supervised training"),
 }
 # Refused also at TRL's default, which acts there and could not here.
-REFUSED_DEFAULTS = {("OnlineDPOConfig", "max_length")}
+REFUSED_DEFAULTS = {("OnlineDPOConfig", "max_length"), ("KTOConfig", "train_sampling_strategy")}
 
 
 def defaults_of(name):
@@ -139,12 +166,16 @@ def test_a_trainer_takes_trls_defaults_spelled_out(tmp_path, name):
     shown = {key: value for key, value in TRL[name].items() if (name, key) not in REFUSED_DEFAULTS}
     args = getattr(lowpeak, name)(output_dir=str(tmp_path), use_cpu=True, report_to="none", **shown)
     tokenizer = char_tokenizer()
-    columns = {"SFTConfig": ["prompt", "completion"], "RewardConfig": ["chosen", "rejected"]}.get(name, ["prompt"])
-    online = {} if len(columns) == 2 else {"reward_funcs": lambda completions, **more: [0.0] * len(completions)}
+    columns = {
+        "SFTConfig": ["prompt", "completion"],
+        **{key: ["chosen", "rejected"] for key in ("RewardConfig", "DPOConfig")},
+        "KTOConfig": ["prompt", "completion", "label"],
+    }.get(name, ["prompt"])
+    online = {} if len(columns) > 1 else {"reward_funcs": lambda completions, **more: [0.0] * len(completions)}
     getattr(lowpeak, name.replace("Config", "Trainer"))(
         model=tiny_classifier() if name == "RewardConfig" else tiny_model(context=1024),
         args=args,
-        train_dataset=Dataset.from_list([dict(zip(columns, "123", strict=False))] * 8),
+        train_dataset=Dataset.from_list([dict(zip(columns, ("1", "2", True), strict=False))] * 8),
         processing_class=tokenizer,
         **online,
     )

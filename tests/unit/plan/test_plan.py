@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import Gemma3TextConfig, NemotronHConfig, Qwen2Config, Qwen3MoeConfig
 
 from case_selection import mark_extended
-from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak import DPOConfig, GRPOConfig, KTOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import COPIES_UNDER_WAY
 from lowpeak.memory.usage import Kind
@@ -37,7 +37,7 @@ WIDE = copy.deepcopy(SMALL)
 WIDE.dtype = torch.float32
 CONFIGS = {
     "grpo": GRPOConfig, "rloo": RLOOConfig, "ppo": PPOConfig, "online-dpo": OnlineDPOConfig, "sft": SFTConfig,
-    "reward": RewardConfig,
+    "reward": RewardConfig, "dpo": DPOConfig, "kto": KTOConfig,
 }  # fmt: skip
 ONLINE = ("grpo", "rloo", "ppo", "online-dpo")
 EIGHT = Machine(8, 80 * GIB)
@@ -96,7 +96,9 @@ def test_graphs_keep_the_logits_of_all_slots_twice_and_only_where_no_pass_gather
 def test_every_algorithm_has_a_plan_whose_kinds_add_up(kind):
     found = plan(kind, **({"beta": 0.1, "gather_budget": 0} if kind in ONLINE else {}))
     expected = {"load", "forward", "backward", "optimizer", "save"}
-    expected |= {"sync", "rollout", "reward", "score"} if kind in ONLINE else set()
+    scores = kind in (*ONLINE, "dpo", "kto")
+    expected |= {"sync", "rollout", "reward"} if kind in ONLINE else set()
+    expected |= {"score"} if scores else set()
     assert set(found.phases) == expected
     for phase in found.phases.values():
         assert phase.peak == sum(phase.device.values())
@@ -107,7 +109,7 @@ def test_every_algorithm_has_a_plan_whose_kinds_add_up(kind):
         assert found.phases["rollout"].device[Kind.KV_CACHE] > 0
     frozen = found.phases["load"].device.get(Kind.FROZEN, 0)
     # The reference is in the checkpoint's bf16; supervised trainers have none.
-    assert frozen == (pytest.approx(2 * found.counts.total, rel=0.01) if kind in ONLINE else 0)
+    assert frozen == (pytest.approx(2 * found.counts.total, rel=0.01) if scores else 0)
     held = found.phases["optimizer"].device
     assert held[Kind.WEIGHTS] == pytest.approx(4 * found.counts.total, rel=0.01)
     assert held[Kind.GRADIENTS] == pytest.approx(4 * found.counts.trained, rel=0.01)

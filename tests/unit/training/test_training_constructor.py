@@ -29,6 +29,10 @@ ONLINE, OFFLINE = KINDS[:4], KINDS[4:]
 _LOADED = ["processing_class", "reward_processing_classes", "callbacks", "optimizers", "quantization_config"]
 _EVALUATED = ["callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"]
 _OFFLINE = ["model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class"]
+_PREFERENCES = [
+    *["model", "ref_model", *_OFFLINE[1:], "compute_metrics", "callbacks", "optimizers", "quantization_config"],
+    "peft_config",
+]
 _ONLINE = ["model", "reward_funcs", "args", "train_dataset", "eval_dataset", *_LOADED, "peft_config"]
 POSITIONS = {
     "GRPO": [*_ONLINE, "tools", "rollout_func", "environment_factory"],
@@ -43,6 +47,8 @@ POSITIONS = {
         *["quantization_config", "peft_config", "formatting_func"],
     ],
     "Reward": [*_OFFLINE, "compute_metrics", *_EVALUATED, "quantization_config", "peft_config"],
+    "DPO": _PREFERENCES,
+    "KTO": _PREFERENCES,
 }
 sft = partial(make, "SFT", data=TEXTS, max_steps=1)
 
@@ -66,7 +72,7 @@ def test_arguments_stand_where_trl_has_them_and_no_unknown_one_is_taken(kind):
 
 
 REFUSED = [
-    *[(kind, "data_collator") for kind in ("PPO", "OnlineDPO", "SFT", "Reward")],
+    *[(kind, "data_collator") for kind in ("PPO", "OnlineDPO", "SFT", "Reward", "DPO", "KTO")],
     ("OnlineDPO", "compute_metrics"),
     ("OnlineDPO", "preprocess_logits_for_metrics"),
     ("SFT", "compute_loss_func"),
@@ -290,8 +296,8 @@ def chatting(tmp_path, kind="SFT", **args):
     tokenizer = char_tokenizer(chat=True)
     rows = {
         "SFT": [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}] * 4,
-        "Reward": [{"chosen": "12", "rejected": "3"}] * 4,
-    }[kind]
+        "KTO": [{"prompt": "1", "completion": "2", "label": True}] * 4,
+    }.get(kind, [{"chosen": "12", "rejected": "3"}] * 4)
     model = (tiny_classifier if kind == "Reward" else tiny_model)(len(tokenizer))
     return make(kind, tmp_path / "run", model, Dataset.from_list(rows), tokenizer, **args), tokenizer
 

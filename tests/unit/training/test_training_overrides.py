@@ -11,10 +11,10 @@ from transformers import Trainer
 import lowpeak
 from lowpeak.errors import ArgumentError
 from lowpeak.trainers.overrides import uncalled_methods
-from small_runs import DATA, SAVED, make, rows
+from small_runs import DATA, KINDS, SAVED, make, rows
 from trl_wheel import methods_of, needs_trl
 
-ALL_KINDS = ("GRPO", "RLOO", "PPO", "OnlineDPO", "SFT", "Reward")
+ALL_KINDS = KINDS
 # Called only on several devices, under adapters, with the hub, in a search, or by the user.
 ELSEWHERE = {
     *("_defer_fsdp_gradient_reduction", "_has_mixed_mesh_grads", "_mixed_mesh_grad_norm", "_update_auto_batch_size"),

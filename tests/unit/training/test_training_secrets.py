@@ -20,7 +20,7 @@ SERVED = {"use_vllm": True, "vllm_mode": "server"}
 
 
 def config(kind, folder):
-    more = {} if kind in ("SFT", "Reward") else {**SERVED, "vllm_server_token": "S3CRET"}
+    more = {} if kind in KINDS[4:] else {**SERVED, "vllm_server_token": "S3CRET"}
     told = {"hub_token": "S3CRET", "model_init_kwargs": {"token": "S3CRET", "revision": "main"}}
     return getattr(lowpeak, f"{kind}Config")(output_dir=str(folder), use_cpu=True, **told, **more)
 
