@@ -22,7 +22,7 @@ from lowpeak.algorithms.supervised import make_supervised
 from lowpeak.attention.install import packing_unsupported_reason
 from lowpeak.batching.packing import TokenBudget
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.heads.experts import LoadBalance, balance_loss, load_balance_of, sequences_per_token
+from lowpeak.heads.experts import LoadBalance, balance_loss, load_balance_of
 from lowpeak.heads.self_check import verify_load_balance
 from lowpeak.training.step import LogprobSettings, measure_step, run_step
 from rounding import assert_each_close_to_largest
@@ -91,19 +91,6 @@ def test_the_load_balancing_loss_is_transformers_own_over_the_whole_step(family,
     assert metrics["aux_loss"].value() == pytest.approx(aux_loss.item(), rel=4e-6)
     assert loss.item() == pytest.approx(naive.item(), rel=4e-6)
     assert_each_close_to_largest({name: p.grad for name, p in model.named_parameters()}, expected, 2e-5)
-
-
-@pytest.mark.parametrize("budget", BUDGETS, ids=name_of)
-def test_a_sequence_without_loss_tokens_counts_no_token(budget):
-    model = ready(mixture())
-    first, *others = grouped_records(model)
-    masked = replace(first.completion, loss_mask=torch.zeros_like(first.completion.loss_mask))
-    algorithm = replace(make_grpo(BASE), skip_zero_advantage=False)
-    counted = [
-        sum(sequences_per_token(batch).sum() for batch in micro_batches(algorithm, records, budget))
-        for records in ([replace(first, completion=masked), *others], others)
-    ]
-    assert counted[0] == counted[1] > 0
 
 
 def test_an_evaluation_has_it_too_and_moves_no_weight():

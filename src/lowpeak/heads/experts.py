@@ -92,11 +92,11 @@ def _sequences_per_token(batch: MicroBatch) -> Tensor:
     counts_N = torch.zeros(batch.input_ids_BL.numel())
     if not batch.record_indices:  # a dummy micro-batch, whose tokens are masked
         return counts_N
-    ends = torch.full((batch.tokens.num_sequences,), -1)  # which a sequence without loss tokens keeps
+    ends = torch.zeros(batch.tokens.num_sequences, dtype=torch.int64)  # packed sequences have loss tokens
     ends = ends.scatter_reduce(0, batch.tokens.sequences_T, batch.positions_T, "amax")
     starts = range(0, counts_N.numel(), batch.input_ids_BL.shape[1])
     trees = [Tree(start, 0, (0,)) for start in starts] if batch.forest is None else batch.forest.trees
-    for end in ends[ends >= 0].tolist():  # the position that predicts the sequence's last counted token
+    for end in ends.tolist():  # the position that predicts the sequence's last counted token
         tree = trees[bisect_right(trees, end, key=lambda tree: tree.start) - 1]
         for start, stop in _spans(tree, end):
             counts_N[start:stop] += 1.0
