@@ -39,8 +39,8 @@ from tiny_models import tiny_model
 SHARDED = ("fsdp2", "zero2", "zero3")
 ALL = ("ddp", "fsdp2", "zero2", "zero3")  # a checkpoint of ZeRO-1 is one of ZeRO-2
 DAMAGED = ("fsdp2", "zero3")  # strategies whose checkpoints are damaged file by file
-EACH = mark_extended(ALL, ("ddp", "fsdp2", "zero3"))
-EACH_ADAPTED = mark_extended(["ddp", "fsdp2", "zero3"], ["fsdp2"])
+EACH = mark_extended(ALL, ("ddp", "fsdp2", "zero3"), "release")
+EACH_ADAPTED = mark_extended(["ddp", "fsdp2", "zero3"], ["fsdp2"], "release")
 # Runs that go on under a sharded strategy: from the checkpoint of so many ranks, on so many.
 MOVES = [(strategy, name) for strategy in SHARDED for name in ("two-to-one", "one-to-two")]
 MOVES += [("fsdp2", "two-to-four")]
@@ -264,7 +264,7 @@ def test_a_run_whose_ranks_were_all_killed_goes_on_to_the_same_weights(runs):
     assert_same_bits(read(runs, "fsdp2", "revived")["weights"], read(runs, "fsdp2", "whole")["weights"])
 
 
-@pytest.mark.parametrize(("strategy", "name"), mark_extended(MOVES, [("fsdp2", "two-to-one"), ("fsdp2", "one-to-two")]))
+@pytest.mark.parametrize(("strategy", "name"), mark_extended(MOVES, MOVES[:2], "release"))
 def test_a_run_goes_on_with_other_ranks_and_an_average_is_read_to_the_bit(runs, strategy, name):
     whole, other = read(runs, strategy, "whole"), read(runs, strategy, name)
     assert other["ranks"] == {"one": 1, "two": 2, "four": 4}[name.rpartition("-")[2]]
@@ -272,7 +272,7 @@ def test_a_run_goes_on_with_other_ranks_and_an_average_is_read_to_the_bit(runs, 
     assert_same_bits(other["average"], whole["weights"])
 
 
-@pytest.mark.extended
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("name", "kind"), [("two-to-plain", "Replicated"), ("to-zero3", "Zero"), ("from-zero2", "Fsdp2")]
 )
@@ -334,7 +334,7 @@ def test_slices_of_a_merged_adapter_are_what_peft_merges(runs, adapted):
     assert_same_bits(dict(loaded.named_parameters()), merged)
 
 
-@pytest.mark.parametrize("strategy", mark_extended(SHARDED, ("fsdp2", "zero3")))
+@pytest.mark.parametrize("strategy", mark_extended(SHARDED, ("fsdp2", "zero3"), "release"))
 def test_a_sharded_checkpoint_holds_each_weight_once_and_is_read_without_its_ranks(runs, strategy):
     folder = runs / strategy / "run" / "checkpoint-5" / "shards"
     written = sum(path.stat().st_size for path in folder.iterdir())
