@@ -19,7 +19,14 @@ import pytest
 from benchmarks.harness.process import ROOT
 
 HERE = Path(__file__).parent
-KERNELS = ("chosen logits", "softmax statistics", "gradient of logits", "optimizer step")
+KERNELS = (
+    "chosen logits",
+    "softmax statistics",
+    "gradient of logits",
+    "divergences",
+    "gradient of divergences",
+    "optimizer step",
+)
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 HAS_WHEELS = sys.platform == "linux" and platform.machine() == "x86_64"
 pytestmark = pytest.mark.skipif(not HAS_WHEELS, reason="Triton is published for Linux on x86-64 alone")
