@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from lowpeak.logprobs.kernels import LogitsKernels, kernels_for
 from lowpeak.logprobs.matmul import project
-from lowpeak.logprobs.reference import ChunkSettings, HeadScale, TeacherHead
+from lowpeak.logprobs.reference import ChunkSettings, TeacherHead
 from lowpeak.logprobs.torch_kernels import PairStatistics, SoftmaxStatistics, TeacherLogits
 
 
@@ -95,31 +95,32 @@ class TeacherChunks:
         return raw_CS[:, :width], None if bias_S is None else bias_S[:width]
 
 
-def divergence_of_logits(final_CV: Tensor, chunk: slice, settings: ChunkSettings) -> Tensor:
-    """Return differentiable divergences, [C], of a chunk's final logits from the teacher's."""
+def divergence_of_logits(raw_CV: Tensor, chunk: slice, settings: ChunkSettings) -> Tensor:
+    """Return differentiable divergences, [C], of a chunk's raw logits from the teacher's."""
     assert settings.teacher is not None
-    return _DivergenceOfLogits.apply(final_CV[:, : settings.teacher.num_common(final_CV.shape[1])], chunk, settings)
+    return _DivergenceOfLogits.apply(raw_CV[:, : settings.teacher.num_common(raw_CV.shape[1])], chunk, settings)
 
 
 class _DivergenceOfLogits(torch.autograd.Function):
-    """Divergences of final logits, whose teacher's logits live until backward and become the gradient."""
+    """Divergences of raw logits; the teacher's logits live until backward and become the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, final_CK: Tensor, chunk: slice, settings: ChunkSettings) -> Tensor:
+    def forward(ctx: Any, raw_CK: Tensor, chunk: slice, settings: ChunkSettings) -> Tensor:
         assert settings.teacher is not None
-        kernels = kernels_for(final_CK)
-        ctx.teacher = TeacherChunks(
-            settings.teacher, final_CK.shape[1], settings, final_CK.new_empty(final_CK.numel()), kernels
-        )
-        ctx.teacher.load(chunk, slice(0, final_CK.shape[1]))
-        ctx.settings = replace(settings, temperature=1.0, scale=HeadScale(), entropy=False, entropy_grad=False)
-        ctx.save_for_backward(final_CK)
-        statistics_C = kernels.softmax_statistics(final_CK, None, ctx.settings)
-        return ctx.teacher.forward(final_CK, None, ctx.settings, statistics_C)
+        kernels, num_ids = kernels_for(raw_CK), raw_CK.shape[1]
+        ctx.settings = replace(settings, entropy=False, entropy_grad=False)
+        ctx.teacher = TeacherChunks(settings.teacher, num_ids, settings, raw_CK.new_empty(raw_CK.numel()), kernels)
+        ctx.teacher.load(chunk, slice(0, num_ids))
+        ctx.save_for_backward(raw_CK)
+        statistics_C = kernels.softmax_statistics(raw_CK, None, ctx.settings)
+        return ctx.teacher.forward(raw_CK, None, ctx.settings, statistics_C)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor | None, None, None]:
-        (final_CK,), teacher = ctx.saved_tensors, ctx.teacher
+    def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor, None, None]:
+        (raw_CK,), teacher, scale = ctx.saved_tensors, ctx.teacher, ctx.settings.scale
         ctx.teacher = None
-        return teacher.gradient(final_CK, None, ctx.settings, teacher.statistics[-1], grad_C), None, None
+        grad_CK = teacher.gradient(raw_CK, None, ctx.settings, teacher.statistics[-1], grad_C)
+        if scale.softcap is not None:  # tanh' = 1 - tanh^2
+            grad_CK *= 1.0 - (raw_CK * (scale.logit_scale / scale.softcap)).tanh_().square_()
+        return grad_CK, None, None

@@ -30,8 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowpeak.device_kind import device_kind
 from lowpeak.logprobs.reference import ChunkSettings
 
-_NUMBERS_IN_CACHE = 1 << 18  # of each scratch buffer, per thread: 1 MB in fp32
-_NUMBERS_ON_DEVICE = 1 << 24  # elsewhere kernel launches dominate
+_NUMBERS_IN_CACHE = 1 << 19  # of all scratch buffers, per thread: 2 MB in fp32
+_NUMBERS_ON_DEVICE = 1 << 25  # elsewhere kernel launches dominate
 _LARGEST = 80.0  # of log q - log p: expm1 of more overflows, and p is then 0 beside q
 
 
@@ -238,8 +238,8 @@ def _blocks(matrix_CV: Tensor, num_scratch: int) -> Iterator[tuple[slice, list[T
     """
     num_tokens, width = matrix_CV.shape
     room = _NUMBERS_IN_CACHE * torch.get_num_threads() if device_kind(matrix_CV.device) == "cpu" else _NUMBERS_ON_DEVICE
-    # Many threads have much cache: scratch stays below an eighth of the logits.
-    step = max(1, min(num_tokens, room // max(1, width), num_tokens // 8))
+    # Many threads have much cache: scratch stays below a quarter of the logits.
+    step = max(1, min(room // max(1, width), num_tokens // 4) // max(2, num_scratch))
     scratch = [matrix_CV.new_empty(step, width) for _ in range(num_scratch)]
     for start in range(0, step if isinstance(matrix_CV, FakeTensor) else num_tokens, step):
         block = slice(start, min(start + step, num_tokens))

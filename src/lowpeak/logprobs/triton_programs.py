@@ -1,4 +1,3 @@
-# ruff: noqa: D103 (the functions that launch these have docstrings)
 """Triton programs of the passes that `triton_kernels.py` launches, one per token."""
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ def chosen(
     WITH_BIAS: tl.constexpr,
     WITH_CAP: tl.constexpr,
 ) -> None:
+    """Write the target's final logit."""
     row = tl.program_id(0)
     target = tl.load(targets + row)
     raw += row.to(tl.int64) * stride
@@ -69,6 +69,7 @@ def statistics(
     WITH_DOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Write the maximum of the final logits, and the sums relative to it."""
     row = tl.program_id(0)
     raw += row.to(tl.int64) * stride
     # Each lane has a running maximum, to which its sums are relative; lanes are combined once, at the end.
@@ -122,6 +123,7 @@ def gradient(
     WITH_EXTRA: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Overwrite raw logits with the loss's gradient."""
     row = tl.program_id(0)
     raw += row.to(tl.int64) * stride
     narrow += row.to(tl.int64) * narrow_stride
@@ -184,6 +186,7 @@ def divergences(
     IS_MIXTURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Write the divergence and the center of its gradient."""
     row = tl.program_id(0)
     raw += row.to(tl.int64) * stride
     teacher += row.to(tl.int64) * teacher_stride
@@ -244,6 +247,7 @@ def divergence_gradient(
     IS_MIXTURE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Overwrite the teacher's raw logits with the loss's gradient by the student's."""
     row = tl.program_id(0)
     raw += row.to(tl.int64) * stride
     teacher += row.to(tl.int64) * teacher_stride
