@@ -182,17 +182,18 @@ def run_core(way, leaves, teacher, targets, settings):
     loss.backward()
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("beta", [0.5, 1.0])
 @pytest.mark.parametrize("way", ["recomputed", "fused"])
 def test_the_peak_is_two_buffers_of_a_chunk_for_any_number_of_tokens(way, beta):
-    chunk, num_ids = 128, 60_000
+    chunk, num_ids = 96, 60_000
     peaks = []
-    for num_tokens in (chunk, 3 * chunk):
+    for num_tokens in (chunk, 2 * chunk):
         leaves, teacher, targets = large_inputs(num_tokens, num_ids)
         settings = ChunkSettings(chunk, scale=HeadScale(1.0, 9.0), beta=beta)
         given = 4 * 2 * (2 * num_ids + 3 * num_tokens)  # the heads, of which views are results, and the gradients
         peaks.append(peak_bytes(lambda: run_core(way, leaves, teacher, targets, settings)) - given)  # noqa: B023
-    assert max(peaks) <= 1.05 * 8 * chunk * num_ids
+    logits, in_cache = 8 * chunk * num_ids, 2 * 2**20 * torch.get_num_threads()
+    assert logits < max(peaks) <= logits + in_cache + 200_000  # 5 % with one thread
     assert peaks[1] <= peaks[0] + 200_000
 
 
@@ -241,7 +242,7 @@ HEADS = {
         ("plain", "4 bits"),
         ("an adapter", "plain"),
         ("4 bits", "an adapter"),
-        ("a copy", "a copy"),
+        ("a copy", "plain"),
     ],
 )
 def test_models_diverge_and_train_as_by_their_own_logits(student, teacher, beta):
