@@ -106,7 +106,7 @@ def measure_by_blocks(case: DivergenceCase, way: Callable[[DivergenceCase], Tens
 
         return run
 
-    by_blocks = {name: blocked(getattr(chunked_divergence, name)) for name in TILE_FUNCTIONS}
+    by_blocks: dict[str, Any] = {name: blocked(getattr(chunked_divergence, name)) for name in TILE_FUNCTIONS}
     with mock.patch.multiple(chunked_divergence, **by_blocks):
         return measure(case.student, lambda _: way(case))
 
