@@ -8,7 +8,6 @@ from lowpeak.heads.lm_head import HeadRequest as HeadRequest
 from lowpeak.heads.lm_head import backbone_of as backbone_of
 from lowpeak.heads.lm_head import causal_lm as causal_lm
 from lowpeak.heads.lm_head import install_head as install_head
-from lowpeak.heads.lm_head import teacher_head as teacher_head
 from lowpeak.heads.score_head import classifier_of as classifier_of
 from lowpeak.heads.score_head import install_score_head as install_score_head
 from lowpeak.heads.score_head import verify_score_head as verify_score_head

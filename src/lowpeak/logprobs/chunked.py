@@ -322,19 +322,23 @@ def _loss_derivatives(
 ) -> tuple[Tensor, LossDerivatives]:
     """Return the chunk's loss, and its derivatives times `scale` by the values; by entropies with `entropy_grad` only."""
     with torch.enable_grad():
-        values = [None if x is None else x.detach().requires_grad_() for x in results]
-        if values[1] is not None:
-            values[1].requires_grad_(settings.entropy_grad)
-        value = call_loss(loss, values, span)
-        leaves = [x for x in values if x is not None and x.requires_grad]
+        leaves = _leaves(results, (True, settings.entropy_grad, True))
+        value = call_loss(loss, leaves, span)
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
         # A constant loss: every token of the chunk is masked or clipped away.
         if not value.requires_grad:
-            derivatives = [torch.zeros_like(leaf) for leaf in leaves]
+            derivatives = [torch.zeros_like(leaf) for leaf in wanted]
         else:
             scaled = value if scale is None else value * scale
-            derivatives = list(torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True))
-    found = [derivatives.pop(0) if x is not None and x.requires_grad else None for x in values]
-    return value.detach(), LossDerivatives(*found)  # type: ignore[arg-type]
+            derivatives = list(torch.autograd.grad(scaled, wanted, allow_unused=True, materialize_grads=True))
+    of_leaf = dict(zip(map(id, wanted), derivatives, strict=True))
+    return value.detach(), LossDerivatives(*(of_leaf.get(id(leaf)) for leaf in leaves))  # type: ignore[arg-type]
+
+
+def _leaves(results: HeadValues, trained: tuple[bool, ...]) -> list[Tensor | None]:
+    """Return the values cut off from their graph, each a leaf that needs a gradient if it is trained."""
+    pairs = zip(results, trained, strict=True)
+    return [None if x is None else x.detach().requires_grad_(needs) for x, needs in pairs]
 
 
 def call_loss(loss: TokenLoss, values: Sequence[Tensor | None], span: tuple[int, int]) -> Tensor:
