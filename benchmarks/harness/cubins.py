@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lowpeak.logprobs import triton_kernels
+from lowpeak.logprobs import triton_kernels, triton_programs
 from lowpeak.optim import triton_step
 
 # Bytes of shared memory that a block may have (CUDA C++ Programming Guide, "Compute Capabilities").
@@ -30,13 +30,17 @@ SHARED_MEMORY = {
 _BLOCK_REGISTERS = 65_536  # on all of them
 
 _READER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-_FLOATS = ("inner", "outer")
-_INTEGERS = ("stride", "narrow_stride", "num_ids")
+_FLOATS = ("inner", "outer", "teacher_inner", "teacher_outer", "beta")
+_INTEGERS = ("stride", "narrow_stride", "extra_stride", "teacher_stride", "num_ids", "num_extra")
 _NUM_WARPS = triton_kernels._NUM_WARPS
+_FINISH = ("WITH_BIAS", "WITH_CAP")
+_PAIR = (*_FINISH, "TEACHER_WITH_BIAS", "TEACHER_WITH_CAP", "IS_FORWARD", "IS_MIXTURE")
 _LOG_PROB_KERNELS = {
-    "chosen logits": (triton_kernels._chosen, ("WITH_BIAS", "WITH_CAP")),
-    "softmax statistics": (triton_kernels._statistics, ("WITH_BIAS", "WITH_CAP", "WITH_DOT")),
-    "gradient of logits": (triton_kernels._gradient, ("WITH_BIAS", "WITH_CAP", "WITH_ENTROPY", "WITH_NARROW")),
+    "chosen logits": (triton_programs.chosen, _FINISH),
+    "softmax statistics": (triton_programs.statistics, (*_FINISH, "WITH_DOT")),
+    "gradient of logits": (triton_programs.gradient, (*_FINISH, "WITH_ENTROPY", "WITH_NARROW", "WITH_EXTRA")),
+    "divergences": (triton_programs.divergences, _PAIR),
+    "gradient of divergences": (triton_programs.divergence_gradient, _PAIR),
 }
 _LOW_BITS = (16, 8, 0, -1)  # -1: fp32 weights
 
@@ -106,15 +110,16 @@ def logprob_kernel(
     """Return the resources of a kernel of the log-prob head."""
     kernel, _ = _LOG_PROB_KERNELS[name]
     narrow = "*bf16" if flags["WITH_BIAS"] else "*fp32"
-    pointers = {"bias": narrow, "targets": "*i64", "narrow": narrow}
-    constants = {**flags, **({"BLOCK": triton_kernels._BLOCK} if "BLOCK" in kernel.arg_names else {})}
+    pointers = {"bias": narrow, "teacher_bias": narrow, "targets": "*i64", "narrow": narrow}
+    block = triton_kernels._PAIR_BLOCK if flags.keys() == set(_PAIR) else triton_kernels._BLOCK
+    constants = {**flags, **({"BLOCK": block} if "BLOCK" in kernel.arg_names else {})}
     numbers = dict.fromkeys(_FLOATS, "fp32") | dict.fromkeys(_INTEGERS, "i32")
     signature = {each: (pointers | numbers).get(each, "*fp32") for each in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     with_flags = ", ".join(flag.removeprefix("WITH_").lower() for flag, is_set in flags.items() if is_set)
     variant = f"{with_flags or 'plain'}{'' if aligned else ', unaligned'}"
     compiled = _compile(kernel, signature, constants, capability, num_warps, aligned)
-    return read_resources((name, f"{triton_kernels._BLOCK:,} ids at a time", variant), capability, compiled)
+    return read_resources((name, f"{block:,} ids at a time", variant), capability, compiled)
 
 
 def optimizer_kernel(low_bits: int, has_blocks: bool, capability: str) -> KernelResources:

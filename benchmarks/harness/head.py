@@ -84,7 +84,7 @@ def visited(case: HeadCase) -> Tensor:
 
 def recomputed(case: HeadCase) -> Tensor:
     """lowpeak's second visit in backward."""
-    logprobs_T, _ = chunked_logprobs(case.hidden_TD, case.weight_VD, None, case.targets_T, case.step())
+    logprobs_T, *_ = chunked_logprobs(case.hidden_TD, case.weight_VD, None, case.targets_T, case.step())
     return case.loss(logprobs_T, 0, len(case.targets_T))
 
 

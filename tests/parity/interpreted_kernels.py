@@ -10,8 +10,8 @@ import torch
 from all_pairs import all_pairs
 from extreme_steps import GRADIENTS, read, steps
 from lowpeak.logprobs import torch_kernels, triton_kernels
-from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_logprobs
-from lowpeak.logprobs.torch_kernels import LossDerivatives
+from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_divergence, naive_logprobs
+from lowpeak.logprobs.torch_kernels import LossDerivatives, PairStatistics, TeacherLogits
 from lowpeak.optim import triton_step
 from lowpeak.optim.compact_adamw import kernel_difference
 
@@ -66,6 +66,51 @@ def case(num_rows: int, num_ids: int, scale: HeadScale, biased: bool, entropy: b
     return max(difference(one, other) for one, other in pairs)
 
 
+def pair_case(num_rows: int, num_ids: int, scales: tuple[HeadScale, HeadScale], biased: bool, beta: float) -> float:
+    """The largest relative difference of divergences and gradients between both kernels and the definition in fp64."""
+    torch.manual_seed(num_rows + num_ids)
+    settings, of_teacher = (ChunkSettings(num_rows, 0.7, scale, beta=beta) for scale in scales)
+    logits, teacher_logits = torch.randn(num_rows, num_ids + 3) * 4, torch.randn(num_rows, num_ids) * 4
+    biases = [torch.randn(num_ids), torch.randn(num_ids)] if biased else [None, None]
+    by_divergence, found = torch.randn(num_rows), []
+    for kernels in (triton_kernels, torch_kernels):
+        student = (logits.clone()[:, :num_ids], biases[0], settings)  # rows are strided, as those of fewer common ids
+        teacher = TeacherLogits(teacher_logits.clone(), biases[1], of_teacher)
+        log_sums = [kernels.softmax_statistics(*each).log_sum() for each in (student, teacher)]
+        divergence, center = kernels.divergences(*student, teacher, *log_sums)
+        pair = PairStatistics(*log_sums, center)
+        extra = kernels.divergence_gradient_(*student, teacher, pair, by_divergence)
+        raw, none = logits.clone(), torch.zeros(num_rows)
+        wide_bias = None if biases[0] is None else torch.nn.functional.pad(biases[0], (0, 3))
+        statistics = kernels.softmax_statistics(raw, wide_bias, settings)
+        targets = torch.zeros(num_rows, dtype=torch.long)
+        kernels.logits_gradient_(raw, wide_bias, settings, targets, statistics, LossDerivatives(none), None, extra)
+        assert not raw[:, num_ids:].any(), "ids that are not compared get no gradient"
+        found.append([divergence, raw[:, :num_ids]])
+    leaf = logits[:, :num_ids].double().requires_grad_()
+    final = [
+        scale.apply(raw if bias is None else raw + bias.double()) / 0.7
+        for raw, bias, scale in zip((leaf, teacher_logits.double()), biases, scales, strict=True)
+    ]
+    exact = naive_divergence(*final, beta)
+    (truth,) = torch.autograd.grad((exact * by_divergence).sum(), leaf)
+    ours, theirs = found
+    pairs = [*zip(ours, theirs, strict=True), *zip(ours, [exact.detach(), truth], strict=True)]
+    return max(difference(one, other) for one, other in pairs)
+
+
+def near_difference(beta: float) -> float:
+    """The relative error of the divergence of nearly equal logits."""
+    torch.manual_seed(0)
+    logits = torch.randn(4, 5000) * 2
+    near, settings = logits + 1e-3 * torch.randn_like(logits), ChunkSettings(4, beta=beta)
+    teacher = TeacherLogits(near.clone(), None, settings)
+    log_sums = [triton_kernels.softmax_statistics(each, None, settings).log_sum() for each in (logits, near)]
+    found, _ = triton_kernels.divergences(logits, None, settings, teacher, *log_sums)
+    exact = naive_divergence(logits.double(), near.double(), beta)
+    return float(((found.double() - exact) / exact).abs().max())
+
+
 def extreme_differences() -> tuple[float, float]:
     """The largest differences of the optimizer's kernel from torch on extremes: of a weight, and of a moment beside the largest."""
     worst = {"weight": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
@@ -90,6 +135,14 @@ def main() -> None:
         biased, entropy = each["bias"] == "yes", each["entropy"] == "yes"
         worst = max(worst, case(*SHAPES[each["shape"]], SCALES[each["scale"]], biased, entropy, narrow=biased))
     print(f"worst {worst:.3e}")
+    of_pairs, betas = 0.0, ("0", "0.1", "0.5", "0.9", "1")
+    pairs = {"shape": [*SHAPES], "scale": [*SCALES], "teacher": [*SCALES], "bias": ("yes", "no"), "beta": betas}
+    for each in all_pairs(pairs):
+        scales = SCALES[each["scale"]], SCALES[each["teacher"]]
+        case_inputs = (*SHAPES[each["shape"]], scales, each["bias"] == "yes", float(each["beta"]))
+        of_pairs = max(of_pairs, pair_case(*case_inputs))
+    print(f"pairs {of_pairs:.3e}")
+    print(f"near {max(near_difference(beta) for beta in (0.1, 0.5, 0.9)):.3e}")
     of_weights, of_moments = extreme_differences()
     print(f"extremes {of_weights:.3e} {of_moments:.3e}")
     print(f"optimizer {kernel_difference(triton_step.update, torch.device('cpu')):.3e}")

@@ -9,7 +9,8 @@ from itertools import product
 import pytest
 import torch
 
-from lowpeak.logprobs.chunked import chunked_logprobs, fused_loss, module_logprobs, module_loss
+from lowpeak.logprobs.chunked import chunked_logprobs, fused_loss
+from lowpeak.logprobs.module_head import module_logprobs, module_loss
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_logprobs
 from rounding import assert_close_to_largest
 
@@ -48,12 +49,12 @@ def naive_loss(leaves, targets, weights, settings):
 
 
 def recomputed(leaves, targets, weights, settings):
-    logprobs, entropy = chunked_logprobs(*leaves, targets, settings)
+    logprobs, entropy, _ = chunked_logprobs(*leaves, targets, settings)
     return per_token(weights, logprobs, entropy, 0, len(targets)), logprobs, entropy
 
 
 def visited(leaves, targets, weights, settings):
-    return fused_loss(*leaves, targets, functools.partial(per_token, weights), settings)
+    return fused_loss(*leaves, targets, functools.partial(per_token, weights), settings)[:3]
 
 
 def linear(leaves):
@@ -61,12 +62,12 @@ def linear(leaves):
 
 
 def by_module(leaves, targets, weights, settings):
-    logprobs, entropy = module_logprobs(linear(leaves), leaves[0], targets, settings)
+    logprobs, entropy, _ = module_logprobs(linear(leaves), leaves[0], targets, settings)
     return per_token(weights, logprobs, entropy, 0, len(targets)), logprobs, entropy
 
 
 def visited_by_module(leaves, targets, weights, settings):
-    return module_loss(linear(leaves), leaves[0], targets, functools.partial(per_token, weights), settings)
+    return module_loss(linear(leaves), leaves[0], targets, functools.partial(per_token, weights), settings)[:3]
 
 
 WAYS = [recomputed, visited, by_module, visited_by_module]
@@ -231,7 +232,7 @@ def test_large_logits_neither_overflow_nor_lose_the_target():
     hidden = torch.tensor([[3e4], [-3e4]], requires_grad=True)
     weight = torch.tensor([[1.0], [0.0], [-1.0]])
     settings = ChunkSettings(2, entropy=True, entropy_grad=True)
-    logprobs, entropy = chunked_logprobs(hidden, weight, None, torch.tensor([0, 0]), settings)
+    logprobs, entropy, _ = chunked_logprobs(hidden, weight, None, torch.tensor([0, 0]), settings)
     assert logprobs.tolist() == [0.0, -6e4]
     assert entropy.tolist() == [0.0, 0.0]
     (logprobs.sum() + entropy.sum()).backward()
@@ -241,8 +242,8 @@ def test_large_logits_neither_overflow_nor_lose_the_target():
 def test_a_loss_of_the_entropy_alone_has_its_gradient():
     leaves, targets, _ = inputs()
     settings = ChunkSettings(4, entropy=True, entropy_grad=True)
-    value, _, _ = fused_loss(*leaves, targets, lambda logprobs, entropy, start, stop: entropy.sum(), settings)
-    _, entropy = chunked_logprobs(*leaves, targets, settings)
+    value, *_ = fused_loss(*leaves, targets, lambda logprobs, entropy, start, stop: entropy.sum(), settings)
+    _, entropy, _ = chunked_logprobs(*leaves, targets, settings)
     _, expected = naive_logprobs(*leaves, targets)
     for loss in (value, entropy.sum()):
         assert_same_gradients(loss, expected.sum(), leaves)

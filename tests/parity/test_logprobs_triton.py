@@ -19,7 +19,14 @@ import pytest
 from benchmarks.harness.process import ROOT
 
 HERE = Path(__file__).parent
-KERNELS = ("chosen logits", "softmax statistics", "gradient of logits", "optimizer step")
+KERNELS = (
+    "chosen logits",
+    "softmax statistics",
+    "gradient of logits",
+    "divergences",
+    "gradient of divergences",
+    "optimizer step",
+)
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 HAS_WHEELS = sys.platform == "linux" and platform.machine() == "x86_64"
 pytestmark = pytest.mark.skipif(not HAS_WHEELS, reason="Triton is published for Linux on x86-64 alone")
@@ -39,9 +46,14 @@ def test_the_kernels_compute_what_the_torch_passes_and_the_definition_do(tmp_pat
     found = run(str(HERE / "interpreted_kernels.py"), cache=tmp_path, TRITON_INTERPRET="1")
     worst, of_optimizer = re.search(r"worst (\S+)", found), re.search(r"optimizer (\S+)", found)
     extremes = re.search(r"extremes (\S+) (\S+)", found)
+    of_pairs, near = re.search(r"pairs (\S+)", found), re.search(r"near (\S+)", found)
     assert worst is not None
+    assert of_pairs is not None
+    assert near is not None
     assert of_optimizer is not None
     assert float(worst[1]) < 1e-5
+    assert float(of_pairs[1]) < 1e-4  # log p and log q are rounded at up to 30 nats
+    assert float(near[1]) < 5e-3
     assert float(of_optimizer[1]) < 1e-3  # codes of 8 bits may differ by one
     assert extremes is not None
     assert float(extremes[1]) < 2**-15  # another neighbour of 24 bits

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -26,6 +26,7 @@ from lowpeak.heads.value_heads import CriticInputs, critic_of
 from lowpeak.logprobs import (
     ChunkSettings,
     HeadScale,
+    TeacherHead,
     TokenLoss,
     allows_inplace_embedding,
     chunked_logprobs,
@@ -62,7 +63,9 @@ class HeadRequest:
 
     - "logprobs" [T] (with `logprobs`), and with `entropy` "entropy" [T], through which gradients flow with `entropy_grad`.
     - "loss", a differentiable scalar, with `loss(logprobs_C, entropy_C, start, stop)`, the summed loss of tokens
-      [start, stop); log-probs and entropies are then detached.
+      [start, stop); log-probs, entropies and divergences are then detached.
+    - "divergence" [T] from a `teacher`, whose kind is `beta`'s (see `naive_divergence`); `loss` gets it as a fifth argument.
+    - "states" [T, D], with `states`: the hidden states that the head reads, from which `teacher_head` makes a teacher.
     - "top1", bool [T], with `top1`: True if no id is likelier than the target (ties are True).
     - "values" [T] of the critic, with `values`; `values_gradient` is the share of their gradient that reaches a backbone
       that the critic shares with the policy.
@@ -85,6 +88,9 @@ class HeadRequest:
     values_gradient: float = 1.0
     top1: bool = False
     routing: RoutingRequest | None = None
+    teacher: TeacherHead | None = None
+    beta: float = 1.0
+    states: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,8 @@ def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = No
     with inplace_embedding_grads(head_request.inplace_grad_scale is not None):
         outputs = backbone(*args, **inputs, **routing, use_cache=False)
     answer = head(outputs[0], head_request=head_request) if head_request.logprobs else {}
+    if head_request.states:
+        answer["states"] = select_positions(outputs[0], head_request.positions_T)
     if head_request.values:
         answer["values"] = _values(self, head_request, CriticInputs(outputs[0], backbone, args, inputs))
     if head_request.routing is not None:
@@ -241,20 +249,41 @@ def _answer(module: Any, patch: PatchedForward, hidden_TD: Tensor, request: Head
         request.entropy_grad,
         request.inplace_grad_scale,
         torch.empty_like(request.targets_T, dtype=torch.bool) if request.top1 else None,
+        request.teacher,
+        request.beta,
     )
     targets_T, loss = request.targets_T, None
+    values: Sequence[Tensor | None]
     if is_linear(module):
         head = (hidden_TD, module.weight, module.bias, targets_T)
         if request.loss is None:
-            logprobs_T, entropy_T = chunked_logprobs(*head, settings)
+            values = chunked_logprobs(*head, settings)
         else:
-            loss, logprobs_T, entropy_T = fused_loss(*head, request.loss, settings)
+            loss, *values = fused_loss(*head, request.loss, settings)
     elif request.loss is None:
-        logprobs_T, entropy_T = module_logprobs(patch.original, hidden_TD, targets_T, settings)
+        values = module_logprobs(patch.original, hidden_TD, targets_T, settings)
     else:
-        loss, logprobs_T, entropy_T = module_loss(patch.original, hidden_TD, targets_T, request.loss, settings)
-    answer = {"logprobs": logprobs_T, "entropy": entropy_T, "loss": loss, "top1": settings.is_top1_T}
+        loss, *values = module_loss(patch.original, hidden_TD, targets_T, request.loss, settings)
+    answer = dict(zip(("logprobs", "entropy", "divergence"), values, strict=True))
+    answer |= {"loss": loss, "top1": settings.is_top1_T}
     return {name: value for name, value in answer.items() if value is not None}
+
+
+def teacher_head(model: Any, states_TE: Tensor, num_ids: int | None = None) -> TeacherHead:
+    """Return `HeadRequest.teacher` from a model that `install_head` patched, and its "states".
+
+    `num_ids` bounds the ids that are compared. Within peft's `disable_adapter` it is the base's head; an adapter on the head
+    that is active acts as it does when the head is used.
+    """
+    module: Any = _head_of(causal_lm(model))
+    if getattr(module, "disable_adapters", False):
+        module = getattr(module, "original_module", None) or module.base_layer
+    scale = head_scale(causal_lm(model).config)
+    if _STATE in module.__dict__ and patched_forward(module).in_fp32:
+        states_TE = states_TE.float()
+    if is_linear(module):
+        return TeacherHead(states_TE, module.weight, module.bias, scale, num_ids)
+    return TeacherHead(states_TE, module, None, scale, min(num_ids or module.out_features, module.out_features))
 
 
 def is_linear(module: nn.Module) -> bool:

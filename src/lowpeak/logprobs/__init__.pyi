@@ -1,8 +1,6 @@
 from lowpeak.logprobs.chunked import TokenLoss as TokenLoss
 from lowpeak.logprobs.chunked import chunked_logprobs as chunked_logprobs
 from lowpeak.logprobs.chunked import fused_loss as fused_loss
-from lowpeak.logprobs.chunked import module_logprobs as module_logprobs
-from lowpeak.logprobs.chunked import module_loss as module_loss
 from lowpeak.logprobs.inplace_grad import allows_inplace_embedding as allows_inplace_embedding
 from lowpeak.logprobs.inplace_grad import inplace_embedding_grads as inplace_embedding_grads
 from lowpeak.logprobs.inplace_grad import inplace_grad_embedding as inplace_grad_embedding
@@ -14,8 +12,11 @@ from lowpeak.logprobs.matmul import no_autocast as no_autocast
 from lowpeak.logprobs.matmul import select_positions as select_positions
 from lowpeak.logprobs.matmul import wide_dtype as wide_dtype
 from lowpeak.logprobs.matmul import wide_linear as wide_linear
+from lowpeak.logprobs.module_head import module_logprobs as module_logprobs
+from lowpeak.logprobs.module_head import module_loss as module_loss
 from lowpeak.logprobs.reference import ChunkSettings as ChunkSettings
 from lowpeak.logprobs.reference import HeadScale as HeadScale
+from lowpeak.logprobs.reference import TeacherHead as TeacherHead
 from lowpeak.logprobs.reference import head_scale as head_scale
 from lowpeak.logprobs.reference import logprobs_and_entropy as logprobs_and_entropy
 from lowpeak.logprobs.reference import naive_logprobs as naive_logprobs

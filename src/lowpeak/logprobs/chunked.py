@@ -1,10 +1,11 @@
-"""Log-probs and entropies of targets from hidden states, chunk by chunk, without logits of shape [T, V].
+"""Log-probs of targets, entropies and divergences from a teacher, chunk by chunk, without logits of shape [T, V].
 
-`reference.naive_logprobs` is the naive equivalent. For a plain linear head, `chunked_logprobs` recomputes the logits in
-backward (four head products) and `fused_loss` forms a per-token loss and all gradients along with them (three). If the
-head's gradient goes into a gradient sink, which takes complete rows, both recompute the logits by stripes of the vocabulary
-(four). For any other head `module_logprobs` and `module_loss` recompute by activation checkpointing. All keep one chunk's
-logits alive. Sums over the vocabulary and over tokens are fp32; sizes are Python numbers, so nothing waits for the device.
+`reference.naive_logprobs` and `naive_divergence` are the naive equivalents. For a plain linear head, `chunked_logprobs`
+recomputes the logits in backward (four head products) and `fused_loss` forms a per-token loss and all gradients along with
+them (three). If the head's gradient goes into a gradient sink, which takes complete rows, both recompute the logits by
+stripes of the vocabulary (four). A teacher's head adds one product, or two if they are recomputed. For any other head
+`module_head.py` recomputes by activation checkpointing. All keep one chunk's logits alive. Sums over the vocabulary and over
+tokens are fp32; sizes are Python numbers, so nothing waits for the device.
 
 With z = scale(hidden @ weight.T + bias) / temperature, p = softmax(z), H = -sum(p log p) and targets t:
 
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
+from lowpeak.logprobs.divergence import TeacherChunks
 from lowpeak.logprobs.inplace_grad import allows_inplace_grad
 from lowpeak.logprobs.kernels import kernels_for
 from lowpeak.logprobs.matmul import (
@@ -31,21 +32,22 @@ from lowpeak.logprobs.matmul import (
     project,
     wide_dtype,
 )
-from lowpeak.logprobs.reference import ChunkSettings, is_top1, logprobs_and_entropy
-from lowpeak.logprobs.torch_kernels import LossDerivatives, SoftmaxStatistics
+from lowpeak.logprobs.reference import ChunkSettings
+from lowpeak.logprobs.torch_kernels import LossDerivatives, PairStatistics, SoftmaxStatistics
 
-# (logprobs_C, entropy_C or None, start, stop) -> the scalar sum of the losses of tokens [start, stop)
-TokenLoss = Callable[[Tensor, Tensor | None, int, int], Tensor]
-Head = Callable[[Tensor], Tensor]  # hidden_CD -> logits_CV
-LogprobsAndEntropy = tuple[Tensor, Tensor | None]
+# (logprobs_C, entropy_C or None, start, stop) -> the scalar sum of the losses of tokens [start, stop); with a teacher the
+# divergences [C] are a fifth argument.
+TokenLoss = Callable[..., Tensor]
+# Log-probs [T] and, if asked for, entropies [T] and divergences [T].
+HeadValues = tuple[Tensor, Tensor | None, Tensor | None]
 
 _ROWS = 256  # a stripe has a multiple of this many weight rows
 
 
 def chunked_logprobs(
     hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, settings: ChunkSettings
-) -> LogprobsAndEntropy:
-    """Return log-probs [T] and, if asked, entropies [T], differentiable (the entropies with `entropy_grad` only).
+) -> HeadValues:
+    """Return log-probs, entropies and divergences, differentiable (the entropies with `entropy_grad` only).
 
     Computed in hidden's dtype (autocast's inside autocast, as in a linear layer), returned in fp32. With a
     `inplace_grad_scale` backward adds the head's gradient to its sink if it has one, else to its `.grad`.
@@ -66,8 +68,8 @@ def fused_loss(
     targets_T: Tensor,
     loss: TokenLoss,
     settings: ChunkSettings,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return `sum(loss(chunk))` over chunks, a differentiable scalar, and detached log-probs and entropies [T].
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return `sum(loss(chunk))` over chunks, a differentiable scalar, and detached values as of `chunked_logprobs`.
 
     Gradients of hidden, weight and bias are formed in forward, and backward, which can run once, only scales them.
     `loss` must be a sum over its tokens, differentiable in nothing but its arguments.
@@ -86,13 +88,12 @@ def fused_loss(
             results = _ChunkedHead(*inputs, settings, for_gradients=False).forward_all()
         total = results[0].new_zeros(())
         for start, stop in settings.spans(len(targets_T)):
-            logprobs_C, entropy_C = _select(results, slice(start, stop))
-            total = total + loss(logprobs_C, entropy_C, start, stop)
+            total = total + call_loss(loss, _select(results, slice(start, stop)), (start, stop))
         return total, *results
 
 
 class _Recomputed(torch.autograd.Function):
-    """Log-probs and entropies whose logits are computed again in backward."""
+    """Log-probs, entropies and divergences whose logits are computed again in backward."""
 
     @staticmethod
     def forward(
@@ -102,33 +103,36 @@ class _Recomputed(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_T: Tensor,
         settings: ChunkSettings,
-    ) -> LogprobsAndEntropy:
+    ) -> HeadValues:
         head = _ChunkedHead(hidden_TD, weight_VD, bias_V, targets_T, settings, for_gradients=False)
-        logprobs_T, entropy_T = head.forward_all()
+        logprobs_T, entropy_T, divergence_T = head.forward_all()
         # Not a saved tensor, which saved-tensor hooks may replace: backward may add to this parameter's `.grad`.
         ctx.weight_VD = weight_VD
-        ctx.save_for_backward(hidden_TD, bias_V, targets_T, *head.statistics())
+        softmax, pair = head.statistics()
+        ctx.save_for_backward(hidden_TD, bias_V, targets_T, *softmax, *(pair or ()))
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         if entropy_T is not None and not settings.entropy_grad:
             ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, entropy_T
+        return logprobs_T, entropy_T, divergence_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         (hidden_TD, bias_V, targets_T, *statistics), weight_VD = ctx.saved_tensors, ctx.weight_VD
-        if grad_logprobs_T is None:
-            if grad_entropy_T is None:
-                return None, None, None, None, None
-            grad_logprobs_T = torch.zeros_like(grad_entropy_T)
+        if all(grad_T is None for grad_T in grads):
+            return None, None, None, None, None
+        by_logprobs_T, *others = grads
+        if by_logprobs_T is None:
+            by_logprobs_T = torch.zeros_like(statistics[0])
         settings, wanted = ctx.settings, ctx.needs_input_grad[:3]
         inplace = settings.inplace_grad_scale is not None and allows_inplace_grad(weight_VD)
         with no_autocast(hidden_TD.device):
             gradients = HeadGradients(hidden_TD, weight_VD, wanted, inplace)
             head = _ChunkedHead(hidden_TD, weight_VD, bias_V, targets_T, settings, for_gradients=True)
-            derivatives = LossDerivatives(grad_logprobs_T, grad_entropy_T)
-            head.backward_all(SoftmaxStatistics(*statistics), derivatives, gradients)
+            pair = PairStatistics(*statistics[3:]) if len(statistics) > 3 else None
+            derivatives = LossDerivatives(by_logprobs_T, *others)
+            head.backward_all(SoftmaxStatistics(*statistics[:3]), pair, derivatives, gradients)
         return *gradients.finish(None, _dtypes(hidden_TD, weight_VD, bias_V)), None, None
 
 
@@ -144,7 +148,7 @@ class _FusedLoss(torch.autograd.Function):
         targets_T: Tensor,
         loss: TokenLoss,
         settings: ChunkSettings,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         scale = settings.inplace_grad_scale if allows_inplace_grad(weight_VD) else None
         gradients = HeadGradients(hidden_TD, weight_VD, ctx.needs_input_grad[:3], inplace=scale is not None)
         head = _ChunkedHead(hidden_TD, weight_VD, bias_V, targets_T, settings, for_gradients=True)
@@ -159,14 +163,14 @@ class _FusedLoss(torch.autograd.Function):
             else:
                 head.backward(slice(*span), derivatives_C, gradients)
         if gradients.by_stripes:
-            head.backward_all(head.statistics(), LossDerivatives(*_concatenate(derivatives)), gradients)
-        logprobs_T, entropy_T = _concatenate(results)
+            head.backward_all(*head.statistics(), LossDerivatives(*concatenate(derivatives)), gradients)
+        values = concatenate(results)
         # Not saved tensors: backward uses these next, so nothing should offload them or check their versions.
         ctx.gradients, ctx.dtypes, ctx.scale = gradients, _dtypes(hidden_TD, weight_VD, bias_V), scale
         if scale is not None:
             gradients.store_inplace()
-        ctx.mark_non_differentiable(*(x for x in (logprobs_T, entropy_T) if x is not None))
-        return total, logprobs_T, entropy_T
+        ctx.mark_non_differentiable(*(x for x in values if x is not None))
+        return total, *values
 
     @staticmethod
     @once_differentiable
@@ -184,7 +188,7 @@ class _FusedLoss(torch.autograd.Function):
 class _ChunkedHead:
     """A linear head run on one chunk of tokens after another, with a gradient by the logits of each.
 
-    All chunks share one buffer of [C, V] numbers (and a second, in bf16, for gradients in the tensor cores).
+    All chunks share one buffer of [C, V] numbers (a second for a teacher's, and one in bf16 for gradients in the tensor cores).
     """
 
     def __init__(
@@ -206,34 +210,47 @@ class _ChunkedHead:
         self._kernels = kernels_for(self._logits)
         self._all_rows = slice(0, len(weight_VD))
         self._statistics: list[SoftmaxStatistics] = []
+        self._teacher: TeacherChunks | None = None
+        if settings.teacher is not None:
+            self._teacher = TeacherChunks(settings.teacher, len(weight_VD), settings, self._logits, self._kernels)
 
-    def forward(self, chunk: slice) -> LogprobsAndEntropy:
-        """Return the chunk's log-probs and, if asked, entropies: [C] and [C]."""
+    def forward(self, chunk: slice) -> HeadValues:
+        """Return the chunk's log-probs and, if asked for, entropies and divergences, each [C]."""
         logits_CV, targets_C = self._raw_logits(chunk, self._all_rows), self._targets_T[chunk]
         chosen_C = self._kernels.target_logits(logits_CV, self._bias_V, targets_C, self._settings)
         statistics = self._kernels.softmax_statistics(logits_CV, self._bias_V, self._settings)
         self._statistics.append(statistics)
         if self._settings.is_top1_T is not None:
             self._settings.is_top1_T[chunk] = statistics.is_top1(chosen_C)
-        return statistics.logprobs(chosen_C), statistics.entropy()
+        divergence_C = None
+        if self._teacher is not None:
+            self._teacher.load(chunk, self._all_rows)
+            divergence_C = self._teacher.forward(logits_CV, self._bias_V, self._settings, statistics)
+        return statistics.logprobs(chosen_C), statistics.entropy(), divergence_C
 
-    def forward_all(self) -> LogprobsAndEntropy:
-        """Return all tokens' log-probs and, if asked, entropies: [T] and [T]."""
+    def forward_all(self) -> HeadValues:
+        """Return all tokens' log-probs and, if asked for, entropies and divergences, each [T]."""
         spans = self._settings.spans(len(self._targets_T))
-        logprobs_T, entropy_T = _concatenate([self.forward(slice(*span)) for span in spans])
-        return logprobs_T, entropy_T
+        logprobs_T, entropy_T, divergence_T = concatenate([self.forward(slice(*span)) for span in spans])
+        return logprobs_T, entropy_T, divergence_T
 
-    def statistics(self) -> SoftmaxStatistics:
-        """Return the statistics of all tokens that ran forward."""
-        return SoftmaxStatistics(*_concatenate(self._statistics))
+    def statistics(self) -> tuple[SoftmaxStatistics, PairStatistics | None]:
+        """Return the statistics of all tokens that ran forward, and those with the teacher, if any."""
+        pair = None if self._teacher is None else PairStatistics(*concatenate(self._teacher.statistics))
+        return SoftmaxStatistics(*concatenate(self._statistics)), pair
 
     def backward(self, chunk: slice, derivatives_C: LossDerivatives, gradients: HeadGradients) -> None:
         """Add the part of the chunk that ran forward last, whose logits this consumes, to `gradients`."""
         logits_CV = _view(self._logits, chunk, self._all_rows)
-        self._add_part(logits_CV, chunk, self._all_rows, self._statistics[-1], derivatives_C, gradients)
+        pair_C = None if self._teacher is None else self._teacher.statistics[-1]
+        self._add_part(logits_CV, chunk, self._all_rows, self._statistics[-1], pair_C, derivatives_C, gradients)
 
     def backward_all(
-        self, statistics_T: SoftmaxStatistics, derivatives_T: LossDerivatives, gradients: HeadGradients
+        self,
+        statistics_T: SoftmaxStatistics,
+        pair_T: PairStatistics | None,
+        derivatives_T: LossDerivatives,
+        gradients: HeadGradients,
     ) -> None:
         """Compute all logits again, whole chunks or a stripe of each, and add their parts to `gradients`."""
         num_tokens = len(self._targets_T)
@@ -241,8 +258,11 @@ class _ChunkedHead:
         for rows in _ranges(len(self._weight_VD), num_rows):
             for chunk in _ranges(num_tokens, self._logits.numel() // num_rows):
                 logits_CS = self._raw_logits(chunk, rows)
+                if self._teacher is not None:
+                    self._teacher.load(chunk, rows)
                 parts = (
                     SoftmaxStatistics(*_select(statistics_T, chunk)),
+                    None if pair_T is None else PairStatistics(*_select(pair_T, chunk)),
                     LossDerivatives(*_select(derivatives_T, chunk)),
                 )
                 self._add_part(logits_CS, chunk, rows, *parts, gradients)
@@ -268,13 +288,17 @@ class _ChunkedHead:
         chunk: slice,
         rows: slice,
         statistics_C: SoftmaxStatistics,
+        pair_C: PairStatistics | None,
         derivatives_C: LossDerivatives,
         gradients: HeadGradients,
     ) -> None:
         narrow_CS = None if self._narrow is None else _view(self._narrow, chunk, rows)
         bias_S = None if self._bias_V is None else self._bias_V[rows]
+        extra_CK, by_divergence_C = None, derivatives_C.by_divergence_C
+        if self._teacher is not None and pair_C is not None and by_divergence_C is not None:
+            extra_CK = self._teacher.gradient(logits_CS, bias_S, self._settings, pair_C, by_divergence_C)
         inputs = (bias_S, self._settings, self._targets_T[chunk] - rows.start, statistics_C, derivatives_C)
-        grad_CS = self._kernels.logits_gradient_(logits_CS, *inputs, narrow_CS)
+        grad_CS = self._kernels.logits_gradient_(logits_CS, *inputs, narrow_CS, extra_CK)
         gradients.add(chunk, rows, grad_CS, narrow_CS, self._hidden_TD[chunk], self._weight_VD[rows])
 
 
@@ -291,27 +315,39 @@ def _view(buffer: Tensor, chunk: slice, rows: slice) -> Tensor:
 
 def _loss_derivatives(
     loss: TokenLoss,
-    results: LogprobsAndEntropy,
+    results: HeadValues,
     span: tuple[int, int],
     settings: ChunkSettings,
     scale: float | None,
 ) -> tuple[Tensor, LossDerivatives]:
-    """Return the chunk's loss, and its derivatives times `scale` by log-probs and, with `entropy_grad`, entropies."""
+    """Return the chunk's loss, and its derivatives times `scale` by the values; by entropies with `entropy_grad` only."""
     with torch.enable_grad():
-        logprobs_C, entropy_C = results[0].detach().requires_grad_(), results[1]
-        if entropy_C is not None:
-            entropy_C = entropy_C.detach().requires_grad_(settings.entropy_grad)
-        value = loss(logprobs_C, entropy_C, *span)
-        leaves = [logprobs_C] + ([entropy_C] if settings.entropy_grad and entropy_C is not None else [])
+        leaves = _leaves(results, (True, settings.entropy_grad, True))
+        value = call_loss(loss, leaves, span)
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
         # A constant loss: every token of the chunk is masked or clipped away.
         if not value.requires_grad:
-            return value, LossDerivatives(*(torch.zeros_like(leaf) for leaf in leaves))
-        scaled = value if scale is None else value * scale
-        derivatives = torch.autograd.grad(scaled, leaves, allow_unused=True, materialize_grads=True)
-    return value.detach(), LossDerivatives(*derivatives)
+            derivatives = [torch.zeros_like(leaf) for leaf in wanted]
+        else:
+            scaled = value if scale is None else value * scale
+            derivatives = list(torch.autograd.grad(scaled, wanted, allow_unused=True, materialize_grads=True))
+    of_leaf = dict(zip(map(id, wanted), derivatives, strict=True))
+    return value.detach(), LossDerivatives(*(of_leaf.get(id(leaf)) for leaf in leaves))  # type: ignore[arg-type]
 
 
-def _concatenate(chunks: Sequence[tuple[Tensor | None, ...]]) -> list[Any]:
+def _leaves(results: HeadValues, trained: tuple[bool, ...]) -> list[Tensor | None]:
+    """Return the values cut off from their graph, each a leaf that needs a gradient if it is trained."""
+    pairs = zip(results, trained, strict=True)
+    return [None if x is None else x.detach().requires_grad_(needs) for x, needs in pairs]
+
+
+def call_loss(loss: TokenLoss, values: Sequence[Tensor | None], span: tuple[int, int]) -> Tensor:
+    """Return the loss of the tokens in `span`, given their values; divergences are given only if there are any."""
+    logprobs_C, entropy_C, divergence_C = values
+    return loss(logprobs_C, entropy_C, *span, *([] if divergence_C is None else [divergence_C]))
+
+
+def concatenate(chunks: Sequence[tuple[Tensor | None, ...]]) -> list[Any]:
     """Return each member of the chunks' tuples for all tokens, None if chunks have none."""
     return [None if members[0] is None else torch.cat(members) for members in zip(*chunks, strict=True)]
 
@@ -327,48 +363,3 @@ def _dtypes(*inputs: Tensor | None) -> list[torch.dtype | None]:
 
 def _needs_gradient(*inputs: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-
-
-def module_logprobs(head: Head, hidden_TD: Tensor, targets_T: Tensor, settings: ChunkSettings) -> LogprobsAndEntropy:
-    """Return the results of `chunked_logprobs` for a head that is any module: LoRA, 4-bit, parametrised, tensor subclasses.
-
-    The module computes each chunk's logits, and non-reentrant checkpointing computes them again in backward. So frozen
-    and trained parameters, dropout and hooks inside the module act as in an ordinary forward.
-    """
-    chunks = [_module_chunk(head, hidden_TD, targets_T, settings, *span) for span in settings.spans(len(targets_T))]
-    logprobs_T, entropy_T = _concatenate(chunks)
-    return logprobs_T, entropy_T
-
-
-def module_loss(
-    head: Head, hidden_TD: Tensor, targets_T: Tensor, loss: TokenLoss, settings: ChunkSettings
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the results of `fused_loss` for a head that is any module: the summed loss, detached log-probs and entropies."""
-    spans = settings.spans(len(targets_T))
-    chunks = [_module_chunk(head, hidden_TD, targets_T, settings, *span) for span in spans]
-    losses = [loss(*chunk, *span) for chunk, span in zip(chunks, spans, strict=True)]
-    logprobs_T, entropy_T = _concatenate([(x.detach(), None if h is None else h.detach()) for x, h in chunks])
-    return torch.stack(losses).sum(), logprobs_T, entropy_T
-
-
-def _module_chunk(
-    head: Head, hidden_TD: Tensor, targets_T: Tensor, settings: ChunkSettings, start: int, stop: int
-) -> LogprobsAndEntropy:
-    hidden_CD, targets_C = hidden_TD[start:stop], targets_T[start:stop]
-    if not torch.is_grad_enabled():
-        return _module_forward(head, hidden_CD, targets_C, settings, start)
-    return checkpoint(_module_forward, head, hidden_CD, targets_C, settings, start, use_reentrant=False)
-
-
-def _module_forward(
-    head: Head, hidden_CD: Tensor, targets_C: Tensor, settings: ChunkSettings, start: int
-) -> LogprobsAndEntropy:
-    logits_CV = head(hidden_CD)
-    wide_CV = logits_CV.to(wide_dtype(logits_CV.dtype))
-    logprobs_C, entropy_C = logprobs_and_entropy(settings.scale.apply(wide_CV) / settings.temperature, targets_C)
-    # Last, because it saves nothing for backward: the recomputation stops before it.
-    if settings.is_top1_T is not None:
-        settings.is_top1_T[start : start + len(targets_C)] = is_top1(logits_CV.detach(), targets_C)
-    if not settings.entropy:
-        return logprobs_C, None
-    return logprobs_C, entropy_C if settings.entropy_grad else entropy_C.detach()

@@ -6,6 +6,7 @@ Before Triton's kernels are used on a device, they are compared there with torch
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Protocol
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowpeak.logprobs import torch_kernels
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale
-from lowpeak.logprobs.torch_kernels import LossDerivatives, SoftmaxStatistics
+from lowpeak.logprobs.torch_kernels import LossDerivatives, PairStatistics, SoftmaxStatistics, TeacherLogits
 from lowpeak.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,27 @@ class LogitsKernels(Protocol):
         statistics: SoftmaxStatistics,
         derivatives: LossDerivatives,
         narrow_CV: Tensor | None = None,
+        extra_CK: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def divergences(
+        self,
+        raw_CK: Tensor,
+        bias_K: Tensor | None,
+        settings: ChunkSettings,
+        teacher: TeacherLogits,
+        log_sum_C: Tensor,
+        teacher_log_sum_C: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def divergence_gradient_(
+        self,
+        raw_CK: Tensor,
+        bias_K: Tensor | None,
+        settings: ChunkSettings,
+        teacher: TeacherLogits,
+        statistics: PairStatistics,
+        by_divergence_C: Tensor,
     ) -> Tensor: ...
 
 
@@ -99,7 +121,7 @@ def kernel_mismatch(kernels: LogitsKernels, device: torch.device) -> str | None:
 
 
 def _results(kernels: LogitsKernels, settings: ChunkSettings, device: torch.device) -> list[Tensor]:
-    """Return log-probs, top-1 flags, both gradients and entropies (if any) of the same few logits each time."""
+    """Return the results of all passes over the same few logits each time, with a teacher of fewer ids for each beta."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((_NUM_TOKENS, _NUM_IDS), (_NUM_IDS,))
     raw, bias = (4 * torch.randn(*shape, generator=generator).to(device) for shape in shapes)
@@ -108,14 +130,28 @@ def _results(kernels: LogitsKernels, settings: ChunkSettings, device: torch.devi
     targets[0] = (raw[0] + bias).argmax()
     chosen = kernels.target_logits(raw, bias, targets, settings)
     statistics = kernels.softmax_statistics(raw, bias, settings)
+    pairs = [_pair_results(kernels, raw, bias, replace(settings, beta=beta)) for beta in (0.0, 0.5, 1.0)]
     entropy = statistics.entropy()
     derivatives = LossDerivatives(by_logprobs, by_entropy if settings.entropy_grad else None)
     narrow = torch.empty_like(raw, dtype=torch.bfloat16)
-    gradient = kernels.logits_gradient_(raw, bias, settings, targets, statistics, derivatives, narrow)
+    extra = pairs[0][-1]
+    gradient = kernels.logits_gradient_(raw, bias, settings, targets, statistics, derivatives, narrow, extra)
     # A bf16 gradient that is within rounding counts as exact.
     rounded = torch.where((narrow - gradient).abs() <= 2**-7 * gradient.abs() + 1e-30, gradient, narrow)
     is_top1 = statistics.is_top1(chosen).float()
-    return [statistics.logprobs(chosen), is_top1, gradient, rounded, *([] if entropy is None else [entropy])]
+    values = [statistics.logprobs(chosen), is_top1, gradient, rounded, *([] if entropy is None else [entropy])]
+    return values + [each for results in pairs for each in results]
+
+
+def _pair_results(kernels: LogitsKernels, raw: Tensor, bias: Tensor, settings: ChunkSettings) -> list[Tensor]:
+    """Return divergences and their gradients; the teacher's logits are the student's in another order."""
+    num_ids = _NUM_IDS - 1
+    teacher = TeacherLogits(raw[:, 1:].contiguous(), bias[1:].contiguous(), settings)
+    student = (raw[:, :num_ids], bias[:num_ids], settings)
+    log_sums = kernels.softmax_statistics(*student).log_sum(), kernels.softmax_statistics(*teacher).log_sum()
+    divergence, center = kernels.divergences(*student, teacher, *log_sums)
+    gradient = kernels.divergence_gradient_(*student, teacher, PairStatistics(*log_sums, center), divergence)
+    return [divergence, gradient]
 
 
 def _relative_difference(one: Tensor, other: Tensor) -> float:

@@ -1,10 +1,12 @@
-"""Naive log-probs that define the fast paths, their settings, and the scales that models apply to logits.
+"""Naive log-probs and divergences that define the fast paths, their settings, and the scales that models apply to logits.
 
-Shapes: T chosen positions, D hidden, V vocabulary, C tokens of a chunk.
+Shapes: T chosen positions, D hidden, V vocabulary, C tokens of a chunk; E hidden and W rows of a teacher's head.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +28,36 @@ class HeadScale:
 
 
 @dataclass(frozen=True)
+class TeacherHead:
+    """A teacher's final hidden states at the T tokens, and the head that computes its logits; it gets no gradient.
+
+    `head` is a weight, or a module (adapters, 4 bits) that returns logits [C, W]; a module needs `num_ids`. Divergences are of
+    the first K ids: those that both heads have, and no more than `num_ids`.
+    """
+
+    hidden_TE: Tensor
+    head: Tensor | Callable[[Tensor], Tensor]
+    bias_W: Tensor | None = None
+    scale: HeadScale = HeadScale()
+    num_ids: int | None = None
+
+    def num_common(self, num_ids: int) -> int:
+        """Return K for a student's head of `num_ids` rows."""
+        known = (num_ids, self.num_ids, len(self.head) if isinstance(self.head, Tensor) else None)
+        return min(number for number in known if number is not None)
+
+    def __post_init__(self) -> None:
+        assert self.num_ids or isinstance(self.head, Tensor), "a teacher's head that is a module needs num_ids"
+
+
+@dataclass(frozen=True)
 class ChunkSettings:
     """Settings of one pass over T tokens, C = `chunk_size` at a time.
 
     `entropy_grad` lets gradients flow through the entropy. `inplace_grad_scale` is the factor by which backward will multiply
     the loss; set it only if the head's gradient may be added to its `.grad` during forward (see `inplace_grad.py`).
     `is_top1_T`, bool [T], is an output buffer: True if no id has a greater logit than the target (ties are True).
+    With a `teacher`, `beta` chooses its divergence from the student (see `naive_divergence`).
     """
 
     chunk_size: int
@@ -41,6 +67,8 @@ class ChunkSettings:
     entropy_grad: bool = False
     inplace_grad_scale: float | None = None
     is_top1_T: Tensor | None = None
+    teacher: TeacherHead | None = None
+    beta: float = 1.0
 
     @property
     def gain(self) -> float:
@@ -51,6 +79,7 @@ class ChunkSettings:
         assert self.chunk_size >= 1, f"chunk_size must be at least 1, got {self.chunk_size}"
         assert self.temperature > 0, f"temperature must be above 0, got {self.temperature}"
         assert self.entropy or not self.entropy_grad, "entropy_grad=True needs entropy=True"
+        assert 0 <= self.beta <= 1, f"beta must be in [0, 1], got {self.beta}"
 
     def spans(self, num_tokens: int) -> list[tuple[int, int]]:
         """Return [start, stop) of each chunk."""
@@ -81,6 +110,22 @@ def logprobs_and_entropy(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, 
     logprobs_TV = torch.log_softmax(logits_TV, dim=-1, dtype=wide)
     logprobs_T = logprobs_TV.gather(-1, targets_T[:, None])[:, 0]
     return logprobs_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+
+
+def naive_divergence(logits_TK: Tensor, teacher_TK: Tensor, beta: float) -> Tensor:
+    """Return the divergence of student and teacher at each position, [T], from their final logits.
+
+    With p and q the softmax of student and teacher, and m = (1 - beta) p + beta q: KL(q | p) for beta 0, KL(p | q) for 1,
+    else the generalised JSD beta KL(q | m) + (1 - beta) KL(p | m) of arXiv 2306.13649.
+    """
+    log_p, log_q = (torch.log_softmax(each, -1) for each in (logits_TK, teacher_TK))
+    if beta == 0:
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    if beta == 1:
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    log_m = torch.logaddexp(log_p + math.log(1 - beta), log_q + math.log(beta))
+    parts = beta * log_q.exp() * (log_q - log_m) + (1 - beta) * log_p.exp() * (log_p - log_m)
+    return parts.sum(-1)
 
 
 def is_top1(logits_TV: Tensor, targets_T: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The passes of `torch_kernels.py` over a chunk's raw logits as Triton kernels, one program per token.
 
 `softmax_statistics` reads [C, V] once; `logits_gradient_` reads and writes it once, and can also write bf16 for products
-in the tensor cores. Imported on CUDA only, where torch installs Triton (or with TRITON_INTERPRET=1, without a GPU).
+in the tensor cores. `divergences` and `divergence_gradient_` read the student's and the teacher's [C, K]. Imported on CUDA
+only, where torch installs Triton (or with TRITON_INTERPRET=1, without a GPU).
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from lowpeak.logprobs import triton_programs
 from lowpeak.logprobs.reference import ChunkSettings
-from lowpeak.logprobs.torch_kernels import LossDerivatives, SoftmaxStatistics
+from lowpeak.logprobs.torch_kernels import LossDerivatives, PairStatistics, SoftmaxStatistics, TeacherLogits
 
 _BLOCK = 4096  # ids at a time
+_PAIR_BLOCK = 2048  # with a teacher's logits
 _NUM_WARPS = 8
 
 
@@ -26,7 +27,7 @@ def target_logits(raw_CV: Tensor, bias_V: Tensor | None, targets_C: Tensor, sett
     chosen_C = raw_CV.new_empty(len(raw_CV))
     if len(raw_CV):
         with torch.cuda.device_of(raw_CV):
-            _chosen[(len(raw_CV),)](
+            triton_programs.chosen[(len(raw_CV),)](
                 raw_CV,
                 raw_CV if bias_V is None else bias_V,
                 targets_C.contiguous(),
@@ -43,7 +44,7 @@ def softmax_statistics(raw_CV: Tensor, bias_V: Tensor | None, settings: ChunkSet
     max_C, sum_C, dot_C = (raw_CV.new_empty(num_tokens) for _ in range(3))
     if num_tokens:
         with torch.cuda.device_of(raw_CV):
-            _statistics[(num_tokens,)](
+            triton_programs.statistics[(num_tokens,)](
                 raw_CV,
                 raw_CV if bias_V is None else bias_V,
                 max_C,
@@ -67,19 +68,21 @@ def logits_gradient_(
     statistics: SoftmaxStatistics,
     derivatives: LossDerivatives,
     narrow_CV: Tensor | None = None,
+    extra_CK: Tensor | None = None,
 ) -> Tensor:
     """Overwrite raw logits with the loss's gradient by them and return it; copy it into `narrow` if given.
 
-    The logits may be a range of the vocabulary's, as in `torch_kernels`.
+    Ranges of the vocabulary and `extra` are as in `torch_kernels`.
     """
     num_tokens, num_ids = raw_CV.shape
     a_C, b_C, k_C = derivatives.coefficients(statistics, settings.gain)
     if num_tokens:
         with torch.cuda.device_of(raw_CV):
-            _gradient[(num_tokens,)](
+            triton_programs.gradient[(num_tokens,)](
                 raw_CV,
                 raw_CV if bias_V is None else bias_V,
                 raw_CV if narrow_CV is None else narrow_CV,
+                raw_CV if extra_CK is None else extra_CK,
                 targets_C.contiguous(),
                 statistics.max_C,
                 a_C.contiguous(),
@@ -87,14 +90,80 @@ def logits_gradient_(
                 b_C if k_C is None else k_C.contiguous(),
                 raw_CV.stride(0),
                 0 if narrow_CV is None else narrow_CV.stride(0),
+                0 if extra_CK is None else extra_CK.stride(0),
                 num_ids,
+                0 if extra_CK is None else extra_CK.shape[1],
                 **_finish_arguments(bias_V, settings),
                 WITH_ENTROPY=k_C is not None,
                 WITH_NARROW=narrow_CV is not None,
+                WITH_EXTRA=extra_CK is not None,
                 BLOCK=_BLOCK,
                 num_warps=_NUM_WARPS,
             )
     return raw_CV
+
+
+def divergences(
+    raw_CK: Tensor,
+    bias_K: Tensor | None,
+    settings: ChunkSettings,
+    teacher: TeacherLogits,
+    log_sum_C: Tensor,
+    teacher_log_sum_C: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return each token's divergence and the center of its gradient, [C] and [C]; reads both logits once."""
+    divergence_C, center_C = torch.empty_like(log_sum_C), torch.empty_like(log_sum_C)
+    inputs = (log_sum_C, teacher_log_sum_C, divergence_C, center_C)
+    _run_pair(triton_programs.divergences, raw_CK, bias_K, settings, teacher, inputs)
+    return divergence_C, center_C
+
+
+def divergence_gradient_(
+    raw_CK: Tensor,
+    bias_K: Tensor | None,
+    settings: ChunkSettings,
+    teacher: TeacherLogits,
+    statistics: PairStatistics,
+    by_divergence_C: Tensor,
+) -> Tensor:
+    """Overwrite the teacher's raw logits with the loss's gradient by the student's, without a cap's; return it."""
+    gain_C = by_divergence_C * settings.gain
+    _run_pair(triton_programs.divergence_gradient, raw_CK, bias_K, settings, teacher, (*statistics, gain_C))
+    return teacher.raw_CK
+
+
+def _run_pair(
+    kernel: Any,
+    raw_CK: Tensor,
+    bias_K: Tensor | None,
+    settings: ChunkSettings,
+    teacher: TeacherLogits,
+    per_token: tuple[Tensor, ...],
+) -> None:
+    of_teacher = _finish_arguments(teacher.bias_K, teacher.settings)
+    if not len(raw_CK):
+        return
+    with torch.cuda.device_of(raw_CK):
+        kernel[(len(raw_CK),)](
+            raw_CK,
+            raw_CK if bias_K is None else bias_K,
+            teacher.raw_CK,
+            raw_CK if teacher.bias_K is None else teacher.bias_K,
+            *(each.contiguous() for each in per_token),
+            raw_CK.stride(0),
+            teacher.raw_CK.stride(0),
+            raw_CK.shape[1],
+            beta=settings.beta,
+            **_finish_arguments(bias_K, settings),
+            teacher_inner=of_teacher["inner"],
+            teacher_outer=of_teacher["outer"],
+            TEACHER_WITH_BIAS=of_teacher["WITH_BIAS"],
+            TEACHER_WITH_CAP=of_teacher["WITH_CAP"],
+            IS_FORWARD=settings.beta == 0,
+            IS_MIXTURE=0 < settings.beta < 1,
+            BLOCK=_PAIR_BLOCK,
+            num_warps=_NUM_WARPS,
+        )
 
 
 def _finish_arguments(bias_V: Tensor | None, settings: ChunkSettings) -> dict[str, Any]:
@@ -103,136 +172,3 @@ def _finish_arguments(bias_V: Tensor | None, settings: ChunkSettings) -> dict[st
     inner = settings.gain if cap is None else settings.scale.logit_scale / cap
     outer = 1.0 if cap is None else cap / settings.temperature
     return {"inner": inner, "outer": outer, "WITH_BIAS": bias_V is not None, "WITH_CAP": cap is not None}
-
-
-@triton.jit
-def _tanh(x: tl.tensor) -> tl.tensor:
-    # Every version of Triton has exp. Its argument is at most 0, so it cannot overflow.
-    small = tl.exp(-2.0 * tl.abs(x))
-    size = (1.0 - small) / (1.0 + small)
-    return tl.where(x < 0, -size, size)
-
-
-@triton.jit
-def _load(
-    raw: tl.tensor,
-    bias: tl.tensor,
-    columns: tl.tensor,
-    inside: tl.tensor,
-    inner: tl.tensor,
-    WITH_BIAS: tl.constexpr,
-    WITH_CAP: tl.constexpr,
-) -> tl.tensor:
-    """Return inner * (x + bias), or its tanh; x and bias are 0 where `inside` is False."""
-    x = tl.load(raw + columns, mask=inside, other=0.0)
-    if WITH_BIAS:
-        x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    x *= inner
-    if WITH_CAP:
-        x = _tanh(x)
-    return x
-
-
-@triton.jit
-def _chosen(
-    raw: tl.tensor,
-    bias: tl.tensor,
-    targets: tl.tensor,
-    chosen_out: tl.tensor,
-    stride: tl.tensor,
-    inner: tl.tensor,
-    outer: tl.tensor,
-    WITH_BIAS: tl.constexpr,
-    WITH_CAP: tl.constexpr,
-) -> None:
-    row = tl.program_id(0)
-    target = tl.load(targets + row)
-    raw += row.to(tl.int64) * stride
-    tl.store(chosen_out + row, _load(raw, bias, target, target >= 0, inner, WITH_BIAS, WITH_CAP) * outer)
-
-
-@triton.jit
-def _statistics(
-    raw: tl.tensor,
-    bias: tl.tensor,
-    max_out: tl.tensor,
-    sum_out: tl.tensor,
-    dot_out: tl.tensor,
-    stride: tl.tensor,
-    num_ids: tl.tensor,
-    inner: tl.tensor,
-    outer: tl.tensor,
-    WITH_BIAS: tl.constexpr,
-    WITH_CAP: tl.constexpr,
-    WITH_DOT: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(0)
-    raw += row.to(tl.int64) * stride
-    # Each lane has a running maximum, to which its sums are relative; lanes are combined once, at the end.
-    top = tl.full((BLOCK,), -3.0e38, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    dot = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, num_ids, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < num_ids
-        z = _load(raw, bias, columns, inside, inner, WITH_BIAS, WITH_CAP) * outer
-        z = tl.where(inside, z, float("-inf"))
-        new_top = tl.maximum(top, z)
-        moved = top - new_top
-        kept = tl.exp(moved)
-        here = tl.exp(z - new_top)
-        if WITH_DOT:
-            dot = kept * (dot + moved * total) + tl.where(inside, here * (z - new_top), 0.0)
-        total = kept * total + here
-        top = new_top
-    greatest = tl.max(top, 0)
-    moved = top - greatest
-    kept = tl.exp(moved)
-    tl.store(max_out + row, greatest)
-    tl.store(sum_out + row, tl.sum(kept * total, 0))
-    if WITH_DOT:
-        tl.store(dot_out + row, tl.sum(kept * (dot + moved * total), 0))
-
-
-@triton.jit
-def _gradient(
-    raw: tl.tensor,
-    bias: tl.tensor,
-    narrow: tl.tensor,
-    targets: tl.tensor,
-    max_in: tl.tensor,
-    a_in: tl.tensor,
-    b_in: tl.tensor,
-    k_in: tl.tensor,
-    stride: tl.tensor,
-    narrow_stride: tl.tensor,
-    num_ids: tl.tensor,
-    inner: tl.tensor,
-    outer: tl.tensor,
-    WITH_BIAS: tl.constexpr,
-    WITH_CAP: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_NARROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(0)
-    raw += row.to(tl.int64) * stride
-    narrow += row.to(tl.int64) * narrow_stride
-    target = tl.load(targets + row)
-    greatest = tl.load(max_in + row)
-    a = tl.load(a_in + row)
-    b = tl.load(b_in + row)
-    k = tl.load(k_in + row)
-    for start in range(0, num_ids, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < num_ids
-        level = _load(raw, bias, columns, inside, inner, WITH_BIAS, WITH_CAP)
-        shifted = level * outer - greatest
-        factor = b + k * shifted if WITH_ENTROPY else b
-        grad = tl.exp(shifted) * factor + tl.where(columns == target, a, 0.0)
-        if WITH_CAP:
-            grad *= 1.0 - level * level
-        tl.store(raw + columns, grad, mask=inside)
-        if WITH_NARROW:
-            tl.store(narrow + columns, grad.to(tl.bfloat16), mask=inside)

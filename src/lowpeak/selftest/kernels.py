@@ -119,7 +119,7 @@ def _fused(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, settings: Ch
     def loss_of(*values: Any) -> Tensor:
         return _loss(values[0], values[1], settings)
 
-    loss, logprobs_T, _ = fused_loss(hidden_TD, weight_VD, None, targets_T, loss_of, settings)
+    loss, logprobs_T, *_ = fused_loss(hidden_TD, weight_VD, None, targets_T, loss_of, settings)
     return loss, logprobs_T
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,8 +26,16 @@ def kernels(
     statistics=torch_kernels.softmax_statistics,
     gradient=torch_kernels.logits_gradient_,
     chosen=torch_kernels.target_logits,
+    divergences=torch_kernels.divergences,
+    divergence_gradient=torch_kernels.divergence_gradient_,
 ):
-    return SimpleNamespace(target_logits=chosen, softmax_statistics=statistics, logits_gradient_=gradient)
+    return SimpleNamespace(
+        target_logits=chosen,
+        softmax_statistics=statistics,
+        logits_gradient_=gradient,
+        divergences=divergences,
+        divergence_gradient_=divergence_gradient,
+    )
 
 
 def off_by_little(raw, *inputs):
@@ -37,8 +46,22 @@ def off_by_little(raw, *inputs):
 
 def off_in_bf16(raw, *inputs):
     found = torch_kernels.logits_gradient_(raw, *inputs)
-    inputs[-1][-1, -1] = found.abs().max()
+    narrow = inputs[-2]
+    narrow[-1, -1] = found.abs().max()
     return found
+
+
+def without_the_teachers_part(raw, *inputs):
+    return torch_kernels.logits_gradient_(raw, *inputs[:-1])
+
+
+def no_mixture(raw, bias, settings, *inputs):
+    return torch_kernels.divergences(raw, bias, replace(settings, beta=float(settings.beta > 0)), *inputs)
+
+
+def off_center(raw, bias, settings, teacher, statistics, by_divergence):
+    statistics = statistics._replace(center_C=statistics.center_C * 1.01)
+    return torch_kernels.divergence_gradient_(raw, bias, settings, teacher, statistics, by_divergence)
 
 
 def no_numbers(raw, *inputs):
@@ -71,6 +94,9 @@ def test_the_same_passes_agree():
         {"gradient": no_numbers},
         {"statistics": forgets_the_cap},
         {"chosen": short_of_the_maximum},
+        {"gradient": without_the_teachers_part},
+        {"divergences": no_mixture},
+        {"divergence_gradient": off_center},
     ],
     ids=lambda other: next(iter(other.values())).__name__,
 )
