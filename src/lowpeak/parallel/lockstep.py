@@ -134,7 +134,7 @@ class Lockstep:
 def lockstep_forwards(model: nn.Module, lockstep: Lockstep) -> Iterator[None]:
     """Run forwards of `model` in lockstep inside the block, which all ranks leave together.
 
-    A caller that has no forward to run for now calls `model.forward.wait_in_step()` until it has one.
+    A caller that has no forward to run calls `model.forward.wait_in_step()` until it has one.
     """
     original = model.forward
     only_others_run = False
