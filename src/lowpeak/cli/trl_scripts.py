@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import DatasetDict
 from transformers import BitsAndBytesConfig
@@ -30,6 +30,8 @@ class ScriptArguments:
     dataset_train_split: str = _data("train", "split to train on")
     dataset_test_split: str = _data("test", "split to evaluate on")
     dataset_streaming: bool = _data(False, "read the dataset as a stream")
+
+    ignore_bias_buffers: ClassVar[bool] = False  # TRL's DPO script reads it; the parser refuses it by its name
 
 
 @dataclass

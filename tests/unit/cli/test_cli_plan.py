@@ -289,7 +289,7 @@ def test_prompts_beyond_the_context_are_a_warning(model, capsys):
         ({"--fit": True, "--emit": "sky"}, "sky .* --gpu"),
         ({"--output": "folder"}, "output"),
         ({"--gpu": "h100", "--use_cpu": True}, "gpu"),
-        ({"--algorithm": "dpo"}, "dpo"),
+        ({"--algorithm": "simpo"}, "simpo"),
         ({"--accelerate_config": "fsdp2"}, "gpus"),
         ({"--gpus": 3, "--accelerate_config": "fsdp2-tp"}, "3"),
         ({"--gpus": 8, "--gpus_per_host": 3}, "8 GPUs are not a multiple of 3 per host: set --gpus 6 or 9, or .* 2"),
