@@ -62,7 +62,7 @@ def make_dpo(settings: DPOSettings) -> Algorithm:
 
 @dataclass(frozen=True)
 class PairTerms:
-    """What the losses of a pair read: log-ratios, the same per token, and the share of the step's chosen tokens: [U] each."""
+    """The log-ratios of each pair, the same per token, and the pair's share of the step's chosen log-prob: [U] each."""
 
     chosen_U: Tensor
     rejected_U: Tensor

@@ -129,7 +129,7 @@ def resolve_supervised(args: Any, hardware: Hardware | None = None) -> Supervise
 def resolve_offline(
     settings: Callable[..., Settings], args: Any, hardware: Hardware | None, **computed: Any
 ) -> Settings:
-    """Return the settings of an offline run, with what is `computed` for its kind."""
+    """Return the settings of an offline run; `computed` are the fields of its own kind."""
     return make_settings(
         settings,
         args,

@@ -32,27 +32,6 @@ class KTOTrainer(PreferenceTrainer):
     config_class: ClassVar[type[CommonConfig]] = KTOConfig
     columns: ClassVar[str] = "prompt, completion and label, or chosen and rejected"
 
-    def __init__(
-        self,
-        model: Any,
-        ref_model: Any = None,
-        args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        **others: Any,
-    ) -> None:
-        several = isinstance(eval_dataset, dict)
-        evaluated = {name: unpair(each) for name, each in eval_dataset.items()} if several else unpair(eval_dataset)
-        loaded = processing_class, compute_metrics, callbacks, optimizers, quantization_config, peft_config
-        super().__init__(model, ref_model, args, data_collator, unpair(train_dataset), evaluated, *loaded, **others)
-
     @staticmethod
     def resolve(args: Any) -> PreferenceSettings:
         return resolve_kto(args)
@@ -60,6 +39,11 @@ class KTOTrainer(PreferenceTrainer):
     @staticmethod
     def make_algorithm(settings: PreferenceSettings) -> Algorithm:
         return make_kto(settings.objective)
+
+    def _build(self, strategy: Any, train_dataset: Any, eval_dataset: Any) -> None:
+        several = isinstance(eval_dataset, dict)
+        evaluated = {name: unpair(each) for name, each in eval_dataset.items()} if several else unpair(eval_dataset)
+        super()._build(strategy, unpair(train_dataset), evaluated)
 
     def make_reader(self) -> LabelReader:
         return LabelReader(self.parts.tokenizer, **self.reader_settings())
