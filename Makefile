@@ -58,7 +58,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help quickstart check test test-all test-kernels test-vllm test-versions test-newest update-locks test-report test-wheel \
-	check-cuda-constraints test-release test-families test-real test-real-core smollm2 docs lint types format clean
+	check-cuda-constraints test-release test-families test-families-oldest test-real test-real-core smollm2 docs lint types format clean
 
 help:
 	@sed -n '1,16s/^# \{0,1\}//p' Makefile
@@ -136,12 +136,16 @@ test-release:
 	$(PYTEST) $(BY_FILE) -m release $(IN_OTHER_TARGETS)
 	$(VLLM_PYTEST) -m release tests/with_vllm
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/faults/random_kills.py $(KILLS)
-	@$(MAKE) --no-print-directory test-real quickstart
+	@$(MAKE) --no-print-directory test-real quickstart test-families-oldest
 
 test-families:
-	@echo "make test-families: 5 to 10 minutes on two cores"
+	@echo "make test-families: about 20 minutes on two cores"
 	@$(MAKE) --no-print-directory $(READY)
 	$(PYTEST) --dist worksteal tests/families --ignore=tests/families/test_family_runs.py
+	@$(MAKE) --no-print-directory test-families-oldest
+
+test-families-oldest: $(OLDEST_READY)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/families/test_family_training.py
 
 docs:
 	@echo "make docs: a few seconds, and half a minute to install"

@@ -9,10 +9,13 @@ import contextlib
 import io
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from packaging.version import Version
 
 TESTS = Path(__file__).parents[1]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -106,6 +109,13 @@ def documented_rows() -> dict[str, str]:
     lines = PAGE.read_text(encoding="utf-8").partition(HEADER)[2].splitlines()
     rows = {line.split("|")[1].strip(): line for line in lines if line.startswith("|")}
     return {family: row for family, row in rows.items() if family in FAMILIES}
+
+
+def documented_version() -> Version:
+    """Return the transformers with which docs/families.md was made."""
+    found = re.search(r"with transformers ([0-9.]+[0-9])", PAGE.read_text(encoding="utf-8"))
+    assert found is not None
+    return Version(found[1])
 
 
 def check(family: str) -> str:

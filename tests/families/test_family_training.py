@@ -6,10 +6,12 @@ One family of each class runs with the other tests, the rest in `make test-famil
 from __future__ import annotations
 
 import pytest
-from family_checks import check_family
-from table import documented_rows, row_of
+import transformers
+from family_checks import check_family, skip_unless_it_generates
+from packaging.version import Version
+from table import documented_rows, documented_version, row_of
 
-from model_families import FAMILIES, is_known
+from model_families import FAMILIES
 
 # Plain attention with experts, latent keys, windows, sinks, shared keys, linear attention of three kinds, state-space layers of
 # two kinds, convolutions, an indexer, chunks, states outside of the cache, no position ids, images.
@@ -33,8 +35,9 @@ CLASSES = (
     "family", [pytest.param(each, marks=() if each in CLASSES else pytest.mark.release) for each in FAMILIES]
 )
 def test_a_family_trains_as_the_table_says(tmp_path, family):
-    if not is_known(family):
-        pytest.skip(f"this transformers has no {FAMILIES[family][0]}")
+    skip_unless_it_generates(family)
     report = check_family(family, tmp_path)
     assert not report.problems
-    assert documented_rows()[family].startswith(row_of(family, report)), "run python tests/families/table.py"
+    # Older releases of transformers have fewer families on the fast path.
+    if Version(transformers.__version__) >= documented_version():
+        assert documented_rows()[family].startswith(row_of(family, report)), "run python tests/families/table.py"
