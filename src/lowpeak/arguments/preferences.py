@@ -66,7 +66,9 @@ class PreferenceArguments(OfflineArguments):
         "precompute_ref_batch_size": never("the reference runs in micro-batches of micro_batch_tokens; remove it")
     }
     rejected: ClassVar[Mapping[str, str]] = {
-        "max_completion_length": "max_length bounds a prompt with its completion",
+        **dict.fromkeys(
+            ("max_prompt_length", "max_completion_length"), "max_length bounds a prompt with its completion"
+        ),
         "reference_free": "the losses compare with a reference; remove it",
     }
 
@@ -181,10 +183,9 @@ class PreferenceSettings(OfflineSettings):
 def resolve_dpo(args: Any, hardware: Hardware | None = None) -> PreferenceSettings:
     """Return the settings of DPO; ArgumentError for losses that lowpeak does not have, or that lack an argument."""
     types = _loss_types(args.loss_type)
-    sorted_types = [name for name in types if name in _SORTED]
     require(
-        not sorted_types,
-        f"loss_type={args.loss_type!r} is not supported: {' and '.join(sorted_types)} sort the log-ratios of a device's batch, so "
+        set(types).isdisjoint(_SORTED),
+        f"loss_type={args.loss_type!r} is not supported: {' and '.join(_SORTED)} sort the log-ratios of a device's batch, so "
         "micro-batches and ranks would change the result; use another loss.",
     )
     weights = [1.0] * len(types) if args.loss_weights is None else args.loss_weights
