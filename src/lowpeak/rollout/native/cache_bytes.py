@@ -101,7 +101,8 @@ def _most_bytes(config: Any, dtype: torch.dtype) -> CacheBytes:
             f"{type(text).__name__} does not define hidden_size and num_hidden_layers, so the memory of its KV cache "
             "is unknown: generate with vLLM (use_vllm=True)."
         )
-    return CacheBytes({None: 2 * layers * hidden * dtype.itemsize}, 0)
+    heads, head_dim = (getattr(text, name, None) or 0 for name in ("num_attention_heads", "head_dim"))
+    return CacheBytes({None: 2 * layers * max(hidden, heads * head_dim) * dtype.itemsize}, 0)
 
 
 def _make(model_class: Any, config: Any, dtype: torch.dtype) -> Any:

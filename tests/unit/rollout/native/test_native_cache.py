@@ -234,10 +234,11 @@ def test_a_window_counts_no_more_tokens_than_it_has():
     assert [sequence_bytes(model, n) // (2 * 2 * 2 * 16 * 4) for n in (1, 3, 4, 5, 100)] == [1, 3, 4, 4, 4]
 
 
-def test_code_that_cannot_run_without_numbers_is_bounded_by_keys_and_values_of_each_head():
+@pytest.mark.parametrize(("sizes", "width"), [({}, 32), ({"num_attention_heads": 4, "head_dim": 16}, 64)])
+def test_code_that_cannot_run_without_numbers_is_bounded_by_keys_and_values_of_each_head(sizes, width):
     model = nn.Linear(2, 2)
-    model.config = LlamaConfig(hidden_size=32, num_hidden_layers=2)
-    assert bytes_per_token(model) == 2 * 2 * 32 * 4
+    model.config = LlamaConfig(hidden_size=32, num_hidden_layers=2, **sizes)
+    assert bytes_per_token(model) == 2 * 2 * width * 4
 
 
 def test_a_config_without_sizes_is_an_error_that_names_them():
