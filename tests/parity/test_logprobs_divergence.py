@@ -206,7 +206,7 @@ def test_no_tensor_of_all_tokens_by_the_vocabulary_exists():
 
 def naive_of_models(model, teacher, data, num_ids, beta):
     ids, positions, _ = data
-    z, u = (each(input_ids=ids).logits.flatten(0, 1)[positions].float() / 0.8 for each in (model, teacher))
+    z, u = (each(input_ids=ids).logits.flatten(0, 1)[positions] / 0.8 for each in (model, teacher))
     return naive_divergence(z[:, :num_ids], u[:, :num_ids].detach(), beta)
 
 
@@ -246,7 +246,11 @@ HEADS = {
     ],
 )
 def test_models_diverge_and_train_as_by_their_own_logits(student, teacher, beta):
+    packed = "4 bits" in (student, teacher)  # bitsandbytes unpacks to float32
+    values_bound, gradients_bound = (1e-5, 1e-4) if packed else (1e-10, 1e-10)
     data, model, other = batch(NUM_IDS - 5), HEADS[student](), install_head(HEADS[teacher]())
+    if not packed:
+        model, other = model.double(), other.double()
     num_ids = min(NUM_IDS, other.config.vocab_size)
     expected = naive_of_models(model, other, data, num_ids, beta)
     truth = parameter_gradients(model, expected.square().sum())
@@ -254,20 +258,22 @@ def test_models_diverge_and_train_as_by_their_own_logits(student, teacher, beta)
     model = install_head(model)
     for options in ({}, {"loss": lambda *values: values[-1].square().sum()}):
         answer = model(input_ids=data[0], head_request=ask(data, teacher=head, beta=beta, **options))
-        assert_close_to_largest(answer["divergence"], expected, 4e-6)
+        assert_close_to_largest(answer["divergence"], expected, values_bound)
         found = parameter_gradients(model, answer.get("loss", answer["divergence"].square().sum()))
         trained = [name for name, gradient in truth.items() if gradient is not None]
         assert trained
-        assert_each_close_to_largest(*({name: each[name] for name in trained} for each in (found, truth)), 2e-5)
+        assert_each_close_to_largest(
+            *({name: each[name] for name in trained} for each in (found, truth)), gradients_bound
+        )
 
 
 @pytest.mark.parametrize("name", ["beside the head", "on the head", "a trained copy of the head"])
 def test_the_base_with_its_adapters_off_teaches_with_its_own_head(name):
-    data, model = batch(), install_head(adapted(name))
+    data, model = batch(), install_head(adapted(name)).double()
     with model.disable_adapter():
         teacher = teacher_head(model, request_states(model, data))
     divergence = model(input_ids=data[0], head_request=ask(data, teacher=teacher))["divergence"]
     assert_close_to_largest(
-        divergence, naive_of_models(model, tiny_model(NUM_IDS, tied=False), data, NUM_IDS, 1.0), 4e-6
+        divergence, naive_of_models(model, tiny_model(NUM_IDS, tied=False).double(), data, NUM_IDS, 1.0), 1e-10
     )
     assert divergence.min() > 1e-3
