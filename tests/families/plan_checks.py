@@ -30,10 +30,10 @@ def plan_family(family: str, quantized_bits: Any = None, peft_config: Any = None
     return make_plan(PlanRequest("grpo", args, make_config(family), machine, prompt_tokens=PROMPT, **adapted))
 
 
-def check_plan(family: str) -> str:
+def check_plan(family: str, **changes: Any) -> str:
     """Plan the family and return "yes", or the sentence of an expected error."""
     try:
-        assert plan_family(family).phases["rollout"].peak > 0
+        assert plan_family(family, **changes).phases["rollout"].peak > 0
     except LowpeakError as error:
         return first_line(error)
     return "yes"

@@ -10,12 +10,13 @@ import torch
 from name_checks import SETTINGS, PublishedModel, check_weight_names, exported_tensors, published_tensors, slices
 from test_family_training import CLASSES
 
+from case_selection import mark_extended
 from fused_model import FusedVllm
 from lowpeak.errors import EngineError
 from lowpeak.vllm.weight_sync.push import push_weights
 from model_families import FAMILIES, is_known, make_family
 
-EACH = [pytest.param(each, marks=() if each in CLASSES else pytest.mark.release) for each in FAMILIES]
+EACH = mark_extended(list(FAMILIES), CLASSES, "release")
 
 
 def made(family):

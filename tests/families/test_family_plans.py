@@ -8,8 +8,9 @@ from peft import LoraConfig
 from plan_checks import PROMPT, cache_errors, check_plan, plan_family
 from table import README, documented_rows, readme_table
 
+from case_selection import mark_extended
 from lowpeak import RewardConfig
-from lowpeak.errors import ArgumentError, ModelError
+from lowpeak.errors import ModelError
 from lowpeak.memory import Kind
 from lowpeak.models.lora import add_training_adapter
 from lowpeak.plan.derived_configs import shard_config
@@ -25,22 +26,18 @@ PLANNED_IN_CI = ("Nemotron-H", "GLM-5", "LongCat-Flash")
 MEASURED_IN_CI = ("DeepSeek-V3", "Gemma 3n", "gpt-oss", "Falcon-H1", "LFM2", "Qwen3.5", "LongCat-Flash")
 
 
-def marked(chosen: tuple[str, ...]) -> list:
-    return [pytest.param(each, marks=() if each in chosen else pytest.mark.release) for each in KNOWN]
-
-
 def test_the_readme_lists_the_families_of_the_table():
     assert readme_table(documented_rows()) in README.read_text(encoding="utf-8"), "run python tests/families/table.py"
 
 
-@pytest.mark.parametrize("family", marked(PLANNED_IN_CI))
+@pytest.mark.parametrize("family", mark_extended(KNOWN, PLANNED_IN_CI, "release"))
 def test_a_plan_ends_or_is_refused_in_one_sentence(family):
     said = check_plan(family)
     assert said == "yes" or "reads values of tensors" in said
     assert documented_rows()[family].split(" | ")[6] == said, "run python tests/families/table.py"
 
 
-@pytest.mark.parametrize("family", marked(MEASURED_IN_CI))
+@pytest.mark.parametrize("family", mark_extended(KNOWN, MEASURED_IN_CI, "release"))
 def test_a_sequences_measured_bytes_are_those_of_the_loops_slots(family):
     model = make_family(family)
     if unsupported_reason(model) is not None:
@@ -66,12 +63,17 @@ def test_a_reward_models_plan_balances_no_experts_and_needs_a_classifier():
         make_plan(PlanRequest("reward", args, make_config("Gemma 3n"), machine))
 
 
-def test_gemma_3n_has_its_layers_sizes_split_and_is_not_quantised():
+def test_gemma_3n_has_its_layers_sizes_split():
     config = make_config("Gemma 3n")
     assert shard_config(config, 2).intermediate_size == [size // 2 for size in config.intermediate_size]
+
+
+@pytest.mark.parametrize("family", mark_extended(KNOWN, ("Gemma 3n", "LongCat-Flash", "Trinity"), "release"))
+def test_a_plan_in_4_bits_ends_or_is_refused_in_one_sentence(family):
     adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    with pytest.raises(ArgumentError, match=r"clips.*quantization_config"):
-        plan_family("Gemma 3n", quantized_bits=4, peft_config=adapter)
+    said = check_plan(family, quantized_bits=4, peft_config=adapter)
+    assert ("packed weights" in said) == (family in ("Gemma 3n", "LongCat-Flash"))
+    assert said == "yes" or "packed weights" in said or "reads values of tensors" in said
 
 
 @pytest.mark.extended

@@ -11,6 +11,7 @@ from family_checks import TRAINING_FAILS, check_family, skip_unsupported
 from packaging.version import Version
 from table import documented_rows, documented_version, row_of
 
+from case_selection import mark_extended
 from model_families import FAMILIES
 
 # Plain attention with experts, latent keys, windows, sinks, shared keys, linear attention of three kinds, state-space layers of
@@ -31,9 +32,7 @@ CLASSES = (
 )
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=() if each in CLASSES else pytest.mark.release) for each in FAMILIES]
-)
+@pytest.mark.parametrize("family", mark_extended(list(FAMILIES), CLASSES, "release"))
 def test_a_family_trains_as_the_table_says(tmp_path, family):
     skip_unsupported(family, TRAINING_FAILS)
     report = check_family(family, tmp_path)

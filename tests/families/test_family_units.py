@@ -8,6 +8,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from test_family_training import CLASSES
 from torch import nn
 
+from case_selection import mark_extended
 from lowpeak.models.load import freeze_other_modalities
 from lowpeak.parallel.partial_gather import block_modules, unit_classes
 from model_families import FAMILIES, is_known, make_family
@@ -19,9 +20,7 @@ ALSO = ("Falcon-Mamba", "Zamba2", "LongCat-Flash", "Gemma 4", "Gemma 3 with visi
 ROOT_SHARES = {"Zamba2": 0.5, "Gemma 3n": 0.15}
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=() if each in CLASSES + ALSO else pytest.mark.release) for each in FAMILIES]
-)
+@pytest.mark.parametrize("family", mark_extended(list(FAMILIES), CLASSES + ALSO, "release"))
 def test_each_layer_is_a_unit_and_the_root_has_little(family):
     if not is_known(family):
         pytest.skip(f"this transformers has no {FAMILIES[family][0]}")

@@ -15,6 +15,7 @@ from family_variants import (
 )
 from table import documented_rows
 
+from case_selection import mark_extended
 from lowpeak.errors import ArgumentError
 from lowpeak.heads.experts import load_balance_of
 from lowpeak.models import disable_dropout, expert_parameters
@@ -23,23 +24,18 @@ from model_families import FAMILIES, is_known, make_config, make_family
 DROPOUT = ("dropout", "pdrop", "layerdrop", "jitter_noise")
 
 
-def families(*default):
-    """All families; those that are not in `default` run in releases' tests."""
-    return [pytest.param(each, marks=() if each in default else pytest.mark.release) for each in FAMILIES]
-
-
 def skip_unknown(family):
     if not is_known(family):
         pytest.skip(f"this transformers has no {FAMILIES[family][0]}")
 
 
-@pytest.mark.parametrize("family", families("Qwen3-MoE", "Gemma 3", "Qwen3.5"))
+@pytest.mark.parametrize("family", mark_extended(list(FAMILIES), ["Qwen3-MoE", "Gemma 3", "Qwen3.5"], "release"))
 def test_a_family_trains_with_recomputed_layers_a_window_of_two_balanced_experts_and_few_slots(tmp_path, family):
     skip_unknown(family)
     assert not check_variant(family, "recomputed", tmp_path).problems
 
 
-@pytest.mark.parametrize("family", families("gpt-oss"))
+@pytest.mark.parametrize("family", mark_extended(list(FAMILIES), ["gpt-oss"], "release"))
 def test_a_family_trains_in_plain_rows_with_a_window_longer_than_the_text(tmp_path, family):
     skip_unknown(family)
     report = check_variant(family, "rows", tmp_path)
@@ -47,7 +43,7 @@ def test_a_family_trains_in_plain_rows_with_a_window_longer_than_the_text(tmp_pa
     assert not report.problems
 
 
-@pytest.mark.parametrize("family", families("Qwen3.5"))
+@pytest.mark.parametrize("family", mark_extended(list(FAMILIES), ["Qwen3.5"], "release"))
 def test_a_familys_critic_and_reward_model_have_the_numbers_of_plain_forwards(tmp_path, family):
     skip_unknown(family)
     if not has_classifier(family):
@@ -57,7 +53,7 @@ def test_a_familys_critic_and_reward_model_have_the_numbers_of_plain_forwards(tm
     assert f"| {report.layout} |" in documented_rows()[family]
 
 
-@pytest.mark.parametrize("family", families("gpt-oss"))
+@pytest.mark.parametrize("family", mark_extended(list(FAMILIES), ["gpt-oss"], "release"))
 def test_adapters_of_experts_train_are_saved_and_leave_the_base_as_it_is(tmp_path, family):
     skip_unknown(family)
     if not expert_parameters(make_family(family)):
@@ -65,7 +61,7 @@ def test_adapters_of_experts_train_are_saved_and_leave_the_base_as_it_is(tmp_pat
     assert not check_adapted_experts(family, tmp_path).problems
 
 
-@pytest.mark.parametrize("family", families("Falcon", "GPT-2", "StarCoder2"))
+@pytest.mark.parametrize("family", mark_extended(list(FAMILIES), ["Falcon", "GPT-2", "StarCoder2"], "release"))
 def test_dropout_of_a_familys_config_is_off_and_stays_in_the_config(family):
     skip_unknown(family)
     settings = make_config(family).get_text_config().to_dict()

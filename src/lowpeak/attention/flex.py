@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowpeak.attention.scores import PLAIN, Scores
+from lowpeak.attention.scores import PLAIN, ScoreModifiers
 from lowpeak.attention.spans import FULL, Span
 from lowpeak.records import Tree
 
@@ -53,7 +53,7 @@ _SMALL_SIZES = _block_sizes((64, 32), (32, 32))
 
 
 def attend_flex(
-    query_1HLE: Tensor, key_1KLE: Tensor, value_1KLF: Tensor, mask: Any, scale: float, scores: Scores = PLAIN, *,
+    query_1HLE: Tensor, key_1KLE: Tensor, value_1KLF: Tensor, mask: Any, scale: float, scores: ScoreModifiers = PLAIN, *,
     compiled: bool = True,
 ) -> Tensor:  # fmt: skip
     """Return the same as `SdpaCalls.attend`, [1, L, H, F], given a `block_mask`."""

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowpeak.attention.flex import attend_flex, block_mask
 from lowpeak.attention.mixers import MixerCalls, install_mixers, mixers_of, uninstall_mixers
-from lowpeak.attention.scores import PLAIN, Scores
+from lowpeak.attention.scores import PLAIN, ScoreModifiers
 from lowpeak.attention.sdpa import SdpaCalls
 from lowpeak.attention.spans import FULL, STATE_TYPES, Span, attends, span_of_layer
 from lowpeak.device_kind import device_kind
@@ -278,7 +278,7 @@ def _attend(
         return ALL_ATTENTION_FUNCTIONS[SDPA](module, query, key, value, attention_mask, **kwargs)
     span = span_of_layer(module.config, getattr(module, "layer_idx", None))
     _check_layer_arguments(module, query, attention_mask, span, kwargs)
-    scores = Scores(kwargs.get("softcap"), kwargs.get("s_aux"))
+    scores = ScoreModifiers(kwargs.get("softcap"), kwargs.get("s_aux"))
     share = query.shape[1] // key.shape[1]
     forest.heads.add(HeadShape(query.shape[-1], share, span, scores.softcap, scores.sinks_H is not None))
     scale = kwargs.get("scaling")
@@ -314,7 +314,7 @@ def _attend_last_token(
 
 def attend_forest(
     query: Tensor, key: Tensor, value: Tensor, forest: ForestAttention, scale: float, span: Span = FULL,
-    scores: Scores = PLAIN,
+    scores: ScoreModifiers = PLAIN,
 ) -> Tensor:  # fmt: skip
     """Return attention over a forest, [1, L, H, F], by FlexAttention on CUDA and by `SdpaCalls` elsewhere."""
     is_fake = isinstance(query, FakeTensor)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
+class ScoreModifiers:
     """Attention with scores cap * tanh(scores / cap), and with one more score per head in the softmax, without a value."""
 
     softcap: float | None = None
@@ -32,13 +32,13 @@ class Scores:
         key[:, :, 0, -1] = 1
         if mask is None:
             # With a query before the first, causal attention sees the sink from everywhere.
-            out = Scores().attend(F.pad(query, (0, 0, 1, 0)), key, value, None, scale)[:, :, 1:]
+            out = ScoreModifiers().attend(F.pad(query, (0, 0, 1, 0)), key, value, None, scale)[:, :, 1:]
         else:
-            out = Scores().attend(query, key, value, F.pad(mask, (1, 0)), scale)
+            out = ScoreModifiers().attend(query, key, value, F.pad(mask, (1, 0)), scale)
         return out[..., :-1]
 
 
-PLAIN = Scores()
+PLAIN = ScoreModifiers()
 
 
 def _attend_capped(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowpeak.attention.scores import PLAIN, Scores
+from lowpeak.attention.scores import PLAIN, ScoreModifiers
 from lowpeak.attention.spans import FULL, Span
 from lowpeak.records import Tree
 
@@ -89,7 +89,7 @@ class SdpaCalls:
         self._sources_L = torch.tensor([i if i >= 0 else num_results for i in sources], device=device)
 
     def attend(
-        self, query_1HLE: Tensor, key_1KLE: Tensor, value_1KLE: Tensor, scale: float, scores: Scores = PLAIN
+        self, query_1HLE: Tensor, key_1KLE: Tensor, value_1KLE: Tensor, scale: float, scores: ScoreModifiers = PLAIN
     ) -> Tensor:
         """Return softmax(scale * query key^T + log(forest_mask)) value, [1, L, H, E]; zeros for padding tokens."""
         query_LHE, key_LKE, value_LKE = (x[0].transpose(0, 1) for x in (query_1HLE, key_1KLE, value_1KLE))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.attention.install import ForestAttention, HeadShape, attend_forest, forward_arguments
-from lowpeak.attention.scores import Scores
+from lowpeak.attention.scores import ScoreModifiers
 from lowpeak.attention.spans import FULL, Span
 from lowpeak.errors import ModelError
 from lowpeak.heads import backbone_of, causal_lm, eval_mode, matmul_eps
@@ -214,7 +214,7 @@ def attention_mismatch(
     layout = ForestAttention(forest, device)
     with torch.enable_grad():
         fast = [x.clone().requires_grad_() for x in (query, key, value)]
-        out = attend_forest(fast[0], fast[1], fast[2], layout, scale, span, Scores(softcap, sinks_H))
+        out = attend_forest(fast[0], fast[1], fast[2], layout, scale, span, ScoreModifiers(softcap, sinks_H))
         exact = [x.double().requires_grad_() for x in (query, key, value)]
         reference = dense_attention(exact, mask_LL | ~real_L[:, None], scale, softcap, sinks_H)
     results = [out.detach()[:, real_L], *torch.autograd.grad(out, fast, grad)]

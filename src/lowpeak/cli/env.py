@@ -108,7 +108,8 @@ def model_facts(name: str) -> dict[str, Any]:
     facts |= {"LoRA on all-linear": adapted, "cache dtype": "bfloat16"}
     facts |= {"cache bytes per token": cache.by_window.get(None, 0)}
     facts |= {f"cache bytes per token of the last {size}": n for size, n in cache.by_window.items() if size}
-    return {**facts, "state bytes per sequence": cache.of_states}
+    facts |= {"state bytes per sequence": cache.states}
+    return facts if cache.is_measured else {**facts, "cache bytes": "an upper bound: the model's code reads values"}
 
 
 def _recurrent_kernels(model: Any) -> dict[str, str]:

@@ -128,10 +128,16 @@ def _prepare_quantized(policy: nn.Module) -> nn.Module:
     from peft import prepare_model_for_kbit_training
 
     model: Any = policy
-    if hasattr(model.config.get_text_config(), "altup_coef_clip"):
+    config = model.config.get_text_config()
+    if hasattr(config, "altup_coef_clip") or hasattr(config, "zero_expert_num"):  # Gemma 3n, LongCat-Flash
+        use = (
+            "clips weights in place"
+            if hasattr(config, "altup_coef_clip")
+            else "multiplies by its routers' weights itself"
+        )
         raise ArgumentError(
-            f"{model.config.model_type} cannot train in 4 or 8 bits: transformers clips its weights in place in each training "
-            "forward, and packed weights cannot be clipped. Remove quantization_config."
+            f"{model.config.model_type} cannot train in 4 or 8 bits: its code in transformers {use}, which packed weights do "
+            "not allow. Remove quantization_config."
         )
     experts = [(p, p.data) for each in expert_parameters(policy).values() for p in each]
     if experts:

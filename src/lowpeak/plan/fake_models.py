@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,7 +48,7 @@ class QuantizedLinear(nn.Linear):
         shape = (like.nf, like.nx) if isinstance(like, Conv1D) else like.weight.shape
         self.out_features, self.in_features = shape
         numel = like.weight.numel()
-        packed: Any = nn.Parameter(torch.empty(numel * bits // 8, dtype=torch.uint8), requires_grad=False)
+        packed: Any = nn.Parameter(torch.empty(numel * bits // 8, 1, dtype=torch.uint8), requires_grad=False)
         packed.unquantized_numel = numel
         self.weight, self.bias = packed, like.bias
         scales = numel // _BLOCK if bits == 4 else self.out_features
@@ -78,6 +79,21 @@ def quantize(model: Any, bits: Literal[4, 8]) -> None:
         if type(module) in (nn.Linear, Conv1D) and should_convert_module(name, kept):
             model.set_submodule(name, QuantizedLinear(module, bits))
     model.is_quantized = model.config.get_text_config()._is_quantized = True  # which mixers read
+
+
+def adapts_quantized(peft_config: Any) -> Any:
+    """Return the config with which LoRA adapts a `QuantizedLinear` as a product, also where peft targets its parameter.
+
+    So it does for bitsandbytes' layers: the router of AFMoE is one.
+    """
+    from peft import LoraConfig
+    from peft.tuners.lora import Linear
+
+    if not isinstance(peft_config, LoraConfig):
+        return peft_config
+    config = copy.copy(peft_config)
+    config._custom_modules = {**(config._custom_modules or {}), QuantizedLinear: Linear}
+    return config
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from lowpeak.models import (
     require_tensor_parallel,
 )
 from lowpeak.plan.derived_configs import shard_config, with_layers
-from lowpeak.plan.fake_models import convert_by_assignment, make_model, quantize, without_warnings
+from lowpeak.plan.fake_models import adapts_quantized, convert_by_assignment, make_model, quantize, without_warnings
 from lowpeak.plan.rehearsal import RehearsedRollout, RewardPass
 from lowpeak.plan.request import PlanRequest
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
@@ -169,7 +169,8 @@ class RunInputs:
         model = self._from_config(split, torch.float32 if in_fp32 else self.checkpoint_dtype)
         if self.request.quantized_bits is not None:
             quantize(model.requires_grad_(False), self.request.quantized_bits)
-        return model if self.request.peft_config is None else add_training_adapter(model, self.request.peft_config)
+        adapter = self.request.peft_config
+        return model if adapter is None else add_training_adapter(model, adapts_quantized(adapter))
 
     def _from_config(self, split: Split | None, dtype: torch.dtype) -> nn.Module:
         config = self.config if split is None else self.request.config

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,16 +21,20 @@ from lowpeak.plan.rehearsal import Rehearsal
 _LEAST_LAYERS = 3  # of the smaller model
 
 
+class Extension(NamedTuple):
+    """A model of more layers than `FewLayers.few`: times / divisor of what they add is missing from `few`."""
+
+    layers: tuple[int, ...]
+    times: int
+    divisor: int
+
+
 @dataclass(frozen=True)
 class FewLayers:
-    """Layers to rehearse in place of all, by number: `few`, and `more` of them, each with its share of those that `few` lacks.
-
-    `more` has (layers, steps, of): steps / of times what these layers add to `few` are missing. It is empty for a model that is
-    rehearsed whole.
-    """
+    """Layers to rehearse in place of all, by number: `few`, and models of `more`; none of a model that is rehearsed whole."""
 
     few: tuple[int, ...]
-    more: tuple[tuple[tuple[int, ...], int, int], ...] = ()
+    more: tuple[Extension, ...] = ()
 
     @classmethod
     def of(cls, inputs: RunInputs, least: int = _LEAST_LAYERS) -> FewLayers:
@@ -43,7 +47,7 @@ class FewLayers:
         # Layers that share a cache are the last ones, of a small model, too.
         shares_cache = getattr(inputs.config.get_text_config(), "num_kv_shared_layers", 0)
         for found in () if shares_cache else (_by_period(signatures, least), _by_kind(signatures, least)):
-            models = [layers for layers, _, _ in found.more]
+            models = [extension.layers for extension in found.more]
             if sum(map(len, (found.few, *models))) < len(signatures) and all(
                 _signatures(inputs.with_layers(layers)) == [signatures[i] for i in layers] for layers in models
             ):
@@ -51,13 +55,13 @@ class FewLayers:
         return cls(tuple(range(len(signatures))))
 
     @property
-    def saves(self) -> bool:
+    def extrapolates(self) -> bool:
         """Return whether fewer layers than all of them are rehearsed."""
         return bool(self.more)
 
     def rehearse(self, rehearse: Callable[[Sequence[int]], Rehearsal]) -> Rehearsal:
         """Return the rehearsal of all layers, extrapolated from those of `rehearse(layers)`."""
-        return rehearse(self.few).extended([(rehearse(layers), steps, of) for layers, steps, of in self.more])
+        return rehearse(self.few).extended([(rehearse(each.layers), each.times, each.divisor) for each in self.more])
 
 
 def _signatures(inputs: RunInputs) -> list[Any]:
@@ -88,7 +92,7 @@ def _by_period(signatures: Sequence[Any], least: int) -> FewLayers:
     few, period = best
     if few + period >= layers:
         return FewLayers(tuple(range(layers)))
-    return FewLayers(tuple(range(few)), ((tuple(range(few + period)), layers - few, period),))
+    return FewLayers(tuple(range(few)), (Extension(tuple(range(few + period)), layers - few, period),))
 
 
 def _by_kind(signatures: Sequence[Any], least: int) -> FewLayers:
@@ -96,9 +100,11 @@ def _by_kind(signatures: Sequence[Any], least: int) -> FewLayers:
     kinds: dict[Any, list[int]] = {}
     for i, signature in enumerate(signatures):
         kinds.setdefault(signature, []).append(i)
-    each = 2 if len(kinds) > 1 else least
-    few = sorted(i for layers in kinds.values() for i in layers[:each])
+    per_kind = 2 if len(kinds) > 1 else least
+    few = sorted(i for layers in kinds.values() for i in layers[:per_kind])
     more = [
-        (tuple(sorted([*few, layers[each]])), len(layers) - each, 1) for layers in kinds.values() if len(layers) > each
+        Extension(tuple(sorted([*few, layers[per_kind]])), len(layers) - per_kind, 1)
+        for layers in kinds.values()
+        if len(layers) > per_kind
     ]
     return FewLayers(tuple(few), tuple(more))

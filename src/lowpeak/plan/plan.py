@@ -305,7 +305,7 @@ def rehearse_step(
             ) from error
 
     layers = layers or FewLayers.of(inputs)
-    if not layers.saves:
+    if not layers.extrapolates:
         return rehearse_run(inputs, gather_budget_of(inputs))
     budget, kept = _gathered_in_rollout(inputs)
     rehearsal = layers.rehearse(lambda few: rehearse_run(inputs.with_layers(few), budget))

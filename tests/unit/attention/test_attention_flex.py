@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from forest_cases import forest_of, length_of
 from lowpeak.attention.flex import BLOCK, attend_flex, block_mask, kernel_options
-from lowpeak.attention.scores import PLAIN, Scores
+from lowpeak.attention.scores import PLAIN, ScoreModifiers
 from lowpeak.attention.self_check import dense_attention, forest_mask
 from lowpeak.attention.spans import FULL, Span
 from rounding import assert_close_to_largest
@@ -27,8 +27,8 @@ SPANS = [FULL, Span(2), Span(130), Span(4, is_chunk=True), Span(256, is_chunk=Tr
 
 
 CASES = [(name, span, PLAIN) for name in FORESTS for span in SPANS]
-CASES += [("less than a block", SPANS[1], Scores(softcap=1.5))]
-CASES += [("less than a block", SPANS[1], Scores(sinks_H=torch.linspace(-1, 1, 6)))]
+CASES += [("less than a block", SPANS[1], ScoreModifiers(softcap=1.5))]
+CASES += [("less than a block", SPANS[1], ScoreModifiers(sinks_H=torch.linspace(-1, 1, 6)))]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

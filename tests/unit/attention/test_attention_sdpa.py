@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forest_cases import forest_of, length_of
 from lowpeak.attention.install import ForestAttention, attend_forest
-from lowpeak.attention.scores import PLAIN, Scores
+from lowpeak.attention.scores import PLAIN, ScoreModifiers
 from lowpeak.attention.self_check import dense_attention, forest_mask
 from lowpeak.attention.spans import FULL, Span
 
@@ -90,7 +90,7 @@ def test_windows_chunks_caps_and_sinks_are_the_definitions_too(name, span, kind)
 
     def attend_with(attend):
         def run(query, key, value, sinks=None):
-            return attend(query, key, value, Scores(1.5 if kind == "capped" else None, sinks))
+            return attend(query, key, value, ScoreModifiers(1.5 if kind == "capped" else None, sinks))
 
         return run
 

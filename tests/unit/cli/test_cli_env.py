@@ -112,7 +112,7 @@ def test_a_models_config_says_how_it_generates_trains_and_what_it_caches(tmp_pat
     assert "experts.down_proj" in facts["LoRA on all-linear"]
     cache = measure_cache(make_family("Nemotron-H"), torch.bfloat16)
     found = (facts["cache bytes per token"], facts["state bytes per sequence"])
-    assert found == (cache.by_window[None], cache.of_states) != (0, 0)
+    assert found == (cache.by_window[None], cache.states) != (0, 0)
 
 
 def test_a_window_has_a_line_and_a_generation_path_its_reason(tmp_path, capsys):

@@ -227,8 +227,8 @@ def test_a_deep_model_has_the_plan_that_few_of_its_layers_show(config, strategy,
     asked = replace(asked, machine=Machine(16, 80 * GIB)) if strategy == "hsdp" else asked
     quick = make_plan(asked)
     found = FewLayers.of(RunInputs(asked))
-    assert (len(found.few), *(len(layers) for layers, _, _ in found.more)) == few
-    monkeypatch.setattr(FewLayers, "saves", False)
+    assert (len(found.few), *(len(each.layers) for each in found.more)) == few
+    monkeypatch.setattr(FewLayers, "extrapolates", False)
     whole = make_plan(asked)
     assert {name: phase.peak for name, phase in quick.phases.items()} == {
         name: pytest.approx(phase.peak, rel=1e-3) for name, phase in whole.phases.items()

@@ -116,8 +116,8 @@ class Rehearsal:
     moments: Mapping[str, Sequence[Mapping[Kind, int]]] = field(default_factory=dict)
 
     def extended(self, others: Sequence[tuple[Rehearsal, int, int]]) -> Rehearsal:
-        """Return self + the sum of (other - self) * steps / of, by kind of bytes; a phase has the largest of its moments."""
-        found, kinds = [other for other, _, _ in others], partial(_on_line, [(steps, of) for _, steps, of in others])
+        """Return self + the sum of (other - self) * times / divisor by kind of bytes; a phase has its largest moment."""
+        found, kinds = [other for other, _, _ in others], partial(_on_line, [(n, of) for _, n, of in others])
         phases = {
             name: PhaseMemory(
                 kinds(phase.device, *(other.phases[name].device for other in found)),

@@ -28,15 +28,19 @@ _UNLIMITED = 1 << 30  # tokens of a window
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of each token by its layers' window (None: without one), and bytes that do not depend on tokens."""
+    """Bytes of each token by its layers' window (None: without one), and bytes of states, which no token adds to.
+
+    They are an upper bound where the model's code cannot run on tensors without storage.
+    """
 
     by_window: dict[int | None, int]
-    of_states: int
+    states: int
+    is_measured: bool = True
 
     def of(self, num_tokens: int) -> int:
         """Return the bytes of a sequence of so many tokens."""
         tokens = sum(each * min(num_tokens, size or num_tokens) for size, each in self.by_window.items())
-        return tokens + self.of_states
+        return tokens + self.states
 
 
 def sequence_bytes(model: nn.Module, num_tokens: int, dtype: torch.dtype | None = None) -> int:
@@ -52,9 +56,9 @@ def measure_cache(model: nn.Module, dtype: torch.dtype | None = None) -> CacheBy
     """
     dtype = dtype or parameter_dtype(model)
     dtype = dtype if dtype.itemsize > 1 else torch.bfloat16
-    made = transformers_model(model)
-    described = json.dumps(made.config.to_dict(), sort_keys=True, default=str)
-    return _measure(_Described(type(made), described, made.config), dtype)
+    causal = transformers_model(model)
+    text = json.dumps(causal.config.to_dict(), sort_keys=True, default=str)
+    return _measure(_Architecture(type(causal), text, causal.config), dtype)
 
 
 def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
@@ -63,8 +67,8 @@ def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class _Described:
-    """A model's class and config, which compares by what they say, so that each is measured once."""
+class _Architecture:
+    """A model's class and config, compared by the config's text, so that each is measured once."""
 
     model_class: type
     text: str
@@ -72,12 +76,12 @@ class _Described:
 
 
 @lru_cache(maxsize=64)
-def _measure(described: _Described, dtype: torch.dtype) -> CacheBytes:
-    config = copy.deepcopy(described.config)
+def _measure(architecture: _Architecture, dtype: torch.dtype) -> CacheBytes:
+    config = copy.deepcopy(architecture.config)
     config._attn_implementation = "eager"
     try:
         with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
-            model = _make(described.model_class, config, dtype)
+            model = _make(architecture.model_class, config, dtype)
             for name, module in model.named_modules():
                 if name.endswith(".experts"):  # some read values, and none stores keys
                     module.forward = lambda hidden, *_: hidden
@@ -85,11 +89,11 @@ def _measure(described: _Described, dtype: torch.dtype) -> CacheBytes:
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return _most_bytes(config, dtype)
     by_window: dict[int | None, int] = defaultdict(int)
-    of_states = 0
+    states = 0
     for (window, first), (_, both) in zip(one, two, strict=True):
         by_window[window] += both - first
-        of_states += 2 * first - both
-    return CacheBytes(dict(by_window), of_states)
+        states += 2 * first - both
+    return CacheBytes(dict(by_window), states)
 
 
 def _most_bytes(config: Any, dtype: torch.dtype) -> CacheBytes:
@@ -102,7 +106,7 @@ def _most_bytes(config: Any, dtype: torch.dtype) -> CacheBytes:
             "is unknown: generate with vLLM (use_vllm=True)."
         )
     heads, head_dim = (getattr(text, name, None) or 0 for name in ("num_attention_heads", "head_dim"))
-    return CacheBytes({None: 2 * layers * max(hidden, heads * head_dim) * dtype.itemsize}, 0)
+    return CacheBytes({None: 2 * layers * max(hidden, heads * head_dim) * dtype.itemsize}, 0, is_measured=False)
 
 
 def _make(model_class: Any, config: Any, dtype: torch.dtype) -> Any:

@@ -40,7 +40,7 @@ def _prompt_layer(config: Any, index: int, layer: Any) -> Any:
 
 
 def unsupported_layers(model: Any) -> list[str]:
-    """Return the kinds of cache layers of a model for which there are no slots."""
+    """Return what a model's layers need of a cache that slots do not have; empty if nothing."""
     causal = transformers_model(model)
     layers = DynamicCache(config=causal.config.get_text_config(decoder=True)).layers
     known = (*_WITH_STATES, DynamicLayer, DynamicSlidingWindowLayer, *([_EMPTY] if _EMPTY else []))

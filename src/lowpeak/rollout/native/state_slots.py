@@ -1,4 +1,4 @@
-"""Slots for the states of recurrent and convolution layers, and for layers that have keys and values beside them.
+"""Slots for the states of recurrent and convolution layers, and for layers that have them and keys and values.
 
 A state is of all tokens so far: it does not grow, cannot be shortened, and takes one sequence per forward of several tokens."""
 
@@ -146,12 +146,12 @@ class StateSlots(LinearAttentionLayer):
                 part.index_copy_(0, target_M, part.index_select(0, source_M))
 
     def can_shorten(self, num_cached: int, num_kept: int) -> bool:
-        """Return whether a slot is one after its first `num_kept` tokens."""
+        """Return whether a slot still holds the state after its first `num_kept` tokens: only if these are all."""
         return num_cached == num_kept
 
 
 class KeyAndStateSlots(SlotLayer, LinearAttentionLayer):
-    """Keys and values of one layer beside its `states`, which are stored apart."""
+    """Keys and values of one layer; its `states` are stored apart."""
 
     def __init__(self, like: PromptKeysAndStates) -> None:
         LinearAttentionLayer.__init__(self, like.number_of_states)

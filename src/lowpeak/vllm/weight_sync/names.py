@@ -35,16 +35,16 @@ class CheckpointNames:
 
         vLLM computes some buffers, and leaves out the parts for inputs that its arguments exclude.
         """
-        return name in self._buffers or not self._parameters.get(name, True)
+        return name in self._buffers or not self._used_for_text.get(name, True)
 
-    def lacking(self, sent: Collection[str]) -> list[str]:
+    def missing(self, sent: Collection[str]) -> list[str]:
         """Return the parameters of transformers' model that were not sent; none if unknown tensors were sent too."""
         # A missing tensor may show nowhere else: an expert among many in one parameter of vLLM's, or values that are all zero.
-        is_known = self._parameters.keys() | self._buffers >= set(sent)
-        return sorted(self._parameters.keys() - sent) if is_known else []
+        is_known = self._used_for_text.keys() | self._buffers >= set(sent)
+        return sorted(self._used_for_text.keys() - sent) if is_known else []
 
     @cached_property
-    def _parameters(self) -> dict[str, bool]:
+    def _used_for_text(self) -> dict[str, bool]:
         """Return whether each parameter of transformers' model is used for text."""
         named = () if self._skeleton is None else self._skeleton.named_parameters()
         return {name: parameter.requires_grad for name, parameter in named}

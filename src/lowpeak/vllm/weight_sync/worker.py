@@ -280,7 +280,7 @@ class WeightReceiver:
         """
         if self._assembler.incomplete:
             raise EngineError(f"These tensors are incomplete: {shorten_names(self._assembler.incomplete)}.")
-        not_received = {*(sent.keys() - self._loaded - self._kept), *self.names.lacking(sent)}
+        not_received = {*(sent.keys() - self._loaded - self._kept), *self.names.missing(sent)}
         if not_received:
             raise EngineError(f"These tensors were not received: {shorten_names(not_received)}.")
         missing = self.reloads.missing()
