@@ -17,7 +17,6 @@ _load, __dir__, __all__ = lazy_exports(__name__, __file__)
 
 # TRL's other public names.
 _TRL_NAMES = (
-    *("DistillationTrainer", "DistillationConfig"),
     *("add_response_schema", "apply_chat_template", "clone_chat_template", "create_reference_model", "extract_prompt"),
     *("get_training_chat_template", "init_zero_verbose", "is_conversational", "is_conversational_from_value"),
     *("maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt", "unpair_preference_dataset"),

@@ -32,6 +32,7 @@ from lowpeak.records import TokenBatch as TokenBatch
 from lowpeak.rewards.reward import Reward as Reward
 from lowpeak.rollout.engine import RolloutEngine as RolloutEngine
 from lowpeak.rollout.function import generate_rollout_completions as generate_rollout_completions
+from lowpeak.trainers.configs import DistillationConfig as DistillationConfig
 from lowpeak.trainers.configs import DPOConfig as DPOConfig
 from lowpeak.trainers.configs import GRPOConfig as GRPOConfig
 from lowpeak.trainers.configs import KTOConfig as KTOConfig
@@ -42,6 +43,7 @@ from lowpeak.trainers.configs import RewardConfig as RewardConfig
 from lowpeak.trainers.configs import RLOOConfig as RLOOConfig
 from lowpeak.trainers.configs import SFTConfig as SFTConfig
 from lowpeak.trainers.configs import config_dataclass as config_dataclass
+from lowpeak.trainers.distillation import DistillationTrainer as DistillationTrainer
 from lowpeak.trainers.dpo import DPOTrainer as DPOTrainer
 from lowpeak.trainers.grpo import GRPOTrainer as GRPOTrainer
 from lowpeak.trainers.kto import KTOTrainer as KTOTrainer

@@ -2,10 +2,12 @@ from lowpeak.algorithms.algorithm import ENTROPY_COEF as ENTROPY_COEF
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT as VALUES_GRADIENT
 from lowpeak.algorithms.algorithm import Advantages as Advantages
 from lowpeak.algorithms.algorithm import Algorithm as Algorithm
+from lowpeak.algorithms.algorithm import DivergenceTerm as DivergenceTerm
 from lowpeak.algorithms.algorithm import Need as Need
 from lowpeak.algorithms.algorithm import Selection as Selection
 from lowpeak.algorithms.algorithm import StepCounts as StepCounts
 from lowpeak.algorithms.algorithm import ValueTerm as ValueTerm
+from lowpeak.algorithms.distillation import make_distillation as make_distillation
 from lowpeak.algorithms.dpo import make_dpo as make_dpo
 from lowpeak.algorithms.groups import indices_by_group as indices_by_group
 from lowpeak.algorithms.groups import reward_metrics as reward_metrics

@@ -67,6 +67,21 @@ class ValueTerm:
 
 
 @dataclass(frozen=True)
+class DivergenceTerm:
+    """Loss and metrics on the divergence of teacher and policy at each loss token; the algorithm's unit is then a token.
+
+    beta     0: KL(teacher | policy), 1: KL(policy | teacher), between: the generalised JSD (arXiv 2306.13649)
+    loss     (divergence_T, tokens) -> loss_T, added to the policy's under the same weights
+    measure  (divergence_T, log_ratio_T, tokens), detached -> metrics; log_ratio is the policy's log-prob of each token minus the
+             teacher's, infinite for ids that the teacher lacks
+    """
+
+    beta: float
+    loss: Callable[[Tensor, TokenBatch], Tensor]
+    measure: Callable[[Tensor, Tensor, TokenBatch], dict[str, Metric]]
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """Pure functions of tensors and numbers that define GRPO, RLOO, PPO, Online DPO and the like.
 
@@ -85,7 +100,7 @@ class Algorithm:
     advantages: Callable[[Sequence[Record], Mapping[str, float]], Advantages]
     # (loss tokens of a sequence or pair, counts of the step) -> weight of each of its units.
     reduction: Callable[[int, StepCounts], float]
-    # (logprobs_T, tokens) -> loss_U: differentiable, no host synchronisation. None if only values are trained.
+    # (logprobs_T, tokens) -> loss_U: differentiable, no host synchronisation. None if other terms are the whole loss.
     loss: Callable[[Tensor, TokenBatch], Tensor] | None
     # (logprobs_T, entropy_T or None, tokens), detached -> metrics.
     measure: Callable[[Tensor, Tensor | None, TokenBatch], dict[str, Metric]]
@@ -99,6 +114,8 @@ class Algorithm:
     top1: bool = False
     # The term on the values that the model returns beside its log-probs, or instead of them.
     values: ValueTerm | None = None
+    # The term on the divergence from a teacher, which runs once per step, before the first backward.
+    divergence: DivergenceTerm | None = None
     # The initial state: numbers that the step's metrics change (adaptive coefficients). Checkpoints store the state.
     state: Mapping[str, float] = field(default_factory=dict)
     # (state, the step's metrics as numbers) -> next state.
@@ -115,9 +132,13 @@ class Algorithm:
                 raise ArgumentError(
                     f"{name} of the algorithm {self.name!r} must be {kind}, got {getattr(self, name)!r}."
                 )
-        if self.loss is None and self.values is None:
+        if self.loss is None and self.values is None and self.divergence is None:
             raise ArgumentError(
-                f"the algorithm {self.name!r} has loss=None and values=None, and would train nothing: give one."
+                f"the algorithm {self.name!r} has no loss, values or divergence, and would train nothing: give one."
+            )
+        if self.divergence is not None and self.unit != "token":
+            raise ArgumentError(
+                f"the algorithm {self.name!r} has a divergence, which is of each token, and unit={self.unit!r}: use 'token'."
             )
 
     def coefficients(
@@ -173,6 +194,10 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "loss": (lambda x: x is None or callable(x), "a function or None"),
     "values": (lambda x: x is None or isinstance(x, ValueTerm), "a lowpeak.algorithms.ValueTerm or None"),
+    "divergence": (
+        lambda x: x is None or isinstance(x, DivergenceTerm),
+        "a lowpeak.algorithms.DivergenceTerm or None",
+    ),
     **dict.fromkeys(
         ("skip_zero_advantage", "entropy_bonus", "needs_full_sequence", "top1"),
         (lambda x: isinstance(x, bool), "True or False"),

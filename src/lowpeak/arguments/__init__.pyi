@@ -21,6 +21,8 @@ from lowpeak.arguments.declare import redeclared as redeclared
 from lowpeak.arguments.declare import require as require
 from lowpeak.arguments.declare import reward_argument as reward_argument
 from lowpeak.arguments.declare import value_types as value_types
+from lowpeak.arguments.distillation import DistillationArguments as DistillationArguments
+from lowpeak.arguments.distillation import DistillationSettings as DistillationSettings
 from lowpeak.arguments.grpo import EntropyBonus as EntropyBonus
 from lowpeak.arguments.grpo import GRPOArguments as GRPOArguments
 from lowpeak.arguments.grpo import GRPOSettings as GRPOSettings

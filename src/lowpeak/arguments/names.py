@@ -16,6 +16,7 @@ CLASS_PREFIXES = {
     "rloo": "RLOO",
     "ppo": "PPO",
     "online-dpo": "OnlineDPO",
+    "distillation": "Distillation",
     "sft": "SFT",
     "reward": "Reward",
     "dpo": "DPO",

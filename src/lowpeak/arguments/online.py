@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lowpeak.arguments.base import RunSettings, resolve_memory, resolve_model, resolve_passes, run_facts
 from lowpeak.arguments.declare import (
@@ -90,8 +90,9 @@ class CorrectionArguments:
 
 @dataclass(repr=False)
 class OnlineArguments(CorrectionArguments, VllmArguments, ToolArguments, RolloutArguments):
-    """Arguments of all online trainers."""
+    """Arguments of all online trainers; `needs_rewards` is whether an algorithm trains on rewards."""
 
+    needs_rewards: ClassVar[bool] = True
     num_generations_eval: int | None = evaluation_argument(
         None, "Sampled completions of each prompt in evaluation (None: num_generations).", at_least(1)
     )
@@ -281,7 +282,7 @@ def resolve_online(
     """
     check_values(args)
     require(
-        num_rewards + num_own_rewards > 0,
+        num_rewards + num_own_rewards > 0 or not args.needs_rewards,
         "reward_funcs is empty: pass at least one function or reward model, or an environment with get_reward.",
     )
     rollout = resolve_rollout(args, world_size)

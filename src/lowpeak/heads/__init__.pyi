@@ -5,9 +5,12 @@ from lowpeak.heads.experts import load_balance_of as load_balance_of
 from lowpeak.heads.experts import rehearse_experts as rehearse_experts
 from lowpeak.heads.experts import sequences_per_token as sequences_per_token
 from lowpeak.heads.lm_head import HeadRequest as HeadRequest
+from lowpeak.heads.lm_head import OwnStates as OwnStates
+from lowpeak.heads.lm_head import Teaching as Teaching
 from lowpeak.heads.lm_head import backbone_of as backbone_of
 from lowpeak.heads.lm_head import causal_lm as causal_lm
 from lowpeak.heads.lm_head import install_head as install_head
+from lowpeak.heads.lm_head import teacher_head as teacher_head
 from lowpeak.heads.score_head import classifier_of as classifier_of
 from lowpeak.heads.score_head import install_score_head as install_score_head
 from lowpeak.heads.score_head import verify_score_head as verify_score_head

@@ -56,6 +56,18 @@ _STATE = "_lowpeak_head"
 
 
 @dataclass(frozen=True)
+class OwnStates:
+    """States of a teacher that is the model itself, for the head that answers the request; `adapters`: those on the head act."""
+
+    states_TE: Tensor
+    adapters: bool
+    num_ids: int | None = None
+
+
+Teaching = TeacherHead | OwnStates
+
+
+@dataclass(frozen=True)
 class HeadRequest:
     """A request for log-probs of T targets at T positions of the flattened [B*L] hidden states.
 
@@ -64,7 +76,8 @@ class HeadRequest:
     - "logprobs" [T] (with `logprobs`), and with `entropy` "entropy" [T], through which gradients flow with `entropy_grad`.
     - "loss", a differentiable scalar, with `loss(logprobs_C, entropy_C, start, stop)`, the summed loss of tokens
       [start, stop); log-probs, entropies and divergences are then detached.
-    - "divergence" [T] from a `teacher`, whose kind is `beta`'s (see `naive_divergence`); `loss` gets it as a fifth argument.
+    - "divergence" [T] from a `teacher`, whose kind is `beta`'s (see `naive_divergence`); `loss` gets it as a fifth argument;
+      and "teacher_logprobs" [T] of the targets, -inf of ids that are not compared.
     - "states" [T, D], with `states`: the hidden states that the head reads, from which `teacher_head` makes a teacher.
     - "top1", bool [T], with `top1`: True if no id is likelier than the target (ties are True).
     - "values" [T] of the critic, with `values`; `values_gradient` is the share of their gradient that reaches a backbone
@@ -88,7 +101,7 @@ class HeadRequest:
     values_gradient: float = 1.0
     top1: bool = False
     routing: RoutingRequest | None = None
-    teacher: TeacherHead | None = None
+    teacher: Teaching | None = None
     beta: float = 1.0
     states: bool = False
 
@@ -241,6 +254,13 @@ def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadReque
 
 
 def _answer(module: Any, patch: PatchedForward, hidden_TD: Tensor, request: HeadRequest) -> dict[str, Tensor]:
+    teacher, logprobs_T = request.teacher, None
+    if isinstance(teacher, OwnStates):
+        own = module if teacher.adapters else _without_adapters(module)
+        teacher = _teacher_of(own, patch.scale, teacher.states_TE, teacher.num_ids)
+    if teacher is not None:
+        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+        logprobs_T = hidden_TD.new_empty(len(request.targets_T), dtype=wide)
     settings = ChunkSettings(
         request.chunk_size,
         request.temperature,
@@ -249,8 +269,9 @@ def _answer(module: Any, patch: PatchedForward, hidden_TD: Tensor, request: Head
         request.entropy_grad,
         request.inplace_grad_scale,
         torch.empty_like(request.targets_T, dtype=torch.bool) if request.top1 else None,
-        request.teacher,
+        teacher,
         request.beta,
+        logprobs_T,
     )
     targets_T, loss = request.targets_T, None
     values: Sequence[Tensor | None]
@@ -265,7 +286,7 @@ def _answer(module: Any, patch: PatchedForward, hidden_TD: Tensor, request: Head
     else:
         loss, *values = module_loss(patch.original, hidden_TD, targets_T, request.loss, settings)
     answer = dict(zip(("logprobs", "entropy", "divergence"), values, strict=True))
-    answer |= {"loss": loss, "top1": settings.is_top1_T}
+    answer |= {"loss": loss, "top1": settings.is_top1_T, "teacher_logprobs": logprobs_T}
     return {name: value for name, value in answer.items() if value is not None}
 
 
@@ -277,12 +298,21 @@ def teacher_head(model: Any, states_TE: Tensor, num_ids: int | None = None) -> T
     """
     module: Any = _head_of(causal_lm(model))
     if getattr(module, "disable_adapters", False):
-        module = getattr(module, "original_module", None) or module.base_layer
-    scale = head_scale(causal_lm(model).config)
+        module = _without_adapters(module)
+    return _teacher_of(module, head_scale(causal_lm(model).config), states_TE, num_ids)
+
+
+def _without_adapters(module: Any) -> Any:
+    """Return the head below adapters, or the original one beside its trained copies; a plain head itself."""
+    return getattr(module, "original_module", None) or getattr(module, "base_layer", module)
+
+
+def _teacher_of(module: Any, scale: HeadScale, states_TE: Tensor, num_ids: int | None) -> TeacherHead:
     if _STATE in module.__dict__ and patched_forward(module).in_fp32:
         states_TE = states_TE.float()
     if is_linear(module):
-        return TeacherHead(states_TE, module.weight, module.bias, scale, num_ids)
+        weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+        return TeacherHead(states_TE, weight, bias, scale, num_ids)
     return TeacherHead(states_TE, module, None, scale, min(num_ids or module.out_features, module.out_features))
 
 

@@ -226,6 +226,8 @@ class _ChunkedHead:
         if self._teacher is not None:
             self._teacher.load(chunk, self._all_rows)
             divergence_C = self._teacher.forward(logits_CV, self._bias_V, self._settings, statistics)
+            if self._settings.teacher_logprobs_T is not None:
+                self._settings.teacher_logprobs_T[chunk] = self._teacher.logprobs(targets_C)
         return statistics.logprobs(chosen_C), statistics.entropy(), divergence_C
 
     def forward_all(self) -> HeadValues:

@@ -75,6 +75,15 @@ class TeacherChunks:
         self.statistics.append(PairStatistics(log_sum_C, teacher_log_sum_C, center_C))
         return divergence_C
 
+    def logprobs(self, targets_C: Tensor) -> Tensor:
+        """Return the teacher's log-probs of targets in the chunk that ran forward, [C]; -inf of ids that are not compared."""
+        assert self._loaded is not None
+        chosen_C = self._kernels.target_logits(
+            self._loaded.raw_CK, self._loaded.bias_K, targets_C.clamp(max=self.num_ids - 1), self._loaded.settings
+        )
+        logprobs_C = chosen_C - self.statistics[-1].teacher_log_sum_C
+        return logprobs_C.masked_fill(targets_C >= self.num_ids, -torch.inf)
+
     def gradient(
         self,
         raw_CS: Tensor,
@@ -95,17 +104,18 @@ class TeacherChunks:
         return raw_CS[:, :width], None if bias_S is None else bias_S[:width]
 
 
-def divergence_of_logits(raw_CV: Tensor, chunk: slice, settings: ChunkSettings) -> Tensor:
+def divergence_of_logits(raw_CV: Tensor, targets_C: Tensor, chunk: slice, settings: ChunkSettings) -> Tensor:
     """Return differentiable divergences, [C], of a chunk's raw logits from the teacher's."""
     assert settings.teacher is not None
-    return _DivergenceOfLogits.apply(raw_CV[:, : settings.teacher.num_common(raw_CV.shape[1])], chunk, settings)
+    raw_CK = raw_CV[:, : settings.teacher.num_common(raw_CV.shape[1])]
+    return _DivergenceOfLogits.apply(raw_CK, targets_C, chunk, settings)
 
 
 class _DivergenceOfLogits(torch.autograd.Function):
     """Divergences of raw logits; the teacher's logits live until backward and become the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, raw_CK: Tensor, chunk: slice, settings: ChunkSettings) -> Tensor:
+    def forward(ctx: Any, raw_CK: Tensor, targets_C: Tensor, chunk: slice, settings: ChunkSettings) -> Tensor:
         assert settings.teacher is not None
         kernels, num_ids = kernels_for(raw_CK), raw_CK.shape[1]
         ctx.settings = replace(settings, entropy=False, entropy_grad=False)
@@ -113,14 +123,17 @@ class _DivergenceOfLogits(torch.autograd.Function):
         ctx.teacher.load(chunk, slice(0, num_ids))
         ctx.save_for_backward(raw_CK)
         statistics_C = kernels.softmax_statistics(raw_CK, None, ctx.settings)
-        return ctx.teacher.forward(raw_CK, None, ctx.settings, statistics_C)
+        divergence_C = ctx.teacher.forward(raw_CK, None, ctx.settings, statistics_C)
+        if settings.teacher_logprobs_T is not None:
+            settings.teacher_logprobs_T[chunk] = ctx.teacher.logprobs(targets_C)
+        return divergence_C
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_C: Tensor) -> tuple[Tensor, None, None, None]:
         (raw_CK,), teacher, scale = ctx.saved_tensors, ctx.teacher, ctx.settings.scale
         ctx.teacher = None
         grad_CK = teacher.gradient(raw_CK, None, ctx.settings, teacher.statistics[-1], grad_C)
         if scale.softcap is not None:  # tanh' = 1 - tanh^2
             grad_CK *= 1.0 - (raw_CK * (scale.logit_scale / scale.softcap)).tanh_().square_()
-        return grad_CK, None, None
+        return grad_CK, None, None, None

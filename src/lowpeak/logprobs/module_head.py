@@ -55,7 +55,7 @@ def _module_forward(
     wide_CV = logits_CV.to(wide_dtype(logits_CV.dtype))
     final_CV, chunk = settings.scale.apply(wide_CV) / settings.temperature, slice(start, start + len(targets_C))
     logprobs_C, entropy_C = logprobs_and_entropy(final_CV, targets_C)
-    divergence_C = None if settings.teacher is None else divergence_of_logits(wide_CV, chunk, settings)
+    divergence_C = None if settings.teacher is None else divergence_of_logits(wide_CV, targets_C, chunk, settings)
     # Last, because it saves nothing for backward: the recomputation stops before it.
     if settings.is_top1_T is not None:
         settings.is_top1_T[chunk] = is_top1(logits_CV.detach(), targets_C)

@@ -57,7 +57,8 @@ class ChunkSettings:
     `entropy_grad` lets gradients flow through the entropy. `inplace_grad_scale` is the factor by which backward will multiply
     the loss; set it only if the head's gradient may be added to its `.grad` during forward (see `inplace_grad.py`).
     `is_top1_T`, bool [T], is an output buffer: True if no id has a greater logit than the target (ties are True).
-    With a `teacher`, `beta` chooses its divergence from the student (see `naive_divergence`).
+    With a `teacher`, `beta` chooses its divergence from the student (see `naive_divergence`), and `teacher_logprobs_T`, [T],
+    is an output buffer: the teacher's log-probs of the targets, -inf of ids that are not compared.
     """
 
     chunk_size: int
@@ -69,6 +70,7 @@ class ChunkSettings:
     is_top1_T: Tensor | None = None
     teacher: TeacherHead | None = None
     beta: float = 1.0
+    teacher_logprobs_T: Tensor | None = None
 
     @property
     def gain(self) -> float:

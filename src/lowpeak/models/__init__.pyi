@@ -14,6 +14,7 @@ from lowpeak.models.lora import Reference as Reference
 from lowpeak.models.lora import adapter_reference as adapter_reference
 from lowpeak.models.lora import add_adapter as add_adapter
 from lowpeak.models.lora import add_training_adapter as add_training_adapter
+from lowpeak.models.lora import base_teacher as base_teacher
 from lowpeak.models.lora import expert_bytes as expert_bytes
 from lowpeak.models.lora import expert_parameters as expert_parameters
 from lowpeak.models.pretrained import check_load_options as check_load_options

@@ -25,10 +25,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen reference: a separate model, or (None) the policy inside the context `ready`."""
+    """The frozen reference, or a teacher: a separate model, or (None) the policy inside the context `ready`.
+
+    Of a teacher `num_ids` are the ids that it shares with the policy; as the policy itself it `has_adapters`, or the base alone.
+    """
 
     model: nn.Module | None
     ready: Callable[[], AbstractContextManager[Any]] = nullcontext
+    num_ids: int | None = None
+    has_adapters: bool = False
 
 
 def adapter_reference(policy: nn.Module) -> Reference:
@@ -39,6 +44,11 @@ def adapter_reference(policy: nn.Module) -> Reference:
         with keep_critic_trainable(policy):
             _copy_adapter(policy, adapter)
         return Reference(None, lambda: _reference_adapter_on(policy, adapter))
+    return Reference(None, lambda: _adapters_off(policy))
+
+
+def base_teacher(policy: nn.Module) -> Reference:
+    """Return the teacher that is the base under the policy's adapter."""
     return Reference(None, lambda: _adapters_off(policy))
 
 

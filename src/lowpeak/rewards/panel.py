@@ -119,12 +119,10 @@ class RewardPanel:
     Models that are sharded over ranks come last; all ranks call them, even without groups.
 
     Raises:
-        ArgumentError: there is no reward, or not one weight for each.
+        ArgumentError: there is not one weight for each reward.
     """
 
     def __init__(self, rewards: Sequence[Reward], settings: RewardSettings, decode: Callable[[list[int]], str]) -> None:
-        if not rewards:
-            raise ArgumentError("There is no reward: pass at least one in `reward_funcs`.")
         if len(settings.weights) != len(rewards):
             raise ArgumentError(
                 f"There are {len(settings.weights)} reward weights for {len(rewards)} rewards; give one for each."
@@ -334,7 +332,7 @@ def metrics_by_function(names: Sequence[str], records: Sequence[Record]) -> dict
 def warn_of_unrewarded(names: Sequence[str], rewarded: RewardedCompletions) -> None:
     """Log one warning if completions have no reward, with their number and the first one."""
     unrewarded = [i for i, record in enumerate(rewarded.records) if math.isnan(record.reward)]
-    if unrewarded:
+    if names and unrewarded:
         total = len(rewarded.records)
         logger.warning(
             "%s completions have no reward from %s, so nothing is learned from them: return a number from at least one reward. "

@@ -43,7 +43,7 @@ from lowpeak.memory import (
     allow_cudnn_attention,
     room_in_budget,
 )
-from lowpeak.models import LOGPROB_HEAD, HeadKind, Reference, adapter_reference, materialize_meta_params
+from lowpeak.models import LOGPROB_HEAD, HeadKind, Reference, adapter_reference, base_teacher, materialize_meta_params
 from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, is_sharded, states_on_host
 from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings
 from lowpeak.setup.engines import make_engine, why_adapters_idle, why_no_graphs
@@ -108,7 +108,7 @@ def connect_online(
     offloads = settings.memory.offload_during_rollout and is_offloadable
     offloader = make_rollout_offloader(context, parts.policy, strategy) if offloads else None
     freeze = _freezer(context, parts, strategy, offloader)
-    reference = _reference(parts, freeze) if "reference" in parts.algorithm.needs else None
+    reference = _reference(parts, freeze) if needs_reference(parts.algorithm, settings) else None
     _freeze_reward_models(parts.rewards, freeze, strategy, context.accelerator.device)
     run = make_run(context, parts, strategy, start_plan, reference, prompt_tokens=longest)
     stats = RolloutStats()
@@ -325,10 +325,10 @@ def make_reference(context: RunContext, parts: RunParts, strategy: Strategy) -> 
 
 def _reference(parts: RunParts, freeze: Callable[[nn.Module], FrozenModel]) -> Reference:
     if parts.reference_model is None:
-        return adapter_reference(parts.policy)
+        return adapter_reference(parts.policy) if parts.teacher_ids is None else base_teacher(parts.policy)
     install_head(parts.reference_model, cast_head_to_fp32=parts.settings.model.cast_lm_head_to_fp32)
     frozen = freeze(parts.reference_model)
-    return Reference(frozen.model, frozen.ready)
+    return Reference(frozen.model, frozen.ready, parts.teacher_ids)
 
 
 def _has_frozen_models(parts: OnlineParts) -> bool:

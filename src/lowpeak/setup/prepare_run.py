@@ -32,6 +32,7 @@ from lowpeak.models import DRY_RUN, convert_trainable, disable_dropout, load_pol
 from lowpeak.parallel import check_devices
 from lowpeak.rewards import Reward, as_list, make_rewards
 from lowpeak.setup.preflight import check_outputs
+from lowpeak.setup.teacher import load_teacher, shared_ids
 from lowpeak.training import SuccessCriterion
 from lowpeak.vllm import connect_servers, require_vllm
 from lowpeak.vllm.serving import SERVER_URLS
@@ -59,6 +60,8 @@ class RunParts:
     user_args   the arguments as the user gave them
     args        a copy with defaults in place of arguments without effect
     settings    what both resolved to
+
+    `reference_model` is the reference, or a teacher, which shares the first `teacher_ids` ids with the policy.
     """
 
     user_args: Any
@@ -69,6 +72,7 @@ class RunParts:
     tokenizer: Any
     reference_model: nn.Module | None = None
     rewards: Sequence[Reward] = ()
+    teacher_ids: int | None = None
 
     @cached_property
     def effects(self) -> EffectReport:
@@ -138,7 +142,13 @@ def prepare_online(
     )
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     check_special_tokens(tokenizer, num_embeddings(policy))
-    reference = load_run_reference(policy, inputs, settings, args, tokenizer, algorithm)
+    teacher_ids = None
+    if algorithm.divergence is None:
+        reference = load_run_reference(policy, inputs, settings, args, tokenizer, algorithm)
+    else:
+        reference = load_teacher(policy, inputs.model, inputs.ref_model, settings.model, args)
+        origin = inputs.ref_model or args.teacher_model_name_or_path
+        teacher_ids = shared_ids(policy, tokenizer, reference, origin, settings.model)
     attach_extra_modules(policy, inputs.model, args)
     convert_trainable(policy, settings.model)
     if settings.model.disable_dropout:
@@ -147,7 +157,7 @@ def prepare_online(
     if toolset is not None:
         toolset.check_template(tokenizer, settings.prompts.chat_template_kwargs)
     return OnlineParts(
-        *(user_args, args, algorithm, policy, tokenizer, reference, rewards),
+        *(user_args, args, algorithm, policy, tokenizer, reference, rewards, teacher_ids),
         settings=settings,
         success=success,
         toolset=toolset,
@@ -193,8 +203,9 @@ def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1, *, con
 
 
 def needs_reference(algorithm: Algorithm, settings: Any) -> bool:
-    """Return whether a reference scores the run's steps, or its data before the first step."""
-    return "reference" in algorithm.needs or getattr(settings, "precompute_ref_log_probs", False)
+    """Return whether a reference or a teacher scores the run's steps, or a reference its data before the first step."""
+    is_used = "reference" in algorithm.needs or algorithm.divergence is not None
+    return is_used or getattr(settings, "precompute_ref_log_probs", False)
 
 
 class ReferenceInputs(Protocol):

@@ -9,6 +9,7 @@ from lowpeak.arguments import RunFacts, check_values, idle_arguments, own_argume
 from lowpeak.data import check_max_steps
 from lowpeak.errors import ArgumentError
 from lowpeak.trainers.configs import (
+    DistillationConfig,
     DPOConfig,
     GRPOConfig,
     KTOConfig,
@@ -98,6 +99,6 @@ class TrainerAttributes:
 
 
 _OFFLINE = (SFTConfig, RewardConfig, DPOConfig, KTOConfig)
-for _config in (GRPOConfig, RLOOConfig, PPOConfig, OnlineDPOConfig, *_OFFLINE):
+for _config in (GRPOConfig, RLOOConfig, PPOConfig, OnlineDPOConfig, DistillationConfig, *_OFFLINE):
     for _name in own_arguments(_config).union(_PART_ATTRIBUTES):
         setattr(TrainerAttributes, _name, RunAttribute(_name))

@@ -68,6 +68,7 @@ from lowpeak.training import (
     gather_usage,
     require_finite_step,
     run_step,
+    run_teacher,
     usage_metrics,
 )
 from lowpeak.watchdog import detect_failures
@@ -279,8 +280,9 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
     ) -> tuple[Tensor, dict[str, Metric]]:
         run, batches = self.run, step.micro_batches
         algorithm = step.observer.attach(run.algorithm)
+        teacher = run_teacher(self, batches, guard)
         with run.tracker.phase(Phase.TRAIN):
-            return run_step(model, batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard)
+            return run_step(model, batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard, teacher)
 
     def state_before_step(self) -> RunState:
         """Return the state with which a resumed run takes the step under way again."""

@@ -23,6 +23,7 @@ from lowpeak.arguments import (
     NOT_PARALLEL,
     REJECTED,
     CommonArguments,
+    DistillationArguments,
     DPOArguments,
     GRPOArguments,
     Hardware,
@@ -322,6 +323,11 @@ class GRPOConfig(GRPOArguments, OnlineConfig):
 @config_dataclass
 class RLOOConfig(RLOOArguments, OnlineConfig):
     """Arguments of RLOO (Ahmadian et al. 2024, arXiv 2402.14740)."""
+
+
+@config_dataclass
+class DistillationConfig(DistillationArguments, OnlineConfig):
+    """Arguments of distillation on the policy's own completions (arXiv 2306.13649)."""
 
 
 @config_dataclass

@@ -32,6 +32,11 @@ _PAPERS: dict[str, tuple[str, str, str]] = {
     ),
     "ppo": ("PPO", "Proximal Policy Optimization Algorithms", "1707.06347"),
     "online_dpo": ("Online DPO", "Direct Language Model Alignment from Online AI Feedback", "2402.04792"),
+    "distillation": (
+        "on-policy distillation (GKD)",
+        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+        "2306.13649",
+    ),
     "sft": ("supervised fine-tuning", "", ""),
     "reward": (
         "reward modeling (Bradley-Terry)",

@@ -52,6 +52,7 @@ from lowpeak.training.step_metrics import gather_usage as gather_usage
 from lowpeak.training.step_metrics import require_finite_step as require_finite_step
 from lowpeak.training.step_metrics import require_finite_weights as require_finite_weights
 from lowpeak.training.step_metrics import usage_metrics as usage_metrics
+from lowpeak.training.teacher import run_teacher as run_teacher
 from lowpeak.training.token_values import choose_evenly as choose_evenly
 from lowpeak.training.token_values import token_rows as token_rows
 from lowpeak.training.weight_sync import WeightSync as WeightSync

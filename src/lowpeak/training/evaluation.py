@@ -29,14 +29,18 @@ from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards import RewardedCompletions, merge_rewarded_completions, warn_of_unrewarded
 from lowpeak.training.collector import RolloutCollector, with_reward_statistics
 from lowpeak.training.journal_rows import completion_rows
+from lowpeak.training.recovery import attempts
 from lowpeak.training.rollout import (
     length_metrics,
+    make_step_batches,
     score_records,
     with_advantages,
     with_step_shares,
 )
-from lowpeak.training.run import Run
-from lowpeak.training.step import loss_of_outputs
+from lowpeak.training.run import Run, RunContext
+from lowpeak.training.step import loss_of_outputs, measure_step
+from lowpeak.training.step_metrics import StepMetrics, gather_metrics
+from lowpeak.training.teacher import run_teacher
 
 _EVAL_SEED = 0x5EED
 
@@ -94,9 +98,10 @@ def evaluate_prompts(
         one = _complete(collector, prompts, greedy, trainer_state)
         many = _complete(collector, prompts, sampling, trainer_state)
     names = collector.panel.names
-    counted = success if success.applies((*one.records, *many.records)) else None
+    counted = success if names and success.applies((*one.records, *many.records)) else None
     warn_of_unrewarded(names, many)
-    measured = {**_loss_metrics(collector, many.records, coefficients), **_numbers(reward_metrics(many.records))}
+    rewards = _numbers(reward_metrics(many.records)) if names else {}
+    measured = {**_loss_metrics(collector, many.records, coefficients), **rewards}
     metrics = {
         **{f"{prefix}_{name}": value for name, value in measured.items()},
         **_reward_metrics(f"{prefix}_greedy", one.records, counted),
@@ -131,6 +136,8 @@ def _loss_metrics(
     if not chosen:
         return _numbers(selection.metrics)
     rows = with_loss_masks([records[i] for i in chosen], collector.settings.mask_truncated)
+    if algorithm.divergence is not None:
+        return _divergence_metrics(collector.context, rows, coefficients)
     rows, _ = score_records(collector.context, rows, _needs(run), Phase.EVALUATE)
     advantages = call_advantages(algorithm.advantages, rows, coefficients)
     rows = with_advantages(rows, advantages)
@@ -144,6 +151,24 @@ def _loss_metrics(
         loss, measured = loss_of_outputs(_outputs(batch, rows), tokens, algorithm)
         metrics = merge_metrics(metrics, {"loss": Metric(loss, kind="sum"), **measured})
     return _numbers({**selection.metrics, **advantages.metrics, **metrics})
+
+
+def _divergence_metrics(
+    context: RunContext, records: Sequence[Record], coefficients: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the loss and metrics of completions with a pass of the teacher, which records do not keep, over all ranks."""
+    rows = with_advantages(records, call_advantages(context.run.algorithm.advantages, records, coefficients))
+    for attempt in attempts(context, Phase.SCORE):
+        run = context.run
+        ranks = run.strategy.ranks
+        batches = make_step_batches(rows, range(len(rows)), run.algorithm, run.budget, ranks)
+        with attempt:
+            guard = attempt.guard()
+            teacher = run_teacher(context, batches, guard)
+            model, settings = context.model_wrapped, run.logprob_settings
+            measured = measure_step(model, batches, run.algorithm, settings, ranks, guard, teacher)
+    numbers = gather_metrics(StepMetrics(*measured), None, ranks)
+    return {"loss": float(numbers.loss), **_numbers(numbers.metrics)}
 
 
 def _needs(run: Run) -> frozenset[Need]:

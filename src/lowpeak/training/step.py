@@ -25,7 +25,15 @@ from lowpeak.algorithms import (
     measure_top1,
 )
 from lowpeak.attention import forward_arguments, no_packing_detection
-from lowpeak.heads import HeadRequest, LoadBalance, RoutingRequest, balance_loss, eval_mode, sequences_per_token
+from lowpeak.heads import (
+    HeadRequest,
+    LoadBalance,
+    RoutingRequest,
+    Teaching,
+    balance_loss,
+    eval_mode,
+    sequences_per_token,
+)
 from lowpeak.parallel import Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
@@ -48,21 +56,40 @@ class LogprobSettings:
     load_balance: LoadBalance | None = None
 
 
+@dataclass(frozen=True)
+class TeacherStates:
+    """A teacher's hidden states of a step's micro-batches, [T, E] each, in host memory; `add_head` makes a teacher of them."""
+
+    states: Sequence[Tensor]
+    add_head: Callable[[Tensor], Teaching]
+
+    def of_batch(self, number: int, batch: MicroBatch, device: torch.device) -> Teaching:
+        """Return the teacher of micro-batch `number`; one of zeros for a batch without weight that stands in for it."""
+        states_TE, num_tokens = self.states[number], len(batch.targets_T)
+        if len(states_TE) != num_tokens:
+            states_TE = states_TE.new_zeros(num_tokens, states_TE.shape[1])
+        return self.add_head(states_TE.to(device, non_blocking=True))
+
+
 def score(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     settings: LogprobSettings,
     guard: GuardedPasses | None = None,
+    *,
+    to_host: bool = False,
     **request_fields: bool,
 ) -> list[dict[str, Tensor]]:
     """Return the log-probs of each micro-batch's loss tokens, by name and without gradients: stage 8.
 
-    `request_fields` are fields of HeadRequest that add entropies (`entropy`) or a critic's values (`values`), or leave the
-    log-probs out (`logprobs=False`). With a `guard` all ranks raise the error of one of them.
+    `request_fields` are fields of HeadRequest that add entropies (`entropy`), a critic's values (`values`) or hidden states
+    (`states`), or leave the log-probs out (`logprobs=False`). With `to_host` each micro-batch's results go to host memory
+    at once. With a `guard` all ranks raise the error of one of them.
     """
 
     def forward(batch: MicroBatch) -> dict[str, Tensor]:
-        return _forward(model, batch.to(settings.device), settings, **request_fields)
+        answer = _forward(model, batch.to(settings.device), settings, **request_fields)
+        return {name: values.to("cpu") for name, values in answer.items()} if to_host else answer
 
     with torch.no_grad():
         return run_guarded(guard, forward, micro_batches)
@@ -76,27 +103,31 @@ def run_step(
     strategy: Strategy,
     coefficients: Mapping[str, float],
     guard: GuardedPasses | None = None,
+    teacher: TeacherStates | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Run forward and backward of a step's micro-batches; return this rank's loss and metrics: stage 11.
 
     loss = sum over micro-batches of sum(weights_U * loss_U). Ranks average gradients, so each backward is scaled by
-    their number. After an error `.grad` holds gradients of a part of the step: discard them before another step. With a
-    `guard` all ranks raise the error of one of them, MemoryExhaustedError if it ran out of memory.
+    their number. `teacher` has run on these micro-batches. After an error `.grad` holds gradients of a part of the step:
+    discard them before another step. With a `guard` all ranks raise the error of one of them, MemoryExhaustedError if it ran
+    out of memory.
     """
     total = torch.zeros((), device=settings.device)
     metrics: dict[str, Metric] = {}
     choices_E = _choices_of_step(model, micro_batches, settings, strategy.ranks, guard)
 
-    def forward_and_backward(last: bool, batch: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
-        batch = _with_coefficients(batch, coefficients)
+    def forward_and_backward(number: int, batch: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
+        batch, last = _with_coefficients(batch, coefficients), number == len(micro_batches) - 1
+        taught = None if teacher is None else teacher.of_batch(number, batch, settings.device)
         with strategy.micro_batch_context(model, last):
             with settings.activation_context():
-                loss, measured = loss_of(model, batch, algorithm, settings, strategy.inplace_grad_scale, choices_E)
+                loss, measured = loss_of(
+                    model, batch, algorithm, settings, strategy.inplace_grad_scale, choices_E, taught
+                )
             strategy.backward(loss * strategy.ranks.world_size, last)
         return loss.detach(), measured
 
-    lasts = [number == len(micro_batches) - 1 for number in range(len(micro_batches))]
-    for loss, measured in run_guarded(guard, forward_and_backward, micro_batches, lasts):
+    for loss, measured in run_guarded(guard, forward_and_backward, micro_batches, range(len(micro_batches))):
         total += loss
         metrics = merge_metrics(metrics, measured)
     strategy.average_gradients(model)
@@ -110,13 +141,18 @@ def measure_step(
     settings: LogprobSettings,
     ranks: Ranks,
     guard: GuardedPasses | None = None,
+    teacher: TeacherStates | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Return the results of `run_step`, without gradients: the loss and metrics of an evaluation."""
     total, metrics = torch.zeros((), device=settings.device), dict[str, Metric]()
     choices_E = _choices_of_step(model, micro_batches, settings, ranks, guard)
-    forward = partial(loss_of, model, algorithm=algorithm, settings=settings, choices_E=choices_E)
+
+    def forward(number: int, batch: MicroBatch) -> tuple[Tensor, dict[str, Metric]]:
+        taught = None if teacher is None else teacher.of_batch(number, batch, settings.device)
+        return loss_of(model, batch, algorithm, settings, choices_E=choices_E, teacher=taught)
+
     with torch.no_grad():
-        for loss, measured in run_guarded(guard, forward, micro_batches):
+        for loss, measured in run_guarded(guard, forward, micro_batches, range(len(micro_batches))):
             total += loss
             metrics = merge_metrics(metrics, measured)
     return total, metrics
@@ -129,6 +165,7 @@ def loss_of(
     settings: LogprobSettings,
     inplace_grad_scale: float | None = None,
     choices_E: Tensor | None = None,
+    teacher: Teaching | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Return the weighted loss of one micro-batch and its metrics: terms of the policy, of values and of load balance.
 
@@ -136,7 +173,7 @@ def loss_of(
     (see HeadRequest). `choices_E` are the whole step's choices of experts; None: the micro-batch is the whole step.
     """
     # A loss per token is formed inside the head's forward pass, chunk by chunk.
-    in_head = algorithm.unit == "token" and not algorithm.needs_full_sequence and algorithm.loss is not None
+    in_head = algorithm.unit == "token" and not algorithm.needs_full_sequence and _trains_policy(algorithm)
     routing = _routing_request(batch, settings)
     batch = batch.to(settings.device)
     out = _forward(
@@ -151,6 +188,8 @@ def loss_of(
         values_gradient=batch.tokens.coefficients.get(VALUES_GRADIENT, 1.0),
         top1=algorithm.top1,
         routing=routing,
+        teacher=teacher,
+        beta=1.0 if algorithm.divergence is None else algorithm.divergence.beta,
     )
     balance = []
     if settings.load_balance is not None:
@@ -165,7 +204,7 @@ def loss_of_outputs(
 
     The sum of the policy's term and the values' term, if the algorithm has them, and of `more` terms.
     """
-    terms = [_policy_term(out, tokens, algorithm)] if algorithm.loss is not None else []
+    terms = [_policy_term(out, tokens, algorithm)] if _trains_policy(algorithm) else []
     if algorithm.values is not None:
         terms.append(_value_term(out["values"], tokens, algorithm.values))
     losses, metrics = zip(*terms, *more, strict=True)
@@ -202,12 +241,18 @@ def _routing_request(batch: MicroBatch, settings: LogprobSettings) -> RoutingReq
     return RoutingRequest(sequences_N, settings.load_balance.top_k)
 
 
+def _trains_policy(algorithm: Algorithm) -> bool:
+    """Return whether the policy's distributions have a loss: of log-probs, or of divergences from a teacher."""
+    return algorithm.loss is not None or algorithm.divergence is not None
+
+
 def _policy_term(
     out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Return the loss that the head has formed, or that of its log-probs, with the algorithm's metrics."""
-    logprobs_T, entropy_T = out["logprobs"], out.get("entropy")
-    loss = out["loss"] if "loss" in out else weighted_loss(algorithm, tokens, logprobs_T, entropy_T)
+    logprobs_T, entropy_T, divergence_T = out["logprobs"], out.get("entropy"), out.get("divergence")
+    values = (logprobs_T, entropy_T, 0, None, divergence_T)
+    loss = out["loss"] if "loss" in out else weighted_loss(algorithm, tokens, *values)
     with torch.no_grad():
         seen_entropy_T = None if entropy_T is None else entropy_T.detach()
         metrics = check_metrics(algorithm.measure(logprobs_T.detach(), seen_entropy_T, tokens), algorithm.measure)
@@ -218,6 +263,9 @@ def _policy_term(
             metrics[ENTROPY_COEF] = Metric(tokens.coefficients[ENTROPY_COEF])
         if "top1" in out:
             metrics |= measure_top1(out["top1"], tokens)
+        if algorithm.divergence is not None:
+            measure, log_ratio_T = algorithm.divergence.measure, logprobs_T.detach() - out["teacher_logprobs"]
+            metrics |= check_metrics(measure(out["divergence"].detach(), log_ratio_T, tokens), measure)
         return loss, metrics
 
 
@@ -228,12 +276,20 @@ def weighted_loss(
     entropy: Tensor | None,
     start: int = 0,
     stop: int | None = None,
+    divergence: Tensor | None = None,
 ) -> Tensor:
-    """Return `sum(weights_U * loss_U)` of tokens [start, stop), minus their entropy bonus; of all tokens without a stop."""
-    assert algorithm.loss is not None
-    part = tokens if stop is None else tokens.slice(start, stop)
-    losses_U = check_losses(algorithm.loss(logprobs, part), algorithm.loss, part.weights_U, logprobs)
-    loss = (part.weights_U * losses_U).sum()
+    """Return `sum(weights_U * loss_U)` of tokens [start, stop), minus their entropy bonus; of all tokens without a stop.
+
+    A divergence term's losses are added to the policy's.
+    """
+    part, losses = tokens if stop is None else tokens.slice(start, stop), []
+    if algorithm.loss is not None:
+        losses.append(check_losses(algorithm.loss(logprobs, part), algorithm.loss, part.weights_U, logprobs))
+    if algorithm.divergence is not None:
+        assert divergence is not None, "a divergence term has a teacher"
+        of_term = algorithm.divergence.loss
+        losses.append(check_losses(of_term(divergence, part), of_term, part.weights_U, divergence))
+    loss = (part.weights_U * sum(losses[1:], losses[0])).sum()
     if not algorithm.entropy_bonus:
         return loss
     assert entropy is not None, "an entropy bonus asks for entropies"

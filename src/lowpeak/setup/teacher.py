@@ -1,0 +1,99 @@
+"""The teacher of distillation: how it is loaded, and which ids it shares with the policy."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lowpeak.arguments import ModelSettings, require
+from lowpeak.errors import ArgumentError, LowpeakError
+from lowpeak.heads import causal_lm, is_peft, num_embeddings
+from lowpeak.models import load_reference, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_UNCLEAR_BETA = ((0.0, 0.1), (0.9, 1.0))  # JSD's gradient vanishes towards both ends
+
+
+def load_teacher(policy: nn.Module, model: Any, teacher: Any, settings: ModelSettings, args: Any) -> nn.Module | None:
+    """Return the teacher as a separate model; None for the base of the policy, without its adapter.
+
+    A name is loaded in the checkpoint's dtype, or as `teacher_model_init_kwargs` says.
+    """
+    name = args.teacher_model_name_or_path
+    require(
+        teacher is None or name is None, "teacher_model and teacher_model_name_or_path both name a teacher: pass one."
+    )
+    teacher = name if teacher is None else teacher
+    loading = {**(args.teacher_model_init_kwargs or {})}
+    if args.teacher_model_revision is not None:
+        loading["revision"] = args.teacher_model_revision
+    require(
+        not loading or isinstance(teacher, str),
+        "teacher_model_init_kwargs and teacher_model_revision load a teacher by name or path: pass one as teacher_model.",
+    )
+    require(
+        teacher is not None or is_peft(policy),
+        "there is no teacher: pass teacher_model, or a peft_config, under which the base without its adapter can teach.",
+    )
+    if any(low < args.beta < high for low, high in _UNCLEAR_BETA):
+        logger.warning(
+            "beta=%g weighs the two sides of the JSD so unequally that its gradient is far smaller than a KL's, which 0 and 1 "
+            "are: clipping and mixed losses then act differently.",
+            args.beta,
+        )
+    if teacher is None:
+        return None
+    frozen = replace(settings, model_init_kwargs=loading, storage=None, adapter_storage=None, keeps_bf16=False)
+    placed: dict[str, Any] = {"model_parallel": args.model_parallel, "device": args.device}
+    return load_reference(policy, model, frozen, teacher, **placed)
+
+
+def shared_ids(
+    policy: nn.Module, tokenizer: Any, teacher: nn.Module | None, origin: Any, settings: ModelSettings
+) -> int:
+    """Return K: policy and teacher have the same tokens for the ids below K, and heads with at least K rows.
+
+    ArgumentError if their tokenizers differ there. A teacher without a tokenizer that can be loaded is taken to have the policy's.
+    """
+    if teacher is None:
+        return len(tokenizer)
+    rows = [number for number in map(num_embeddings, (policy, teacher)) if number is not None]
+    _warn_of_end_tokens(policy, teacher)
+    name = origin if isinstance(origin, str) else getattr(causal_lm(teacher).config, "_name_or_path", "")
+    try:
+        other = load_tokenizer(None, name, settings.trust_remote_code) if name else None
+    except (LowpeakError, OSError, ValueError):
+        other = None
+    if other is None:
+        return min(*rows, len(tokenizer))
+    num_ids = min(*rows, len(tokenizer), len(other))
+    ids = list(range(num_ids))
+    pairs = zip(tokenizer.convert_ids_to_tokens(ids), other.convert_ids_to_tokens(ids), strict=True)
+    different = [(number, *pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]]
+    if different:
+        number, own, others = different[0]
+        raise ArgumentError(
+            f"the teacher {name} has another tokenizer than the policy: id {number} is {others!r} there and {own!r} here, and so "
+            f"are {len(different)} of {num_ids} ids. Divergences compare the same ids: use a teacher with the policy's tokenizer."
+        )
+    return num_ids
+
+
+def _warn_of_end_tokens(policy: nn.Module, teacher: nn.Module) -> None:
+    own, others = (_end_tokens(model) for model in (policy, teacher))
+    if own and others and own.isdisjoint(others):
+        logger.warning(
+            "The teacher ends its answers with the ids %s and the policy with %s: completions may grow without end. Train the "
+            "policy on the teacher's format first (SFT), or use a teacher with the same end token.",
+            *(sorted(others), sorted(own)),
+        )
+
+
+def _end_tokens(model: nn.Module) -> set[int]:
+    causal = causal_lm(model)
+    found: Any = getattr(causal.generation_config or causal.config, "eos_token_id", None)
+    return set(found if isinstance(found, list) else [] if found is None else [found])

@@ -1,0 +1,76 @@
+"""The teacher's pass of a step: hidden states of the step's micro-batches, once, before the first backward.
+
+Only the last hidden states [T, E] of its passes stay, in host memory. The policy's head forms the teacher's logits from them,
+chunk by chunk (see `logprobs/divergence.py`), so no log-probs of the teacher are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.heads import OwnStates, Teaching, eval_mode, teacher_head
+from lowpeak.memory import Phase
+from lowpeak.models import Reference
+from lowpeak.parallel import is_sharded
+from lowpeak.records import MicroBatch
+from lowpeak.training.guarded_passes import GuardedPasses
+from lowpeak.training.run import RunContext
+from lowpeak.training.step import LogprobSettings, TeacherStates, score
+
+
+def run_teacher(
+    context: RunContext, batches: Sequence[MicroBatch], guard: GuardedPasses | None
+) -> TeacherStates | None:
+    """Run the run's teacher, if it has one, over a step's micro-batches; all ranks raise the error of one of them."""
+    run = context.run
+    if run.algorithm.divergence is None:
+        return None
+    assert run.reference is not None, "a divergence has a teacher"
+    with run.strategy.ranks.propagate_errors(), run.tracker.phase(Phase.SCORE):
+        return teacher_states(context.model_wrapped, run.reference, batches, run.logprob_settings, guard)
+
+
+def teacher_states(
+    policy: nn.Module,
+    teacher: Reference,
+    batches: Sequence[MicroBatch],
+    settings: LogprobSettings,
+    guard: GuardedPasses | None = None,
+) -> TeacherStates:
+    """Return the teacher's states at each micro-batch's loss tokens, and its head.
+
+    The head of a teacher that is sharded, or in host memory, is copied to the device for the step.
+    """
+    separate, num_ids = teacher.model, teacher.num_ids
+    with teacher.ready(), eval_mode(policy):
+        # A separate model has no collectives, or runs in lockstep: its errors need no guard.
+        passes = score(
+            separate or policy,
+            batches,
+            settings,
+            None if separate else guard,
+            to_host=True,
+            logprobs=False,
+            states=True,
+        )
+        add_head: Callable[[Tensor], Teaching]
+        if separate is None:
+            add_head = partial(OwnStates, adapters=teacher.has_adapters, num_ids=num_ids)
+        else:
+            add_head = _held_head(separate, num_ids, settings.device)
+    return TeacherStates([answer["states"] for answer in passes], add_head)
+
+
+def _held_head(model: nn.Module, num_ids: int | None, device: torch.device) -> Callable[[Tensor], Teaching]:
+    """Return what makes a teacher of states with a head that stays on the device after the block of `ready()`."""
+    head = teacher_head(model, torch.empty(0), num_ids)
+    if isinstance(head.head, Tensor):
+        copies = is_sharded(model)
+        bias = None if head.bias_W is None else head.bias_W.to(device, copy=copies)
+        head = replace(head, head=head.head.to(device, copy=copies), bias_W=bias)
+    return lambda states_TE: replace(head, hidden_TE=states_TE)
