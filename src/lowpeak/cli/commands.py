@@ -30,6 +30,7 @@ commands:
   rloo       train a model with RLOO
   ppo        train a model and its critic with PPO
   online-dpo train a model with Online DPO, with rewards or a judge
+  distillation train a model on a teacher's distributions at its own completions
   sft        train a model on demonstrations
   reward     train a reward model on preferences
   dpo        train a model on preferences with DPO (and IPO, APO, MPO, and others)

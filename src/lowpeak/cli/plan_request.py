@@ -187,6 +187,7 @@ def plan_request(options: PlanArguments, job: Job, machine: Machine) -> PlanRequ
     from lowpeak.plan import PlanRequest, check_context
 
     strategy, tensor_parallel = _placement(job, machine)
+    teacher = getattr(job.config, "teacher_model_name_or_path", None)
     request = PlanRequest(
         kind=job.kind,
         args=job.config,
@@ -198,6 +199,7 @@ def plan_request(options: PlanArguments, job: Job, machine: Machine) -> PlanRequ
         tensor_parallel=tensor_parallel,
         prompt_tokens=options.prompt_tokens,
         num_rewards=max(1, len(job.rewards.specs)),
+        teacher_config=None if teacher is None else _model_config(teacher, job.config),
         quantized_bits=4 if job.model.load_in_4bit else 8 if job.model.load_in_8bit else None,
     )
     warning = check_context(request)

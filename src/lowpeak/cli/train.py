@@ -1,4 +1,4 @@
-"""`lowpeak grpo|rloo|ppo|online-dpo|sft|reward|dpo|kto`: parse arguments, build the trainer, train, save."""
+"""`lowpeak grpo|rloo|ppo|online-dpo|distillation|sft|reward|dpo|kto`: parse arguments, build the trainer, train, save."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Job:
 
     @property
     def online(self) -> bool:
-        """Whether the job trains on its own completions, and so needs a reward."""
+        """Whether the job trains on its own completions."""
         return self.kind not in ANSWER_COLUMNS
 
 
@@ -310,7 +310,9 @@ def load_options(model: ModelArguments) -> dict[str, Any]:
 def check_job(job: Job) -> None:
     """Raise ArgumentError for a missing model, dataset or reward, and for a frozen model without --use_peft."""
     required: dict[str, Any] = {"model": job.model.model, "dataset": job.data.dataset or job.data.datasets}
-    if job.online:
+    if job.kind == "distillation":
+        required["teacher_model_name_or_path"] = job.given.get("teacher_model_name_or_path") or job.model.use_peft
+    elif job.online:
         names = [each.name for each in dataclasses.fields(job.rewards)]
         # An environment may have a reward of its own; its trainer says so if it has none.
         values = [job.tools.environment, *(getattr(job.rewards, name) for name in names)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -37,6 +38,27 @@ def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
         if isinstance(module, PreTrainedModel):
             # It reads token ids, whose values a plan does not have.
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
+    return model
+
+
+def without_weights(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
+    """Return the model of a config, for what depends on its architecture."""
+    with unset_fake_temporarily(), FakeTensorMode():
+        return make_model(auto, copy.deepcopy(config))
+
+
+def make_teacher(config: Any, loading: Mapping[str, Any]) -> Any:
+    """Return a teacher as `from_pretrained(..., **loading)` would load it."""
+    dtype = loading.get("dtype", "auto")
+    dtype = config.dtype or torch.float32 if dtype == "auto" else dtype
+    model = make_model(
+        AutoModelForCausalLM, copy.deepcopy(config), getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    )
+    packing: Any = loading.get("quantization_config") or {}
+    packing = packing if isinstance(packing, dict) else packing.to_dict()
+    bits: Any = 4 if packing.get("load_in_4bit") else 8 if packing.get("load_in_8bit") else None
+    if bits is not None:
+        quantize(model, bits)
     return model
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import lowpeak
@@ -44,7 +43,15 @@ from lowpeak.models import (
     require_tensor_parallel,
 )
 from lowpeak.plan.derived_configs import shard_config, with_layers
-from lowpeak.plan.fake_models import adapts_quantized, convert_by_assignment, make_model, quantize, without_warnings
+from lowpeak.plan.fake_models import (
+    adapts_quantized,
+    convert_by_assignment,
+    make_model,
+    make_teacher,
+    quantize,
+    without_warnings,
+    without_weights,
+)
 from lowpeak.plan.rehearsal import RehearsedRollout, RewardPass
 from lowpeak.plan.request import PlanRequest
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
@@ -65,7 +72,7 @@ class RunInputs:
     """
 
     def __init__(self, request: PlanRequest, free_bytes: Callable[[RunInputs], int] = lambda inputs: 0) -> None:
-        self.args = _planned_arguments(request)
+        self.args = request.acting_args
         self.settings, self.algorithm = _resolve(request, self.args)
         if request.kind in OFFLINE:
             # The run truncates or skips longer rows; a row has a token after its prompt.
@@ -135,7 +142,8 @@ class RunInputs:
 
     @property
     def has_separate_reference(self) -> bool:
-        return "reference" in self.algorithm.needs and self.request.peft_config is None
+        own = "reference" in self.algorithm.needs and self.request.peft_config is None
+        return own or self.request.teacher_config is not None
 
     # models, made under fake tensors
 
@@ -181,8 +189,12 @@ class RunInputs:
         return model if split is None else split(model)
 
     def make_reference(self, split: Split | None = None) -> nn.Module:
-        """Return a separate reference; `split` as for `make_policy`."""
-        model = self._from_config(split, self.checkpoint_dtype)
+        """Return a separate reference, or the teacher; `split` as for `make_policy`."""
+        teacher = self.request.teacher_config
+        if teacher is None:
+            model = self._from_config(split, self.checkpoint_dtype)
+        else:
+            model = make_teacher(teacher, self.args.teacher_model_init_kwargs or {})
         LOGPROB_HEAD.install(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
         if self.layout_choice.layout != "padded":
             install_attention(model)
@@ -211,14 +223,14 @@ class RunInputs:
     def _plain_model(self) -> Any:
         """Return the model without weights, for what depends on its architecture."""
         auto = AutoModelForSequenceClassification if self.request.kind == "reward" else AutoModelForCausalLM
-        return _without_weights(self.config, auto)
+        return without_weights(self.config, auto)
 
     def check_tensor_parallel(self, sizes: ModelParallel) -> None:
         """Raise ArgumentError if the model cannot be split over these sizes, MissingPackageError for old transformers."""
         require_tensor_parallel()
         refuse_adapter_under_tp(self.request.peft_config, self.request.quantized_bits is not None)
         whole = self.request.tensor_parallel == 1
-        check_tensor_parallel(self._plain_model if whole else _without_weights(self.request.config), sizes)
+        check_tensor_parallel(self._plain_model if whole else without_weights(self.request.config), sizes)
 
     @cached_property
     def layout_choice(self) -> LayoutChoice:
@@ -373,19 +385,6 @@ class RunInputs:
     def sequence_bytes(self, num_tokens: int, dtype: torch.dtype) -> int:
         """Return the bytes of a sequence of so many tokens in a KV cache of this dtype."""
         return sequence_bytes(self._plain_model, num_tokens, dtype)
-
-
-def _without_weights(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
-    with unset_fake_temporarily(), FakeTensorMode():
-        return make_model(auto, copy.deepcopy(config))
-
-
-def _planned_arguments(request: PlanRequest) -> Any:
-    """Return a copy of the arguments, with what the config chooses on the planned device."""
-    args = copy.copy(request.args)
-    if request.machine.device == "cuda" and "bf16" not in args.given:
-        args.bf16 = True
-    return args
 
 
 def _resolve(request: PlanRequest, args: Any) -> tuple[Any, Algorithm]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from lowpeak.plan.rehearsal import MeshShape
 class PlanRequest:
     """A run to plan: its arguments, its models' configs, and where it runs.
 
-    kind              "grpo", "rloo", "ppo", "online-dpo", "sft", "reward", "dpo" or "kto"
+    kind              "grpo", "rloo", "ppo", "online-dpo", "distillation", "sft", "reward", "dpo" or "kto"
     args              the trainer's config
     config            the policy's transformers config
     peft_config       of the policy's adapter; None: all weights are trained
@@ -26,6 +27,7 @@ class PlanRequest:
     tensor_parallel   devices of a tensor parallel group
     prompt_tokens     length of a prompt; every completion is planned at its maximal length
     quantized_bits    4 or 8 for a frozen base that bitsandbytes quantises
+    teacher_config    transformers config of a separate teacher; its arguments of loading are in `args`
     num_rewards       functions and models
     """
 
@@ -39,7 +41,16 @@ class PlanRequest:
     tensor_parallel: int = 1
     prompt_tokens: int = 512
     quantized_bits: Any = None
+    teacher_config: Any = None
     num_rewards: int = 1
+
+    @property
+    def acting_args(self) -> Any:
+        """Return a copy of the arguments, with what the config chooses on the planned device."""
+        args = copy.copy(self.args)
+        if self.machine.device == "cuda" and "bf16" not in args.given:
+            args.bf16 = True
+        return args
 
     @property
     def world_size(self) -> int:

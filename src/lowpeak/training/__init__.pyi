@@ -42,6 +42,7 @@ from lowpeak.training.signals import CONTROL_FLAGS as CONTROL_FLAGS
 from lowpeak.training.signals import STOP_FLAGS as STOP_FLAGS
 from lowpeak.training.signals import agree_on_flags as agree_on_flags
 from lowpeak.training.step import LogprobSettings as LogprobSettings
+from lowpeak.training.step import TeacherStates as TeacherStates
 from lowpeak.training.step import measure_step as measure_step
 from lowpeak.training.step import run_step as run_step
 from lowpeak.training.step import score as score
@@ -53,6 +54,7 @@ from lowpeak.training.step_metrics import require_finite_step as require_finite_
 from lowpeak.training.step_metrics import require_finite_weights as require_finite_weights
 from lowpeak.training.step_metrics import usage_metrics as usage_metrics
 from lowpeak.training.teacher import run_teacher as run_teacher
+from lowpeak.training.teacher import teacher_states as teacher_states
 from lowpeak.training.token_values import choose_evenly as choose_evenly
 from lowpeak.training.token_values import token_rows as token_rows
 from lowpeak.training.weight_sync import WeightSync as WeightSync

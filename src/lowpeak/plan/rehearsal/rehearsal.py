@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import ModelSettings, Sampling, StorageFormat
+from lowpeak.arguments import ModelSettings
 from lowpeak.heads import causal_lm, eval_mode, is_peft, keep_critic_trainable
 from lowpeak.memory import ActivationOffload, Kind, PhaseMemories, PhaseMemory
-from lowpeak.models import convert_trainable
+from lowpeak.models import Reference, convert_trainable
 from lowpeak.optim import find_sum
 from lowpeak.parallel import (
     AVERAGE_BYTES,
@@ -43,6 +43,7 @@ from lowpeak.plan.rehearsal.fake_ranks import (
     tag_fsdp_memory,
     wrap_shape_propagation,
 )
+from lowpeak.plan.rehearsal.rehearsal_inputs import RehearsalInputs, RehearsedRollout
 from lowpeak.plan.rehearsal.rehearsed_host import (
     RehearsedHost,
     RehearsedMover,
@@ -52,50 +53,9 @@ from lowpeak.plan.rehearsal.rehearsed_host import (
 )
 from lowpeak.plan.rehearsal.rollout import rehearse_decoding
 from lowpeak.plan.rehearsal.storage_meter import CUDA_BLOCK, StorageMeter, run_methods_inside
-from lowpeak.records import MicroBatch, Prompt
+from lowpeak.records import MicroBatch
 from lowpeak.rollout.native import weight_copies
-from lowpeak.training import LogprobSettings, run_step, score
-
-_FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
-
-
-@dataclass(frozen=True)
-class RehearsedRollout:
-    """The prompts that one rank's native engine generates for, and the bytes of its KV cache.
-
-    `gather_budget` are the bytes of a sharded policy that stay gathered meanwhile, or of copies of fp32 weights; `has_graphs` says
-    whether it captures CUDA graphs.
-    """
-
-    prompts: Sequence[Prompt]
-    sampling: Sampling
-    kv_cache_bytes: int
-    gather_budget: int = 0
-    has_graphs: bool = False
-
-
-@dataclass(frozen=True)
-class RewardPass:
-    """A frozen reward model, and the tokens [B, L] of its largest batch."""
-
-    make_model: Callable[[], nn.Module]
-    shape: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """How the policy is placed on fake ranks: sharded over `shards` of them by FSDP2, in `replicas` copies.
-
-    With one shard, several replicas are those of DDP. Tensor parallelism splits the policy into `parts` before that.
-    """
-
-    shards: int = 1
-    replicas: int = 1
-    parts: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.shards * self.replicas * self.parts
+from lowpeak.training import TeacherStates, run_step, score, teacher_states
 
 
 @dataclass(frozen=True)
@@ -144,41 +104,6 @@ class Rehearsal:
     def peak(self, *names: str) -> int:
         """Return the highest peak of these phases on the device; 0 for phases that the run does not have."""
         return max(self.phases[name].peak if name in self.phases else 0 for name in names)
-
-
-@dataclass(frozen=True)
-class RehearsalInputs:
-    """A step to rehearse, with what surrounds it in a run.
-
-    make_model             returns the model with its head installed; called under FakeTensorMode, where it takes no memory.
-                           With several parts it is called with a function that splits a model, and so is `make_reference`
-    micro_batches          rank 0's of a step, packed outside
-    mesh_shape             how the policy is placed on ranks
-    compute                torch.bfloat16 for a run with `bf16=True`
-    storage                format to which the model is converted, with CompactAdamW as the optimizer
-    scored                 micro-batches of the scoring passes that `algorithm.needs`; None: `micro_batches`
-    make_reference         of a separate reference; without it scoring runs the policy, without its adapter if it has one
-    activation_offloading  whether a forward's activations go to host memory
-    device                 whose allocator's blocks are counted; on "cpu" copies in gloo and in kernels are counted, too
-    updates                whether there are optimizer states and an optimizer phase
-    """
-
-    make_model: Callable[..., nn.Module]
-    micro_batches: Sequence[MicroBatch]
-    algorithm: Algorithm
-    core: LogprobSettings
-    mesh_shape: MeshShape = MeshShape()
-    compute: torch.dtype | None = None
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] = _FUSED_ADAMW
-    storage: StorageFormat | None = None
-    max_grad_norm: float = 1.0
-    scored: Sequence[MicroBatch] | None = None
-    make_reference: Callable[..., nn.Module] | None = None
-    rewards: Sequence[RewardPass] = ()
-    rollout: RehearsedRollout | None = None
-    activation_offloading: bool = False
-    device: Literal["cuda", "cpu"] = "cuda"
-    updates: bool = True
 
 
 def _on_line(steps: Sequence[tuple[int, int]], low: Mapping[Any, int], *highs: Mapping[Any, int]) -> dict[Any, int]:
@@ -362,8 +287,20 @@ class _Stage:
     def train(self, batches: Sequence[MicroBatch]) -> None:
         algorithm = self._inputs.algorithm
         self.model.train()
-        run_step(self.model, batches, algorithm, self._core, self._strategy, algorithm.coefficients())
+        teacher = self._run_teacher(batches) if algorithm.divergence is not None else None
+        run_step(self.model, batches, algorithm, self._core, self._strategy, algorithm.coefficients(), None, teacher)
         self._meter.begin(None)
+
+    def _run_teacher(self, batches: Sequence[MicroBatch]) -> TeacherStates:
+        """Run the teacher over a step's micro-batches; its states are in host memory afterwards."""
+        separate, policy = self._reference, cast(Any, self._unprepared)
+        ready = policy.disable_adapter if separate is None else partial(self._ready, separate)
+        self._meter.begin("score")
+        found = teacher_states(self.model, Reference(separate, ready), batches, self._core)
+        self._meter.begin(None)
+        with self._meter.paused():
+            on_host = [torch.empty_like(states_TE) for states_TE in found.states]
+        return TeacherStates(on_host, lambda states_TE: found.add_head(states_TE.clone()))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         max_grad_norm = self._inputs.max_grad_norm
