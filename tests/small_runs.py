@@ -25,9 +25,10 @@ PARTS = (
     *("reward_funcs", "peft_config", "eval_dataset", "rollout_func", "callbacks", "optimizers", "ref_model", "judge"),
     *("value_model", "reward_model", "reward_processing_classes", "compute_metrics", "preprocess_logits_for_metrics"),
     *("formatting_func", "quantization_config", "optimizer_cls_and_kwargs", "compute_loss_func", "data_collator"),
-    *("tools", "environment_factory"),
+    *("tools", "environment_factory", "teacher_model"),
 )
-KINDS = ("GRPO", "RLOO", "PPO", "OnlineDPO", "SFT", "Reward", "DPO", "KTO")
+ONLINE_KINDS = ("GRPO", "RLOO", "PPO", "OnlineDPO", "Distillation")
+KINDS = (*ONLINE_KINDS, "SFT", "Reward", "DPO", "KTO")
 COMMON = {
     "per_device_train_batch_size": 8,
     "max_steps": 2,
@@ -134,7 +135,9 @@ def make(
     """
     online = kind not in DATA
     parts = {name: changes.pop(name) for name in PARTS if name in changes}
-    if online:
+    if kind == "Distillation":
+        parts.setdefault("teacher_model", tiny_model(seed=1))
+    elif online:
         parts.setdefault("reward_funcs", ones)
     groups = {"num_generations": GROUPS[kind]} if kind in GROUPS else {}
     settings = {**COMMON, **(ONLINE if online else {}), **groups, **changes}

@@ -1,4 +1,4 @@
-"""DPO and KTO beside TRL's trainers on the same weights and rows, in a process of their own: importing trl changes transformers."""
+"""DPO, KTO and distillation beside TRL's trainers on the same weights and rows, in a process of its own: trl changes transformers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,22 @@ sys.path.append(str(FOLDER))
 
 import trl
 
-NAMES = ("loss", "grad_norm", "entropy", "num_tokens", "rewards/chosen", "rewards/rejected", "rewards/margins")
-OF_KIND = {"DPO": ("rewards/accuracies", "mean_token_accuracy"), "KTO": ("kl",)}
+NAMES = ("loss", "grad_norm", "entropy", "num_tokens")
+_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
+OF_KIND = {
+    "DPO": (*_REWARDS, "rewards/accuracies", "mean_token_accuracy"),
+    "KTO": (*_REWARDS, "kl"),
+    "Distillation": ("completions/mean_length",),
+}
 # A small epsilon would turn the rounding of gradients near zero into whole steps.
 SETTINGS = {
     "per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2, "adam_epsilon": 1e-3, "logging_steps": 1,
-    "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, "max_length": 24,
+    "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False,
 }  # fmt: skip
+
+
+# The likeliest token is always drawn: the libraries' random numbers differ.
+GREEDY = {"max_completion_length": 6, "top_k": 1}
 
 
 def rows_of(kind: str, conversational: bool = False) -> Dataset:
@@ -40,21 +49,30 @@ def rows_of(kind: str, conversational: bool = False) -> Dataset:
         if conversational:
             prompt = [{"role": "user", "content": prompt}]
             answers = [[{"role": "assistant", "content": answer}] for answer in answers]
-        row = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
         label = i % 3 > 0
-        labelled = {"prompt": prompt, "completion": answers[not label], "label": label}
-        rows.append(row if kind == "DPO" else labelled)
+        of_kind = {
+            "DPO": {"chosen": answers[0], "rejected": answers[1]},
+            "KTO": {"completion": answers[not label], "label": label},
+            "Distillation": {},
+        }
+        rows.append({"prompt": prompt, **of_kind[kind]})
     return Dataset.from_list(rows)
 
 
 def measured(library: Any, kind: str, folder: Path, conversational: bool = False, **changes: Any) -> list[list[float]]:
     """The logged numbers of four steps, rows in order."""
     ours = library is lowpeak
-    order = {"shuffle_dataset": False} if ours else {"train_sampling_strategy": "sequential"}
+    generates = kind == "Distillation"
+    order = {"shuffle_dataset": False} if ours or generates else {"train_sampling_strategy": "sequential"}
     tokenizer = char_tokenizer(chat=True)
+    parts = {"teacher_model": saved(folder / "teacher", tiny_model(len(tokenizer), 1), tokenizer)} if generates else {}
+    sizes = GREEDY if generates else {"max_length": 24}
     trainer = getattr(library, f"{kind}Trainer")(
         model=saved(folder / "model", tiny_model(len(tokenizer)), tokenizer),
-        args=getattr(library, f"{kind}Config")(output_dir=str(folder / str(ours)), **SETTINGS, **order, **changes),
+        **parts,
+        args=getattr(library, f"{kind}Config")(
+            output_dir=str(folder / str(ours)), **SETTINGS, **order, **sizes, **changes
+        ),
         train_dataset=rows_of(kind, conversational),
         processing_class=tokenizer,
     )

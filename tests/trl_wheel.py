@@ -12,7 +12,10 @@ import pytest
 FOLDER = Path(os.environ.get("LOWPEAK_TRL") or Path(sys.prefix) / "trl")
 needs_trl = pytest.mark.skipif(not (FOLDER / "trl").is_dir(), reason="TRL's wheel is not unpacked: run `make test`")
 _TRAINERS = {
-    **{kind: f"trainer/{kind.lower()}_trainer.py" for kind in ("GRPO", "RLOO", "SFT", "Reward", "DPO", "KTO")},
+    **{
+        kind: f"trainer/{kind.lower()}_trainer.py"
+        for kind in ("GRPO", "RLOO", "Distillation", "SFT", "Reward", "DPO", "KTO")
+    },
     "OnlineDPO": "experimental/online_dpo/online_dpo_trainer.py",
 }
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from child_processes import succeed_on_ranks
 from lowpeak.parallel.fsdp2 import Fsdp2
-from lowpeak.plan.rehearsal.rehearsal import MeshShape, RehearsalInputs, rehearse
+from lowpeak.plan.rehearsal.rehearsal import rehearse
+from lowpeak.plan.rehearsal.rehearsal_inputs import MeshShape, RehearsalInputs
 from lowpeak.training.step import run_step, score
 from rehearsal_cases import ALGORITHM, CORE, make_model, micro_batches
 

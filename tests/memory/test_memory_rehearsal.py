@@ -17,7 +17,8 @@ from lowpeak.arguments.storage import StorageFormat
 from lowpeak.errors import ArgumentError
 from lowpeak.memory.usage import Kind
 from lowpeak.plan.rehearsal.fake_ranks import fake_process_group, make_mesh, wrap_shape_propagation
-from lowpeak.plan.rehearsal.rehearsal import MeshShape, RehearsalInputs, rehearse
+from lowpeak.plan.rehearsal.rehearsal import rehearse
+from lowpeak.plan.rehearsal.rehearsal_inputs import MeshShape, RehearsalInputs
 from lowpeak.plan.rehearsal.storage_meter import StorageMeter
 from rehearsal_cases import ALGORITHM, CORE, make_model, micro_batches
 

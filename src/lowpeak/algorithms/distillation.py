@@ -39,8 +39,7 @@ def make_distillation(settings: DistillationSettings) -> Algorithm:
 
 
 def _reward_metrics_alone(records: Sequence[Record], coefficients: Mapping[str, float]) -> Advantages:
-    metrics = reward_metrics(records) if any(record.rewards for record in records) else {}
-    return Advantages(tuple(torch.zeros(len(record.completion)) for record in records), metrics)
+    return Advantages(tuple(torch.zeros(len(record.completion)) for record in records), reward_metrics(records))
 
 
 def measure_divergence(divergence_T: Tensor, log_ratio_T: Tensor, tokens: TokenBatch) -> dict[str, Metric]:

@@ -107,10 +107,12 @@ def constant_per_token(advantages_N: Tensor, records: Sequence[Record]) -> tuple
 
 
 def reward_metrics(records: Sequence[Record]) -> dict[str, Metric]:
-    """Return `reward`, `reward_std` and `frac_reward_zero_std`, before clipping, scaling and KL.
+    """Return `reward`, `reward_std` and `frac_reward_zero_std`, before clipping, scaling and KL; nothing without rewards.
 
     The first two are over the rewarded sequences; the last is the share of sequences in groups of equal rewards.
     """
+    if not any(record.rewards for record in records):
+        return {}
     rewards_N = total_rewards(records)
     num_rewarded = int((~rewards_N.isnan()).sum())
     groups = indices_by_group(records).values()

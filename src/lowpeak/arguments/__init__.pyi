@@ -23,6 +23,9 @@ from lowpeak.arguments.declare import reward_argument as reward_argument
 from lowpeak.arguments.declare import value_types as value_types
 from lowpeak.arguments.distillation import DistillationArguments as DistillationArguments
 from lowpeak.arguments.distillation import DistillationSettings as DistillationSettings
+from lowpeak.arguments.distillation import TeacherSettings as TeacherSettings
+from lowpeak.arguments.distillation import resolve_distillation as resolve_distillation
+from lowpeak.arguments.distillation import resolve_teacher as resolve_teacher
 from lowpeak.arguments.grpo import EntropyBonus as EntropyBonus
 from lowpeak.arguments.grpo import GRPOArguments as GRPOArguments
 from lowpeak.arguments.grpo import GRPOSettings as GRPOSettings

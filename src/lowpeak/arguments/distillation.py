@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lowpeak.arguments.declare import MAPPING, EffectCondition, argument, model_argument, never, redeclared, within
 from lowpeak.arguments.online import OnlineArguments
+from lowpeak.arguments.storage import rename_dtype
+
+logger = logging.getLogger(__name__)
 
 _NO_REFERENCE = never("the teacher is not a reference, and no KL to one is taken; remove it")
 _NO_RATIO = never("the loss is the divergence from the teacher and has no ratio; remove it")
@@ -52,3 +56,29 @@ class DistillationSettings:
     """Settings of distillation: the kind of divergence (see `naive_divergence`)."""
 
     beta: float
+
+
+@dataclass(frozen=True)
+class TeacherSettings:
+    """A teacher that is named in the arguments, and the arguments of `from_pretrained` for one that is given by name."""
+
+    name: str | None
+    loading: Mapping[str, Any] = field(repr=False)  # may have an access token
+
+
+def resolve_distillation(args: DistillationArguments) -> DistillationSettings:
+    """Return the settings; log a warning of a JSD whose gradient is far smaller than a KL's, which vanishes at both ends."""
+    if any(low < args.beta < high for low, high in ((0.0, 0.1), (0.9, 1.0))):
+        logger.warning(
+            "beta=%g weighs the sides of the JSD so unequally that its gradient is far smaller than those of the KLs at 0 and 1: "
+            "gradient clipping then acts seldom.",
+            args.beta,
+        )
+    return DistillationSettings(args.beta)
+
+
+def resolve_teacher(args: DistillationArguments) -> TeacherSettings:
+    """Return how the teacher is loaded."""
+    loading: Any = args.teacher_model_init_kwargs or {}
+    revision = {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
+    return TeacherSettings(args.teacher_model_name_or_path, {**rename_dtype(loading), **revision})

@@ -343,7 +343,7 @@ def resolve_gather_budget(args: RolloutArguments) -> int | None:
 
 def _check_online(args: Any, world_size: int) -> None:
     require(
-        args.metric_for_best_model not in ("loss", "eval_loss"),
+        args.metric_for_best_model not in ("loss", "eval_loss") or not args.needs_rewards,
         "metric_for_best_model='loss', transformers' default with load_best_model_at_end, does not rank policies, since "
         "advantages compare completions of the same policy; set metric_for_best_model='reward' or 'accuracy' "
         "(greater is better).",

@@ -156,9 +156,8 @@ def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
     """Write results.json next to the model: the machine, the arguments, and what the journal's steps measured.
 
     `step_time`, `tokens_per_second` and `seconds` by phase are medians without the first value; `peak_memory` and
-    `reserved_memory` by phase are the largest bytes. `outside_bytes` of the device are not torch's allocator's, but CUDA's, NCCL's
-    and other processes'. `reward` is the mean of the last ten that the journal has. The steps of `earlier` invocations
-    count only if there are no others: a kill may have come before they were written.
+    `reserved_memory` by phase are the largest bytes. `outside_bytes` of the device are not of torch's allocator. `reward` is the
+    mean of the last ten. The steps of `earlier` invocations count only if there are no others: a kill may come before them.
     """
     from lowpeak.cli.env import environment_facts
     from lowpeak.journal import EVALUATIONS, EVENTS, read_rows
@@ -250,18 +249,15 @@ def read_job(
     judging = JudgeArguments if kind == "online-dpo" else RewardArguments
     kinds: list[type] = [ModelArguments, DataArguments, RunArguments, LaunchArguments]
     kinds += [] if kind in ANSWER_COLUMNS else [judging, ToolSourceArguments, ServingArguments]
-    parsed = [*([own] if own else []), *kinds, config_class]
+    parsed = [*filter(None, [own]), *kinds, config_class]
     given = parse_arguments(parsed, argv, program, getattr(config_class, "rejected", {}))
     options = pop_arguments(own, given) if own else None
 
     def pick(part: type[Part]) -> Part:
         return part(**{name: given[name] for name in argument_names(part) & given.keys() if part in kinds})
 
-    model, data, rewards = pick(ModelArguments), pick(DataArguments), pick(judging)
-    tools = pick(ToolSourceArguments)
-    return options, Job(
-        *(kind, model, data, rewards, tools, pick(RunArguments), pick(LaunchArguments)), config=None, given=given
-    )
+    parts: Any = map(pick, (ModelArguments, DataArguments, judging, ToolSourceArguments, RunArguments, LaunchArguments))
+    return options, Job(*(kind, *parts, None, given))
 
 
 def with_config(job: Job, library: Any = lowpeak) -> Job:
@@ -309,14 +305,7 @@ def load_options(model: ModelArguments) -> dict[str, Any]:
 
 def check_job(job: Job) -> None:
     """Raise ArgumentError for a missing model, dataset or reward, and for a frozen model without --use_peft."""
-    required: dict[str, Any] = {"model": job.model.model, "dataset": job.data.dataset or job.data.datasets}
-    if job.kind == "distillation":
-        required["teacher_model_name_or_path"] = job.given.get("teacher_model_name_or_path") or job.model.use_peft
-    elif job.online:
-        names = [each.name for each in dataclasses.fields(job.rewards)]
-        # An environment may have a reward of its own; its trainer says so if it has none.
-        values = [job.tools.environment, *(getattr(job.rewards, name) for name in names)]
-        required[" or --".join(names)] = any(values)
+    required = {"model": job.model.model, "dataset": job.data.dataset or job.data.datasets, **_required(job)}
     missing = [f"--{name}" for name, value in required.items() if not value]
     if missing:
         raise ArgumentError(
@@ -325,6 +314,16 @@ def check_job(job: Job) -> None:
     for name in ("load_in_4bit", "load_in_8bit"):
         if getattr(job.model, name) and not job.model.use_peft:
             raise ArgumentError(f"--{name} freezes the model: add --use_peft to train adapters on it, or leave it out.")
+
+
+def _required(job: Job) -> dict[str, Any]:
+    """Return what else the algorithm needs, by the arguments that give it: a teacher, or a reward."""
+    if job.kind == "distillation":
+        return {"teacher_model_name_or_path": job.given.get("teacher_model_name_or_path") or job.model.use_peft}
+    names = [each.name for each in dataclasses.fields(job.rewards)]
+    # An environment may have a reward of its own; its trainer says so if it has none.
+    is_given = any([job.tools.environment, *(getattr(job.rewards, name) for name in names)])
+    return {" or --".join(names): is_given} if job.online else {}
 
 
 def _add_idle(job: Job, effects: EffectReport) -> None:

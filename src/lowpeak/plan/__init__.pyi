@@ -22,6 +22,6 @@ from lowpeak.plan.plan import Plan as Plan
 from lowpeak.plan.plan import check_context as check_context
 from lowpeak.plan.plan import make_plan as make_plan
 from lowpeak.plan.plan_process import start_plan as start_plan
-from lowpeak.plan.rehearsal.rehearsal import RehearsalInputs as RehearsalInputs
 from lowpeak.plan.rehearsal.rehearsal import rehearse as rehearse
+from lowpeak.plan.rehearsal.rehearsal_inputs import RehearsalInputs as RehearsalInputs
 from lowpeak.plan.request import PlanRequest as PlanRequest

@@ -23,6 +23,7 @@ from lowpeak.arguments import (
     make_settings,
     reset_idle_arguments,
     resolve_online,
+    resolve_teacher,
 )
 from lowpeak.data import check_special_tokens
 from lowpeak.environments import Toolset
@@ -142,13 +143,7 @@ def prepare_online(
     )
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     check_special_tokens(tokenizer, num_embeddings(policy))
-    teacher_ids = None
-    if algorithm.divergence is None:
-        reference = load_run_reference(policy, inputs, settings, args, tokenizer, algorithm)
-    else:
-        reference = load_teacher(policy, inputs.model, inputs.ref_model, settings.model, args)
-        origin = inputs.ref_model or args.teacher_model_name_or_path
-        teacher_ids = shared_ids(policy, tokenizer, reference, origin, settings.model)
+    reference, teacher_ids = _load_frozen(policy, inputs, settings, args, tokenizer, algorithm)
     attach_extra_modules(policy, inputs.model, args)
     convert_trainable(policy, settings.model)
     if settings.model.disable_dropout:
@@ -162,6 +157,18 @@ def prepare_online(
         success=success,
         toolset=toolset,
     )
+
+
+def _load_frozen(
+    policy: nn.Module, inputs: OnlineInputs, settings: OnlineSettings, args: Any, tokenizer: Any, algorithm: Algorithm
+) -> tuple[nn.Module | None, int | None]:
+    """Return the separate reference or teacher, if any, and the number of ids that a teacher shares with the policy."""
+    if algorithm.divergence is None:
+        return load_run_reference(policy, inputs, settings, args, tokenizer, algorithm), None
+    teacher, given = resolve_teacher(args), inputs.ref_model
+    placed = {"model_parallel": args.model_parallel, "device": args.device}
+    model = load_teacher(policy, inputs.model, given, teacher, settings.model, **placed)
+    return model, shared_ids(policy, tokenizer, model, given or teacher.name, settings.model)
 
 
 def _make_toolset(inputs: OnlineInputs, args: Any) -> Toolset | None:

@@ -8,48 +8,39 @@ from typing import Any
 
 from torch import nn
 
-from lowpeak.arguments import ModelSettings, require
+from lowpeak.arguments import ModelSettings, TeacherSettings, require
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.heads import causal_lm, is_peft, num_embeddings
 from lowpeak.models import load_reference, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-_UNCLEAR_BETA = ((0.0, 0.1), (0.9, 1.0))  # JSD's gradient vanishes towards both ends
 
-
-def load_teacher(policy: nn.Module, model: Any, teacher: Any, settings: ModelSettings, args: Any) -> nn.Module | None:
+def load_teacher(
+    policy: nn.Module, origin: Any, given: Any, teacher: TeacherSettings, settings: ModelSettings, **placed: Any
+) -> nn.Module | None:
     """Return the teacher as a separate model; None for the base of the policy, without its adapter.
 
-    A name is loaded in the checkpoint's dtype, or as `teacher_model_init_kwargs` says.
+    `origin` and `given` are the user's model and teacher. A name is loaded in the checkpoint's dtype, unless the arguments of
+    loading have another; `placed` are those of `load_reference`.
     """
-    name = args.teacher_model_name_or_path
     require(
-        teacher is None or name is None, "teacher_model and teacher_model_name_or_path both name a teacher: pass one."
+        given is None or teacher.name is None,
+        "teacher_model and teacher_model_name_or_path both name a teacher: pass one.",
     )
-    teacher = name if teacher is None else teacher
-    loading = {**(args.teacher_model_init_kwargs or {})}
-    if args.teacher_model_revision is not None:
-        loading["revision"] = args.teacher_model_revision
+    model = teacher.name if given is None else given
     require(
-        not loading or isinstance(teacher, str),
+        not teacher.loading or isinstance(model, str),
         "teacher_model_init_kwargs and teacher_model_revision load a teacher by name or path: pass one as teacher_model.",
     )
     require(
-        teacher is not None or is_peft(policy),
+        model is not None or is_peft(policy),
         "there is no teacher: pass teacher_model, or a peft_config, under which the base without its adapter can teach.",
     )
-    if any(low < args.beta < high for low, high in _UNCLEAR_BETA):
-        logger.warning(
-            "beta=%g weighs the two sides of the JSD so unequally that its gradient is far smaller than a KL's, which 0 and 1 "
-            "are: clipping and mixed losses then act differently.",
-            args.beta,
-        )
-    if teacher is None:
+    if model is None:
         return None
-    frozen = replace(settings, model_init_kwargs=loading, storage=None, adapter_storage=None, keeps_bf16=False)
-    placed: dict[str, Any] = {"model_parallel": args.model_parallel, "device": args.device}
-    return load_reference(policy, model, frozen, teacher, **placed)
+    plain = replace(settings, model_init_kwargs=teacher.loading, storage=None, adapter_storage=None, keeps_bf16=False)
+    return load_reference(policy, origin, plain, model, **placed)
 
 
 def shared_ids(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from lowpeak.algorithms import Algorithm, make_distillation
-from lowpeak.arguments import DistillationSettings, OnlineSettings
+from lowpeak.arguments import OnlineSettings, resolve_distillation
 from lowpeak.errors import ArgumentError
 from lowpeak.trainers.configs import DistillationConfig, OnlineConfig
 from lowpeak.trainers.online import OnlineTrainer
@@ -67,7 +67,8 @@ class DistillationTrainer(OnlineTrainer):
             ref_model=teacher_model,
             **others,
         )
+        self.teacher_model = self.ref_model
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
-        return make_distillation(DistillationSettings(args.beta))
+        return make_distillation(resolve_distillation(args))

@@ -19,7 +19,7 @@ _UNCALLED = (
 )  # fmt: skip
 _UNCALLED_ONLINE = (
     (_LOSS, "_compute_loss _forward _get_per_token_logps_and_entropies beta get_high_entropy_mask get_off_policy_mask "
-    "get_gamma_weights _enable_gradient_checkpointing"),
+    "get_gamma_weights _enable_gradient_checkpointing _get_last_hidden_state"),
     ("pass tools, an environment_factory or a rollout_func, or set generation_kwargs",
      "_generate _generate_single_turn _generate_and_score_completions _get_tool_suffix_ids _tool_call_loop "
      "_generate_vllm _generate_vllm_server _generate_vllm_colocate"),

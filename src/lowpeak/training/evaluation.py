@@ -55,7 +55,9 @@ class SuccessCriterion:
 
     def applies(self, records: Iterable[Record]) -> bool:
         """Return whether successes are counted: the user chose the criterion, or all rewards are 0, 1 or None."""
-        rewards = (record.rewards[self.index] for record in records)
+        rewards = [record.rewards[self.index] for record in records if record.rewards]
+        if not rewards:
+            return False
         return self.is_chosen or all(reward in (0.0, 1.0) or math.isnan(reward) for reward in rewards)
 
     def is_met(self, record: Record) -> bool:
@@ -98,10 +100,9 @@ def evaluate_prompts(
         one = _complete(collector, prompts, greedy, trainer_state)
         many = _complete(collector, prompts, sampling, trainer_state)
     names = collector.panel.names
-    counted = success if names and success.applies((*one.records, *many.records)) else None
+    counted = success if success.applies((*one.records, *many.records)) else None
     warn_of_unrewarded(names, many)
-    rewards = _numbers(reward_metrics(many.records)) if names else {}
-    measured = {**_loss_metrics(collector, many.records, coefficients), **rewards}
+    measured = {**_loss_metrics(collector, many.records, coefficients), **_numbers(reward_metrics(many.records))}
     metrics = {
         **{f"{prefix}_{name}": value for name, value in measured.items()},
         **_reward_metrics(f"{prefix}_greedy", one.records, counted),

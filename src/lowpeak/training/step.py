@@ -19,6 +19,7 @@ from lowpeak.algorithms import (
     ENTROPY_COEF,
     VALUES_GRADIENT,
     Algorithm,
+    DivergenceTerm,
     ValueTerm,
     check_losses,
     check_metrics,
@@ -264,9 +265,13 @@ def _policy_term(
         if "top1" in out:
             metrics |= measure_top1(out["top1"], tokens)
         if algorithm.divergence is not None:
-            measure, log_ratio_T = algorithm.divergence.measure, logprobs_T.detach() - out["teacher_logprobs"]
-            metrics |= check_metrics(measure(out["divergence"].detach(), log_ratio_T, tokens), measure)
+            metrics |= _measure_divergence(out, tokens, algorithm.divergence)
         return loss, metrics
+
+
+def _measure_divergence(out: Mapping[str, Tensor], tokens: TokenBatch, term: DivergenceTerm) -> dict[str, Metric]:
+    log_ratio_T = out["logprobs"].detach() - out["teacher_logprobs"]
+    return check_metrics(term.measure(out["divergence"].detach(), log_ratio_T, tokens), term.measure)
 
 
 def weighted_loss(

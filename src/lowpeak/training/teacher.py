@@ -23,14 +23,13 @@ from lowpeak.training.run import RunContext
 from lowpeak.training.step import LogprobSettings, TeacherStates, score
 
 
-def run_teacher(
-    context: RunContext, batches: Sequence[MicroBatch], guard: GuardedPasses | None
-) -> TeacherStates | None:
+def run_teacher(context: RunContext, batches: Sequence[MicroBatch], guard: GuardedPasses) -> TeacherStates | None:
     """Run the run's teacher, if it has one, over a step's micro-batches; all ranks raise the error of one of them."""
     run = context.run
     if run.algorithm.divergence is None:
         return None
     assert run.reference is not None, "a divergence has a teacher"
+    guard.batches = batches  # a separate teacher's passes, which run without the guard, can be the first to fail
     with run.strategy.ranks.propagate_errors(), run.tracker.phase(Phase.SCORE):
         return teacher_states(context.model_wrapped, run.reference, batches, run.logprob_settings, guard)
 

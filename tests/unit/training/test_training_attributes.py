@@ -12,10 +12,10 @@ from transformers import TrainerCallback, TrainingArguments
 import lowpeak
 from lowpeak.errors import ArgumentError
 from preference_data import tiny_classifier
-from small_runs import DATA, KINDS, TOKENIZER, make, ones, pair_rows, rows, supervised_rows
+from small_runs import DATA, KINDS, ONLINE_KINDS, TOKENIZER, make, ones, pair_rows, rows, supervised_rows
 from tiny_models import char_tokenizer, tiny_model
 
-ONLINE = KINDS[:4]
+ONLINE = ONLINE_KINDS
 
 
 # attributes
@@ -87,7 +87,8 @@ def own(kind, args):
     """A trainer with exactly these arguments."""
     model = tiny_classifier() if kind == "Reward" else tiny_model()
     model.config.max_position_embeddings = 1024  # a default of max_completion_length fits
-    rewards = {"reward_funcs": ones} if kind in ONLINE else {}
+    rewards = {"teacher_model": tiny_model(seed=1)} if kind == "Distillation" else {}
+    rewards |= {"reward_funcs": ones} if kind in ONLINE else {}
     data = DATA.get(kind, rows)()
     return getattr(lowpeak, f"{kind}Trainer")(
         model=model, args=args, train_dataset=data, processing_class=TOKENIZER, **rewards

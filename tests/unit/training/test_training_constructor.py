@@ -18,13 +18,13 @@ import lowpeak
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.training.step import run_step
 from preference_data import tiny_classifier
-from small_runs import KINDS, TOKENIZER, make, ones, pair_rows, supervised_rows, trained
+from small_runs import KINDS, ONLINE_KINDS, TOKENIZER, make, ones, pair_rows, supervised_rows, trained
 from tiny_models import char_tokenizer, tiny_model
 
 QUANTIZED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
 PAIRS = pair_rows()
 TEXTS = Dataset.from_list([{"text": f"{i}={i}"} for i in range(10)])
-ONLINE, OFFLINE = KINDS[:4], KINDS[4:]
+ONLINE, OFFLINE = ONLINE_KINDS, KINDS[len(ONLINE_KINDS) :]
 # TRL 1.16's constructors, by position.
 _LOADED = ["processing_class", "reward_processing_classes", "callbacks", "optimizers", "quantization_config"]
 _EVALUATED = ["callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"]
@@ -37,6 +37,10 @@ _ONLINE = ["model", "reward_funcs", "args", "train_dataset", "eval_dataset", *_L
 POSITIONS = {
     "GRPO": [*_ONLINE, "tools", "rollout_func", "environment_factory"],
     "RLOO": _ONLINE,
+    "Distillation": [
+        *["model", "teacher_model", "args", "train_dataset", "eval_dataset", "processing_class", "callbacks"],
+        *["optimizers", "quantization_config", "peft_config", "tools"],
+    ],
     "OnlineDPO": [
         *["model", "ref_model", "reward_funcs", "args", "data_collator", "train_dataset", "eval_dataset"],
         *["processing_class", "reward_processing_classes", "peft_config", "compute_metrics", "callbacks", "optimizers"],
@@ -88,13 +92,14 @@ def test_what_cannot_act_is_refused_by_name_before_anything_is_loaded(tmp_path, 
 
 
 OF_ONLINE = ("rollout_func", "reward_processing_classes", "ref_model", "reward_funcs")
+NO_REFERENCE = ("PPO", "Distillation")
 OF_OFFLINE = ("compute_metrics", "optimizer_cls_and_kwargs")
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [
-        *[(kind, name, 3) for kind in ONLINE for name in OF_ONLINE if (kind, name) != ("PPO", "ref_model")],
+        *[(kind, name, 3) for kind in ONLINE for name in OF_ONLINE if name != "ref_model" or kind not in NO_REFERENCE],
         *[(kind, name, 3) for kind in OFFLINE for name in OF_OFFLINE],
         *[
             (kind, name, 3)

@@ -86,7 +86,7 @@ def test_a_refused_method_is_never_called_and_every_other_one_is(kind, tmp_path,
     monkeypatch.setattr(lowpeak, f"{kind}Trainer", counting(base, calls), raising=False)
     data = DATA.get(kind, rows)()
     evaluated = {"eval_dataset": data, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    evaluated["metric_for_best_model"] = "loss" if kind in DATA else "reward"
+    evaluated["metric_for_best_model"] = "loss" if kind in (*DATA, "Distillation") else "reward"
     if kind == "SFT":
         evaluated["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1)
     run = make(kind, tmp_path, **SAVED, **evaluated)

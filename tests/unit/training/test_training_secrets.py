@@ -14,13 +14,13 @@ from lowpeak.arguments.online import resolve_online
 from lowpeak.arguments.validation import EffectReport
 from lowpeak.errors import ArgumentError
 from lowpeak.trainers.constructor import base_arguments
-from small_runs import KINDS
+from small_runs import KINDS, ONLINE_KINDS
 
 SERVED = {"use_vllm": True, "vllm_mode": "server"}
 
 
 def config(kind, folder):
-    more = {} if kind in KINDS[4:] else {**SERVED, "vllm_server_token": "S3CRET"}
+    more = {} if kind in KINDS[len(ONLINE_KINDS) :] else {**SERVED, "vllm_server_token": "S3CRET"}
     told = {"hub_token": "S3CRET", "model_init_kwargs": {"token": "S3CRET", "revision": "main"}}
     return getattr(lowpeak, f"{kind}Config")(output_dir=str(folder), use_cpu=True, **told, **more)
 

@@ -1,4 +1,4 @@
-"""DPO and KTO give TRL's losses, gradient norms and metrics on the same weights and rows."""
+"""DPO, KTO and distillation give TRL's losses, gradient norms and metrics on the same weights and rows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ MPO = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1
 CASES = [
     ("DPO", {}),
     ("KTO", {"desirable_weight": 1.5}),
+    ("Distillation", {}),
+    ("Distillation", {"beta": 0.0}),
+    ("Distillation", {"beta": 0.5, "temperature": 0.7}),
+    ("Distillation", {"conversational": True}),
     ("DPO", {"conversational": True}),
     ("DPO", {**MPO, "ld_alpha": 0.5}),
     *(("DPO", {"loss_type": [name]}) for name in ("hinge", "ipo", "sigmoid_norm", "bco_pair", "nca_pair", "sppo_hard")),
@@ -32,7 +36,7 @@ def run(case, place):
 
 @needs_trl
 @pytest.mark.parametrize(
-    ("kind", "changes"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.release) for case in CASES[2:])]
+    ("kind", "changes"), [*CASES[:3], *(pytest.param(*case, marks=pytest.mark.release) for case in CASES[3:])]
 )
 def test_four_steps_are_trls_to_six_digits(kind, changes, tmp_path):
     assert call(run, (kind, changes), tmp_path) == 0, (tmp_path / "log").read_text()[-3000:]

@@ -1,0 +1,125 @@
+"""A step towards a teacher: its loss and gradients against naive logits of both models, and what does not change them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from lowpeak.errors import MemoryExhaustedError
+from lowpeak.logprobs.reference import naive_divergence
+from lowpeak.training.teacher import score as run_passes
+from rounding import assert_each_close_to_largest
+from small_runs import SGD, TOKENIZER, column, make, rows, same, trained, weights
+from tiny_models import tiny_model
+
+TEMPERATURE = 0.8
+
+
+def teacher(vocab_size=16, **changes):
+    """A teacher whose head has rows that the policy lacks."""
+    return tiny_model(vocab_size, seed=1, **{"hidden": 48, "tied": False, **changes})
+
+
+class Captured(Exception):
+    pass
+
+
+def first_step(folder, monkeypatch, **changes):
+    """A trainer, the records of its first step, and the loss and gradients of it."""
+    run = make("Distillation", folder, **{"temperature": TEMPERATURE, "max_steps": 1, **SGD, **changes})
+    seen = {}
+    optimizer_step = torch.optim.SGD.step
+
+    def step(self, *args, **keywords):
+        seen.update({name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None})
+        return optimizer_step(self, *args, **keywords)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    before = copy.deepcopy(run.model)
+    run.train()
+    return run, before, seen
+
+
+def naive_loss(model, other, records, beta):
+    """The mean over the step's tokens, each sequence by itself."""
+    found = []
+    for record in records:
+        ids = torch.tensor([[*record.prompt_ids, *record.completion.ids.tolist()]])
+        states = slice(len(record.prompt_ids) - 1, -1)
+        z, u = (each(input_ids=ids).logits[0, states, : len(TOKENIZER)] / TEMPERATURE for each in (model, other))
+        found.append(naive_divergence(z, u.detach(), beta)[record.completion.loss_mask])
+    return torch.cat(found).mean()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_loss_and_gradients_are_those_of_both_models_logits(tmp_path, monkeypatch, beta):
+    other = teacher()
+    changes = {"teacher_model": other, "beta": beta, "max_grad_norm": 0.0, "micro_batch_tokens": 24}
+    run, before, gradients = first_step(tmp_path, monkeypatch, **changes)
+    expected = naive_loss(before.double(), other.double(), run.rollout.records, beta)
+    expected.backward()
+    assert column(run, "loss")[0] == pytest.approx(expected.item(), rel=1e-5)
+    assert column(run, "divergence")[0] == pytest.approx(expected.item(), rel=1e-5)
+    exact = {name: p.grad.float() for name, p in before.named_parameters()}
+    assert_each_close_to_largest(gradients, exact, 1e-4)
+
+
+def test_a_teacher_that_is_the_policy_gives_a_loss_and_gradients_of_zero(tmp_path, monkeypatch):
+    model = tiny_model()
+    run, _, gradients = first_step(tmp_path, monkeypatch, model=model, teacher_model=copy.deepcopy(model))
+    assert column(run, "loss")[0] == column(run, "divergence")[0] == 0.0
+    assert max(gradient.abs().max() for gradient in gradients.values()) < 1e-7
+
+
+@pytest.mark.parametrize("changes", [{"micro_batch_tokens": 16}, {"share_prompt": False}, {"padding_free": False}])
+def test_micro_batches_and_layouts_change_nothing(tmp_path, changes):
+    one, other = (
+        trained("Distillation", tmp_path / name, teacher_model=teacher(), num_generations=2, **SGD, **more)
+        for name, more in (("one", {}), ("other", changes))
+    )
+    assert column(one, "loss") == pytest.approx(column(other, "loss"), rel=1e-6)
+    assert_each_close_to_largest(weights(one), weights(other), 1e-6)
+
+
+def test_the_base_without_its_adapter_teaches_as_a_separate_model_does(tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    runs = [
+        trained("Distillation", tmp_path / str(i), model=tiny_model(tied=False), peft_config=lora, teacher_model=each)
+        for i, each in enumerate((None, tiny_model(tied=False)))
+    ]
+    assert min(column(runs[0], "divergence")) > 1e-4
+    assert column(runs[0], "loss") == pytest.approx(column(runs[1], "loss"), rel=1e-6)
+    assert_each_close_to_largest(weights(runs[0]), weights(runs[1]), 1e-6)
+
+
+def test_memory_that_runs_out_in_the_teachers_pass_leaves_the_result_of_smaller_micro_batches(tmp_path, monkeypatch):
+    failures = iter([True])
+
+    def failing(model, batches, *args, **keywords):
+        if next(failures, False):
+            raise MemoryExhaustedError("no room", "no room")
+        return run_passes(model, batches, *args, **keywords)
+
+    monkeypatch.setattr("lowpeak.training.teacher.score", failing)
+    failed = trained("Distillation", tmp_path / "failed", teacher_model=teacher())
+    sizes = {"micro_batch_tokens": failed.run.sizes.micro_batch_tokens}
+    small = trained("Distillation", tmp_path / "small", teacher_model=teacher(), **sizes)
+    assert sizes["micro_batch_tokens"] < 512
+    assert same(weights(failed), weights(small))
+
+
+def test_an_evaluation_measures_the_divergence_and_rewards_train_nothing(tmp_path):
+    def worthless(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    runs = [
+        trained("Distillation", tmp_path / str(i), eval_dataset=rows(4), reward_funcs=each)
+        for i, each in enumerate((None, worthless))
+    ]
+    found = [run.evaluate() for run in runs]
+    assert found[0]["eval_loss"] == found[1]["eval_loss"] == pytest.approx(found[0]["eval_divergence"], rel=1e-6)
+    assert "eval_reward" in found[1].keys() - found[0].keys()
+    assert same(weights(runs[0]), weights(runs[1]))

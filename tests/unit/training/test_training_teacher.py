@@ -1,0 +1,60 @@
+"""What a user is told of a teacher that does not fit the policy."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from lowpeak.errors import ArgumentError
+from small_runs import TOKENIZER, make, saved
+from tiny_models import char_tokenizer, tiny_model
+
+
+def test_a_teacher_is_named_by_a_folder_and_loaded_as_its_arguments_say(tmp_path):
+    folder = saved(tmp_path / "teacher", tiny_model(seed=1))
+    run = make(
+        *("Distillation", tmp_path / "run"),
+        teacher_model=None,
+        teacher_model_name_or_path=folder,
+        teacher_model_init_kwargs={"dtype": "bfloat16"},
+    )
+    assert {str(p.dtype) for p in run.teacher_model.parameters()} == {"torch.bfloat16"}
+    run.train()
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_id_that_differs(tmp_path):
+    other = char_tokenizer("1023456789=")
+    folder = saved(tmp_path / "teacher", tiny_model(seed=1), other)
+    with pytest.raises(ArgumentError, match=r"id 2 is '1' there and '0' here.* 2 of 13"):
+        make("Distillation", tmp_path, teacher_model=folder)
+
+
+def test_a_teacher_with_more_rows_and_tokens_shares_the_policys_ids(tmp_path):
+    folder = saved(tmp_path / "teacher", tiny_model(20, seed=1), char_tokenizer("0123456789=abc"))
+    run = make("Distillation", tmp_path, teacher_model=folder)
+    assert run.run.reference.num_ids == len(TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"teacher_model": None}, "there is no teacher"),
+        ({"teacher_model_name_or_path": "a"}, "both name a teacher"),
+        ({"teacher_model_init_kwargs": {"dtype": "bfloat16"}}, "by name or path"),
+        ({"ref_model": tiny_model()}, "pass teacher_model"),
+        ({"beta": 1.5}, r"beta=1\.5.*\[0, 1\]"),
+    ],
+)
+def test_a_missing_or_doubled_teacher_is_refused_in_one_sentence(tmp_path, changes, words):
+    with pytest.raises(ArgumentError, match=words):
+        make("Distillation", tmp_path, **changes)
+
+
+def test_unequal_end_tokens_and_a_flat_divergence_are_named(tmp_path, caplog):
+    teacher = tiny_model(seed=1)
+    teacher.generation_config.eos_token_id = teacher.config.eos_token_id = 2
+    with caplog.at_level(logging.WARNING):
+        make("Distillation", tmp_path, teacher_model=teacher, beta=0.95)
+    assert "grow without end" in caplog.text
+    assert "beta=0.95" in caplog.text
