@@ -1,4 +1,4 @@
-"""DPO, KTO and distillation beside TRL's trainers on the same weights and rows, in a process of its own: trl changes transformers."""
+"""DPO, KTO and distillation beside TRL's trainers on the same weights and rows, in their own process: trl changes transformers."""
 
 from __future__ import annotations
 

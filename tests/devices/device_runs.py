@@ -36,6 +36,7 @@ CLASSES = {
     "rloo": (lowpeak.RLOOConfig, lowpeak.RLOOTrainer),
     "ppo": (lowpeak.PPOConfig, lowpeak.PPOTrainer),
     "online_dpo": (lowpeak.OnlineDPOConfig, lowpeak.OnlineDPOTrainer),
+    "distillation": (lowpeak.DistillationConfig, lowpeak.DistillationTrainer),
     "sft": (lowpeak.SFTConfig, lowpeak.SFTTrainer),
     "reward": (lowpeak.RewardConfig, lowpeak.RewardTrainer),
 }
@@ -124,6 +125,10 @@ def adapter() -> dict[str, Any]:
     return {"peft_config": LORA}
 
 
+def teacher() -> dict[str, Any]:
+    return {"teacher_model": tiny_model(seed=7)}
+
+
 def reference() -> dict[str, Any]:
     return {"ref_model": tiny_model(seed=7)}
 
@@ -155,6 +160,7 @@ ALGORITHMS: dict[str, Case] = {
     "ppo, a head": Case("ppo", args={"critic": "head", **EACH_STEP, **KL}),
     "ppo, a model": Case("ppo", args={"critic": "model", **KL}),
     "ppo, an adapter": Case("ppo", args={"critic": "adapter", **KL}, parts=adapter),
+    "distillation": Case("distillation", args={"beta": 0.5, "micro_batch_tokens": 24, **EACH_STEP}, parts=teacher),
     "online dpo, ipo": Case("online_dpo", args={"loss_type": "ipo"}),
     "sft": Case("sft", args=EACH_STEP, exports=True),
     "sft, an adapter": Case("sft", parts=adapter, exports=True),
@@ -185,6 +191,7 @@ OFFLOADS: dict[str, Case] = {
     "during the rollout, a reward model": Case(device_args=AWAY, model=wide, parts=reward_model),
     "during the rollout, ppo": Case("ppo", args={"critic": "model", "num_iterations": 1}, device_args=AWAY, model=wide),
     "frozen models, a reference": Case(args=KL, device_args=FROZEN_AWAY, model=deep),
+    "frozen models, a teacher": Case("distillation", device_args=FROZEN_AWAY, parts=lambda: {"teacher_model": deep()}),
     "frozen models, a reward model": Case(args=KL, device_args=FROZEN_AWAY, model=deep, parts=reward_model),
     "activations, grpo": Case(args={**KL, **MANY}, device_args=ACTIVATIONS_AWAY, model=wide),
     "activations, all of them": Case(

@@ -245,6 +245,8 @@ def build(
             base.pop(name)
     else:
         more["reward_funcs"] = rewards or spread
+    if algorithm == "Distillation":
+        more["teacher_model"] = tiny_model(len(tokenizer), seed=1, hidden=48)
     if algorithm == "Reward":
         base.pop("logprob_chunk_size")
     args = config(**{**base, **arguments})

@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak.arguments import ColocateSettings, MemorySettings, StorageFormat
+from lowpeak.heads import causal_lm
 from lowpeak.memory import Kind, PhaseMemory, bytes_outside_allocator, most_streamed_bytes
 from lowpeak.parallel import Sharding, decoder_layers
 from lowpeak.plan.hardware import GB, Machine
@@ -163,7 +164,7 @@ def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
     request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
     held = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
     if inputs.has_separate_reference and not inputs.settings.memory.offload_frozen_models:
-        held[Kind.FROZEN] = inputs.checkpoint_dtype.itemsize * inputs.counts.total
+        held[Kind.FROZEN] = _frozen_bytes(inputs)[0]
     elsewhere = set(row.on_host) | (set() if gradients else {Kind.GRADIENTS})
     if storage is not None and storage.offload:
         elsewhere |= {Kind.GRADIENTS, Kind.OPTIMIZER}
@@ -294,12 +295,28 @@ def _num_shards(request: PlanRequest) -> int:
     return ranks // request.sharding.num_copies(ranks, request.machine.num_hosts) if request.sharding.gathers else 1
 
 
+def _frozen_bytes(inputs: RunInputs) -> tuple[int, int]:
+    """Return the bytes of a separate reference or teacher, and those that a pass has of it layer by layer."""
+    if inputs.request.teacher_config is None:
+        itemsize = inputs.checkpoint_dtype.itemsize
+        return itemsize * inputs.counts.total, int(itemsize * inputs.counts.in_pass)
+    if inputs.teacher_bytes is None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = inputs.make_reference()
+            *layers, head, total = (
+                sum(parameter.nbytes for parameter in module.parameters())
+                for module in (*decoder_layers(model), causal_lm(model).get_output_embeddings(), model)
+            )
+            inputs.teacher_bytes = total, 2 * max(layers, default=0) + 2 * head
+    return inputs.teacher_bytes
+
+
 def streamed_bytes(inputs: RunInputs, phase: str) -> int:
     """Return the bytes of frozen models on a device while a phase runs one of them from host memory."""
     if phase not in FROZEN_PHASES:
         return 0
     if inputs.request.world_size > 1:  # gathered by FSDP2
-        return int(inputs.checkpoint_dtype.itemsize * inputs.counts.in_pass)
+        return _frozen_bytes(inputs)[1]
     key = (phase, inputs.checkpoint_dtype)
     if key not in inputs.streamed:
         makers: list[Callable[[], nn.Module]] = [reward.make_model for reward in inputs.rewards]

@@ -238,7 +238,8 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
     cache_dtype = torch.bfloat16 if inputs.args.bf16 else torch.float32
     kv_bytes = parts * inputs.sequence_bytes(prompt + completion, cache_dtype) // (prompt + completion)
     needs = inputs.algorithm.needs
-    passes = int(bool(needs & {"old", "entropy", "values"})) + int("reference" in needs)
+    has_teacher = inputs.algorithm.divergence is not None
+    passes = int(bool(needs & {"old", "entropy", "values"})) + int("reference" in needs or has_teacher)
     scored = inputs.sequences_of_rank
     if not inputs.is_online:
         scored = -(-inputs.rows_per_step // inputs.request.world_size)

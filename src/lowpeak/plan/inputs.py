@@ -83,6 +83,7 @@ class RunInputs:
         self.config = shard_config(request.config, request.tensor_parallel)
         self._free_bytes = free_bytes
         self.counts: Any = None  # ModelCounts, once the model was counted
+        self.teacher_bytes: tuple[int, int] | None = None  # once they were counted
         self.streamed: dict[tuple[str, torch.dtype], int] = {}  # by phase and the checkpoint's dtype, once computed
         self._batches: dict[tuple[int, str, int, int], list[MicroBatch]] = {}
 

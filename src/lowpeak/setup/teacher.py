@@ -28,6 +28,11 @@ def load_teacher(
         given is None or teacher.name is None,
         "teacher_model and teacher_model_name_or_path both name a teacher: pass one.",
     )
+    require(
+        placed["model_parallel"].tensor == 1,
+        "distillation does not go with tensor parallelism, under which no device has the teacher's whole head: shard with fsdp2 "
+        "or zero3.",
+    )
     model = teacher.name if given is None else given
     require(
         not teacher.loading or isinstance(model, str),

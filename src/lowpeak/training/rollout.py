@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +116,7 @@ def _score_batches(
     guard.batches = batches  # a separate reference's passes, which run without the guard, can be the first to fail
     passes: dict[str, list[dict[str, Tensor]]] = {}
     if needs & {"old", "entropy", "values"}:
-        request_fields = {"entropy": "entropy" in needs, "values": "values" in needs}
+        request_fields: dict[str, Any] = {"entropy": "entropy" in needs, "values": "values" in needs}
         request_fields["logprobs"] = bool(needs & {"old", "entropy"})
         passes["old"] = score(model, batches, run.logprob_settings, guard, **request_fields)
     if "reference" in needs:

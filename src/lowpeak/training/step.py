@@ -35,6 +35,7 @@ from lowpeak.heads import (
     eval_mode,
     sequences_per_token,
 )
+from lowpeak.memory import AsyncHostMover
 from lowpeak.parallel import Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
@@ -59,17 +60,24 @@ class LogprobSettings:
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """A teacher's hidden states of a step's micro-batches, [T, E] each, in host memory; `add_head` makes a teacher of them."""
+    """A teacher's hidden states of a step's micro-batches, [T, E] each, in host memory; `add_head` makes a teacher of them.
+
+    `mover` brings them back to the device; None if the device's memory is the host's.
+    """
 
     states: Sequence[Tensor]
     add_head: Callable[[Tensor], Teaching]
+    mover: AsyncHostMover | None = None
 
     def of_batch(self, number: int, batch: MicroBatch, device: torch.device) -> Teaching:
         """Return the teacher of micro-batch `number`; one of zeros for a batch without weight that stands in for it."""
         states_TE, num_tokens = self.states[number], len(batch.targets_T)
         if len(states_TE) != num_tokens:
-            states_TE = states_TE.new_zeros(num_tokens, states_TE.shape[1])
-        return self.add_head(states_TE.to(device, non_blocking=True))
+            return self.add_head(states_TE.new_zeros(num_tokens, states_TE.shape[1], device=device))
+        if self.mover is not None:
+            states_TE = self.mover.to_device(states_TE)
+            self.mover.wait(states_TE)
+        return self.add_head(states_TE)
 
 
 def score(
@@ -78,19 +86,19 @@ def score(
     settings: LogprobSettings,
     guard: GuardedPasses | None = None,
     *,
-    to_host: bool = False,
+    to_host: Callable[[Tensor], Tensor] | None = None,
     **request_fields: bool,
 ) -> list[dict[str, Tensor]]:
     """Return the log-probs of each micro-batch's loss tokens, by name and without gradients: stage 8.
 
     `request_fields` are fields of HeadRequest that add entropies (`entropy`), a critic's values (`values`) or hidden states
-    (`states`), or leave the log-probs out (`logprobs=False`). With `to_host` each micro-batch's results go to host memory
-    at once. With a `guard` all ranks raise the error of one of them.
+    (`states`), or leave the log-probs out (`logprobs=False`). `to_host` moves each micro-batch's results to host memory. With
+    a `guard` all ranks raise the error of one of them.
     """
 
     def forward(batch: MicroBatch) -> dict[str, Tensor]:
         answer = _forward(model, batch.to(settings.device), settings, **request_fields)
-        return {name: values.to("cpu") for name, values in answer.items()} if to_host else answer
+        return answer if to_host is None else {name: to_host(values) for name, values in answer.items()}
 
     with torch.no_grad():
         return run_guarded(guard, forward, micro_batches)

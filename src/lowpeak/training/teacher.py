@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.heads import OwnStates, Teaching, eval_mode, teacher_head
-from lowpeak.memory import Phase
+from lowpeak.memory import AsyncHostMover, Phase, has_device_memory
 from lowpeak.models import Reference
 from lowpeak.parallel import is_sharded
 from lowpeak.records import MicroBatch
@@ -45,7 +45,8 @@ def teacher_states(
 
     The head of a teacher that is sharded, or in host memory, is copied to the device for the step.
     """
-    separate, num_ids = teacher.model, teacher.num_ids
+    separate, num_ids, device = teacher.model, teacher.num_ids, settings.device
+    mover = AsyncHostMover(device) if has_device_memory(device) else None
     with teacher.ready(), eval_mode(policy):
         # A separate model has no collectives, or runs in lockstep: its errors need no guard.
         passes = score(
@@ -53,7 +54,7 @@ def teacher_states(
             batches,
             settings,
             None if separate else guard,
-            to_host=True,
+            to_host=None if mover is None else mover.to_host,
             logprobs=False,
             states=True,
         )
@@ -61,8 +62,8 @@ def teacher_states(
         if separate is None:
             add_head = partial(OwnStates, adapters=teacher.has_adapters, num_ids=num_ids)
         else:
-            add_head = _held_head(separate, num_ids, settings.device)
-    return TeacherStates([answer["states"] for answer in passes], add_head)
+            add_head = _held_head(separate, num_ids, device)
+    return TeacherStates([answer["states"] for answer in passes], add_head, mover)
 
 
 def _held_head(model: nn.Module, num_ids: int | None, device: torch.device) -> Callable[[Tensor], Teaching]:
