@@ -14,7 +14,17 @@ from peft import LoraConfig
 from transformers import Gemma3TextConfig, NemotronHConfig, Qwen2Config, Qwen3MoeConfig
 
 from case_selection import mark_extended
-from lowpeak import DPOConfig, GRPOConfig, KTOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak import (
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    PPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+)
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import COPIES_UNDER_WAY
 from lowpeak.memory.usage import Kind
@@ -37,9 +47,9 @@ WIDE = copy.deepcopy(SMALL)
 WIDE.dtype = torch.float32
 CONFIGS = {
     "grpo": GRPOConfig, "rloo": RLOOConfig, "ppo": PPOConfig, "online-dpo": OnlineDPOConfig, "sft": SFTConfig,
-    "reward": RewardConfig, "dpo": DPOConfig, "kto": KTOConfig,
+    "reward": RewardConfig, "dpo": DPOConfig, "kto": KTOConfig, "distillation": DistillationConfig,
 }  # fmt: skip
-ONLINE = ("grpo", "rloo", "ppo", "online-dpo")
+ONLINE = ("grpo", "rloo", "ppo", "online-dpo", "distillation")
 EIGHT = Machine(8, 80 * GIB)
 ON_CPU = Machine(1, 80 * GIB, device="cpu")
 
@@ -235,6 +245,22 @@ def test_a_deep_model_has_the_plan_that_few_of_its_layers_show(config, strategy,
     }
     assert (quick.to_host, quick.to_device) == (whole.to_host, whole.to_device)
     assert all(value >= 0 for phase in quick.phases.values() for value in phase.device.values())
+
+
+def test_a_teacher_is_planned_as_it_is_loaded_sharded_and_in_host_memory():
+    def planned(strategy="single", **changes):
+        return make_plan(replace(request("distillation", strategy, **changes), teacher_config=WIDE))
+
+    whole = planned()
+    policy = whole.counts.total
+    assert whole.phases["score"].device[Kind.FROZEN] == pytest.approx(4 * policy, rel=0.01)
+    narrow = planned(teacher_model_init_kwargs={"dtype": "bfloat16"})
+    assert narrow.phases["score"].device[Kind.FROZEN] == pytest.approx(2 * policy, rel=0.01)
+    shard = planned("fsdp2").phases["score"].device[Kind.FROZEN]
+    assert shard == pytest.approx(4 * policy / 8, rel=0.02)
+    away = planned(offload_frozen_models=True).phases["score"]
+    assert away.device[Kind.FROZEN] < 4 * policy
+    assert away.host[Kind.FROZEN] == pytest.approx(4 * policy, rel=0.01)
 
 
 def test_hsdp_shards_within_a_host_alone():
