@@ -12,6 +12,7 @@ from lowpeak.attention.self_check import packing_mismatch as packing_mismatch
 from lowpeak.attention.spans import FULL as FULL
 from lowpeak.attention.spans import Span as Span
 from lowpeak.attention.spans import attends as attends
+from lowpeak.attention.spans import check_spans as check_spans
 from lowpeak.attention.spans import masks_by_type as masks_by_type
 from lowpeak.attention.spans import span_of_layer as span_of_layer
 from lowpeak.attention.spans import spans_by_type as spans_by_type

@@ -4,10 +4,14 @@ transformers names the kind of each layer in `config.layer_types`; its models ta
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from lowpeak.errors import ModelError
 
 Position = TypeVar("Position", int, Tensor)
 
@@ -34,6 +38,11 @@ class Span(NamedTuple):
 
 FULL = Span()
 STATE_TYPES = {"linear_attention", "conv"}  # of layers that do not attend
+# The function of transformers' masking by which a family's code applies the spans of a layer type.
+_MAKERS = {
+    "sliding_attention": "create_sliding_window_causal_mask",
+    "chunked_attention": "create_chunked_causal_mask",
+}
 _SIZES = {"sliding_attention": ("sliding_window", False), "chunked_attention": ("attention_chunk_size", True)}
 
 
@@ -45,6 +54,33 @@ def spans_by_type(config: Any) -> dict[str, Span]:
         types = sized[:1] or ["full_attention"]
     sizes = {name: _SIZES[name] for name in types if name in _SIZES}
     return {name: Span(getattr(config, sizes[name][0]), sizes[name][1]) if name in sizes else FULL for name in types}
+
+
+def check_spans(model: nn.Module) -> None:
+    """Raise ModelError for a model of transformers whose cache has windows that its layers do not apply.
+
+    transformers makes caches by the config alone, and each family's code its masks: `generate()` then samples wrong tokens.
+    """
+    reason = _mismatch(model) if type(model).__module__.startswith("transformers.") else None
+    if reason is not None:
+        raise ModelError(
+            f"the model's config does not fit its class: {reason}. Its cache would drop tokens that its layers attend to: correct "
+            "config.json."
+        )
+
+
+def _mismatch(model: Any) -> str | None:
+    code, spans = sys.modules[type(model).__module__], spans_by_type(model.config.get_text_config(decoder=True))
+    for name in spans.keys() & _MAKERS.keys():
+        size = f"{_SIZES[name][0]}={spans[name].size}"
+        if not spans[name].size:
+            return f"{size}, and a window has at least one token"
+        if not hasattr(code, _MAKERS[name]):
+            return f"{type(model).__name__} does not apply {size} ({name})"
+    of_layers = {span for name, span in spans.items() if name not in STATE_TYPES}
+    if len(of_layers) > 1 and "layer_types" not in inspect.getsource(code):
+        return f"{type(model).__name__} has layers of one kind, and layer_types lists {', '.join(sorted(spans))}"
+    return None
 
 
 def attends(config: Any) -> bool:

@@ -83,13 +83,16 @@ def print_model(arguments: Sequence[str]) -> int:
     parser = ErrorParser("lowpeak env MODEL", description="Show what lowpeak does with a model.", allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a folder, a config.json or a hub name; only its config is read")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="json: one document on stdout")
+    parser.add_argument(
+        "--trust_remote_code", choices=("true", "false"), default="false", help="run the model's own code"
+    )
     options = parser.parse_args(list(arguments))
-    facts = model_facts(options.model)
+    facts = model_facts(options.model, options.trust_remote_code == "true")
     print(json.dumps(facts, indent=2) + "\n" if options.format == "json" else _to_lines(facts), end="")
     return 0
 
 
-def model_facts(name: str) -> dict[str, Any]:
+def model_facts(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """Return a model's generation path, layout, kernels, adapter and cache, by name."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -99,7 +102,7 @@ def model_facts(name: str) -> dict[str, Any]:
     from lowpeak.plan import make_model
     from lowpeak.rollout.native import measure_cache
 
-    config = from_pretrained(AutoConfig, name)
+    config = from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
     with FakeTensorMode():
         model = make_model(AutoModelForCausalLM, config)
     experts, cache = sorted(expert_parameters(model)), measure_cache(model, torch.bfloat16)

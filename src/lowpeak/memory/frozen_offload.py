@@ -49,7 +49,7 @@ def most_streamed_bytes(model: nn.Module, layers: Collection[nn.Module], least_b
     units, _ = _find_units(model, layers, least_bytes)
     outer = {group for unit in units if unit.has_units for group in unit.groups}
     inner = [unit.groups for unit in units if not unit.has_units]
-    pairs = zip(inner, [*inner[1:], []], strict=True)
+    pairs = zip(inner, [*inner[1:], []], strict=False)
     return max((sum(group.num_bytes for group in outer.union(*pair)) for pair in pairs), default=0)
 
 

@@ -24,6 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings
+from lowpeak.attention import check_spans
 from lowpeak.data import check_tokenizer
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.heads import (
@@ -67,6 +68,7 @@ def load_policy(
     freeze_other_modalities(policy)
     if peft_config is not None:
         policy = add_training_adapter(policy, peft_config)
+        freeze_other_modalities(policy)
         warn_of_frozen_experts(policy)
     elif getattr(policy, "is_quantized", False) and not is_peft(policy):
         raise ArgumentError("a quantised model trains through an adapter: pass peft_config=LoraConfig(...).")
@@ -144,8 +146,15 @@ def freeze_other_modalities(policy: nn.Module) -> None:
 
 
 def _check_policy(policy: nn.Module) -> None:
-    """Raise an error for a policy whose training would silently fail or have no effect."""
+    """Raise an error for a policy whose training or generation would silently fail or have no effect."""
+    check_spans(transformers_model(policy))
     if not any(parameter.requires_grad for parameter in policy.parameters()):
+        config = transformers_model(policy).config
+        if is_peft(policy) and config.get_text_config() is not config:
+            raise ArgumentError(
+                "the adapter has no trainable part in the text model, and images and sound are not trained: choose other "
+                "target_modules, such as 'all-linear'."
+            )
         raise ModelError(
             "the model has no trainable weights, so training would change nothing: call requires_grad_(True) on the weights to "
             "train, or load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."

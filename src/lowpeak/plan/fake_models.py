@@ -17,6 +17,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import lowpeak.models
+from lowpeak.attention import check_spans
 from lowpeak.errors import ModelError
 from lowpeak.models import auto_class, freeze_other_modalities, make_whole_models
 
@@ -32,6 +33,8 @@ def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
         )
     with make_whole_models():
         model = classes.from_config(config, dtype=dtype)
+    if auto is AutoModelForCausalLM:
+        check_spans(model)
     model.tie_weights()
     freeze_other_modalities(model)
     for module in model.modules():

@@ -169,3 +169,8 @@ def test_a_cpu_whose_memory_is_the_hosts_keeps_the_model_as_it_is():
     with frozen.ready() as ready:
         assert {name: p.data_ptr() for name, p in ready.named_parameters()} == before
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_model_of_small_layers_alone_streams_nothing():
+    model = nn.Linear(2, 2)
+    assert most_streamed_bytes(model, [model], 1 << 20) == 0
