@@ -32,7 +32,9 @@ def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
             f"transformers has no {auto.__name__} for {config.model_type}: choose a model of another family."
         )
     with make_whole_models():
-        model = classes.from_config(config, dtype=dtype)
+        # A config of the model's own code was loaded with trust_remote_code.
+        is_trusted = type(config).__module__.startswith("transformers_modules.")
+        model = classes.from_config(config, dtype=dtype, trust_remote_code=is_trusted)
     if auto is AutoModelForCausalLM:
         check_spans(model)
     model.tie_weights()
