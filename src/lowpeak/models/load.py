@@ -24,7 +24,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lowpeak.arguments import NOT_PARALLEL, ModelParallel, ModelSettings
-from lowpeak.attention import check_spans
 from lowpeak.data import check_tokenizer
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.heads import (
@@ -146,8 +145,7 @@ def freeze_other_modalities(policy: nn.Module) -> None:
 
 
 def _check_policy(policy: nn.Module) -> None:
-    """Raise an error for a policy whose training or generation would silently fail or have no effect."""
-    check_spans(transformers_model(policy))
+    """Raise an error for a policy whose training would silently fail or have no effect."""
     if not any(parameter.requires_grad for parameter in policy.parameters()):
         config = transformers_model(policy).config
         if is_peft(policy) and config.get_text_config() is not config:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowpeak.arguments import MemorySettings, RunFacts
+from lowpeak.attention import check_spans
 from lowpeak.checkpoint import converts_weights
 from lowpeak.data import PromptReader, padding_id
 from lowpeak.errors import ModelError
@@ -155,6 +156,7 @@ def make_run(
     # A cache of bf16 copies would keep 2 bytes per parameter until a forward pass ends, and each copy is used once.
     context.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     with ranks.propagate_errors():
+        check_spans(transformers_model(policy))
         head.install(policy, cast_head_to_fp32=cast_head)
     load_balance = load_balance_of(transformers_model(policy), passes.router_aux_loss_coef)
     if load_balance is not None:  # sequences with zero advantages move the routers, too
