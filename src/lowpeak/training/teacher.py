@@ -6,6 +6,7 @@ chunk by chunk (see `logprobs/divergence.py`), so no log-probs of the teacher ar
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,11 @@ from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.run import RunContext
 from lowpeak.training.step import LogprobSettings, TeacherStates, score
 
+logger = logging.getLogger(__name__)
+
+_MEASURED_TOKENS = 16
+_LEAST_MASS = 1e-3
+
 
 def run_teacher(context: RunContext, batches: Sequence[MicroBatch], guard: GuardedPasses) -> TeacherStates | None:
     """Run the run's teacher, if it has one, over a step's micro-batches; all ranks raise the error of one of them."""
@@ -31,7 +37,10 @@ def run_teacher(context: RunContext, batches: Sequence[MicroBatch], guard: Guard
     assert run.reference is not None, "a divergence has a teacher"
     guard.batches = batches  # a separate teacher's passes, which run without the guard, can be the first to fail
     with run.strategy.ranks.propagate_errors(), run.tracker.phase(Phase.SCORE):
-        return teacher_states(context.model_wrapped, run.reference, batches, run.logprob_settings, guard)
+        states = teacher_states(context.model_wrapped, run.reference, batches, run.logprob_settings, guard)
+        if context.state.global_step == 0 and batches:
+            _warn_of_other_ids(states.of_batch(0, batches[0], run.logprob_settings.device), run.logprob_settings)
+    return states
 
 
 def teacher_states(
@@ -64,6 +73,23 @@ def teacher_states(
         else:
             add_head = _held_head(separate, num_ids, device)
     return TeacherStates([answer["states"] for answer in passes], add_head, mover)
+
+
+@torch.no_grad()
+def _warn_of_other_ids(teacher: Teaching, settings: LogprobSettings) -> None:
+    """Warn if a separate teacher often chooses ids that the policy lacks, which divergences leave out."""
+    if isinstance(teacher, OwnStates) or teacher.num_ids is None or not isinstance(teacher.head, Tensor):
+        return
+    if len(teacher.head) == teacher.num_ids:
+        return
+    some_NE = teacher.hidden_TE[:_MEASURED_TOKENS].to(teacher.head.dtype)
+    logits_NW = teacher.scale.apply(nn.functional.linear(some_NE, teacher.head, teacher.bias_W)).float()
+    mass = float((logits_NW / settings.temperature).softmax(-1)[:, teacher.num_ids :].sum(-1).mean())
+    if mass > _LEAST_MASS:
+        logger.warning(
+            "The teacher gives %.2g of its probability to ids from %d on, which the policy lacks: it is compared without them.",
+            *(mass, teacher.num_ids),
+        )
 
 
 def _held_head(model: nn.Module, num_ids: int | None, device: torch.device) -> Callable[[Tensor], Teaching]:

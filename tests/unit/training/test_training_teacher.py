@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 
 from lowpeak.errors import ArgumentError
 from small_runs import SAVED, SGD, TOKENIZER, column, make, same, saved, trained, weights
@@ -49,6 +50,18 @@ def test_a_teacher_with_more_rows_and_tokens_shares_the_policys_ids(tmp_path):
 def test_a_missing_or_doubled_teacher_is_refused_in_one_sentence(tmp_path, changes, words):
     with pytest.raises(ArgumentError, match=words):
         make("Distillation", tmp_path, **changes)
+
+
+@pytest.mark.parametrize("share", ["most", "little"])
+def test_probability_of_ids_that_the_policy_lacks_is_named(tmp_path, caplog, share):
+    teacher = tiny_model(20, seed=1, tied=False)
+    with torch.no_grad():
+        teacher.lm_head.weight[13:] = 0.0 if share == "most" else teacher.lm_head.weight[:7] * 0.0
+        if share == "little":
+            teacher.lm_head.bias = torch.nn.Parameter(torch.tensor([0.0] * 13 + [-50.0] * 7))
+    with caplog.at_level(logging.WARNING):
+        trained("Distillation", tmp_path, teacher_model=teacher)
+    assert ("from 13 on" in caplog.text) == (share == "most")
 
 
 def test_unequal_end_tokens_and_a_flat_divergence_are_named(tmp_path, caplog):
