@@ -33,16 +33,16 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_model(seed: int) -> Qwen2ForCausalLM:
-    """A transformer of Qwen2's shape with half a million parameters, randomly initialised."""
+def make_model(seed: int, hidden_size: int = 128) -> Qwen2ForCausalLM:
+    """A transformer of Qwen2's shape with half a million parameters, or more, randomly initialised."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=13,
-        hidden_size=128,
+        hidden_size=hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        intermediate_size=512,
+        intermediate_size=4 * hidden_size,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         pad_token_id=0,
@@ -79,16 +79,18 @@ def _random_prompts(seed: int) -> Iterator[str]:
         yield f"{draw.randrange(10**NUM_DIGITS):0{NUM_DIGITS}d}="
 
 
-def make_demonstrations(num_rows: int, seed: int) -> Dataset:
-    """Prompts with completions to imitate, of which most are wrong: two neighbours are swapped."""
+def make_demonstrations(num_rows: int, seed: int, wrong_share: float = WRONG_SHARE) -> Dataset:
+    """Prompts with completions to imitate, of which by default most are wrong: two neighbours are swapped."""
     draw = random.Random(seed)
     prompts = draw_prompts(num_rows, seed + 1)
-    return Dataset.from_dict({"prompt": prompts, "completion": [_demonstrate(prompt, draw) for prompt in prompts]})
+    return Dataset.from_dict(
+        {"prompt": prompts, "completion": [_demonstrate(prompt, draw, wrong_share) for prompt in prompts]}
+    )
 
 
-def _demonstrate(prompt: str, draw: random.Random) -> str:
+def _demonstrate(prompt: str, draw: random.Random, wrong_share: float) -> str:
     digits = list(answer_to(prompt))
-    if draw.random() < WRONG_SHARE:
+    if draw.random() < wrong_share:
         left = draw.randrange(NUM_DIGITS - 1)
         digits[left], digits[left + 1] = digits[left + 1], digits[left]
     return "".join(digits)

@@ -32,6 +32,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from lowpeak import (
+    DistillationConfig,
+    DistillationTrainer,
     GRPOConfig,
     GRPOTrainer,
     OnlineDPOConfig,
@@ -54,7 +56,9 @@ TASKS: Mapping[str, tuple[Any, Callable[..., list[float]]]] = {
     "sentences": (sentences, sentences.number_of_sentences_is_right),
 }
 OUTPUT_DIR = "runs/quickstart"
-DEFAULT_MODEL = {"grpo": "smollm2", "rloo": "smollm2", "ppo": "tiny", "online-dpo": "tiny"}
+DEFAULT_MODEL = {"grpo": "smollm2", "rloo": "smollm2", "ppo": "tiny", "online-dpo": "tiny", "distillation": "tiny"}
+TEACHER = {"max_steps": 450, "per_device_train_batch_size": 128}
+DISTILLATION_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ def main() -> None:
     args = trainer.args
     print(
         f"2/3  {options.algorithm.upper()}: {args.max_steps} steps of "
-        f"{args.per_device_train_batch_size // GENERATIONS} prompts x {GENERATIONS}",
+        f"{args.per_device_train_batch_size // args.num_generations} prompts x {args.num_generations}",
         flush=True,
     )
     trainer.train()
@@ -130,7 +134,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """The few things that can be chosen."""
     parser = argparse.ArgumentParser(
-        description="See GRPO, RLOO, PPO or Online DPO teach a task to a small language model."
+        description="See GRPO, RLOO, PPO, Online DPO or a teacher teach a task to a small language model."
     )
     parser.add_argument("--algorithm", choices=list(DEFAULT_MODEL), default="grpo")
     parser.add_argument(
@@ -144,6 +148,8 @@ def parse() -> argparse.Namespace:
     options.model = options.model or ("tiny" if options.task == "tools" else DEFAULT_MODEL[options.algorithm])
     if options.task in TASKS and options.model == "tiny":
         parser.error("--task: the tiny model has tasks of its own; leave --task out, or add --model smollm2")
+    if options.algorithm == "distillation" and (options.model, options.task) != ("tiny", None):
+        parser.error("--algorithm distillation: its teacher has learned to sort; leave --model and --task out")
     if options.task == "tools" and options.model == "smollm2":
         parser.error("--task tools: only the tiny model has this task; leave --model out")
     options.task = options.task or "sums"
@@ -223,7 +229,8 @@ def make_tiny_lesson(options: argparse.Namespace) -> Lesson:
         files["preferences"] = noisy_sort.make_preferences(PREFERENCES, seed)
     write_rows(folder, files)
     print(f"1/3  supervised start: {len(demonstrations)} demonstrations, most of them wrong on purpose", flush=True)
-    model, tokenizer = warm_start(task, folder, demonstrations, seed)
+    tokenizer = task.module.make_tokenizer()
+    model = imitate(task.module.make_model(seed), tokenizer, demonstrations, folder / "warm_start", seed, task.warm)
     settings = {
         "max_completion_length": task.module.MAX_COMPLETION_LENGTH,
         "per_device_train_batch_size": TINY_PROMPTS * GENERATIONS,
@@ -258,12 +265,10 @@ def write_rows(folder: Path, datasets: Mapping[str, Dataset]) -> None:
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
-def warm_start(task: TinyTask, folder: Path, demonstrations: Dataset, seed: int) -> tuple[Any, Any]:
-    """A new model, and its tokenizer, after too little supervised training on mostly wrong answers."""
-    tokenizer = task.module.make_tokenizer()
-    model = task.module.make_model(seed)
+def imitate(model: Any, tokenizer: Any, rows: Dataset, folder: Path, seed: int, sizes: Mapping[str, Any]) -> Any:
+    """The model after supervised training on demonstrations."""
     args = SFTConfig(
-        output_dir=str(folder / "warm_start"),
+        output_dir=str(folder),
         learning_rate=1e-3,
         adam_beta2=0.98,
         weight_decay=0.0,
@@ -272,33 +277,45 @@ def warm_start(task: TinyTask, folder: Path, demonstrations: Dataset, seed: int)
         save_strategy="no",
         disable_tqdm=not sys.stderr.isatty(),
         seed=seed,
-        **task.warm,
+        **sizes,
     )
-    trainer = SFTTrainer(model=model, args=args, train_dataset=demonstrations, processing_class=tokenizer)
+    trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
     log_shortly(trainer)
     trainer.train()
     trainer.save_model()
-    return trainer.model, tokenizer
+    return trainer.model
+
+
+def make_teacher(lesson: Lesson, seed: int) -> Any:
+    """A larger model that has learned the tiny model's task from right demonstrations."""
+    rows = noisy_sort.make_demonstrations(TEACHER["max_steps"] * TEACHER["per_device_train_batch_size"], seed, 0.0)
+    print(f"     a teacher: {len(rows)} right demonstrations", flush=True)
+    model, folder = noisy_sort.make_model(seed, hidden_size=160), lesson.folder / "teacher"
+    return imitate(model, lesson.tokenizer, rows, folder, seed, TEACHER)
 
 
 def make_trainer(options: argparse.Namespace, lesson: Lesson) -> Any:
-    """Make the algorithm's trainer; Online DPO has a KL penalty besides, PPO a critic."""
+    """Make the algorithm's trainer; Online DPO has a KL penalty besides, PPO a critic, distillation a teacher."""
     critic = {"num_iterations": 2, "value_learning_rate": 1e-2, "vf_coef": 0.5, "cliprange_value": None}
     config_class, trainer_class, more = {
         "grpo": (GRPOConfig, GRPOTrainer, {"beta": 0.0}),
         "rloo": (RLOOConfig, RLOOTrainer, {"beta": 0.0}),
         "ppo": (PPOConfig, PPOTrainer, {"beta": 0.0, **critic}),
         "online-dpo": (OnlineDPOConfig, OnlineDPOTrainer, {"beta": 0.1}),
+        "distillation": (DistillationConfig, DistillationTrainer, {}),
     }[options.algorithm]
+    settings = {"max_steps": options.steps or lesson.steps, "num_generations": GENERATIONS, **lesson.settings, **more}
+    parts = {}
+    if options.algorithm == "distillation":
+        parts["teacher_model"] = make_teacher(lesson, options.seed)
+        settings |= {"max_steps": options.steps or DISTILLATION_STEPS, "num_generations": 1}
+        settings["per_device_train_batch_size"] = 128
     args = config_class(
         output_dir=str(lesson.folder),
-        max_steps=options.steps or lesson.steps,
-        num_generations=GENERATIONS,
         weight_decay=0.0,
         disable_tqdm=not sys.stderr.isatty(),
         seed=options.seed,
-        **lesson.settings,
-        **more,
+        **settings,
     )
     trainer = trainer_class(
         model=lesson.model,
@@ -308,6 +325,7 @@ def make_trainer(options: argparse.Namespace, lesson: Lesson) -> Any:
         eval_dataset=lesson.held_out,
         processing_class=lesson.tokenizer,
         tools=lesson.tools,
+        **parts,
     )
     log_shortly(trainer)
     return trainer
