@@ -42,6 +42,10 @@ def load_teacher(
         model is not None or is_peft(policy),
         "there is no teacher: pass teacher_model, or a peft_config, under which the base without its adapter can teach.",
     )
+    require(
+        isinstance(model, str) or model is not origin,
+        "teacher_model is the model itself, which training changes: pass a copy of it.",
+    )
     if model is None:
         return None
     plain = replace(settings, model_init_kwargs=teacher.loading, storage=None, adapter_storage=None, keeps_bf16=False)

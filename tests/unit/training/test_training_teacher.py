@@ -41,6 +41,7 @@ def test_a_teacher_with_more_rows_and_tokens_shares_the_policys_ids(tmp_path):
     ("changes", "words"),
     [
         ({"teacher_model": None}, "there is no teacher"),
+        ({"teacher_model": (same_model := tiny_model()), "model": same_model}, "the model itself"),
         ({"teacher_model_name_or_path": "a"}, "both name a teacher"),
         ({"teacher_model_init_kwargs": {"dtype": "bfloat16"}}, "by name or path"),
         ({"ref_model": tiny_model()}, "pass teacher_model"),
