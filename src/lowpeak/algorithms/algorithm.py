@@ -134,7 +134,8 @@ class Algorithm:
                 )
         if self.loss is None and self.values is None and self.divergence is None:
             raise ArgumentError(
-                f"the algorithm {self.name!r} has no loss, values or divergence, and would train nothing: give one."
+                f"the algorithm {self.name!r} has loss=None, values=None and divergence=None, and would train nothing: "
+                "give one."
             )
         if self.divergence is not None and self.unit != "token":
             raise ArgumentError(

@@ -66,6 +66,7 @@ def planned_request(run: RunDescription) -> PlanRequest:
         run.prompt_tokens,
         run.quantized_bits,
         run.num_rewards,
+        teacher_config=run.teacher_config,
     )
 
 

@@ -27,8 +27,8 @@ class PlanRequest:
     tensor_parallel   devices of a tensor parallel group
     prompt_tokens     length of a prompt; every completion is planned at its maximal length
     quantized_bits    4 or 8 for a frozen base that bitsandbytes quantises
-    teacher_config    transformers config of a separate teacher; its arguments of loading are in `args`
     num_rewards       functions and models
+    teacher_config    transformers config of a separate teacher; its arguments of loading are in `args`
     """
 
     kind: str
@@ -41,8 +41,8 @@ class PlanRequest:
     tensor_parallel: int = 1
     prompt_tokens: int = 512
     quantized_bits: Any = None
-    teacher_config: Any = None
     num_rewards: int = 1
+    teacher_config: Any = None
 
     @property
     def acting_args(self) -> Any:

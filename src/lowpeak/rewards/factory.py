@@ -70,6 +70,8 @@ def make_rewards(
         ModelError: a reward model or its tokenizer cannot be loaded.
     """
     items = as_list(reward_funcs)
+    if not items:
+        raise ArgumentError("There is no reward: pass at least one in `reward_funcs`.")
     tokenizers = [None] * len(items) if reward_processing_classes is None else as_list(reward_processing_classes)
     if len(tokenizers) != len(items):
         raise ArgumentError(

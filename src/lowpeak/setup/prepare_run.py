@@ -181,9 +181,11 @@ def _make_rewards(
     inputs: OnlineInputs, own_rewards: Sequence[Reward], settings: OnlineSettings, args: Any
 ) -> list[Reward]:
     """Return the user's rewards, then those of the environments, which have no tokenizers."""
-    tokenizers = inputs.reward_processing_classes
+    tokenizers, rewards = inputs.reward_processing_classes, [*as_list(inputs.reward_funcs), *own_rewards]
+    if not rewards:  # of distillation
+        return []
     return make_rewards(
-        [*as_list(inputs.reward_funcs), *own_rewards],
+        rewards,
         None if tokenizers is None else [*as_list(tokenizers), *[None] * len(own_rewards)],
         model_kwargs={"trust_remote_code": True} if settings.model.trust_remote_code else {},
         chat_template_kwargs=settings.prompts.chat_template_kwargs,

@@ -38,7 +38,7 @@ class RunDescription:
     """What a plan needs of a run: its arguments with the run's sizes, configs of its models, and where it is placed.
 
     kind, args               the command, and the trainer's config
-    config                   the policy's; `peft_config` of its adapter, `reward_configs` of reward models
+    config                   the policy's; `peft_config` of its adapter, `reward_configs` of reward models, `teacher_config`
     quantized_bits           4 or 8 of a base that bitsandbytes has quantised
     strategy                 a name in SHARDINGS
     prompt_tokens            length of the longest prompt
@@ -63,6 +63,7 @@ class RunDescription:
     device: Literal["cuda", "cpu"]
     budget: int | None = None
     unplanned_bytes: int = 0
+    teacher_config: Any = None
 
 
 # Starts a process that plans the described run, in a folder for its files; returns it and the file that it prints to.
@@ -188,12 +189,23 @@ def run_description(
         num_devices=processes,
         memory=memory,
         per_host=int(os.environ.get("LOCAL_WORLD_SIZE") or processes),
+        teacher_config=_teacher_config(context.parts),
         device="cuda" if has_device_memory(context.accelerator.device) else "cpu",
     )
 
 
 def _reward_models(context: Any) -> list[ModelReward]:
     return [reward for reward in context.parts.rewards if isinstance(reward, ModelReward)]
+
+
+def _teacher_config(parts: Any) -> Any:
+    """Return the config of a separate teacher, with the dtype that it has."""
+    if parts.teacher_ids is None or parts.reference_model is None:
+        return None
+    model = transformers_model(causal_lm(parts.reference_model))
+    config = _plain_config(model.config)
+    config.dtype = model.dtype
+    return config
 
 
 def _plain_config(config: Any) -> Any:

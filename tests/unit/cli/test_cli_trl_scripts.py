@@ -149,7 +149,7 @@ def test_every_public_name_of_trl_exists_or_is_an_error_that_names_trl():
     for name in missing:
         with pytest.raises(ImportError, match=f"lowpeak.*{name}.*trl"):
             exec(f"from lowpeak import {name}")
-    assert {"DistillationTrainer", "BEMACallback"} <= {*missing}
+    assert "BEMACallback" in missing
     with pytest.raises(ImportError, match="OnlineDPOTrainer"):
         exec("from lowpeak.experimental.online_dpo import OnlineDPOTrainer")
 

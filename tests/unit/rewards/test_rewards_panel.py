@@ -226,7 +226,6 @@ def test_no_rows_are_no_call():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: RewardPanel([], RewardSettings(()), decode), "reward_funcs"),
         (lambda: panel(length, weights=(1.0, 2.0)), "2 .*1 "),
         (lambda: RewardSettings((1.0, float("nan"))), "nan"),
         (lambda: RewardSettings((1.0,), timeout=0), " 0 "),

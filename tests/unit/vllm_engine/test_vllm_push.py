@@ -165,9 +165,9 @@ def test_a_tensor_that_the_models_configuration_asks_for_and_that_did_not_come_i
 def test_names_that_are_not_the_configurations_tell_nothing_of_what_lacks():
     names = CheckpointNames(tiny_model().config)
     own = [name for name, _ in tiny_model().named_parameters()]
-    assert names.lacking(own) == []
-    assert names.lacking(own[2:]) == sorted(own[:2])
-    assert names.lacking([*own[2:], "another"]) == CheckpointNames(None).lacking(own) == []
+    assert names.missing(own) == []
+    assert names.missing(own[2:]) == sorted(own[:2])
+    assert names.missing([*own[2:], "another"]) == CheckpointNames(None).missing(own) == []
 
 
 class TakesTheTop(FusedModel):
