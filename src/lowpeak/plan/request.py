@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.arguments import Hardware
+from lowpeak.arguments import Hardware, require
 from lowpeak.memory import Kind
 from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.hardware import Machine
@@ -43,6 +43,13 @@ class PlanRequest:
     quantized_bits: Any = None
     num_rewards: int = 1
     teacher_config: Any = None
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for distillation without a teacher."""
+        require(
+            self.kind != "distillation" or (self.teacher_config or self.peft_config) is not None,
+            "distillation has no teacher to plan: add teacher_model_name_or_path, or an adapter, whose base then teaches.",
+        )
 
     @property
     def acting_args(self) -> Any:

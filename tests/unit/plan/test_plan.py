@@ -70,7 +70,10 @@ def request(
     kind: str = "grpo", strategy: str = "single", machine: Machine | None = None, **changes: Any
 ) -> PlanRequest:
     machine = machine or (Machine(1, 80 * GIB) if strategy == "single" else EIGHT)
-    return PlanRequest(kind, arguments(kind, **changes), SMALL, machine, strategy, prompt_tokens=32)
+    teacher = SMALL if kind == "distillation" else None
+    return PlanRequest(
+        *(kind, arguments(kind, **changes), SMALL, machine, strategy), prompt_tokens=32, teacher_config=teacher
+    )
 
 
 @cache
