@@ -23,10 +23,6 @@ def teacher(vocab_size=16, **changes):
     return tiny_model(vocab_size, seed=1, **{"hidden": 48, "tied": False, **changes})
 
 
-class Captured(Exception):
-    pass
-
-
 def first_step(folder, monkeypatch, **changes):
     """A trainer, the records of its first step, and the loss and gradients of it."""
     run = make("Distillation", folder, **{"temperature": TEMPERATURE, "max_steps": 1, **SGD, **changes})

@@ -56,15 +56,14 @@ _STATE = "_lowpeak_head"
 
 
 @dataclass(frozen=True)
-class OwnStates:
-    """States of a teacher that is the model itself, for the head that answers the request; `adapters`: those on the head act."""
+class BaseStates:
+    """States of a teacher that is the model's own base, without adapters: the head that answers the request has its head, too."""
 
     states_TE: Tensor
-    adapters: bool
     num_ids: int | None = None
 
 
-Teaching = TeacherHead | OwnStates
+Teaching = TeacherHead | BaseStates
 
 
 @dataclass(frozen=True)
@@ -255,9 +254,8 @@ def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadReque
 
 def _answer(module: Any, patch: PatchedForward, hidden_TD: Tensor, request: HeadRequest) -> dict[str, Tensor]:
     teacher, logprobs_T = request.teacher, None
-    if isinstance(teacher, OwnStates):
-        own = module if teacher.adapters else _without_adapters(module)
-        teacher = _teacher_of(own, patch.scale, teacher.states_TE, teacher.num_ids)
+    if isinstance(teacher, BaseStates):
+        teacher = _teacher_of(_without_adapters(module), patch.scale, teacher.states_TE, teacher.num_ids)
     if teacher is not None:
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
         logprobs_T = hidden_TD.new_empty(len(request.targets_T), dtype=wide)

@@ -27,13 +27,12 @@ logger = logging.getLogger(__name__)
 class Reference:
     """The frozen reference, or a teacher: a separate model, or (None) the policy inside the context `ready`.
 
-    Of a teacher `num_ids` are the ids that it shares with the policy; as the policy itself it `has_adapters`, or the base alone.
+    A teacher shares its first `num_ids` ids with the policy.
     """
 
     model: nn.Module | None
     ready: Callable[[], AbstractContextManager[Any]] = nullcontext
     num_ids: int | None = None
-    has_adapters: bool = False
 
 
 def adapter_reference(policy: nn.Module) -> Reference:
@@ -47,9 +46,9 @@ def adapter_reference(policy: nn.Module) -> Reference:
     return Reference(None, lambda: _adapters_off(policy))
 
 
-def base_teacher(policy: nn.Module) -> Reference:
-    """Return the teacher that is the base under the policy's adapter."""
-    return Reference(None, lambda: _adapters_off(policy))
+def base_teacher(policy: nn.Module, num_ids: int) -> Reference:
+    """Return the teacher that is the base under the policy's adapter, for the first `num_ids` ids."""
+    return Reference(None, lambda: _adapters_off(policy), num_ids)
 
 
 def _trained_adapter(policy: Any) -> str:

@@ -327,7 +327,8 @@ def make_reference(context: RunContext, parts: RunParts, strategy: Strategy) -> 
 
 def _reference(parts: RunParts, freeze: Callable[[nn.Module], FrozenModel]) -> Reference:
     if parts.reference_model is None:
-        return adapter_reference(parts.policy) if parts.teacher_ids is None else base_teacher(parts.policy)
+        ids = parts.teacher_ids
+        return adapter_reference(parts.policy) if ids is None else base_teacher(parts.policy, ids)
     install_head(parts.reference_model, cast_head_to_fp32=parts.settings.model.cast_lm_head_to_fp32)
     frozen = freeze(parts.reference_model)
     return Reference(frozen.model, frozen.ready, parts.teacher_ids)

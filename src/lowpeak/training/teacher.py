@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lowpeak.heads import OwnStates, Teaching, eval_mode, teacher_head
+from lowpeak.heads import BaseStates, Teaching, eval_mode, teacher_head
 from lowpeak.memory import AsyncHostMover, Phase, has_device_memory
 from lowpeak.models import Reference
 from lowpeak.parallel import is_sharded
@@ -69,7 +69,7 @@ def teacher_states(
         )
         add_head: Callable[[Tensor], Teaching]
         if separate is None:
-            add_head = partial(OwnStates, adapters=teacher.has_adapters, num_ids=num_ids)
+            add_head = partial(BaseStates, num_ids=num_ids)
         else:
             add_head = _held_head(separate, num_ids, device)
     return TeacherStates([answer["states"] for answer in passes], add_head, mover)
@@ -78,7 +78,7 @@ def teacher_states(
 @torch.no_grad()
 def _warn_of_other_ids(teacher: Teaching, settings: LogprobSettings) -> None:
     """Warn if a separate teacher often chooses ids that the policy lacks, which divergences leave out."""
-    if isinstance(teacher, OwnStates) or teacher.num_ids is None or not isinstance(teacher.head, Tensor):
+    if isinstance(teacher, BaseStates) or teacher.num_ids is None or not isinstance(teacher.head, Tensor):
         return
     if len(teacher.head) == teacher.num_ids:
         return
