@@ -43,6 +43,9 @@ GROUP_SIZE = Check(lambda x: x >= 2, "must be at least 2: each completion is com
 HAS_REFERENCE = EffectCondition(
     lambda args, facts: args.beta != 0, "beta is 0, so there is no reference model; remove it, or set beta"
 )
+HAS_REWARDS = EffectCondition(
+    lambda args, facts: facts.num_rewards != 0, "no reward is given; pass reward_funcs or remove it"
+)
 HAS_KL = EffectCondition(HAS_REFERENCE.holds, "beta is 0, so there is no KL; remove it, or set beta")
 REUSES_ROLLOUTS = EffectCondition(
     lambda args, facts: facts.num_steps != 1,
@@ -114,14 +117,19 @@ class OnlineArguments(CorrectionArguments, VllmArguments, ToolArguments, Rollout
         None,
         "Weights of the rewards (None: all 1).",
         Check(lambda x: x is None or are_finite(x), "must be a list of finite numbers"),
+        HAS_REWARDS,
     )
     reward_timeout: float | None = reward_argument(
-        None, "Time limit of one call of a reward, in seconds (None: no limit).", above_zero("a number of seconds")
+        None,
+        "Time limit of one call of a reward, in seconds (None: no limit).",
+        above_zero("a number of seconds"),
+        HAS_REWARDS,
     )
     reward_failures: str = reward_argument(
         "raise",
         "If a reward fails: 'raise', or 'none' to leave its completions without that reward.",
         one_of(Literal["raise", "none"]),
+        HAS_REWARDS,
     )
     mask_truncated_completions: bool = argument(
         False, "Exclude completions that were truncated at max_completion_length from the loss."
@@ -136,9 +144,9 @@ class OnlineArguments(CorrectionArguments, VllmArguments, ToolArguments, Rollout
         512, "Steps between updates of the reference model.", at_least(1), _SYNCS_REFERENCE
     )
     success_reward: str | None = evaluation_argument(
-        None, "Name of the reward that measures success in evaluation (None: the first)."
+        None, "Name of the reward that measures success in evaluation (None: the first).", acts_if=HAS_REWARDS
     )
-    success_threshold: float = evaluation_argument(1.0, "Least reward of a successful completion.")
+    success_threshold: float = evaluation_argument(1.0, "Least reward of a successful completion.", acts_if=HAS_REWARDS)
     log_completions: bool = logging_argument(
         False, "Print a table of completions when metrics are logged; send it to trackers."
     )

@@ -98,6 +98,7 @@ def model_facts(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from lowpeak.attention import check_spans
     from lowpeak.models import expert_parameters, from_pretrained
     from lowpeak.plan import make_model
     from lowpeak.rollout.native import measure_cache
@@ -105,6 +106,7 @@ def model_facts(name: str, trust_remote_code: bool = False) -> dict[str, Any]:
     config = from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
     with FakeTensorMode():
         model = make_model(AutoModelForCausalLM, config)
+    check_spans(model)
     experts, cache = sorted(expert_parameters(model)), measure_cache(model, torch.bfloat16)
     adapted = f"without experts; lora_target_parameters={experts} adapts them" if experts else "yes"
     facts = {"model": name, "model type": config.model_type, **_fast_paths(model), **_recurrent_kernels(model)}

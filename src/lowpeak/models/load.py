@@ -64,13 +64,12 @@ def load_policy(
         settings = settings.of_base()
     policy = _load_or_take(model, settings, model_parallel, device)
     _keep_training_format(policy)
-    freeze_other_modalities(policy)
     if peft_config is not None:
         policy = add_training_adapter(policy, peft_config)
-        freeze_other_modalities(policy)
         warn_of_frozen_experts(policy)
     elif getattr(policy, "is_quantized", False) and not is_peft(policy):
         raise ArgumentError("a quantised model trains through an adapter: pass peft_config=LoraConfig(...).")
+    freeze_other_modalities(policy)
     _check_policy(policy)
     return policy
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak.arguments import ColocateSettings, MemorySettings, StorageFormat
-from lowpeak.heads import causal_lm
 from lowpeak.memory import Kind, PhaseMemory, bytes_outside_allocator, most_streamed_bytes
 from lowpeak.parallel import Sharding, decoder_layers
 from lowpeak.plan.hardware import GB, Machine
@@ -164,7 +163,7 @@ def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
     request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
     held = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
     if inputs.has_separate_reference and not inputs.settings.memory.offload_frozen_models:
-        held[Kind.FROZEN] = _frozen_bytes(inputs)[0]
+        held[Kind.FROZEN] = _reference_bytes(inputs, inputs.reference_counts.total)
     elsewhere = set(row.on_host) | (set() if gradients else {Kind.GRADIENTS})
     if storage is not None and storage.offload:
         elsewhere |= {Kind.GRADIENTS, Kind.OPTIMIZER}
@@ -295,20 +294,12 @@ def _num_shards(request: PlanRequest) -> int:
     return ranks // request.sharding.num_copies(ranks, request.machine.num_hosts) if request.sharding.gathers else 1
 
 
-def _frozen_bytes(inputs: RunInputs) -> tuple[int, int]:
-    """Return the bytes of a separate reference or teacher, and those that a pass has of it layer by layer."""
+def _reference_bytes(inputs: RunInputs, parameters: int) -> int:
+    """Return the bytes of parameters of a separate reference, or of the teacher, as loaded."""
+    counts = inputs.reference_counts
     if inputs.request.teacher_config is None:
-        itemsize = inputs.checkpoint_dtype.itemsize
-        return itemsize * inputs.counts.total, int(itemsize * inputs.counts.in_pass)
-    if inputs.teacher_bytes is None:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            model = inputs.make_reference()
-            *layers, head, total = (
-                sum(parameter.nbytes for parameter in module.parameters())
-                for module in (*decoder_layers(model), causal_lm(model).get_output_embeddings(), model)
-            )
-            inputs.teacher_bytes = total, 2 * max(layers, default=0) + 2 * head
-    return inputs.teacher_bytes
+        return inputs.checkpoint_dtype.itemsize * parameters
+    return parameters * counts.loaded_bytes // counts.total
 
 
 def streamed_bytes(inputs: RunInputs, phase: str) -> int:
@@ -316,7 +307,7 @@ def streamed_bytes(inputs: RunInputs, phase: str) -> int:
     if phase not in FROZEN_PHASES:
         return 0
     if inputs.request.world_size > 1:  # gathered by FSDP2
-        return _frozen_bytes(inputs)[1]
+        return _reference_bytes(inputs, inputs.reference_counts.in_pass)
     key = (phase, inputs.checkpoint_dtype)
     if key not in inputs.streamed:
         makers: list[Callable[[], nn.Module]] = [reward.make_model for reward in inputs.rewards]

@@ -40,6 +40,7 @@ class Work:
 
     parameters, trained        of the model
     active_parameters          that one token uses: fewer in a mixture of experts
+    teacher_parameters         that one token uses of a teacher; 0 without one
     layers, hidden, kv_bytes   of the model; `kv_bytes` are of one token, on average over a sequence
     prompt, completion         tokens of a sequence
     train_tokens               tokens of the device's micro-batches in a step
@@ -91,6 +92,7 @@ class Work:
     activation_bytes: int = 0
     has_graphs: bool = False
     casts_weights: bool = False
+    teacher_parameters: int = 0
 
     @property
     def score_batches(self) -> int:
@@ -102,7 +104,7 @@ def step_seconds(work: Work, machine: Machine) -> dict[str, float]:
     """Return the seconds of a step by phase; those of a rollout are divided by the steps that it serves."""
     return {
         "rollout": _rollout(work, machine) / work.steps,
-        "score": _score(work, machine) / work.steps,
+        "score": _score(work, machine) / work.steps + _teach(work, machine),
         "train": _train(work, machine),
         "optimizer": _optimizer(work, machine),
     }
@@ -159,6 +161,11 @@ def _score(work: Work, machine: Machine) -> float:
     computing = flops / _flops(work, machine)
     gathers = work.score_passes * work.score_batches
     return _overlapped(computing, gathers * _gathered_bytes(work, machine) / _link(machine, work.sharding))
+
+
+def _teach(work: Work, machine: Machine) -> float:
+    """Return the seconds of a teacher's pass over the tokens of a step."""
+    return 2 * work.teacher_parameters * work.train_tokens / _flops(work, machine)
 
 
 def _train(work: Work, machine: Machine) -> float:
@@ -238,8 +245,7 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
     cache_dtype = torch.bfloat16 if inputs.args.bf16 else torch.float32
     kv_bytes = parts * inputs.sequence_bytes(prompt + completion, cache_dtype) // (prompt + completion)
     needs = inputs.algorithm.needs
-    has_teacher = inputs.algorithm.divergence is not None
-    passes = int(bool(needs & {"old", "entropy", "values"})) + int("reference" in needs or has_teacher)
+    passes = int(bool(needs & {"old", "entropy", "values"})) + int("reference" in needs)
     scored = inputs.sequences_of_rank
     if not inputs.is_online:
         scored = -(-inputs.rows_per_step // inputs.request.world_size)
@@ -261,6 +267,7 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
         train_tokens=sum(batch.input_ids_BL.numel() for batch in batches),
         score_tokens=scored * (prompt + completion) if passes else 0,
         score_passes=passes,
+        teacher_parameters=0 if inputs.algorithm.divergence is None else inputs.reference_counts.active,
         sequences=sequences,
         prompts=-(-sequences // settings.sampling.num_generations) if inputs.is_online else 0,
         slots=max(1, slots),

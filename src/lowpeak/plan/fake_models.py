@@ -11,13 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import lowpeak.models
-from lowpeak.attention import check_spans
 from lowpeak.errors import ModelError
 from lowpeak.models import auto_class, freeze_other_modalities, make_whole_models
 
@@ -35,8 +34,6 @@ def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
         # A config of the model's own code was loaded with trust_remote_code.
         is_trusted = type(config).__module__.startswith("transformers_modules.")
         model = classes.from_config(config, dtype=dtype, trust_remote_code=is_trusted)
-    if auto is AutoModelForCausalLM:
-        check_spans(model)
     model.tie_weights()
     freeze_other_modalities(model)
     for module in model.modules():
@@ -50,6 +47,13 @@ def without_weights(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
     """Return the model of a config, for what depends on its architecture."""
     with unset_fake_temporarily(), FakeTensorMode():
         return make_model(auto, copy.deepcopy(config))
+
+
+def make_classifier(config: Any, dtype: torch.dtype) -> Any:
+    """Return a model of one score, such as a reward model."""
+    config = copy.deepcopy(config)
+    config.num_labels, config.get_text_config().pad_token_id = 1, 0
+    return make_model(AutoModelForSequenceClassification, config, dtype)
 
 
 def make_teacher(config: Any, loading: Mapping[str, Any]) -> Any:

@@ -28,7 +28,7 @@ from lowpeak.arguments import (
     resolve_reward_model,
     resolve_supervised,
 )
-from lowpeak.attention import install_attention, packing_unsupported_reason
+from lowpeak.attention import check_spans, install_attention, packing_unsupported_reason
 from lowpeak.batching import TokenBudget, assign_to_ranks, pack
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import load_balance_of, transformers_model
@@ -46,12 +46,14 @@ from lowpeak.plan.derived_configs import shard_config, with_layers
 from lowpeak.plan.fake_models import (
     adapts_quantized,
     convert_by_assignment,
+    make_classifier,
     make_model,
     make_teacher,
     quantize,
     without_warnings,
     without_weights,
 )
+from lowpeak.plan.model_counts import ModelCounts
 from lowpeak.plan.rehearsal import RehearsedRollout, RewardPass
 from lowpeak.plan.request import PlanRequest
 from lowpeak.records import Completion, MicroBatch, Prompt, Record
@@ -83,7 +85,6 @@ class RunInputs:
         self.config = shard_config(request.config, request.tensor_parallel)
         self._free_bytes = free_bytes
         self.counts: Any = None  # ModelCounts, once the model was counted
-        self.teacher_bytes: tuple[int, int] | None = None  # once they were counted
         self.streamed: dict[tuple[str, torch.dtype], int] = {}  # by phase and the checkpoint's dtype, once computed
         self._batches: dict[tuple[int, str, int, int], list[MicroBatch]] = {}
 
@@ -146,6 +147,11 @@ class RunInputs:
         own = "reference" in self.algorithm.needs and self.request.peft_config is None
         return own or self.request.teacher_config is not None
 
+    @cached_property
+    def reference_counts(self) -> ModelCounts:
+        """Return the numbers of a separate reference, which are the policy's, or of the teacher."""
+        return self.counts if self.request.teacher_config is None else ModelCounts.of(self.make_reference)
+
     # models, made under fake tensors
 
     @convert_by_assignment()
@@ -158,7 +164,7 @@ class RunInputs:
         model = self._load_policy(split)
         if self.request.kind == "ppo":
             critic = resolve_critic(self.args)
-            classifier = self.make_classifier(self.config, self.checkpoint_dtype) if critic.critic == "model" else None
+            classifier = make_classifier(self.config, self.checkpoint_dtype) if critic.critic == "model" else None
             attach_critic(model, model, classifier, replace(critic, value_model_path=None))
         convert_trainable(model, self.settings.model)
         if self.args.bf16 and not self.request.sharding.has_formats:
@@ -184,7 +190,7 @@ class RunInputs:
     def _from_config(self, split: Split | None, dtype: torch.dtype) -> nn.Module:
         config = self.config if split is None else self.request.config
         if self.request.kind == "reward":
-            model = self.make_classifier(config, dtype)
+            model = make_classifier(config, dtype)
         else:
             model = make_model(AutoModelForCausalLM, copy.deepcopy(config), dtype)
         return model if split is None else split(model)
@@ -192,20 +198,11 @@ class RunInputs:
     def make_reference(self, split: Split | None = None) -> nn.Module:
         """Return a separate reference, or the teacher; `split` as for `make_policy`."""
         teacher = self.request.teacher_config
-        if teacher is None:
-            model = self._from_config(split, self.checkpoint_dtype)
-        else:
-            model = make_teacher(teacher, self.args.teacher_model_init_kwargs or {})
+        own, loading = teacher is None, getattr(self.args, "teacher_model_init_kwargs", None) or {}
+        model = self._from_config(split, self.checkpoint_dtype) if own else make_teacher(teacher, loading)
         LOGPROB_HEAD.install(model, cast_head_to_fp32=self.settings.model.cast_lm_head_to_fp32)
         if self.layout_choice.layout != "padded":
             install_attention(model)
-        return model
-
-    @staticmethod
-    def make_classifier(config: Any, dtype: torch.dtype) -> nn.Module:
-        config = copy.deepcopy(config)
-        config.num_labels, config.get_text_config().pad_token_id = 1, 0
-        model: nn.Module = make_model(AutoModelForSequenceClassification, config, dtype)
         return model
 
     @property
@@ -214,7 +211,7 @@ class RunInputs:
         length = self.longest_sequence
         rows = max(1, min(self.sequences_of_rank, REWARD_BATCH_TOKENS // length))
         return [
-            RewardPass(partial(self.make_classifier, config, config.dtype or torch.float32), (rows, length))
+            RewardPass(partial(make_classifier, config, config.dtype or torch.float32), (rows, length))
             for config in self.request.reward_configs
         ]
 
@@ -224,7 +221,10 @@ class RunInputs:
     def _plain_model(self) -> Any:
         """Return the model without weights, for what depends on its architecture."""
         auto = AutoModelForSequenceClassification if self.request.kind == "reward" else AutoModelForCausalLM
-        return without_weights(self.config, auto)
+        model = without_weights(self.config, auto)
+        if self.is_online:
+            check_spans(model)
+        return model
 
     def check_tensor_parallel(self, sizes: ModelParallel) -> None:
         """Raise ArgumentError if the model cannot be split over these sizes, MissingPackageError for old transformers."""

@@ -34,7 +34,8 @@ from lowpeak.plan.derived_configs import with_arguments
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
-from lowpeak.plan.plan import ModelCounts, Plan, complete_plan, largest_batch, rehearse_step
+from lowpeak.plan.model_counts import ModelCounts
+from lowpeak.plan.plan import Plan, complete_plan, largest_batch, rehearse_step
 from lowpeak.plan.rehearsal import Rehearsal
 from lowpeak.plan.request import PlanRequest
 from lowpeak.records import MicroBatch

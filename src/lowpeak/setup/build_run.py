@@ -82,6 +82,7 @@ def connect_online(
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(context.accelerator)
     with strategy.ranks.propagate_errors():
+        check_spans(transformers_model(parts.policy))
         report_effects(parts, _run_facts(context, parts, strategy))
     critic = critic_classifier(causal_lm(parts.policy))
     if critic is not None:
@@ -156,7 +157,6 @@ def make_run(
     # A cache of bf16 copies would keep 2 bytes per parameter until a forward pass ends, and each copy is used once.
     context.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     with ranks.propagate_errors():
-        check_spans(transformers_model(policy))
         head.install(policy, cast_head_to_fp32=cast_head)
     load_balance = load_balance_of(transformers_model(policy), passes.router_aux_loss_coef)
     if load_balance is not None:  # sequences with zero advantages move the routers, too

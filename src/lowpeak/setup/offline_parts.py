@@ -19,7 +19,7 @@ from lowpeak.heads import num_embeddings, transformers_model
 from lowpeak.models import context_length, convert_trainable, disable_dropout, from_pretrained, load_tokenizer
 from lowpeak.parallel import check_devices
 from lowpeak.setup.preflight import check_outputs
-from lowpeak.setup.prepare_run import RunParts, load_run_reference
+from lowpeak.setup.prepare_run import RunParts, check_teacher_arguments, load_run_reference
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def prepare_offline(
     check_inputs(args, settings)
     check_outputs(args)
     algorithm = hooks.make_algorithm(settings)
+    check_teacher_arguments(algorithm, args)
     policy = hooks.load_model(inputs.model, inputs.peft_config, args, settings)
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     tokenizer = change_tokenizer(tokenizer, transformers_model(policy), settings.tokenizer)

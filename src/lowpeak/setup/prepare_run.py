@@ -14,6 +14,7 @@ from transformers import set_seed
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import (
     ColocateSettings,
+    DistillationArguments,
     EffectReport,
     EvaluationSettings,
     OnlineSettings,
@@ -21,6 +22,7 @@ from lowpeak.arguments import (
     ToolSettings,
     VllmSettings,
     make_settings,
+    require,
     reset_idle_arguments,
     resolve_online,
     resolve_teacher,
@@ -129,6 +131,7 @@ def prepare_online(
     algorithm = make_algorithm(args, settings)
     if not isinstance(algorithm, Algorithm):
         raise ArgumentError(f"make_algorithm returned {algorithm!r:.80}, and must return a lowpeak.Algorithm.")
+    check_teacher_arguments(algorithm, args)
     set_seed(args.seed)  # before anything is made: an adapter's first weights are random
     check_engine(settings.vllm, args.model_parallel.tensor, connects=isinstance(inputs.model, str))
     check_outputs(args)
@@ -225,6 +228,15 @@ class ReferenceInputs(Protocol):
 
     @property
     def ref_model(self) -> Any: ...
+
+
+def check_teacher_arguments(algorithm: Algorithm, args: Any) -> None:
+    """Raise ArgumentError for an algorithm with a divergence whose config cannot name a teacher."""
+    require(
+        algorithm.divergence is None or isinstance(args, DistillationArguments),
+        f"the algorithm {algorithm.name!r} has a divergence, and {type(args).__name__} names no teacher: derive the trainer from "
+        "DistillationTrainer.",
+    )
 
 
 def load_run_reference(

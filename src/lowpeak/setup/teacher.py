@@ -69,6 +69,7 @@ def shared_ids(
     except (LowpeakError, OSError, ValueError):
         other = None
     if other is None:
+        logger.warning("The teacher's tokenizer cannot be loaded from %r: it is taken to be the policy's.", name)
         return min(*rows, len(tokenizer))
     num_ids = min(*rows, len(tokenizer), len(other))
     ids = list(range(num_ids))

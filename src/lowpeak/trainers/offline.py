@@ -51,10 +51,8 @@ from lowpeak.trainers.reference import ReferenceTrainer
 from lowpeak.training import (
     GuardedPasses,
     StepBatches,
-    StepMetrics,
     attempts,
-    gather_metrics,
-    measure_step,
+    measure_batches,
     run_with_sizes,
     score_records,
 )
@@ -119,11 +117,8 @@ class OfflineTrainer(ReferenceTrainer):
 
     def measure(self, batches: Sequence[MicroBatch], guard: GuardedPasses) -> dict[str, float]:
         """Return the loss and the algorithm's metrics over all ranks, with `num_tokens` trained on so far."""
-        run = self.run
-        ranks = run.strategy.ranks
         self.model_wrapped.eval()
-        loss, metrics = measure_step(self.model_wrapped, batches, run.algorithm, run.logprob_settings, ranks, guard)
-        numbers = gather_metrics(StepMetrics(loss, metrics), None, ranks)
+        numbers = measure_batches(self, batches, guard)
         values = {name: metric.value() for name, metric in numbers.metrics.items()}
         return {"loss": float(numbers.loss), **values, "num_tokens": float(self.state.num_input_tokens_seen)}
 

@@ -18,6 +18,7 @@ from lowpeak.training.completion_tables import track_completions as track_comple
 from lowpeak.training.evaluation import Evaluation as Evaluation
 from lowpeak.training.evaluation import SuccessCriterion as SuccessCriterion
 from lowpeak.training.evaluation import evaluate_prompts as evaluate_prompts
+from lowpeak.training.evaluation import measure_batches as measure_batches
 from lowpeak.training.guarded_passes import GuardedPasses as GuardedPasses
 from lowpeak.training.hooks import ProgressTracker as ProgressTracker
 from lowpeak.training.hooks import StepCallback as StepCallback
@@ -43,7 +44,6 @@ from lowpeak.training.signals import STOP_FLAGS as STOP_FLAGS
 from lowpeak.training.signals import agree_on_flags as agree_on_flags
 from lowpeak.training.step import LogprobSettings as LogprobSettings
 from lowpeak.training.step import TeacherStates as TeacherStates
-from lowpeak.training.step import measure_step as measure_step
 from lowpeak.training.step import run_step as run_step
 from lowpeak.training.step import score as score
 from lowpeak.training.step_metrics import StepMetrics as StepMetrics

@@ -28,6 +28,7 @@ from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards import RewardedCompletions, merge_rewarded_completions, warn_of_unrewarded
 from lowpeak.training.collector import RolloutCollector, with_reward_statistics
+from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.journal_rows import completion_rows
 from lowpeak.training.recovery import attempts
 from lowpeak.training.rollout import (
@@ -161,15 +162,18 @@ def _divergence_metrics(
     rows = with_advantages(records, call_advantages(context.run.algorithm.advantages, records, coefficients))
     for attempt in attempts(context, Phase.SCORE):
         run = context.run
-        ranks = run.strategy.ranks
-        batches = make_step_batches(rows, range(len(rows)), run.algorithm, run.budget, ranks)
+        batches = make_step_batches(rows, range(len(rows)), run.algorithm, run.budget, run.strategy.ranks)
         with attempt:
-            guard = attempt.guard()
-            teacher = run_teacher(context, batches, guard)
-            model, settings = context.model_wrapped, run.logprob_settings
-            measured = measure_step(model, batches, run.algorithm, settings, ranks, guard, teacher)
-    numbers = gather_metrics(StepMetrics(*measured), None, ranks)
+            numbers = measure_batches(context, batches, attempt.guard())
     return {"loss": float(numbers.loss), **_numbers(numbers.metrics)}
+
+
+def measure_batches(context: RunContext, batches: Sequence[MicroBatch], guard: GuardedPasses) -> StepMetrics:
+    """Return the loss and metrics of micro-batches over all ranks, without gradients, as a step would measure them."""
+    run = context.run
+    teacher, model, ranks = run_teacher(context, batches, guard), context.model_wrapped, run.strategy.ranks
+    measured = measure_step(model, batches, run.algorithm, run.logprob_settings, ranks, guard, teacher)
+    return gather_metrics(StepMetrics(*measured), None, ranks)
 
 
 def _needs(run: Run) -> frozenset[Need]:

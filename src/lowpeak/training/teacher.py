@@ -67,11 +67,8 @@ def teacher_states(
             logprobs=False,
             states=True,
         )
-        add_head: Callable[[Tensor], Teaching]
-        if separate is None:
-            add_head = partial(BaseStates, num_ids=num_ids)
-        else:
-            add_head = _held_head(separate, num_ids, device)
+        base: Callable[[Tensor], Teaching] = partial(BaseStates, num_ids=num_ids)
+        add_head = base if separate is None else _held_head(separate, num_ids, device)
     return TeacherStates([answer["states"] for answer in passes], add_head, mover)
 
 

@@ -7,6 +7,7 @@ import pytest
 from lowpeak.attention.spans import check_spans
 from lowpeak.errors import ModelError
 from model_families import FAMILIES, is_known, make_family
+from small_runs import make, trained
 
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 
@@ -27,6 +28,14 @@ def test_a_window_that_the_class_does_not_apply_is_refused(family, changes, word
         setattr(model.config, name, value)
     with pytest.raises(ModelError, match=words):
         check_spans(model)
+
+
+def test_a_run_that_generates_is_refused_and_training_on_data_is_not(tmp_path):
+    model = make_family("Llama 3")
+    model.config.sliding_window = 5
+    with pytest.raises(ModelError, match="sliding_window=5"):
+        make("GRPO", tmp_path, model=model)
+    trained("SFT", tmp_path, model=model, max_steps=1)
 
 
 def test_every_family_applies_its_windows():

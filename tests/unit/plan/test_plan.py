@@ -33,7 +33,8 @@ from lowpeak.plan.computed import margin
 from lowpeak.plan.hardware import GIB, Machine
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
-from lowpeak.plan.plan import ModelCounts, Plan, make_plan
+from lowpeak.plan.model_counts import ModelCounts
+from lowpeak.plan.plan import Plan, make_plan
 from lowpeak.plan.request import PlanRequest
 from lowpeak.ranks import Ranks
 from lowpeak.sizes import memory_budget
@@ -261,6 +262,10 @@ def test_a_teacher_is_planned_as_it_is_loaded_sharded_and_in_host_memory():
     assert narrow.phases["score"].device[Kind.FROZEN] == pytest.approx(2 * policy, rel=0.01)
     shard = planned("fsdp2").phases["score"].device[Kind.FROZEN]
     assert shard == pytest.approx(4 * policy / 8, rel=0.02)
+    larger = copy.deepcopy(SMALL)
+    larger.intermediate_size *= 8
+    with_larger = make_plan(replace(request("distillation"), teacher_config=larger))
+    assert with_larger.seconds["score"] > 1.5 * make_plan(request("distillation")).seconds["score"] > 0
     away = planned(offload_frozen_models=True).phases["score"]
     assert away.device[Kind.FROZEN] < 4 * policy
     assert away.host[Kind.FROZEN] == pytest.approx(4 * policy, rel=0.01)

@@ -7,8 +7,11 @@ import logging
 import pytest
 import torch
 
+import lowpeak
+from lowpeak.algorithms import make_distillation
+from lowpeak.arguments import DistillationSettings
 from lowpeak.errors import ArgumentError
-from small_runs import SAVED, SGD, TOKENIZER, column, make, same, saved, trained, weights
+from small_runs import SAVED, SGD, TOKENIZER, column, make, ones, rows, same, saved, trained, weights
 from tiny_models import char_tokenizer, tiny_model
 
 
@@ -63,6 +66,22 @@ def test_probability_of_ids_that_the_policy_lacks_is_named(tmp_path, caplog, sha
     with caplog.at_level(logging.WARNING):
         trained("Distillation", tmp_path, teacher_model=teacher)
     assert ("from 13 on" in caplog.text) == (share == "most")
+
+
+def test_a_divergence_of_another_trainer_is_refused_and_idle_arguments_of_rewards_are_named(tmp_path, caplog):
+    class Mine(lowpeak.GRPOTrainer):
+        @staticmethod
+        def make_algorithm(args, settings):
+            return make_distillation(DistillationSettings(1.0))
+
+    args = lowpeak.GRPOConfig(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ArgumentError, match=r"'distillation'.*GRPOConfig.*DistillationTrainer"):
+        Mine(tiny_model(), ones, args, rows(), processing_class=TOKENIZER)
+    with caplog.at_level(logging.WARNING):
+        make("Distillation", tmp_path, reward_timeout=5.0, success_threshold=0.5)
+    assert "reward_timeout=5.0" in caplog.text
+    assert "success_threshold=0.5" in caplog.text
+    assert "tokenizer cannot be loaded" in caplog.text
 
 
 def test_unequal_end_tokens_and_a_flat_divergence_are_named(tmp_path, caplog):

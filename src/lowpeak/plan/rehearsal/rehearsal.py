@@ -292,12 +292,14 @@ class _Stage:
         self._meter.begin(None)
 
     def _run_teacher(self, batches: Sequence[MicroBatch]) -> TeacherStates:
-        """Run the teacher over a step's micro-batches; its states are in host memory afterwards."""
+        """Run the teacher over a step's micro-batches; its states are in host memory afterwards, a CPU's device memory."""
         separate, policy = self._reference, cast(Any, self._unprepared)
         ready = policy.disable_adapter if separate is None else partial(self._ready, separate)
         self._meter.begin("score")
         found = teacher_states(self.model, Reference(separate, ready), batches, self._core)
         self._meter.begin(None)
+        if self._inputs.device == "cpu":
+            return found
         with self._meter.paused():
             on_host = [torch.empty_like(states_TE) for states_TE in found.states]
         return TeacherStates(on_host, lambda states_TE: found.add_head(states_TE.clone()))
