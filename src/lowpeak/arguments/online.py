@@ -43,9 +43,7 @@ GROUP_SIZE = Check(lambda x: x >= 2, "must be at least 2: each completion is com
 HAS_REFERENCE = EffectCondition(
     lambda args, facts: args.beta != 0, "beta is 0, so there is no reference model; remove it, or set beta"
 )
-HAS_REWARDS = EffectCondition(
-    lambda args, facts: facts.num_rewards != 0, "no reward is given; pass reward_funcs or remove it"
-)
+HAS_REWARDS = EffectCondition(lambda args, facts: facts.num_rewards != 0, "the run has no reward; remove it")
 HAS_KL = EffectCondition(HAS_REFERENCE.holds, "beta is 0, so there is no KL; remove it, or set beta")
 REUSES_ROLLOUTS = EffectCondition(
     lambda args, facts: facts.num_steps != 1,
