@@ -59,9 +59,9 @@ def verify_head(model: nn.Module) -> float:
     allowed = 1e-4 + 3 * matmul_eps(logits_TV.dtype, logits_TV.device) * float(logits_TV.abs().max())
     if not largest <= allowed:
         check_finite_weights(causal)
-        if not logits_TV.isfinite().all():
+        if not values.isfinite().all():
             raise ModelError(
-                f"the logits of {type(causal).__name__} are not finite on {ids_BL.device} with attn_implementation="
+                f"the hidden states of {type(causal).__name__} are not finite on {ids_BL.device} with attn_implementation="
                 f"{causal.config._attn_implementation!r}: choose another one, such as 'sdpa', or a wider dtype."
             )
         raise HeadMismatchError(

@@ -165,6 +165,13 @@ def test_a_model_that_changes_its_logits_unsaid_is_refused_by_name_and_differenc
         verify_head(install_head(model))
 
 
+def test_hidden_states_that_are_not_finite_blame_the_attention():
+    model = install_head(tiny_model())
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output.fill_(torch.nan))
+    with pytest.raises(ModelError, match="hidden states of Qwen2ForCausalLM are not finite .*attn_implementation='sdpa'"):
+        verify_head(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rounding_is_not_taken_for_a_mismatch(dtype):
     for seed in range(5):
