@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowpeak.arguments.correction import Correction
 from lowpeak.arguments.grpo import GRPOSettings
-from lowpeak.arguments.online import Correction
 from lowpeak.arguments.rloo import RLOOSettings
 
 

@@ -43,7 +43,8 @@ class Prompt:
 
     `serial` counts the prompts drawn in a run; the sampling hash uses it. `source` is the prompt as it stands in the dataset
     (a string or a list of messages); rewards get it. `columns` are the other columns of its table row. `assistant_prefix` is
-    the text of the prompt's last message, if completions continue that message.
+    the text of the prompt's last message, if completions continue that message. `teacher_ids` is the prompt that a teacher
+    reads in its place; None: the same.
     """
 
     serial: int
@@ -51,6 +52,7 @@ class Prompt:
     source: str | list[dict[str, Any]]
     columns: Mapping[str, Any] = field(default_factory=dict)
     assistant_prefix: str = ""
+    teacher_ids: tuple[int, ...] | None = None
 
     @property
     def conversational(self) -> bool:
@@ -125,7 +127,8 @@ class Record:
     """One sequence of a rollout with everything that stays fixed for it.
 
     `group` is the index of its prompt's group. `rewards` has one value per reward function, `reward` is their weighted sum; NaN
-    without a score. The tensors below are float32 [C], or None if the algorithm does not need them:
+    without a score. `teacher_prompt_ids` are the prompt's `teacher_ids`. The tensors below are float32 [C], or None if the
+    algorithm does not need them:
 
     - `old`, `reference`: log-probs under the policy before the rollout's first step, and under the reference model
     - `values`, `returns`: the critic's predictions, and their regression targets
@@ -146,6 +149,7 @@ class Record:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     token_rewards: Tensor | None = None
+    teacher_prompt_ids: tuple[int, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

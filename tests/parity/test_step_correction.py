@@ -20,8 +20,8 @@ from step_cases import (
 from all_pairs import all_pairs
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.arguments.correction import Correction
 from lowpeak.arguments.grpo import GRPOLossType
-from lowpeak.arguments.online import Correction
 from lowpeak.arguments.rloo import RLOOSettings
 from lowpeak.batching.packing import TokenBudget
 from lowpeak.heads.lm_head import install_head

@@ -39,15 +39,25 @@ def first_step(folder, monkeypatch, **changes):
     return run, before, seen
 
 
+def logits_of(model, prompt_ids, record):
+    """The logits of a record's completion after these prompt's ids."""
+    ids = torch.tensor([[*prompt_ids, *record.completion.ids.tolist()]])
+    return model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1, : len(TOKENIZER)] / TEMPERATURE
+
+
 def naive_loss(model, other, records, beta):
     """The mean over the step's tokens, each sequence by itself."""
     found = []
     for record in records:
-        ids = torch.tensor([[*record.prompt_ids, *record.completion.ids.tolist()]])
-        states = slice(len(record.prompt_ids) - 1, -1)
-        z, u = (each(input_ids=ids).logits[0, states, : len(TOKENIZER)] / TEMPERATURE for each in (model, other))
-        found.append(naive_divergence(z, u.detach(), beta)[record.completion.loss_mask])
+        z = logits_of(model, record.prompt_ids, record)
+        u = logits_of(other, record.teacher_prompt_ids or record.prompt_ids, record).detach()
+        found.append(naive_divergence(z, u, beta)[record.completion.loss_mask])
     return torch.cat(found).mean()
+
+
+def privileged_rows(count=8):
+    """Rows whose answer a teacher reads."""
+    return rows(count).add_column("privileged_context", ["12345678"[: 1 + i % 5] for i in range(count)])
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
@@ -119,3 +129,89 @@ def test_an_evaluation_measures_the_divergence_and_rewards_train_nothing(tmp_pat
     assert found[0]["eval_loss"] == found[1]["eval_loss"] == pytest.approx(found[0]["eval_divergence"], rel=1e-6)
     assert "eval_reward" in found[1].keys() - found[0].keys()
     assert same(weights(runs[0]), weights(runs[1]))
+
+
+@pytest.mark.parametrize("layout", [{}, {"share_prompt": False}, {"padding_free": False}], ids=str)
+def test_a_policy_that_reads_privileged_prompts_teaches_itself(tmp_path, monkeypatch, layout):
+    changes = {"data": privileged_rows(), "teacher_model": None, "teacher_model_kind": "live", "num_generations": 2}
+    settings = {
+        "teacher_prompt_template": "{privileged_context}={prompt}",
+        "micro_batch_tokens": 24,
+        "max_grad_norm": 0.0,
+    }
+    run, before, gradients = first_step(tmp_path, monkeypatch, **changes, **settings, **layout)
+    records = run.rollout.records
+    assert all(len(record.teacher_prompt_ids) > len(record.prompt_ids) for record in records)
+    expected = naive_loss(before.double(), copy.deepcopy(before), records, 1.0)
+    expected.backward()
+    assert column(run, "loss")[0] == pytest.approx(expected.item(), rel=1e-5)
+    exact = {name: p.grad.float() for name, p in before.named_parameters()}
+    assert_each_close_to_largest(gradients, exact, 1e-4)
+
+
+def test_an_adapter_and_its_head_belong_to_a_live_teacher(tmp_path):
+    lora = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    changes = {
+        "model": tiny_model(tied=False),
+        "peft_config": lora,
+        "teacher_model": None,
+        "teacher_model_kind": "live",
+    }
+    template = "{prompt}{privileged_context}"
+    data = rows(8).add_column("privileged_context", [""] * 8)
+    run = trained("Distillation", tmp_path, data=data, teacher_prompt_template=template, **changes)
+    assert column(run, "divergence")[0] == 0.0
+
+
+def test_sampled_divergences_are_advantages(tmp_path, monkeypatch):
+    other = tiny_model(seed=1)
+    changes = {"distillation_mode": "sampled_token", "max_grad_norm": 0.0, "micro_batch_tokens": 24}
+    run, before, gradients = first_step(tmp_path, monkeypatch, teacher_model=other, **changes)
+    losses = []
+    for record in run.rollout.records:
+        ids = record.completion.ids.long()[:, None]
+        own, others = (logits_of(m, record.prompt_ids, record).log_softmax(-1).gather(1, ids) for m in (before, other))
+        losses.append(((own - others).detach() * own)[:, 0][record.completion.loss_mask])
+    torch.cat(losses).mean().backward()
+    assert_each_close_to_largest(gradients, {name: p.grad for name, p in before.named_parameters()}, 1e-4)
+    assert column(run, "teacher_kl")[0] > 0
+
+
+@pytest.mark.parametrize("mode", ["full_logits", "sampled_token"])
+def test_a_weight_below_one_leaves_the_rest_to_rewards(tmp_path, monkeypatch, mode):
+    def lengths(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    shared = {"num_generations": 4, "per_device_train_batch_size": 8, "max_grad_norm": 0.0, "temperature": TEMPERATURE}
+    mixed = {"teacher_model": teacher(13), "reward_funcs": lengths, "distillation_mode": mode}
+    found = {
+        weight: first_step(tmp_path / str(weight), monkeypatch, distillation_weight=weight, **shared, **mixed)[2]
+        for weight in (0.0, 0.25, 1.0)
+    }
+    sums = {name: 0.75 * found[0.0][name] + 0.25 * found[1.0][name] for name in found[1.0]}
+    assert_each_close_to_largest(found[0.25], sums, 1e-4)
+    seen = {}
+
+    def step(self, *args, **keywords):
+        seen.update({name: p.grad.clone() for name, p in grpo.model.named_parameters() if p.grad is not None})
+
+    grpo = make("GRPO", tmp_path / "grpo", reward_funcs=lengths, max_steps=1, beta=0.0, **shared, **SGD)
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    grpo.train()
+    assert_each_close_to_largest(found[0.0], seen, 1e-4)
+
+
+def test_an_average_of_the_policy_follows_it(tmp_path):
+    changes = {
+        "teacher_model": None,
+        "teacher_model_kind": "ema",
+        "teacher_update_rate": 0.25,
+        "data": privileged_rows(),
+    }
+    start = tiny_model()
+    run = trained("Distillation", tmp_path, model=copy.deepcopy(start), max_steps=1, **changes, **SGD)
+    assert run.teacher_model is not run.model
+    first = dict(start.named_parameters())
+    expected = {name: 0.25 * weight + 0.75 * first[name].detach() for name, weight in weights(run).items()}
+    assert_each_close_to_largest(dict(run.teacher_model.named_parameters()), expected, 1e-6)
+    assert not same(weights(run), dict(start.named_parameters()))

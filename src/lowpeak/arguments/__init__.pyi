@@ -3,6 +3,7 @@ from lowpeak.arguments.base import MemorySettings as MemorySettings
 from lowpeak.arguments.base import ModelSettings as ModelSettings
 from lowpeak.arguments.base import check_and_reset_arguments as check_and_reset_arguments
 from lowpeak.arguments.base import run_facts as run_facts
+from lowpeak.arguments.correction import Correction as Correction
 from lowpeak.arguments.declare import MAPPING as MAPPING
 from lowpeak.arguments.declare import Check as Check
 from lowpeak.arguments.declare import Hardware as Hardware
@@ -47,7 +48,6 @@ from lowpeak.arguments.offline import SupervisedSettings as SupervisedSettings
 from lowpeak.arguments.offline import TokenizerSettings as TokenizerSettings
 from lowpeak.arguments.offline import resolve_reward_model as resolve_reward_model
 from lowpeak.arguments.offline import resolve_supervised as resolve_supervised
-from lowpeak.arguments.online import Correction as Correction
 from lowpeak.arguments.online import EvaluationSettings as EvaluationSettings
 from lowpeak.arguments.online import KLEstimator as KLEstimator
 from lowpeak.arguments.online import OnlineArguments as OnlineArguments

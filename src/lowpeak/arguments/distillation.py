@@ -5,16 +5,48 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
-from lowpeak.arguments.declare import MAPPING, EffectCondition, argument, model_argument, never, redeclared, within
-from lowpeak.arguments.online import OnlineArguments
+from lowpeak.arguments.correction import resolve_correction
+from lowpeak.arguments.declare import (
+    MAPPING,
+    Check,
+    EffectCondition,
+    argument,
+    at_least,
+    model_argument,
+    never,
+    one_of,
+    redeclared,
+    require,
+    within,
+)
+from lowpeak.arguments.grpo import GRPOSettings
+from lowpeak.arguments.online import OnlineArguments, OnlineSettings, ReferenceSync, clip_high
 from lowpeak.arguments.storage import rename_dtype
 
 logger = logging.getLogger(__name__)
 
+TeacherKind = Literal["live", "ema", "base"]
+DistillationMode = Literal["full_logits", "sampled_token"]
+
 _NO_REFERENCE = never("the teacher is not a reference, and no KL to one is taken; remove it")
-_NO_RATIO = never("the loss is the divergence from the teacher and has no ratio; remove it")
+_HAS_RATIO = EffectCondition(
+    lambda args, facts: args.distillation_weight < 1 or args.distillation_mode == "sampled_token",
+    "the loss is the divergence from the teacher and has no ratio; remove it, or set distillation_weight below 1",
+)
+_AVERAGES = EffectCondition(
+    lambda args, facts: args.teacher_model_kind == "ema", "the teacher is not an average; set teacher_model_kind='ema'"
+)
+_TEMPLATE = "{prompt}\n\n{privileged_context}"
+
+
+def _is_template(value: Any) -> bool:
+    try:
+        combined = value.format(prompt="\0", privileged_context="\1")
+    except (KeyError, IndexError, ValueError):
+        return False
+    return "\0" in combined and "\1" in combined
 
 
 @dataclass(repr=False)
@@ -23,7 +55,10 @@ class DistillationArguments(OnlineArguments):
 
     needs_rewards: ClassVar[bool] = False
     rejected: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("seq_kd", "loss_type"), "the loss is the divergence that beta chooses; remove it"),
+        **dict.fromkeys(
+            ("seq_kd", "loss_type", "distillation_alpha"), "the loss is the divergence that beta chooses; remove it"
+        ),
+        "distillation_topk": "distributions are compared over all ids, without tensors of tokens x ids; remove it",
         "max_length": "prompts are never cut: max_completion_length bounds completions",
         "disable_dropout_teacher": "a teacher is always in eval mode; remove it",
     }
@@ -31,8 +66,8 @@ class DistillationArguments(OnlineArguments):
         **dict.fromkeys(
             ("kl_estimator", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _NO_REFERENCE
         ),
-        **dict.fromkeys(("epsilon", "epsilon_high", "vllm_importance_sampling_correction"), _NO_RATIO),
-        "dynamic_sampling_rounds": never("the loss does not read rewards; remove it"),
+        **dict.fromkeys(("epsilon", "epsilon_high", "vllm_importance_sampling_correction"), _HAS_RATIO),
+        "dynamic_sampling_rounds": never("completions teach whatever their rewards are; remove it"),
     }
 
     num_generations: int = redeclared(OnlineArguments, "num_generations", 1)
@@ -41,44 +76,122 @@ class DistillationArguments(OnlineArguments):
         "Divergence of policy p from teacher q: 0 is forward KL(q|p), 1 reverse KL(p|q), between them the generalised JSD.",
         within(0, 1),
     )
-    vllm_importance_sampling_correction: bool = redeclared(
-        OnlineArguments, "vllm_importance_sampling_correction", False, help="Always False: the loss has no ratio."
+    distillation_mode: str = argument(
+        "full_logits",
+        "full_logits: the divergence of distributions, exactly; sampled_token: reverse KL of the sampled tokens, as advantages.",
+        one_of(DistillationMode),
+    )
+    distillation_weight: float = argument(
+        1.0,
+        "Weight w of the teacher: the loss is w * divergence + (1 - w) * GRPO's, or so are the advantages.",
+        within(0, 1),
     )
     teacher_model_name_or_path: str | None = model_argument(None, "Name or path of the teacher.")
     teacher_model_revision: str | None = model_argument(None, "Revision of the teacher on the hub.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = model_argument(
         None, "Arguments of from_pretrained for the teacher (JSON), such as a quantization_config.", MAPPING
     )
+    teacher_model_kind: str | None = argument(
+        None,
+        "Teacher without a teacher_model: live, the policy itself, which reads a privileged_context; ema, an average of the "
+        "policy; base, the policy before training.",
+        Check(lambda x: x in (None, *get_args(TeacherKind)), f"must be one of {', '.join(get_args(TeacherKind))}"),
+    )
+    teacher_update_rate: float = argument(
+        0.05, "Weight of the policy in each update of its average.", within(0, 1), _AVERAGES
+    )
+    teacher_sync_steps: int = argument(1, "Steps between updates of the average.", at_least(1), _AVERAGES)
+    teacher_prompt_template: str = argument(
+        _TEMPLATE,
+        "Prompt that the teacher reads of a row with a privileged_context.",
+        Check(_is_template, "must be a format string with {prompt} and {privileged_context}"),
+    )
+
+    @property
+    def reference_sync(self) -> ReferenceSync | None:
+        is_average = self.teacher_model_kind == "ema"
+        return ReferenceSync(self.teacher_update_rate, self.teacher_sync_steps) if is_average else None
 
 
 @dataclass(frozen=True)
 class DistillationSettings:
-    """Settings of distillation: the kind of divergence (see `naive_divergence`)."""
+    """Settings of distillation.
+
+    beta     the kind of divergence (see `naive_divergence`)
+    mode     whether distributions are compared, or the sampled tokens alone
+    weight   of the teacher; the rest is that of the `policy` loss, which a sampled divergence needs, too
+    """
 
     beta: float
+    mode: DistillationMode = "full_logits"
+    weight: float = 1.0
+    policy: GRPOSettings | None = None
 
 
 @dataclass(frozen=True)
 class TeacherSettings:
-    """A teacher that is named in the arguments, and the arguments of `from_pretrained` for one that is given by name."""
+    """A teacher that is named in the arguments, the arguments of `from_pretrained` for one that is given by name, and its prompts.
+
+    `kind` is that of a teacher without a model: None for the base under an adapter.
+    """
 
     name: str | None
     loading: Mapping[str, Any] = field(repr=False)  # may have an access token
+    kind: TeacherKind | None = None
+    prompt_template: str = _TEMPLATE
 
 
-def resolve_distillation(args: DistillationArguments) -> DistillationSettings:
-    """Return the settings; log a warning of a JSD whose gradient is far smaller than a KL's, which vanishes at both ends."""
+def resolve_distillation(args: DistillationArguments, online: OnlineSettings) -> DistillationSettings:
+    """Return the settings; ArgumentError for a policy loss without groups or rewards, and for a sampled divergence but reverse KL.
+
+    Logs a warning of a JSD whose gradient is far smaller than a KL's, which vanishes at both ends.
+    """
+    sampled, weight = args.distillation_mode == "sampled_token", args.distillation_weight
+    require(
+        not sampled or args.beta == 1,
+        f"distillation_mode='sampled_token' is reverse KL, so beta={args.beta} has no meaning: set beta=1, or full_logits.",
+    )
+    require(
+        weight == 1 or (args.num_generations > 1 and online.facts.num_rewards != 0),
+        f"distillation_weight={weight} leaves a part of the loss to rewards: pass reward_funcs, and num_generations of at least 2.",
+    )
     if any(low < args.beta < high for low, high in ((0.0, 0.1), (0.9, 1.0))):
         logger.warning(
             "beta=%g weighs the sides of the JSD so unequally that its gradient is far smaller than those of the KLs at 0 and 1: "
             "gradient clipping then acts seldom.",
             args.beta,
         )
-    return DistillationSettings(args.beta)
+    policy = _policy_settings(args, online) if sampled or weight < 1 else None
+    return DistillationSettings(args.beta, "sampled_token" if sampled else "full_logits", weight, policy)
+
+
+def _policy_settings(args: DistillationArguments, online: OnlineSettings) -> GRPOSettings:
+    """Return the settings of GRPO's loss, as the mean over the step's tokens."""
+    return GRPOSettings(
+        loss_type="dapo",
+        importance_level="token",
+        clip_low=args.epsilon,
+        clip_high=clip_high(args),
+        delta=None,
+        scale_rewards="group",
+        aggregation="sum_then_normalize",
+        reward_weights=online.reward_weights,
+        beta=0.0,
+        kl_estimator="k3",
+        bias_corrected_kl=False,
+        entropy_bonus=None,
+        top_entropy_quantile=1.0,
+        max_completion_length=args.max_completion_length,
+        drop_equal_groups=False,
+        score_old=online.rollout.num_steps > 1 or args.distillation_mode == "sampled_token",
+        correction=resolve_correction(args),
+    )
 
 
 def resolve_teacher(args: DistillationArguments) -> TeacherSettings:
-    """Return how the teacher is loaded."""
+    """Return how the teacher is loaded, and what it reads."""
     loading: Any = args.teacher_model_init_kwargs or {}
     revision = {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
-    return TeacherSettings(args.teacher_model_name_or_path, {**rename_dtype(loading), **revision})
+    kind: Any = args.teacher_model_kind
+    loading = {**rename_dtype(loading), **revision}
+    return TeacherSettings(args.teacher_model_name_or_path, loading, kind, args.teacher_prompt_template)

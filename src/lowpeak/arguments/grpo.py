@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
+from lowpeak.arguments.correction import CorrectedSettings, Correction, resolve_correction
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     SHARE,
@@ -22,13 +23,10 @@ from lowpeak.arguments.online import (
     GROUP_SIZE,
     HAS_KL,
     REUSES_ROLLOUTS,
-    CorrectedSettings,
-    Correction,
     KLEstimator,
     OnlineArguments,
     OnlineSettings,
     clip_high,
-    resolve_correction,
 )
 from lowpeak.arguments.tools import TurnCreditArguments, TurnCreditKind
 

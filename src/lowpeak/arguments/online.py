@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from lowpeak.arguments.base import RunSettings, resolve_memory, resolve_model, resolve_passes, run_facts
+from lowpeak.arguments.correction import CorrectionArguments
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     Check,
@@ -24,7 +25,6 @@ from lowpeak.arguments.declare import (
     one_of,
     require,
     reward_argument,
-    vllm_argument,
     within,
 )
 from lowpeak.arguments.rollout import RolloutArguments, RolloutSettings, resolve_rollout
@@ -32,10 +32,9 @@ from lowpeak.arguments.sampling import Sampling, resolve_sampling
 from lowpeak.arguments.text import parse_bytes
 from lowpeak.arguments.tools import ToolArguments, ToolSettings
 from lowpeak.arguments.validation import check_values, reset_idle_arguments
-from lowpeak.arguments.vllm import USES_VLLM, VllmArguments, VllmSettings, resolve_vllm
+from lowpeak.arguments.vllm import VllmArguments, VllmSettings, resolve_vllm
 
 KLEstimator = Literal["k1", "k2", "k3"]
-CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 GATHER_ALL = 1 << 62  # a gather budget larger than any model
 
@@ -56,37 +55,6 @@ _SYNCS_REFERENCE = (
     HAS_REFERENCE,
 )
 _PRINTS_COMPLETIONS = if_on("log_completions")
-_CORRECTED = (USES_VLLM, if_on("vllm_importance_sampling_correction"))
-
-
-@dataclass(repr=False)
-class CorrectionArguments:
-    """Arguments of the importance sampling correction between vLLM's and the trainer's probabilities (TRL's names)."""
-
-    vllm_importance_sampling_correction: bool = vllm_argument(
-        True,
-        "Weigh the policy loss by the trainer's probability of a completion over vLLM's.",
-        acts_if=USES_VLLM,
-    )
-    vllm_importance_sampling_mode: str = vllm_argument(
-        "sequence_mask",
-        "That weight per token or completion; beyond its bounds it is truncated to them, or 0 (mask): token_truncate, "
-        "token_mask, sequence_truncate or sequence_mask.",
-        one_of(CorrectionMode),
-        _CORRECTED,
-    )
-    vllm_importance_sampling_clip_max: float | None = vllm_argument(
-        3.0, "Upper bound of that weight (None: no bound).", above_zero(), _CORRECTED
-    )
-    vllm_importance_sampling_cap: float | None = vllm_argument(
-        None,
-        "TRL's older name of vllm_importance_sampling_clip_max.",
-        acts_if=_CORRECTED,
-        alias_of="vllm_importance_sampling_clip_max",
-    )
-    vllm_importance_sampling_clip_min: float | None = vllm_argument(
-        None, "Lower bound of that weight (None: no bound).", NOT_NEGATIVE, _CORRECTED
-    )
 
 
 @dataclass(repr=False)
@@ -163,6 +131,11 @@ class OnlineArguments(CorrectionArguments, VllmArguments, ToolArguments, Rollout
         at_least(0),
     )
 
+    @property
+    def reference_sync(self) -> ReferenceSync | None:
+        """The updates of the run's reference; None if it stays as it was before training."""
+        return ReferenceSync(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
+
 
 @dataclass(frozen=True)
 class ReferenceSync:
@@ -170,42 +143,6 @@ class ReferenceSync:
 
     share: float
     every: int
-
-
-@dataclass(frozen=True)
-class Correction:
-    """Importance weight of the policy loss that corrects the drift between the engine and the trainer.
-
-    The weight is the old probability over the sampled one, of each token or of a whole completion (`per_sequence`). Beyond its
-    bounds it is 0 (`masks`), or else the bound. A bound of None does not exist.
-    """
-
-    per_sequence: bool
-    masks: bool
-    minimum: float | None
-    maximum: float | None
-
-
-class CorrectedSettings:
-    """Settings of an algorithm whose correction each step computes, or, with scored old log-probs, is fixed for the rollout."""
-
-    score_old: bool
-    correction: Correction | None
-
-    @property
-    def needs_old(self) -> bool:
-        """Whether old log-probs are scored."""
-        return self.score_old
-
-    @property
-    def step_correction(self) -> Correction | None:
-        """The correction that each step computes with its log-probs, if old log-probs are not scored."""
-        return None if self.needs_old else self.correction
-
-    @property
-    def rollout_correction(self) -> Correction | None:
-        """The correction that is fixed for the rollout, if old log-probs are scored."""
-        return self.correction if self.needs_old else None
 
 
 @dataclass(frozen=True)
@@ -307,9 +244,7 @@ def resolve_online(
             samples=(args.generation_kwargs or {}).get("do_sample") in (None, True),
             num_rows=args.per_device_eval_batch_size,
         ),
-        reference_sync=ReferenceSync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
-        if args.sync_ref_model
-        else None,
+        reference_sync=args.reference_sync,
         memory=resolve_memory(args, hardware, gather_budget=resolve_gather_budget(args)),
         reward_weights=(*_resolve_weights(args, num_rewards), *(1.0,) * num_own_rewards),
         mask_truncated=args.mask_truncated_completions,
@@ -358,10 +293,12 @@ def _check_online(args: Any, world_size: int) -> None:
 
 
 def check_reference_sync(args: Any, world_size: int) -> None:
-    """Raise ArgumentError for a reference that could not be updated where it is."""
+    """Raise ArgumentError for a reference, or a teacher, that could not be updated where it is."""
+    is_average = getattr(args, "teacher_model_kind", None) == "ema"
+    name = "teacher_model_kind='ema'" if is_average else "sync_ref_model=True"
     require(
-        not (args.sync_ref_model and args.offload_frozen_models and args.beta) or world_size > 1,
-        "sync_ref_model=True conflicts with offload_frozen_models=True on one device: models in host memory are not averaged; "
+        not ((is_average or (args.sync_ref_model and args.beta)) and args.offload_frozen_models) or world_size > 1,
+        f"{name} conflicts with offload_frozen_models=True on one device: models in host memory are not averaged; "
         "remove one of the two.",
     )
 
@@ -379,21 +316,3 @@ def _resolve_weights(args: OnlineArguments, num_rewards: int) -> tuple[float, ..
         f"reward_weights has {len(args.reward_weights)} values for {num_rewards} rewards; set one value per reward.",
     )
     return tuple(float(weight) for weight in args.reward_weights)
-
-
-def resolve_correction(args: OnlineArguments) -> Correction | None:
-    """Return the correction of a run, None without vLLM or if it is off; ArgumentError for invalid bounds."""
-    if not args.use_vllm or not args.vllm_importance_sampling_correction:
-        return None
-    mode = args.vllm_importance_sampling_mode
-    most, least = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
-    require(
-        most is None or least is None or least < most,
-        f"vllm_importance_sampling_clip_min={least} must be below vllm_importance_sampling_clip_max={most}.",
-    )
-    require(
-        mode.endswith("mask") or most is not None or least is not None,
-        f"vllm_importance_sampling_mode={mode!r} truncates weights to their bounds, but none is set: set "
-        "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min.",
-    )
-    return Correction(mode.startswith("sequence"), mode.endswith("mask"), least, most)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lowpeak.arguments.base import ModelSettings, resolve_model
+from lowpeak.arguments.correction import Correction, resolve_correction
 from lowpeak.arguments.declare import (
     FINITE,
     NOT_NEGATIVE,
@@ -31,12 +32,10 @@ from lowpeak.arguments.declare import (
 from lowpeak.arguments.online import (
     HAS_KL,
     REUSES_ROLLOUTS,
-    Correction,
     KLEstimator,
     OnlineArguments,
     OnlineSettings,
     clip_high,
-    resolve_correction,
 )
 from lowpeak.arguments.rloo import KL_IN_REWARD
 

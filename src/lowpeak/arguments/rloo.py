@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowpeak.arguments.correction import CorrectedSettings, Correction, resolve_correction
 from lowpeak.arguments.declare import Check, are_finite, argument, make_settings, redeclared, require
 from lowpeak.arguments.online import (
     GROUP_SIZE,
-    CorrectedSettings,
-    Correction,
     KLEstimator,
     OnlineArguments,
     OnlineSettings,
     clip_high,
-    resolve_correction,
 )
 from lowpeak.arguments.tools import TurnCreditArguments, TurnCreditKind
 

@@ -19,8 +19,10 @@ from lowpeak.records import Completion, FinishReason, Record
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _PER_TOKEN = ("old", "reference", "values", "entropy", "advantages", "returns", "token_rewards")
 _COMPLETION_FIELDS = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
-_VERSIONS = "completion.policy_versions"  # missing in format 1
-_RAGGED = ("prompt_ids", *_COMPLETION_FIELDS, _VERSIONS, "rewards", *_PER_TOKEN)
+_VERSIONS = "completion.policy_versions"
+_TEACHER_PROMPT = "teacher_prompt_ids"
+_ADDED = (_VERSIONS, _TEACHER_PROMPT)  # missing in older checkpoints
+_RAGGED = ("prompt_ids", *_COMPLETION_FIELDS, *_ADDED, "rewards", *_PER_TOKEN)
 
 
 def pack_records(records: Sequence[Record]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -60,6 +62,7 @@ def _ragged_fields(record: Record) -> dict[str, Any]:
         "completion.loss_mask": completion.loss_mask,
         "completion.prompt_ids": _id_tensor(completion.prompt_ids),
         _VERSIONS: completion.policy_versions,
+        _TEACHER_PROMPT: _id_tensor(record.teacher_prompt_ids),
         "rewards": torch.tensor(record.rewards, dtype=torch.float64),
         **{name: getattr(record, name) for name in _PER_TOKEN},
     }
@@ -67,7 +70,7 @@ def _ragged_fields(record: Record) -> dict[str, Any]:
 
 def unpack_records(tensors: Mapping[str, Tensor], extras: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
     """Return the records that `pack_records` packed, bit for bit. Their tensors are views of the columns."""
-    names = [name for name in _RAGGED if name != _VERSIONS or f"{name}.values" in tensors]
+    names = [name for name in _RAGGED if name not in _ADDED or f"{name}.values" in tensors]
     columns = {name: _unpack_column(tensors[f"{name}.values"], tensors[f"{name}.lengths"]) for name in names}
     groups, rewards = tensors["group"].tolist(), tensors["reward"].tolist()
     reasons = [_FINISH_REASONS[index] for index in tensors["finish_reason"].tolist()]
@@ -75,15 +78,19 @@ def unpack_records(tensors: Mapping[str, Tensor], extras: Sequence[Mapping[str, 
     records = []
     for each, group, reward, reason, extra in zip(fields, groups, rewards, reasons, extras, strict=True):
         ids, logprobs, loss_mask, override = (each[name] for name in _COMPLETION_FIELDS)
-        prompt_ids = None if override is None else tuple(override.tolist())
-        completion = Completion(ids, logprobs, loss_mask, reason, prompt_ids, extra, each.get(_VERSIONS))
+        completion = Completion(ids, logprobs, loss_mask, reason, _ids(override), extra, each.get(_VERSIONS))
         record = Record(group, tuple(each["prompt_ids"].tolist()), completion, tuple(each["rewards"].tolist()), reward)
-        records.append(replace(record, **{name: each[name] for name in _PER_TOKEN}))
+        values: dict[str, Any] = {name: each[name] for name in _PER_TOKEN}
+        records.append(replace(record, teacher_prompt_ids=_ids(each.get(_TEACHER_PROMPT)), **values))
     return tuple(records)
 
 
 def _id_tensor(ids: Sequence[int] | None) -> Tensor | None:
     return None if ids is None else torch.tensor(ids, dtype=torch.int32)
+
+
+def _ids(values: Tensor | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values.tolist())
 
 
 def _unpack_column(values: Tensor, lengths: Tensor) -> list[Tensor | None]:

@@ -319,7 +319,8 @@ def check_job(job: Job) -> None:
 def _required(job: Job) -> dict[str, Any]:
     """Return what else the algorithm needs, by the arguments that give it: a teacher, or a reward."""
     if job.kind == "distillation":
-        return {"teacher_model_name_or_path": job.given.get("teacher_model_name_or_path") or job.model.use_peft}
+        teachers = ("teacher_model_name_or_path", "teacher_model_kind")
+        return {" or --".join(teachers): job.model.use_peft or any(map(job.given.get, teachers))}
     names = [each.name for each in dataclasses.fields(job.rewards)]
     # An environment may have a reward of its own; its trainer says so if it has none.
     is_given = any([job.tools.environment, *(getattr(job.rewards, name) for name in names)])

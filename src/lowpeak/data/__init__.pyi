@@ -16,6 +16,7 @@ from lowpeak.data.preference import check_preference_columns as check_preference
 from lowpeak.data.preference import flatten_pairs as flatten_pairs
 from lowpeak.data.prompts import REWARD_KEYWORDS as REWARD_KEYWORDS
 from lowpeak.data.prompts import PromptReader as PromptReader
+from lowpeak.data.prompts import TeacherPrompts as TeacherPrompts
 from lowpeak.data.prompts import check_environment_name as check_environment_name
 from lowpeak.data.prompts import check_prompt_columns as check_prompt_columns
 from lowpeak.data.prompts import check_text_only as check_text_only

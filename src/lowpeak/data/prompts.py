@@ -6,6 +6,7 @@ A row has a `prompt`, a string or a list of messages, or its token ids, `input_i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ REWARD_KEYWORDS = frozenset(
 )
 _NUM_ENVIRONMENT_ROWS = 4096  # of a dataset that environments take the place of
 _EMPTY_PROMPT = [{"role": "user", "content": ""}]
+PRIVILEGED_CONTEXT = "privileged_context"  # the column with what a teacher reads besides the prompt
 VISION_COLUMNS = frozenset({"image", "images"})
 
 
@@ -103,12 +105,44 @@ def check_environment_name(value: Any, factories: Collection[Any], where: str) -
         )
 
 
+@dataclass(frozen=True)
+class TeacherPrompts:
+    """The prompts that a teacher reads: with `template` of `{prompt}` and `{privileged_context}`, a column of the row.
+
+    In a conversation the last message's content is the prompt. `required`: every row must have a privileged context.
+    """
+
+    template: str
+    required: bool = False
+
+    def add_context(self, row: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+        """Return the row with its privileged context in the prompt; None for a row without one."""
+        context, prompt = row.get(PRIVILEGED_CONTEXT), row["prompt"]
+        if context is None:
+            if self.required:
+                raise DataError(
+                    f"{where} has no {PRIVILEGED_CONTEXT!r}, without which a policy that is its own teacher learns nothing: add "
+                    "the column, or pass a teacher_model."
+                )
+            return None
+        last = prompt if isinstance(prompt, str) else prompt[-1].get("content")
+        if not isinstance(context, str) or not isinstance(last, str):
+            raise DataError(
+                f"{where}: a {PRIVILEGED_CONTEXT!r} is text that is added to a prompt of text, or to the text of its last "
+                f"message; got {context!r:.40} for {last!r:.40}."
+            )
+        combined = self.template.format(prompt=last, privileged_context=context)
+        changed = combined if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": combined}]
+        return {**row, "prompt": changed}
+
+
 class PromptReader(RowReader[Prompt]):
     """A reader of rows as prompts; one per dataset, because it remembers the first row's format.
 
     As in TRL, strings are tokenized with the tokenizer's special tokens (a BOS if it adds one), and messages as the chat
     template writes them. `max_prompt_tokens` None means no limit; `limit_reason` names the source of the limit in errors.
     With `overlong` "drop", a prompt that is too long is dropped. `longest` is the length of the longest prompt read so far.
+    `teacher` makes the prompts that a teacher reads, which are within the same limit.
     """
 
     def __init__(
@@ -118,9 +152,11 @@ class PromptReader(RowReader[Prompt]):
         max_prompt_tokens: int | None = None,
         overlong: Overlong = "error",
         limit_reason: str = "the limit",
+        teacher: TeacherPrompts | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(tokenizer, **settings)
+        self._teacher = teacher
         self.drop_reason = f"the prompt has more than {max_prompt_tokens} tokens"
         self._max_tokens = max_prompt_tokens
         self._overlong = overlong
@@ -141,26 +177,48 @@ class PromptReader(RowReader[Prompt]):
             check_prompt_columns(row, where)
         if "prompt" not in rows[0]:
             return self._read_ids(rows, serial, places)
-        options: list[dict[str, Any]] = [{}] * len(rows)
         for row, where in zip(rows, places, strict=True):
             self._check_format(row.get("prompt"), where)
-        if self._conversational:
-            chats = [
-                self._read_chat(row, row["prompt"], where, "the prompt")
-                for row, where in zip(rows, places, strict=True)
-            ]
-            options = [chat_options for _, chat_options in chats]
-            encoded = self._encode_chats(chats, places)
-        else:
+        encoded, options = self._encode(rows, places)
+        of_teacher = self._encode_for_teacher(rows, places)
+        columns = zip(rows, encoded, options, range(serial, serial + len(rows)), places, of_teacher, strict=True)
+        return [self._make_prompt(*each) for each in columns]
+
+    def _encode(
+        self, rows: Sequence[Mapping[str, Any]], places: Sequence[str]
+    ) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        """Return the token ids of each row's prompt, and its options of the chat template."""
+        if not self._conversational:
             self._report_text(places[0])
-            encoded = self._tokenizer([row["prompt"] for row in rows])["input_ids"]
-        serials = range(serial, serial + len(rows))
-        return [self._make_prompt(*each) for each in zip(rows, encoded, options, serials, places, strict=True)]
+            return self._tokenizer([row["prompt"] for row in rows])["input_ids"], [{}] * len(rows)
+        chats = [
+            self._read_chat(row, row["prompt"], where, "the prompt") for row, where in zip(rows, places, strict=True)
+        ]
+        return self._encode_chats(chats, places), [chat_options for _, chat_options in chats]
+
+    def _encode_for_teacher(
+        self, rows: Sequence[Mapping[str, Any]], places: Sequence[str]
+    ) -> list[tuple[int, ...] | None]:
+        """Return the token ids of each row's prompt with its privileged context; None for rows without one."""
+        encoded: list[tuple[int, ...] | None] = [None] * len(rows)
+        if self._teacher is None:
+            return encoded
+        combined = {i: row for i, row in enumerate(map(self._teacher.add_context, rows, places)) if row is not None}
+        if combined:
+            found, _ = self._encode(list(combined.values()), [places[i] for i in combined])
+            for i, ids in zip(combined, found, strict=True):
+                encoded[i] = tuple(ids)
+        return encoded
 
     def _read_ids(self, rows: Sequence[Mapping[str, Any]], serial: int, places: Sequence[str]) -> list[Prompt | None]:
         """Return rows of token ids as prompts, with their text for rewards."""
         prompts = []
         for row, number, where in zip(rows, count(serial), places, strict=False):
+            if self._teacher is not None and self._teacher.add_context({"prompt": "", **row}, where) is not None:
+                raise DataError(
+                    f"{where} has a {PRIVILEGED_CONTEXT!r} for a prompt of token ids, to which no text can be added: pass the "
+                    "prompt as text or messages, or remove the column."
+                )
             ids = read_integers(row, "input_ids", where)
             self._check_ids(ids, where)
             text = self._tokenizer.decode(ids)
@@ -199,18 +257,27 @@ class PromptReader(RowReader[Prompt]):
         return encoded
 
     def _make_prompt(
-        self, row: Mapping[str, Any], ids: list[int], options: Mapping[str, Any], serial: int, where: str
+        self,
+        row: Mapping[str, Any],
+        ids: list[int],
+        options: Mapping[str, Any],
+        serial: int,
+        where: str,
+        teacher_ids: tuple[int, ...] | None = None,
     ) -> Prompt | None:
         if not ids:
             raise DataError(f"{where}: the tokenizer returns no token for the prompt {row['prompt']!r:.80}; change it.")
         self._check_ids(ids, where)
-        if self._max_tokens is not None and len(ids) > self._max_tokens:
+        longest = max(len(ids), len(teacher_ids or ()))
+        if self._max_tokens is not None and longest > self._max_tokens:
             if self._overlong == "drop":
                 return None
+            named = "the prompt" if longest == len(ids) else "the prompt with its privileged context"
             raise DataError(
-                f"{where}: the prompt has {len(ids)} tokens; {self._limit_reason} leaves {self._max_tokens}; "
+                f"{where}: {named} has {longest} tokens; {self._limit_reason} leaves {self._max_tokens}; "
                 "shorten it or set overlong_prompts='drop'."
             )
         self.longest = max(self.longest, len(ids))
         columns = {name: value for name, value in row.items() if name != "prompt"}
-        return Prompt(serial, tuple(ids), row["prompt"], columns, continued_text(row["prompt"], options))
+        prefix = continued_text(row["prompt"], options)
+        return Prompt(serial, tuple(ids), row["prompt"], columns, prefix, teacher_ids)

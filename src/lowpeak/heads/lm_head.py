@@ -56,14 +56,18 @@ _STATE = "_lowpeak_head"
 
 
 @dataclass(frozen=True)
-class BaseStates:
-    """States of a teacher that is the model's own base, without adapters: the head that answers the request has its head, too."""
+class OwnStates:
+    """States of a teacher that is the model itself: the head that answers the request is the teacher's, too.
+
+    `with_adapters`: the teacher has the model's adapters.
+    """
 
     states_TE: Tensor
     num_ids: int | None = None
+    with_adapters: bool = False
 
 
-Teaching = TeacherHead | BaseStates
+Teaching = TeacherHead | OwnStates
 
 
 @dataclass(frozen=True)
@@ -254,8 +258,9 @@ def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadReque
 
 def _answer(module: Any, patch: PatchedForward, hidden_TD: Tensor, request: HeadRequest) -> dict[str, Tensor]:
     teacher, logprobs_T = request.teacher, None
-    if isinstance(teacher, BaseStates):
-        teacher = _teacher_of(_without_adapters(module), patch.scale, teacher.states_TE, teacher.num_ids)
+    if isinstance(teacher, OwnStates):
+        head = module if teacher.with_adapters else _without_adapters(module)
+        teacher = _teacher_of(head, patch.scale, teacher.states_TE, teacher.num_ids)
     if teacher is not None:
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
         logprobs_T = hidden_TD.new_empty(len(request.targets_T), dtype=wide)

@@ -14,9 +14,9 @@ from lowpeak.models.lora import Reference as Reference
 from lowpeak.models.lora import adapter_reference as adapter_reference
 from lowpeak.models.lora import add_adapter as add_adapter
 from lowpeak.models.lora import add_training_adapter as add_training_adapter
-from lowpeak.models.lora import base_teacher as base_teacher
 from lowpeak.models.lora import expert_bytes as expert_bytes
 from lowpeak.models.lora import expert_parameters as expert_parameters
+from lowpeak.models.lora import own_teacher as own_teacher
 from lowpeak.models.pretrained import check_load_options as check_load_options
 from lowpeak.models.pretrained import check_shapes as check_shapes
 from lowpeak.models.pretrained import from_pretrained as from_pretrained

@@ -27,12 +27,13 @@ logger = logging.getLogger(__name__)
 class Reference:
     """The frozen reference, or a teacher: a separate model, or (None) the policy inside the context `ready`.
 
-    A teacher shares its first `num_ids` ids with the policy.
+    A teacher shares its first `num_ids` ids with the policy. `with_adapters`: it is the policy with its adapters.
     """
 
     model: nn.Module | None
     ready: Callable[[], AbstractContextManager[Any]] = nullcontext
     num_ids: int | None = None
+    with_adapters: bool = False
 
 
 def adapter_reference(policy: nn.Module) -> Reference:
@@ -46,9 +47,10 @@ def adapter_reference(policy: nn.Module) -> Reference:
     return Reference(None, lambda: _adapters_off(policy))
 
 
-def base_teacher(policy: nn.Module, num_ids: int) -> Reference:
-    """Return the teacher that is the base under the policy's adapter, for the first `num_ids` ids."""
-    return Reference(None, lambda: _adapters_off(policy), num_ids)
+def own_teacher(policy: nn.Module, num_ids: int, *, with_adapters: bool) -> Reference:
+    """Return the teacher that is the policy itself, or the base under its adapter, for the first `num_ids` ids."""
+    ready: Callable[[], AbstractContextManager[Any]] = nullcontext if with_adapters else lambda: _adapters_off(policy)
+    return Reference(None, ready, num_ids, with_adapters)
 
 
 def _trained_adapter(policy: Any) -> str:

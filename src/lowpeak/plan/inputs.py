@@ -144,7 +144,8 @@ class RunInputs:
 
     @property
     def has_separate_reference(self) -> bool:
-        own = "reference" in self.algorithm.needs and self.request.peft_config is None
+        uses = "reference" in self.algorithm.needs or self.algorithm.divergence is not None
+        own = uses and getattr(self.args, "teacher_model_kind", None) != "live" and self.request.peft_config is None
         return own or self.request.teacher_config is not None
 
     @cached_property
@@ -354,8 +355,7 @@ class RunInputs:
         if self.is_online and self.settings.rollout.num_steps == 1:
             columns.pop("old", None)
         columns |= {"returns": values} if self.algorithm.values is not None or self.request.kind == "kto" else {}
-        if self.is_online:
-            columns["advantages"] = values
+        columns |= {"advantages": values} if self.is_online else {}
         record = Record(0, (), completion, (1.0,), 1.0, **columns)
         groups = [index // self._group_size for index in range(count)]
         # Completions of different groups share no prompt.

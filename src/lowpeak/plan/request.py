@@ -47,8 +47,11 @@ class PlanRequest:
     def __post_init__(self) -> None:
         """Raise ArgumentError for distillation without a teacher."""
         require(
-            self.kind != "distillation" or (self.teacher_config or self.peft_config) is not None,
-            "distillation has no teacher to plan: add teacher_model_name_or_path, or an adapter, whose base then teaches.",
+            self.kind != "distillation"
+            or self.args.teacher_model_kind is not None
+            or (self.teacher_config or self.peft_config) is not None,
+            "distillation has no teacher to plan: add teacher_model_name_or_path or teacher_model_kind, or an adapter, whose base "
+            "then teaches.",
         )
 
     @property

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
+from lowpeak.errors import ArgumentError, DataError, RewardError, RewardTimeoutError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Completion, Conversation, Group, Metric, Prompt, Record, merge_metrics
 from lowpeak.rewards.factory import unique_names
@@ -240,6 +240,7 @@ class RewardPanel:
                 rewards = (NO_REWARD,) * len(calls) if completion.conversation.has_failed else rewards
                 completion = replace(completion, conversation=completion.conversation.without_environment())
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
+            _check_teacher_prompt(prompt, prompt_ids, inputs.describe(index))
             group = inputs.positions[index][0]
             reward = weighted_sum(rewards, self.settings.weights)
             if abs(reward) > MAX_REWARD:
@@ -248,7 +249,8 @@ class RewardPanel:
                     "fp32: lower reward_weights, or the rewards."
                 )
             tokens = self._token_rewards([call.tokens.get(index, ()) for call in calls])
-            records.append(Record(group, prompt_ids, completion, rewards, reward, token_rewards=tokens))
+            record = Record(group, prompt_ids, completion, rewards, reward, token_rewards=tokens)
+            records.append(replace(record, teacher_prompt_ids=prompt.teacher_ids))
         return tuple(records)
 
     def _token_rewards(self, tokens: Sequence[tuple[float, ...]]) -> torch.Tensor | None:
@@ -258,6 +260,14 @@ class RewardPanel:
         """
         weighted = [w * torch.tensor(each) for w, each in zip(self.settings.weights, tokens, strict=True) if each]
         return torch.stack(weighted).sum(0) if weighted else None
+
+
+def _check_teacher_prompt(prompt: Prompt, prompt_ids: tuple[int, ...], name: str) -> None:
+    if prompt.teacher_ids is not None and prompt_ids != prompt.ids:
+        raise DataError(
+            f"The prompt of {name} was changed, so its teacher's prompt no longer fits: remove the column privileged_context, or "
+            "the rollout_func or environment that changes prompts."
+        )
 
 
 def reward_inputs(groups: Sequence[Group], decode: Callable[[list[int]], str]) -> RewardInputs:

@@ -106,7 +106,9 @@ def _make_records(algorithm: Algorithm, num_generations: int) -> tuple[Record, .
     for group, rewards in enumerate((range(num_generations), [1.0] * num_generations, [torch.nan] * num_generations)):
         for i, reward in enumerate(rewards):
             length = 3 + (group + i) % 5
-            scores = {need: -torch.rand(length, generator=generator) for need in sorted(algorithm.needs)}
+            scores: dict[str, Any] = {
+                need: -torch.rand(length, generator=generator) for need in sorted(algorithm.needs)
+            }
             ids = torch.randint(2, 13, (length,), generator=generator, dtype=torch.int32)
             completion = Completion(ids, -torch.rand(length, generator=generator), ids > 0, "stop")
             records.append(Record(group, (2, 3, 4), completion, (float(reward),), float(reward), **scores))

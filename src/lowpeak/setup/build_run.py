@@ -17,10 +17,10 @@ from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowpeak.arguments import MemorySettings, RunFacts
+from lowpeak.arguments import DistillationArguments, MemorySettings, RunFacts, resolve_teacher
 from lowpeak.attention import check_spans
 from lowpeak.checkpoint import converts_weights
-from lowpeak.data import PromptReader, padding_id
+from lowpeak.data import PromptReader, TeacherPrompts, padding_id
 from lowpeak.errors import ModelError
 from lowpeak.heads import (
     LoadBalance,
@@ -44,7 +44,7 @@ from lowpeak.memory import (
     allow_cudnn_attention,
     room_in_budget,
 )
-from lowpeak.models import LOGPROB_HEAD, HeadKind, Reference, adapter_reference, base_teacher, materialize_meta_params
+from lowpeak.models import LOGPROB_HEAD, HeadKind, Reference, adapter_reference, materialize_meta_params, own_teacher
 from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, is_sharded, states_on_host
 from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings
 from lowpeak.setup.engines import make_engine, why_adapters_idle, why_no_graphs
@@ -100,6 +100,7 @@ def connect_online(
         num_embeddings=num_embeddings(parts.policy),
         media_token_ids=media_token_ids(parts.policy),
         report_idle=parts.row_effects.add,
+        teacher=_teacher_prompts(args),
     )
     reader = new_reader()
     with strategy.ranks.propagate_errors():
@@ -128,6 +129,13 @@ def connect_online(
         offloader=offloader,
     )
     return run, collector
+
+
+def _teacher_prompts(args: Any) -> TeacherPrompts | None:
+    if not isinstance(args, DistillationArguments):
+        return None
+    teacher = resolve_teacher(args)
+    return TeacherPrompts(teacher.prompt_template, required=teacher.kind == "live")
 
 
 def _template_options(parts: OnlineParts) -> dict[str, Any]:
@@ -328,7 +336,9 @@ def make_reference(context: RunContext, parts: RunParts, strategy: Strategy) -> 
 def _reference(parts: RunParts, freeze: Callable[[nn.Module], FrozenModel]) -> Reference:
     if parts.reference_model is None:
         ids = parts.teacher_ids
-        return adapter_reference(parts.policy) if ids is None else base_teacher(parts.policy, ids)
+        if ids is None:
+            return adapter_reference(parts.policy)
+        return own_teacher(parts.policy, ids, with_adapters=resolve_teacher(parts.args).kind == "live")
     install_head(parts.reference_model, cast_head_to_fp32=parts.settings.model.cast_lm_head_to_fp32)
     frozen = freeze(parts.reference_model)
     return Reference(frozen.model, frozen.ready, parts.teacher_ids)

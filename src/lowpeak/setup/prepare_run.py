@@ -166,11 +166,13 @@ def _load_frozen(
     policy: nn.Module, inputs: OnlineInputs, settings: OnlineSettings, args: Any, tokenizer: Any, algorithm: Algorithm
 ) -> tuple[nn.Module | None, int | None]:
     """Return the separate reference or teacher, if any, and the number of ids that a teacher shares with the policy."""
-    if algorithm.divergence is None:
+    placed = {"model_parallel": args.model_parallel, "device": args.device}
+    if not isinstance(args, DistillationArguments):
         return load_run_reference(policy, inputs, settings, args, tokenizer, algorithm), None
     teacher, given = resolve_teacher(args), inputs.ref_model
-    placed = {"model_parallel": args.model_parallel, "device": args.device}
     model = load_teacher(policy, inputs.model, given, teacher, settings.model, **placed)
+    if model is not None:
+        check_embedded_tokens("the teacher", model, policy, tokenizer, "use one with the policy's tokenizer")
     return model, shared_ids(policy, tokenizer, model, given or teacher.name, settings.model)
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def load_teacher(
     policy: nn.Module, origin: Any, given: Any, teacher: TeacherSettings, settings: ModelSettings, **placed: Any
 ) -> nn.Module | None:
-    """Return the teacher as a separate model; None for the base of the policy, without its adapter.
+    """Return the teacher as a separate model; None for the policy itself, or its base without an adapter.
 
     `origin` and `given` are the user's model and teacher. A name is loaded in the checkpoint's dtype, unless the arguments of
     loading have another; `placed` are those of `load_reference`.
@@ -39,17 +39,30 @@ def load_teacher(
         "teacher_model_init_kwargs and teacher_model_revision load a teacher by name or path: pass one as teacher_model.",
     )
     require(
-        model is not None or is_peft(policy),
-        "there is no teacher: pass teacher_model, or a peft_config, under which the base without its adapter can teach.",
-    )
-    require(
         isinstance(model, str) or model is not origin,
-        "teacher_model is the model itself, which training changes: pass a copy of it.",
+        "teacher_model is the model itself, which training changes: pass a copy of it, or teacher_model_kind.",
     )
-    if model is None:
+    _check_kind(teacher, is_peft(policy), has_model=model is not None)
+    if model is None and (teacher.kind == "live" or is_peft(policy)):
         return None
     plain = replace(settings, model_init_kwargs=teacher.loading, storage=None, adapter_storage=None, keeps_bf16=False)
     return load_reference(policy, origin, plain, model, **placed)
+
+
+def _check_kind(teacher: TeacherSettings, has_adapter: bool, *, has_model: bool) -> None:
+    require(
+        not has_model or teacher.kind is None,
+        f"teacher_model_kind={teacher.kind!r} is a teacher, and so is teacher_model: pass one.",
+    )
+    require(
+        teacher.kind != "ema" or not has_adapter,
+        "teacher_model_kind='ema' averages all weights, and under an adapter the base stays: set 'live' or 'base'.",
+    )
+    require(
+        has_model or has_adapter or teacher.kind is not None,
+        "there is no teacher: pass teacher_model, or teacher_model_kind, or a peft_config, under which the base without its "
+        "adapter can teach.",
+    )
 
 
 def shared_ids(

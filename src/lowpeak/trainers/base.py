@@ -280,7 +280,7 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
     ) -> tuple[Tensor, dict[str, Metric]]:
         run, batches = self.run, step.micro_batches
         algorithm = step.observer.attach(run.algorithm)
-        teacher = run_teacher(self, batches, guard)
+        teacher = run_teacher(self, batches, guard, step.records)
         with run.tracker.phase(Phase.TRAIN):
             return run_step(model, batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard, teacher)
 

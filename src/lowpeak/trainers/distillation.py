@@ -71,4 +71,4 @@ class DistillationTrainer(OnlineTrainer):
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
-        return make_distillation(resolve_distillation(args))
+        return make_distillation(resolve_distillation(args, settings))

@@ -164,14 +164,19 @@ def _divergence_metrics(
         run = context.run
         batches = make_step_batches(rows, range(len(rows)), run.algorithm, run.budget, run.strategy.ranks)
         with attempt:
-            numbers = measure_batches(context, batches, attempt.guard())
+            numbers = measure_batches(context, batches, attempt.guard(), rows)
     return {"loss": float(numbers.loss), **_numbers(numbers.metrics)}
 
 
-def measure_batches(context: RunContext, batches: Sequence[MicroBatch], guard: GuardedPasses) -> StepMetrics:
-    """Return the loss and metrics of micro-batches over all ranks, without gradients, as a step would measure them."""
+def measure_batches(
+    context: RunContext, batches: Sequence[MicroBatch], guard: GuardedPasses, records: Sequence[Record] = ()
+) -> StepMetrics:
+    """Return the loss and metrics of micro-batches over all ranks, without gradients, as a step would measure them.
+
+    `records` are those of all ranks' micro-batches; a teacher reads their prompts.
+    """
     run = context.run
-    teacher, model, ranks = run_teacher(context, batches, guard), context.model_wrapped, run.strategy.ranks
+    teacher, model, ranks = run_teacher(context, batches, guard, records), context.model_wrapped, run.strategy.ranks
     measured = measure_step(model, batches, run.algorithm, run.logprob_settings, ranks, guard, teacher)
     return gather_metrics(StepMetrics(*measured), None, ranks)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.recovery import attempts
 from lowpeak.training.run import Run, RunContext
 from lowpeak.training.step import score
+from lowpeak.training.teacher import batches_of_teacher
 from lowpeak.training.token_values import TokenObserver
 from lowpeak.vllm.weight_sync import PushReport
 
@@ -121,10 +122,13 @@ def _score_batches(
         passes["old"] = score(model, batches, run.logprob_settings, guard, **request_fields)
     if "reference" in needs:
         assert run.reference is not None
-        separate = run.reference.model
+        separate, of_reference = run.reference.model, batches_of_teacher(run, batches, records)
         with run.reference.ready():
             # A separate one has no collectives, or runs in lockstep: its errors need no guard.
-            passes["reference"] = score(separate or model, batches, run.logprob_settings, None if separate else guard)
+            guard_of_policy, flat = None if separate else guard, list(chain.from_iterable(of_reference))
+            found = iter(score(separate or model, flat, run.logprob_settings, guard_of_policy))
+        logprobs = [torch.cat([next(found)["logprobs"] for _ in pieces]) for pieces in of_reference]
+        passes["reference"] = [{"logprobs": each} for each in logprobs[: len(batches)]]
     return _read_scores(records, batches, passes)
 
 

@@ -60,24 +60,26 @@ class LogprobSettings:
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """A teacher's hidden states of a step's micro-batches, [T, E] each, in host memory; `add_head` makes a teacher of them.
+    """A teacher's hidden states of a step's micro-batches in host memory; `add_head` makes a teacher of them.
 
-    `mover` brings them back to the device; None if the device's memory is the host's.
+    A micro-batch of T loss tokens has one or several tensors, [T, E] together. `mover` brings them back to the device; None if
+    the device's memory is the host's.
     """
 
-    states: Sequence[Tensor]
+    states: Sequence[Sequence[Tensor]]
     add_head: Callable[[Tensor], Teaching]
     mover: AsyncHostMover | None = None
 
     def of_batch(self, number: int, batch: MicroBatch, device: torch.device) -> Teaching:
         """Return the teacher of micro-batch `number`; one of zeros for a batch without weight that stands in for it."""
-        states_TE, num_tokens = self.states[number], len(batch.targets_T)
-        if len(states_TE) != num_tokens:
-            return self.add_head(states_TE.new_zeros(num_tokens, states_TE.shape[1], device=device))
+        pieces, num_tokens = self.states[number], len(batch.targets_T)
+        if sum(map(len, pieces)) != num_tokens:
+            return self.add_head(pieces[0].new_zeros(num_tokens, pieces[0].shape[1], device=device))
         if self.mover is not None:
-            states_TE = self.mover.to_device(states_TE)
-            self.mover.wait(states_TE)
-        return self.add_head(states_TE)
+            pieces = [self.mover.to_device(each) for each in pieces]
+            for each in pieces:
+                self.mover.wait(each)
+        return self.add_head(pieces[0] if len(pieces) == 1 else torch.cat(list(pieces)))
 
 
 def score(

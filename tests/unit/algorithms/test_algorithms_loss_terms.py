@@ -14,8 +14,8 @@ from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.loss_terms import correction_weight
 from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.arguments.correction import Correction
 from lowpeak.arguments.grpo import EntropyBonus, GRPOLossType
-from lowpeak.arguments.online import Correction
 from lowpeak.records import Completion, Metric, Record, merge_metrics
 from naive_losses import plain_grpo, plain_rloo, plain_weights
 

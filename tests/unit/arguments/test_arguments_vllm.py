@@ -7,8 +7,9 @@ from packaging.version import Version
 
 from lowpeak import GRPOConfig, RLOOConfig
 from lowpeak.arguments import vllm as vllm_arguments
+from lowpeak.arguments.correction import Correction
 from lowpeak.arguments.grpo import resolve_grpo
-from lowpeak.arguments.online import Correction, resolve_online
+from lowpeak.arguments.online import resolve_online
 from lowpeak.arguments.rloo import resolve_rloo
 from lowpeak.arguments.validation import reset_idle_arguments
 from lowpeak.arguments.vllm import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm

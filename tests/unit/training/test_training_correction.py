@@ -9,8 +9,8 @@ import torch
 
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.arguments.correction import Correction
 from lowpeak.arguments.grpo import resolve_grpo
-from lowpeak.arguments.online import Correction
 from lowpeak.arguments.rloo import resolve_rloo
 from small_runs import make, same, spread, weights
 

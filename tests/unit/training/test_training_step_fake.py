@@ -16,8 +16,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.online_dpo import make_online_dpo
 from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.arguments.correction import Correction
 from lowpeak.arguments.grpo import EntropyBonus
-from lowpeak.arguments.online import Correction
 from lowpeak.arguments.online_dpo import OnlineDPOSettings
 from lowpeak.arguments.rloo import RLOOSettings
 from lowpeak.attention.install import install_attention

@@ -6,11 +6,12 @@ import logging
 
 import pytest
 import torch
+from peft import LoraConfig
 
 import lowpeak
 from lowpeak.algorithms import make_distillation
 from lowpeak.arguments import DistillationSettings
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, DataError
 from small_runs import SAVED, SGD, TOKENIZER, column, make, ones, rows, same, saved, trained, weights
 from tiny_models import char_tokenizer, tiny_model
 
@@ -49,6 +50,12 @@ def test_a_teacher_with_more_rows_and_tokens_shares_the_policys_ids(tmp_path):
         ({"teacher_model_init_kwargs": {"dtype": "bfloat16"}}, "by name or path"),
         ({"ref_model": tiny_model()}, "pass teacher_model"),
         ({"beta": 1.5}, r"beta=1\.5.*\[0, 1\]"),
+        ({"teacher_model_kind": "live"}, "teacher_model_kind='live'.*pass one"),
+        ({"teacher_model": None, "teacher_model_kind": "ema", "peft_config": LoraConfig(r=2)}, "'live' or 'base'"),
+        ({"teacher_model": None, "teacher_model_kind": "ema", "offload_frozen_models": True}, "'ema' conflicts"),
+        ({"teacher_prompt_template": "{prompt}"}, "with {prompt} and {privileged_context}"),
+        ({"distillation_mode": "sampled_token", "beta": 0.5}, "reverse KL"),
+        ({"distillation_weight": 0.5}, "pass reward_funcs"),
     ],
 )
 def test_a_missing_or_doubled_teacher_is_refused_in_one_sentence(tmp_path, changes, words):
@@ -93,10 +100,27 @@ def test_unequal_end_tokens_and_a_flat_divergence_are_named(tmp_path, caplog):
     assert "beta=0.95" in caplog.text
 
 
-def test_a_resumed_run_has_the_same_bits(tmp_path):
-    whole = trained("Distillation", tmp_path, max_steps=3, **SAVED)
-    again = trained("Distillation", tmp_path, max_steps=3, resume=tmp_path / "checkpoint-1", **SAVED)
+@pytest.mark.parametrize("kind", [None, "live", "ema"])
+def test_a_resumed_run_has_the_same_bits(tmp_path, kind):
+    own = {"teacher_model": None, "teacher_model_kind": kind} if kind else {}
+    data = rows().add_column("privileged_context", ["12"] * len(rows()))
+    changes = {**SAVED, **own, "data": data, "num_iterations": 2, "max_steps": 3}
+    whole = trained("Distillation", tmp_path, **changes)
+    again = trained("Distillation", tmp_path, resume=tmp_path / "checkpoint-1", **changes)
     assert same(weights(whole), weights(again))
+
+
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        ({"input_ids": [2, 3], "privileged_context": "1"}, {}),
+        ({"prompt": "1=", "privileged_context": 5}, {}),
+        ({"prompt": "1="}, {"teacher_model": None, "teacher_model_kind": "live"}),
+    ],
+)
+def test_a_privileged_context_that_cannot_be_read_is_refused_with_its_row(tmp_path, row, changes):
+    with pytest.raises(DataError, match=r"row 0.*privileged_context"):
+        make("Distillation", tmp_path, data=[row], max_steps=1, **changes)
 
 
 def test_a_teacher_in_4_bits_trains_as_its_widened_weights_do(tmp_path):

@@ -7,7 +7,7 @@ for the other ranks, so a step of any model on any number of ranks can be rehear
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -294,14 +294,16 @@ class _Stage:
     def _run_teacher(self, batches: Sequence[MicroBatch]) -> TeacherStates:
         """Run the teacher over a step's micro-batches; its states are in host memory afterwards, a CPU's device memory."""
         separate, policy = self._reference, cast(Any, self._unprepared)
-        ready = policy.disable_adapter if separate is None else partial(self._ready, separate)
+        ready = partial(self._ready, separate) if separate is not None else nullcontext
+        if separate is None and is_peft(policy):
+            ready = policy.disable_adapter
         self._meter.begin("score")
-        found = teacher_states(self.model, Reference(separate, ready), batches, self._core)
+        found = teacher_states(self.model, Reference(separate, ready), [[batch] for batch in batches], self._core)
         self._meter.begin(None)
         if self._inputs.device == "cpu":
             return found
         with self._meter.paused():
-            on_host = [torch.empty_like(states_TE) for states_TE in found.states]
+            on_host = [[torch.empty_like(states_TE) for states_TE in pieces] for pieces in found.states]
         return TeacherStates(on_host, lambda states_TE: found.add_head(states_TE.clone()))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
