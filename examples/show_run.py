@@ -106,7 +106,7 @@ def draw_curve(trainer: Any, before: Any, after: Any, picture: Path) -> None:
     ends = [0, trainer.args.max_steps]
     axes.plot(ends, [accuracies(each)[0] for each in (before, after)], "o", color="#30638e", label="held out, greedy")
     axes.set(xlabel="step", ylim=(0, 1.02))
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False)
     figure.savefig(picture)
 
 
