@@ -1,4 +1,4 @@
-# make quickstart   see reinforcement learning work, in minutes on two CPU cores
+# make quickstart   see an ALGORITHM work, in minutes on two CPU cores: grpo, rloo, ppo, online-dpo, distillation, dpo, kto
 # make check        lint, types and the tests that start no process and train nothing for long
 # make test         lint, types and the tests that a contributor and a user need to trust a checkout
 # make test-all     make test, then the tests marked `extended`, and those of the next five targets: what .ci/run runs
@@ -107,7 +107,7 @@ $(UV):
 	@.venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 quickstart:
-	@echo "make quickstart: about 6 minutes on two cores (MODEL=tiny: 1, TASK=tools: 2 to 4), and two to install"
+	@echo "make quickstart: about 6 minutes on two cores (MODEL=tiny: 1, TASK=tools: 2 to 4; ALGORITHM=dpo, kto: 1 to 2), and two to install"
 	@$(MAKE) --no-print-directory $(CORE)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) $(if $(MODEL),--model $(MODEL)) $(if $(TASK),--task $(TASK)) --seed $(SEED)
 

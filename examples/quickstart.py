@@ -3,8 +3,8 @@
 By default it trains SmolLM2-135M-Instruct, a real language model, on sums asked in English (sums.py), or to answer in two
 sentences (`--task sentences`, sentences.py). With `--model tiny` it makes a small model and a dataset of the task of
 noisy_sort.py, and warm-starts the model on demonstrations that are wrong on purpose; examples/grpo.py, rloo.py, ppo.py,
-online_dpo.py, sft.py, reward.py and their YAML files find their model and data in the folder of that run. `--task tools` makes a
-small model, too, and trains it to call a calculator (calculator.py).
+online_dpo.py, dpo.py, kto.py, sft.py, reward.py and their YAML files find their model and data in the folder of that run.
+`--task tools` makes a small model, too, and trains it to call a calculator (calculator.py).
 
     python examples/quickstart.py [--algorithm rloo] [--task sentences|tools] [--model tiny] [--seed 1] [--steps 160]
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +27,18 @@ import sums
 import torch
 from datasets import Dataset
 from get_smollm2 import DownloadError, get_smollm2
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from show_run import draw_curve, log_shortly, show, show_accuracy, show_files
 from transformers.utils.logging import disable_progress_bar
 
 from lowpeak import (
     DistillationConfig,
     DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     OnlineDPOConfig,
     OnlineDPOTrainer,
     PPOConfig,
@@ -45,18 +48,20 @@ from lowpeak import (
     SFTConfig,
     SFTTrainer,
 )
-from lowpeak.report import write_report
 
 GENERATIONS = 8  # of each prompt
-SHOWN = 8
 TINY_PROMPTS = 32  # a step
-PREFERENCES = 120 * 64  # rows that examples/reward.py trains a reward model on
+PREFERENCES = 200 * 64  # pairs for DPO and KTO here, and for examples/dpo.py, kto.py and reward.py
 TASKS: Mapping[str, tuple[Any, Callable[..., list[float]]]] = {
     "sums": (sums, sums.last_number_is_right),
     "sentences": (sentences, sentences.number_of_sentences_is_right),
 }
 OUTPUT_DIR = "runs/quickstart"
-DEFAULT_MODEL = {"grpo": "smollm2", "rloo": "smollm2", "ppo": "tiny", "online-dpo": "tiny", "distillation": "tiny"}
+DEFAULT_MODEL = {
+    **dict.fromkeys(["grpo", "rloo"], "smollm2"),
+    **dict.fromkeys(["ppo", "online-dpo", "distillation", "dpo", "kto"], "tiny"),
+}
+OFFLINE = {"dpo": "pairs", "kto": "completions"}  # algorithms that learn from preferences and generate nothing
 TEACHER = {"max_steps": 450, "per_device_train_batch_size": 128}
 DISTILLATION_STEPS = 60
 
@@ -112,20 +117,19 @@ def main() -> None:
         disable_progress_bar()
     start = time.perf_counter()
     lesson = make_lesson(options)
-    trainer = make_trainer(options, lesson)
-    before = trainer.predict(lesson.held_out, metric_key_prefix="eval")
+    trainer = (make_offline_trainer if options.algorithm in OFFLINE else make_trainer)(options, lesson)
+    before = predict(trainer, lesson)
     show_accuracy("before", before)
     args = trainer.args
     print(
-        f"2/3  {options.algorithm.upper()}: {args.max_steps} steps of "
-        f"{args.per_device_train_batch_size // args.num_generations} prompts x {args.num_generations}",
+        f"2/3  {options.algorithm.upper()}: {args.max_steps} steps of {size_of_step(options.algorithm, args)}",
         flush=True,
     )
     trainer.train()
     trainer.save_model()
     print("3/3  the same held-out prompts again", flush=True)
-    after = trainer.predict(lesson.held_out, metric_key_prefix="eval")
-    show(lesson, before, after)
+    after = predict(trainer, lesson)
+    show(lesson.held_out, before, after)
     draw_curve(trainer, before, after, Path(args.output_dir, "curve.png"))
     next_command = lesson.next_command if options.output_dir == OUTPUT_DIR else None  # whose files are in that folder
     show_files(args.output_dir, next_command, time.perf_counter() - start)
@@ -134,7 +138,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """The few things that can be chosen."""
     parser = argparse.ArgumentParser(
-        description="See GRPO, RLOO, PPO, Online DPO or a teacher teach a task to a small language model."
+        description="See GRPO, RLOO, PPO, Online DPO, a teacher, DPO or KTO teach a task to a small language model."
     )
     parser.add_argument("--algorithm", choices=list(DEFAULT_MODEL), default="grpo")
     parser.add_argument(
@@ -146,10 +150,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output_dir", default=OUTPUT_DIR)
     options = parser.parse_args()
     options.model = options.model or ("tiny" if options.task == "tools" else DEFAULT_MODEL[options.algorithm])
+    if options.algorithm in ("distillation", *OFFLINE) and (options.model, options.task) != ("tiny", None):
+        parser.error(
+            f"--algorithm {options.algorithm} learns the tiny model's sorting alone; leave --model and --task out"
+        )
     if options.task in TASKS and options.model == "tiny":
         parser.error("--task: the tiny model has tasks of its own; leave --task out, or add --model smollm2")
-    if options.algorithm == "distillation" and (options.model, options.task) != ("tiny", None):
-        parser.error("--algorithm distillation: its teacher has learned to sort; leave --model and --task out")
     if options.task == "tools" and options.model == "smollm2":
         parser.error("--task tools: only the tiny model has this task; leave --model out")
     options.task = options.task or "sums"
@@ -217,6 +223,7 @@ def make_tiny_lesson(options: argparse.Namespace) -> Lesson:
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # for so small a model a second thread costs more than it gives
     name = "tools" if options.task == "tools" else "sort"
+    next_name = options.algorithm if options.algorithm in OFFLINE else "grpo"
     task, seed = TINY_TASKS[name], options.seed
     folder = Path(options.output_dir, "" if name == "sort" else name)
     demonstrations = task.module.make_demonstrations(
@@ -253,7 +260,7 @@ def make_tiny_lesson(options: argparse.Namespace) -> Lesson:
         steps=task.steps,
         settings=settings,
         folder=folder / options.algorithm,
-        next_command="grpo --config examples/grpo.yaml --dry-run" if name == "sort" else None,
+        next_command=f"{next_name} --config examples/{next_name}.yaml --dry-run" if name == "sort" else None,
         tools=task.tools,
     )
 
@@ -331,129 +338,54 @@ def make_trainer(options: argparse.Namespace, lesson: Lesson) -> Any:
     return trainer
 
 
-def log_shortly(trainer: Any) -> None:
-    """Print a line of a few numbers in place of a dictionary of forty."""
-    trainer.remove_callback(PrinterCallback)
-    if trainer.pop_callback(ProgressCallback) is not None:
-        trainer.add_callback(ShortProgress())
-    else:
-        trainer.add_callback(ShortLines())
-
-
-class ShortLines(TrainerCallback):
-    """Prints a line for each logged step and each evaluation."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **more: Any) -> None:
-        """One line of what a person watches."""
-        line = short_line(state.global_step, logs or {})
-        if line:
-            self.write(line)
-
-    def write(self, line: str) -> None:
-        """Print the line now, also where the output is not a terminal."""
-        print(line, flush=True)
-
-
-class ShortProgress(ShortLines, ProgressCallback):
-    """The same lines above the progress bar, which says what the trainer is doing: generating, scoring, training."""
-
-    def write(self, line: str) -> None:
-        """Print the line above the bar."""
-        if self.training_bar is not None:
-            self.training_bar.write(line)
-
-
-def short_line(step: int, logs: dict[str, float]) -> str:
-    """`step 40  reward 0.31`, or the held-out accuracy, or nothing for logs of another kind."""
-    start = f"     step {step:4d}  "
-    if "eval_accuracy" in logs:
-        return f"{start}held out: greedy {logs['eval_greedy_accuracy']:.2f}, sampled {logs['eval_accuracy']:.2f}"
-    if "reward" in logs:
-        return f"{start}reward {logs['reward']:.2f}"
-    return f"{start}loss {logs['loss']:.2f}" if "loss" in logs else ""
-
-
-def accuracies(prediction: Any) -> tuple[float, float]:
-    """The greedy and the sampled accuracy."""
-    return prediction.metrics["eval_greedy_accuracy"], prediction.metrics["eval_accuracy"]
-
-
-def show_accuracy(when: str, prediction: Any) -> None:
-    """Both accuracies on the held-out prompts, in one line."""
-    greedy, sampled = accuracies(prediction)
-    number = len({row["group"] for row in prediction.predictions})
-    print(
-        f"     {when:6s}  accuracy on {number} held-out prompts: greedy {greedy:.2f}, sampled {sampled:.2f}", flush=True
+def make_offline_trainer(options: argparse.Namespace, lesson: Lesson) -> Any:
+    """Make the trainer of DPO or KTO; KTO takes each pair as two labelled completions."""
+    pairs = noisy_sort.make_preferences(PREFERENCES, options.seed)
+    config_class, trainer_class, steps, more = {
+        "dpo": (DPOConfig, DPOTrainer, 100, {"per_device_train_batch_size": 64, "loss_type": ["sigmoid", "sft"]}),
+        "kto": (KTOConfig, KTOTrainer, 150, {"per_device_train_batch_size": 128}),
+    }[options.algorithm]
+    steps = options.steps or steps
+    args = config_class(
+        output_dir=str(lesson.folder),
+        max_steps=steps,
+        learning_rate=1e-3,
+        beta=0.5,
+        warmup_steps=10,
+        weight_decay=0.0,
+        gradient_checkpointing=False,
+        logging_steps=min(10, steps),
+        save_strategy="no",
+        disable_tqdm=not sys.stderr.isatty(),
+        seed=options.seed,
+        **more,
     )
+    trainer = trainer_class(model=lesson.model, args=args, train_dataset=pairs, processing_class=lesson.tokenizer)
+    log_shortly(trainer)
+    return trainer
 
 
-def show(lesson: Lesson, before: Any, after: Any) -> None:
-    """A few sampled completions before and after, and the accuracies."""
-    answers = {question(row): row["answer"] for row in lesson.held_out}
-    print()
-    for old, new in zip(sampled_rows(before), sampled_rows(after), strict=True):
-        print(f"{question(old)}  ({answers[question(old)]})")
-        for when, row in (("before", old), ("after", new)):
-            print(f"     {when:6s}  {text_of(row['completion'])}  {'ok' if row['reward'] == 1 else 'wrong'}")
-    print()
-    show_accuracy("before", before)
-    show_accuracy("after", after)
+def predict(trainer: Any, lesson: Lesson) -> Any:
+    """Complete the held-out prompts and score them: GRPO's trainer does it for those that generate nothing."""
+    if isinstance(trainer, DPOTrainer | KTOTrainer):
+        args = GRPOConfig(
+            output_dir=str(lesson.folder),
+            num_generations=GENERATIONS,
+            max_completion_length=noisy_sort.MAX_COMPLETION_LENGTH,
+            beta=0.0,
+            disable_tqdm=not sys.stderr.isatty(),
+            seed=trainer.args.seed,
+        )
+        trainer = GRPOTrainer(trainer.model, lesson.reward, args, lesson.prompts, processing_class=lesson.tokenizer)
+    return trainer.predict(lesson.held_out, metric_key_prefix="eval")
 
 
-def draw_curve(trainer: Any, before: Any, after: Any, picture: Path) -> None:
-    """Save the rewards of the steps, and the held-out accuracy before and after, as a picture."""
-    from matplotlib.figure import Figure
-
-    steps, rewards = zip(
-        *((log["step"], log["reward"]) for log in trainer.state.log_history if "reward" in log), strict=True
-    )
-    figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, rewards, color="#dd4b39", label="reward of the sampled completions")
-    ends = [0, trainer.args.max_steps]
-    axes.plot(ends, [accuracies(each)[0] for each in (before, after)], "o", color="#30638e", label="held out, greedy")
-    axes.set(xlabel="step", ylim=(0, 1.02))
-    axes.legend(frameon=False, loc="lower right")
-    figure.savefig(picture)
-
-
-def show_files(output_dir: str, next_command: str | None, seconds: float) -> None:
-    """The seconds, where the files are, and what to try next."""
-    print(f"\n{seconds:.0f} seconds in all. The run's files are in {output_dir}: the trained model, curve.png, and")
-    print("journal/ with one line per step (steps.jsonl) and per completion (rollouts.jsonl) for pandas or polars.")
-    print(f"Curves and completions, in a browser: {write_report([Path(output_dir)])}")
-    if next_command is None:
-        return
-    command = Path(sys.executable).with_name("lowpeak")
-    here = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else "lowpeak"
-    print(f"Next: {here} {next_command}")
-
-
-def question(row: Mapping[str, Any]) -> str:
-    """The text of a row's prompt."""
-    prompt = row["prompt"]
-    return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
-
-
-def text_of(completion: Any) -> str:
-    """A completion in one line: a conversation's messages and calls, `add(a=48, b=88) -> 136 -> 136`."""
-    if isinstance(completion, str):
-        return " ".join(completion.split())
-    parts = []
-    for message in completion:
-        functions = [call["function"] for call in message.get("tool_calls") or ()]
-        calls = [f"{each['name']}({', '.join(f'{k}={v}' for k, v in each['arguments'].items())})" for each in functions]
-        parts.append(" ".join([*(message.get("content") or "").split(), *calls]))
-    return " -> ".join(parts)
-
-
-def sampled_rows(prediction: Any) -> list[dict[str, Any]]:
-    """One sampled completion for each of a few prompts: the first of its group, whatever it is worth."""
-    firsts: dict[Any, dict[str, Any]] = {}
-    for row in prediction.predictions:
-        if row["decoding"] == "sampled":
-            firsts.setdefault(row["group"], row)
-    return [firsts[group] for group in random.Random(0).sample(sorted(firsts), SHOWN)]
+def size_of_step(algorithm: str, args: Any) -> str:
+    """What a step has: `32 prompts x 8`, `64 pairs`."""
+    rows = args.per_device_train_batch_size
+    if algorithm in OFFLINE:
+        return f"{rows} {OFFLINE[algorithm]}"
+    return f"{rows // args.num_generations} prompts x {args.num_generations}"
 
 
 if __name__ == "__main__":

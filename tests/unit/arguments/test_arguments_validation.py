@@ -14,7 +14,17 @@ from datasets import Dataset
 
 import lowpeak
 from changed_arguments import CHANGED, SERVED, VLLM
-from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak import (
+    DPOConfig,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    OnlineDPOConfig,
+    PPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+)
 from lowpeak.arguments.base import check_and_reset_arguments, run_facts
 from lowpeak.arguments.declare import RunFacts
 from lowpeak.arguments.grpo import resolve_grpo
@@ -36,6 +46,16 @@ RESOLVE = {
 }
 OFFLINE = {SFTConfig: resolve_supervised, RewardConfig: resolve_reward_model}
 EVERY = (*RESOLVE, *OFFLINE)
+OF_COMMAND = {
+    "grpo": GRPOConfig,
+    "rloo": RLOOConfig,
+    "ppo": PPOConfig,
+    "online-dpo": OnlineDPOConfig,
+    "sft": SFTConfig,
+    "reward": RewardConfig,
+    "dpo": DPOConfig,
+    "kto": KTOConfig,
+}
 OTHERWISE = {
     name: value
     for config, others, values in CHANGED
@@ -335,7 +355,7 @@ def configs_in(text):
     """The calls of a configuration in Python, with the arguments that are literals."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"config_class"} | {
-            config.__name__ for config in EVERY
+            config.__name__ for config in OF_COMMAND.values()
         }:
             literals = {each.arg: each.value.value for each in node.keywords if isinstance(each.value, ast.Constant)}
             name = ast.unparse(node.func)
@@ -349,11 +369,10 @@ def test_the_configurations_of_readme_and_examples_name_nothing(tmp_path):
     found = [each for text in python for each in configs_in(text)]
     for path in sorted((root / "examples").glob("*.yaml")):
         kind = re.search(r"lowpeak (\S+) --config", path.read_text())[1]
-        config = {"grpo": GRPOConfig, "rloo": RLOOConfig, "ppo": PPOConfig, "online-dpo": OnlineDPOConfig, "sft": SFTConfig,
-                  "reward": RewardConfig}[kind]  # fmt: skip
+        config = OF_COMMAND[kind]
         known = {f.name for f in dataclasses.fields(config)}
         found.append((config, {name: value for name, value in load_yaml(path).items() if name in known}))
-    assert len(found) >= 17
+    assert len(found) >= 21
     for config, said in found:
         args = config(**{**said, "output_dir": str(tmp_path), "use_cpu": True})
         assert not idle_arguments(args, run_facts(args)), said
