@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from lowpeak import DPOConfig, GRPOConfig, KTOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak import (
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    PPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+)
 
 REUSED = {"num_iterations": 2}
 KL = {"beta": 0.1}
@@ -67,6 +77,12 @@ CHANGED = [
     (PPOConfig, {"kl_target": 1.0}, {"kl_horizon": 5}),
     (PPOConfig, {"critic": "model"}, {"value_model_path": "a"}),
     (OnlineDPOConfig, {}, {"missing_eos_penalty": 1.0, "loss_type": "ipo", "beta": [0.5], "reward_model_path": "a"}),
+    (DistillationConfig, {}, {"beta": 0.5, "distillation_mode": "sampled_token", "teacher_model_name_or_path": "a",
+        "teacher_model_revision": "a", "teacher_model_init_kwargs": {"dtype": "bfloat16"}, "teacher_model_kind": "live",
+        "teacher_prompt_template": "{privileged_context}{prompt}"}),
+    (DistillationConfig, {"num_generations": 2}, {"distillation_weight": 0.5}),
+    (DistillationConfig, {**REUSED, "distillation_mode": "sampled_token"}, {"epsilon": 0.1, "epsilon_high": 0.3}),
+    (DistillationConfig, {"teacher_model_kind": "ema"}, {"teacher_update_rate": 0.5, "teacher_sync_steps": 5}),
     (SFTConfig, {}, {"dataset_text_field": "a", "max_length": 9, "completion_only_loss": True,
         "assistant_only_loss": True, "loss_type": "dft", "eos_token": "a", "pad_token": "a",
         "chat_template_path": "a.jinja", "packing": True, "packing_strategy": "wrapped", "eval_packing": True}),

@@ -15,9 +15,20 @@ from transformers import TrainingArguments
 
 from architecture.sources import files, module_of, tree_of
 from changed_arguments import CHANGED
-from lowpeak import DPOConfig, GRPOConfig, KTOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak import (
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    OnlineDPOConfig,
+    PPOConfig,
+    RewardConfig,
+    RLOOConfig,
+    SFTConfig,
+)
 from lowpeak.arguments.base import check_and_reset_arguments, run_facts
 from lowpeak.arguments.declare import RunFacts, data_argument, declaration
+from lowpeak.arguments.distillation import resolve_distillation, resolve_teacher
 from lowpeak.arguments.grpo import resolve_grpo
 from lowpeak.arguments.inherited import ACT_IF, NEVER_ACT
 from lowpeak.arguments.names import REJECTED
@@ -36,6 +47,7 @@ ONLINE = {
     RLOOConfig: resolve_rloo,
     PPOConfig: lambda args, online: (resolve_ppo(args, online), resolve_critic(args)),
     OnlineDPOConfig: resolve_online_dpo,
+    DistillationConfig: lambda args, online: (resolve_distillation(args, online), resolve_teacher(args)),
 }
 OFFLINE = {
     SFTConfig: resolve_supervised,

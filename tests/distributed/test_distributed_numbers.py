@@ -33,6 +33,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("DPO", {"loss_type": ["sigmoid", "sft"], "sync_ref_model": True, "ref_model_sync_steps": 2}),
     "kto": ("KTO", {"gradient_accumulation_steps": 2}),
     "distillation": ("Distillation", {"beta": 0.5, "gradient_accumulation_steps": 2, "micro_batch_tokens": 24}),
+    "self_distillation": (
+        "Distillation",
+        {"teacher_model_kind": "live", "micro_batch_tokens": 24, "distillation_weight": 0.5},
+    ),
     "twice": ("GRPO", {"optim": "sgd", "learning_rate": 0.1}),  # train() twice; AdamW would start anew under ZeRO alone
 }
 IN_FORCE = {"ddp": ("Parameter", "Replicated"), "fsdp2": ("DTensor", "Fsdp2")}
@@ -40,15 +44,15 @@ IN_FORCE |= dict.fromkeys(("zero1", "zero2", "zero3"), ("Parameter", "Zero"))
 # ZeRO-1 and ZeRO-2 differ from ZeRO-3 in gradients and their accumulation.
 NAMES = {"ddp": [*CASES], "fsdp2": [*CASES], "zero1": ["accumulated"], "zero2": [*CASES][:3], "zero3": [*CASES]}
 PAIRS = [(strategy, name) for strategy, names in NAMES.items() for name in names]
-WITHOUT_REWARDS = ("dpo", "kto", "distillation")
+EXTENDED_NAMES = ("dpo", "kto", "distillation", "self_distillation")
 CORE = [
     pair
     for pair in PAIRS
-    if (pair[0] == "fsdp2" and pair[1] not in WITHOUT_REWARDS)
+    if (pair[0] == "fsdp2" and pair[1] not in EXTENDED_NAMES)
     or pair in (("ddp", "accumulated"), ("zero3", "frozen"), ("zero3", "twice"))
 ]
-EXTENDED = [("ddp", "experts"), ("zero2", "frozen"), *(("fsdp2", name) for name in WITHOUT_REWARDS)]
-EXTENDED += [("zero3", name) for name in ("accumulated", "ppo", "experts", "distillation")]
+EXTENDED = [("ddp", "experts"), ("zero2", "frozen"), *(("fsdp2", name) for name in EXTENDED_NAMES)]
+EXTENDED += [("zero3", name) for name in ("accumulated", "ppo", "experts", "distillation", "self_distillation")]
 
 
 def train_all(place: Path, strategy: str, out: Path, names: list[str]) -> None:
