@@ -94,19 +94,22 @@ def peer(case: DivergenceCase) -> Tensor:
     return case.loss(ChunkedDivergenceFunction.apply(*inputs, case.beta)[0], 0, len(case.teacher.hidden_TE))
 
 
+def in_blocks(whole: Callable[..., None]) -> Callable[..., None]:
+    """TRL's operations on a tile in blocks of rows, without tile-sized temporaries, as its GPU kernels."""
+
+    def run(tile: Tensor, *args: Any, **kwargs: Any) -> None:
+        for start in range(0, len(tile), BLOCK_ROWS):
+            rows = slice(start, start + BLOCK_ROWS)
+            whole(*(x[rows] if isinstance(x, Tensor) else x for x in (tile, *args)), **kwargs)
+
+    return run
+
+
 def measure_by_blocks(case: DivergenceCase, way: Callable[[DivergenceCase], Tensor]) -> dict[str, Any]:
-    """TRL's function with its tiles' operations in blocks of rows, without tile-sized temporaries, as its GPU kernels."""
+    """TRL's function with its tiles' operations in blocks of rows."""
     from trl.kernels import chunked_divergence
 
-    def blocked(whole: Callable[..., None]) -> Callable[..., None]:
-        def run(tile: Tensor, *args: Any, **kwargs: Any) -> None:
-            for start in range(0, len(tile), BLOCK_ROWS):
-                rows = slice(start, start + BLOCK_ROWS)
-                whole(*(x[rows] if isinstance(x, Tensor) else x for x in (tile, *args)), **kwargs)
-
-        return run
-
-    by_blocks: dict[str, Any] = {name: blocked(getattr(chunked_divergence, name)) for name in TILE_FUNCTIONS}
+    by_blocks: dict[str, Any] = {name: in_blocks(getattr(chunked_divergence, name)) for name in TILE_FUNCTIONS}
     with mock.patch.multiple(chunked_divergence, **by_blocks):
         return measure(case.student, lambda _: way(case))
 
