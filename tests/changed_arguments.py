@@ -77,7 +77,7 @@ CHANGED = [
     (PPOConfig, {"kl_target": 1.0}, {"kl_horizon": 5}),
     (PPOConfig, {"critic": "model"}, {"value_model_path": "a"}),
     (OnlineDPOConfig, {}, {"missing_eos_penalty": 1.0, "loss_type": "ipo", "beta": [0.5], "reward_model_path": "a"}),
-    (DistillationConfig, {}, {"beta": 0.5, "distillation_mode": "sampled_token", "teacher_model_name_or_path": "a",
+    (DistillationConfig, {}, {"beta": 0.5, "lmbda": 0.5, "distillation_mode": "sampled_token", "teacher_model_name_or_path": "a",
         "teacher_model_revision": "a", "teacher_model_init_kwargs": {"dtype": "bfloat16"}, "teacher_model_kind": "live",
         "teacher_prompt_template": "{privileged_context}{prompt}"}),
     (DistillationConfig, {"num_generations": 2}, {"distillation_weight": 0.5}),

@@ -38,28 +38,6 @@ Unit = Literal["token", "sequence", "pair"]
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One prompt of a rollout.
-
-    `serial` counts the prompts drawn in a run; the sampling hash uses it. `source` is the prompt as it stands in the dataset
-    (a string or a list of messages); rewards get it. `columns` are the other columns of its table row. `assistant_prefix` is
-    the text of the prompt's last message, if completions continue that message. `teacher_ids` is the prompt that a teacher
-    reads in its place; None: the same.
-    """
-
-    serial: int
-    ids: tuple[int, ...]
-    source: str | list[dict[str, Any]]
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    assistant_prefix: str = ""
-    teacher_ids: tuple[int, ...] | None = None
-
-    @property
-    def conversational(self) -> bool:
-        return not isinstance(self.source, str)
-
-
-@dataclass(frozen=True)
 class Turn:
     """One turn of a conversation: the index of its last token, its reward, and the seconds of the reply to it."""
 
@@ -112,6 +90,29 @@ class Completion:
     def num_written(self) -> int:
         """Return how many of the tokens the policy generated; valid before stage 7."""
         return int(self.loss_mask.count_nonzero())
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a rollout.
+
+    `serial` counts the prompts drawn in a run; the sampling hash uses it. `source` is the prompt as it stands in the dataset
+    (a string or a list of messages); rewards get it. `columns` are the other columns of its table row. `assistant_prefix` is
+    the text of the prompt's last message, if completions continue that message. `teacher_ids` is the prompt that a teacher
+    reads in its place; None: the same. `completion` is the dataset's, if it takes the place of generated ones.
+    """
+
+    serial: int
+    ids: tuple[int, ...]
+    source: str | list[dict[str, Any]]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    assistant_prefix: str = ""
+    teacher_ids: tuple[int, ...] | None = None
+    completion: Completion | None = None
+
+    @property
+    def conversational(self) -> bool:
+        return not isinstance(self.source, str)
 
 
 @dataclass(frozen=True)

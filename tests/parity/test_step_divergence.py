@@ -215,3 +215,18 @@ def test_an_average_of_the_policy_follows_it(tmp_path):
     expected = {name: 0.25 * weight + 0.75 * first[name].detach() for name, weight in weights(run).items()}
     assert_each_close_to_largest(dict(run.teacher_model.named_parameters()), expected, 1e-6)
     assert not same(weights(run), dict(start.named_parameters()))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_completions_of_the_dataset_take_the_place_of_a_share_of_generated_ones(tmp_path, monkeypatch, share):
+    data = rows(64).add_column("completion", ["1234"] * 64)
+    other = teacher(13)
+    changes = {"lmbda": share, "data": data, "per_device_train_batch_size": 32, "max_grad_norm": 0.0}
+    run, before, gradients = first_step(tmp_path, monkeypatch, teacher_model=other, beta=0.0, **changes)
+    records = run.rollout.records
+    written = [r.completion.ids.tolist() == TOKENIZER("1234")["input_ids"] + [1] for r in records]
+    assert sum(written) == 32 if share == 0 else 8 < sum(written) < 24
+    assert [bool(r.completion.logprobs.isnan().all()) for r in records] == written
+    expected = naive_loss(before.double(), other.double(), records, 0.0)
+    expected.backward()
+    assert_each_close_to_largest(gradients, {name: p.grad.float() for name, p in before.named_parameters()}, 1e-4)

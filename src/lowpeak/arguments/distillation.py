@@ -86,6 +86,9 @@ class DistillationArguments(OnlineArguments):
         "Weight w of the teacher: the loss is w * divergence + (1 - w) * GRPO's, or so are the advantages.",
         within(0, 1),
     )
+    lmbda: float = argument(
+        1.0, "Share of prompts whose completion is generated; the others have the dataset's `completion`.", within(0, 1)
+    )
     teacher_model_name_or_path: str | None = model_argument(None, "Name or path of the teacher.")
     teacher_model_revision: str | None = model_argument(None, "Revision of the teacher on the hub.")
     teacher_model_init_kwargs: dict[str, Any] | str | None = model_argument(
@@ -132,20 +135,36 @@ class DistillationSettings:
 class TeacherSettings:
     """A teacher that is named in the arguments, the arguments of `from_pretrained` for one that is given by name, and its prompts.
 
-    `kind` is that of a teacher without a model: None for the base under an adapter.
+    `kind` is that of a teacher without a model: None for the base under an adapter. `on_policy` is the share of prompts whose
+    completion the policy writes.
     """
 
     name: str | None
     loading: Mapping[str, Any] = field(repr=False)  # may have an access token
     kind: TeacherKind | None = None
     prompt_template: str = _TEMPLATE
+    on_policy: float = 1.0
 
 
 def resolve_distillation(args: DistillationArguments, online: OnlineSettings) -> DistillationSettings:
-    """Return the settings; ArgumentError for a policy loss without groups or rewards, and for a sampled divergence but reverse KL.
+    """Return the settings; ArgumentError for arguments that exclude each other.
 
     Logs a warning of a JSD whose gradient is far smaller than a KL's, which vanishes at both ends.
     """
+    _check_combinations(args, online)
+    if any(low < args.beta < high for low, high in ((0.0, 0.1), (0.9, 1.0))):
+        logger.warning(
+            "beta=%g weighs the sides of the JSD so unequally that its gradient is far smaller than those of the KLs at 0 and 1: "
+            "gradient clipping then acts seldom.",
+            args.beta,
+        )
+    mode: Any = args.distillation_mode
+    has_policy_loss = mode == "sampled_token" or args.distillation_weight < 1
+    policy = _policy_settings(args, online) if has_policy_loss else None
+    return DistillationSettings(args.beta, mode, args.distillation_weight, policy)
+
+
+def _check_combinations(args: DistillationArguments, online: OnlineSettings) -> None:
     sampled, weight = args.distillation_mode == "sampled_token", args.distillation_weight
     require(
         not sampled or args.beta == 1,
@@ -155,14 +174,11 @@ def resolve_distillation(args: DistillationArguments, online: OnlineSettings) ->
         weight == 1 or (args.num_generations > 1 and online.facts.num_rewards != 0),
         f"distillation_weight={weight} leaves a part of the loss to rewards: pass reward_funcs, and num_generations of at least 2.",
     )
-    if any(low < args.beta < high for low, high in ((0.0, 0.1), (0.9, 1.0))):
-        logger.warning(
-            "beta=%g weighs the sides of the JSD so unequally that its gradient is far smaller than those of the KLs at 0 and 1: "
-            "gradient clipping then acts seldom.",
-            args.beta,
-        )
-    policy = _policy_settings(args, online) if sampled or weight < 1 else None
-    return DistillationSettings(args.beta, "sampled_token" if sampled else "full_logits", weight, policy)
+    require(
+        args.lmbda == 1 or (args.num_generations == 1 and weight == 1 and not sampled),
+        f"lmbda={args.lmbda} trains on completions that the policy did not write, which have no ratio and no group: set "
+        "num_generations=1, distillation_weight=1 and distillation_mode='full_logits', or lmbda=1.",
+    )
 
 
 def _policy_settings(args: DistillationArguments, online: OnlineSettings) -> GRPOSettings:
@@ -194,4 +210,4 @@ def resolve_teacher(args: DistillationArguments) -> TeacherSettings:
     revision = {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
     kind: Any = args.teacher_model_kind
     loading = {**rename_dtype(loading), **revision}
-    return TeacherSettings(args.teacher_model_name_or_path, loading, kind, args.teacher_prompt_template)
+    return TeacherSettings(args.teacher_model_name_or_path, loading, kind, args.teacher_prompt_template, args.lmbda)

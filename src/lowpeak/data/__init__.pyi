@@ -1,5 +1,6 @@
 from lowpeak.data.chat import TEMPLATE_ERRORS as TEMPLATE_ERRORS
 from lowpeak.data.chat import template_options as template_options
+from lowpeak.data.completions import DatasetCompletions as DatasetCompletions
 from lowpeak.data.completions import LabelReader as LabelReader
 from lowpeak.data.completions import PairReader as PairReader
 from lowpeak.data.completions import check_label_columns as check_label_columns

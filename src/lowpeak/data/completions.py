@@ -13,7 +13,9 @@ token. A sequence is truncated at its end to `max_length`; a row whose prompt fi
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -201,6 +203,38 @@ class LabelReader(CompletionReader):
     def prepare(self, row: Mapping[str, Any], where: str = "a row") -> dict[str, list[int]]:
         check_label_columns(row, where)
         return super().prepare(row, where)
+
+
+@dataclass(frozen=True)
+class DatasetCompletions:
+    """The completions of a dataset that take the place of generated ones, for a `share` of prompts.
+
+    `seed` and a prompt's serial number decide which, on all ranks alike. A completion is truncated to `max_tokens`.
+    """
+
+    reader: LabelReader
+    share: float
+    seed: int
+    max_tokens: int
+
+    def draw(self, row: Mapping[str, Any], prompt_ids: Sequence[int], serial: int, where: str) -> Completion | None:
+        """Return the row's completion, with log-probs of NaN; None if one is to be generated."""
+        if row.get("completion") is None:
+            raise DataError(
+                f"{where} has no 'completion', which a share of {self.share:g} of the prompts needs with lmbda below 1: add the "
+                "column, or set lmbda=1."
+            )
+        if random.Random(f"{self.seed}/{serial}").random() >= self.share:
+            return None
+        own_prompt_ids, ids = self.reader.prepare({**row, "label": True}, where).values()
+        kept = torch.tensor(ids[: self.max_tokens], dtype=torch.int32)
+        return Completion(
+            kept,
+            torch.full((len(kept),), torch.nan),
+            torch.ones(len(kept), dtype=torch.bool),
+            "stop" if len(kept) == len(ids) else "length",
+            None if own_prompt_ids == list(prompt_ids) else tuple(own_prompt_ids),
+        )
 
 
 def _record(group: int, prompt_ids: list[int], ids: list[int], length: int | None, weights: torch.Tensor) -> Record:

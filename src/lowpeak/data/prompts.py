@@ -20,6 +20,7 @@ from lowpeak.data.chat import (
     encode_chats,
     prompt_options,
 )
+from lowpeak.data.completions import DatasetCompletions
 from lowpeak.data.row_reader import RowReader, read_integers
 from lowpeak.errors import DataError
 from lowpeak.records import Prompt
@@ -142,7 +143,8 @@ class PromptReader(RowReader[Prompt]):
     As in TRL, strings are tokenized with the tokenizer's special tokens (a BOS if it adds one), and messages as the chat
     template writes them. `max_prompt_tokens` None means no limit; `limit_reason` names the source of the limit in errors.
     With `overlong` "drop", a prompt that is too long is dropped. `longest` is the length of the longest prompt read so far.
-    `teacher` makes the prompts that a teacher reads, which are within the same limit.
+    `teacher` makes the prompts that a teacher reads, which are within the same limit; `completions` of the dataset take the place
+    of generated ones.
     """
 
     def __init__(
@@ -153,10 +155,11 @@ class PromptReader(RowReader[Prompt]):
         overlong: Overlong = "error",
         limit_reason: str = "the limit",
         teacher: TeacherPrompts | None = None,
+        completions: DatasetCompletions | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(tokenizer, **settings)
-        self._teacher = teacher
+        self._teacher, self._completions = teacher, completions
         self.drop_reason = f"the prompt has more than {max_prompt_tokens} tokens"
         self._max_tokens = max_prompt_tokens
         self._overlong = overlong
@@ -280,4 +283,5 @@ class PromptReader(RowReader[Prompt]):
         self.longest = max(self.longest, len(ids))
         columns = {name: value for name, value in row.items() if name != "prompt"}
         prefix = continued_text(row["prompt"], options)
-        return Prompt(serial, tuple(ids), row["prompt"], columns, prefix, teacher_ids)
+        completion = None if self._completions is None else self._completions.draw(row, ids, serial, where)
+        return Prompt(serial, tuple(ids), row["prompt"], columns, prefix, teacher_ids, completion)

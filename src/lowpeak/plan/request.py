@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.arguments import Hardware, require
+from lowpeak.arguments import Hardware, require, resolve_teacher
 from lowpeak.memory import Kind
 from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.hardware import Machine
@@ -48,7 +48,7 @@ class PlanRequest:
         """Raise ArgumentError for distillation without a teacher."""
         require(
             self.kind != "distillation"
-            or self.args.teacher_model_kind is not None
+            or resolve_teacher(self.args).kind is not None
             or (self.teacher_config or self.peft_config) is not None,
             "distillation has no teacher to plan: add teacher_model_name_or_path or teacher_model_kind, or an adapter, whose base "
             "then teaches.",

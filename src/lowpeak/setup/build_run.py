@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from lowpeak.arguments import DistillationArguments, MemorySettings, RunFacts, resolve_teacher
 from lowpeak.attention import check_spans
 from lowpeak.checkpoint import converts_weights
-from lowpeak.data import PromptReader, TeacherPrompts, padding_id
+from lowpeak.data import DatasetCompletions, LabelReader, PromptReader, TeacherPrompts, padding_id
 from lowpeak.errors import ModelError
 from lowpeak.heads import (
     LoadBalance,
@@ -102,7 +102,7 @@ def connect_online(
         report_idle=parts.row_effects.add,
         teacher=_teacher_prompts(args),
     )
-    reader = new_reader()
+    reader = new_reader(completions=_dataset_completions(parts))
     with strategy.ranks.propagate_errors():
         cursor = prompt_cursor(context.train_dataset, reader, settings, args)
         longest = reader.longest
@@ -136,6 +136,20 @@ def _teacher_prompts(args: Any) -> TeacherPrompts | None:
         return None
     teacher = resolve_teacher(args)
     return TeacherPrompts(teacher.prompt_template, required=teacher.kind == "live")
+
+
+def _dataset_completions(parts: OnlineParts) -> DatasetCompletions | None:
+    """Return the dataset's completions that distillation trains on, if any."""
+    share = 1 - resolve_teacher(parts.args).on_policy if isinstance(parts.args, DistillationArguments) else 0.0
+    if not share:
+        return None
+    reader = LabelReader(
+        parts.tokenizer,
+        chat_template_kwargs=_template_options(parts),
+        num_embeddings=num_embeddings(parts.policy),
+        media_token_ids=media_token_ids(parts.policy),
+    )
+    return DatasetCompletions(reader, share, parts.args.seed, parts.settings.sampling.max_new_tokens)
 
 
 def _template_options(parts: OnlineParts) -> dict[str, Any]:

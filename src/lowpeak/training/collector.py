@@ -255,8 +255,13 @@ class OwnedShare:
         """Stage 4: return this rank's groups."""
         if self.groups is None:
             with _local_memory_errors(), self.collector.context.run.tracker.phase(self.phase):
-                self.pending = self.pending or self.collector.engine.submit(self.prompts, self.sampling)
-                self.groups = self.pending.result()
+                unwritten = [prompt for prompt in self.prompts if prompt.completion is None]
+                self.pending = self.pending or self.collector.engine.submit(unwritten, self.sampling)
+                generated = iter(self.pending.result())
+                self.groups = [
+                    next(generated) if prompt.completion is None else Group(prompt, (prompt.completion,))
+                    for prompt in self.prompts
+                ]
         return self.groups
 
     @contextmanager

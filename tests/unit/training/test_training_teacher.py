@@ -56,6 +56,7 @@ def test_a_teacher_with_more_rows_and_tokens_shares_the_policys_ids(tmp_path):
         ({"teacher_prompt_template": "{prompt}"}, "with {prompt} and {privileged_context}"),
         ({"distillation_mode": "sampled_token", "beta": 0.5}, "reverse KL"),
         ({"distillation_weight": 0.5}, "pass reward_funcs"),
+        ({"lmbda": 0.5, "num_generations": 2}, "num_generations=1"),
     ],
 )
 def test_a_missing_or_doubled_teacher_is_refused_in_one_sentence(tmp_path, changes, words):
@@ -116,10 +117,12 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, kind):
         ({"input_ids": [2, 3], "privileged_context": "1"}, {}),
         ({"prompt": "1=", "privileged_context": 5}, {}),
         ({"prompt": "1="}, {"teacher_model": None, "teacher_model_kind": "live"}),
+        ({"prompt": "1="}, {"lmbda": 0.5}),
     ],
 )
-def test_a_privileged_context_that_cannot_be_read_is_refused_with_its_row(tmp_path, row, changes):
-    with pytest.raises(DataError, match=r"row 0.*privileged_context"):
+def test_a_row_without_what_a_teacher_needs_is_refused(tmp_path, row, changes):
+    column = "completion" if "lmbda" in changes else "privileged_context"
+    with pytest.raises(DataError, match=rf"row 0.*{column}"):
         make("Distillation", tmp_path, data=[row], max_steps=1, **changes)
 
 
