@@ -11,7 +11,7 @@ from datasets import Dataset, concatenate_datasets
 from lowpeak import DistillationConfig, DistillationTrainer, SFTConfig, SFTTrainer
 
 pytestmark = pytest.mark.release
-HINTS, WRONG, STEPS, ROWS = 96, 0.93, 20, 128
+HINTS, WRONG, STEPS, ROWS = 96, 0.93, 30, 128
 SHARED = {
     "use_cpu": True, "disable_tqdm": True, "report_to": "none", "save_strategy": "no", "weight_decay": 0.0,
     "gradient_checkpointing": False, "per_device_train_batch_size": ROWS, "seed": 0,
@@ -42,7 +42,7 @@ def test_self_distillation_without_a_teacher_doubles_sampled_accuracy(tmp_path):
     held_out = with_hints(noisy_sort.make_prompts(512, 0, held_out=True))
     args = DistillationConfig(
         str(tmp_path / "run"), teacher_model_kind="base", teacher_prompt_template="{privileged_context}={prompt}",
-        max_completion_length=noisy_sort.MAX_COMPLETION_LENGTH, learning_rate=5e-4, max_steps=STEPS, **SHARED,
+        max_completion_length=noisy_sort.MAX_COMPLETION_LENGTH, learning_rate=5e-4, warmup_steps=10, max_steps=STEPS, **SHARED,
     )  # fmt: skip
     trainer = DistillationTrainer(
         hinted_start(tmp_path / "start"),
