@@ -14,11 +14,25 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import TrainerCallback
 
-from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from lowpeak import (
+    DistillationConfig,
+    DistillationTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from lowpeak.journal import ROLLOUTS, read_steps
 from tiny_models import char_tokenizer, digest, tiny_model, trained_adapter
 
-TRAINERS = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer), "sft": (SFTConfig, SFTTrainer)}
+TRAINERS = {
+    "grpo": (GRPOConfig, GRPOTrainer),
+    "rloo": (RLOOConfig, RLOOTrainer),
+    "distillation": (DistillationConfig, DistillationTrainer),
+    "sft": (SFTConfig, SFTTrainer),
+}
 BASE: dict[str, Any] = {
     "use_cpu": True, "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2, "logging_steps": 2, "save_steps": 3,
     "max_steps": 8, "per_device_train_batch_size": 8,
@@ -120,7 +134,8 @@ def _data(case: Case) -> Any:
 
 def _rows(case: Case, count: int) -> list[dict[str, str]]:
     prompts = [f"{i % 10}{(i * 7) % 10}=" for i in range(count)]
-    return [{"prompt": prompt, **({"completion": prompt[:2]} if case.trainer == "sft" else {})} for prompt in prompts]
+    columns = {"sft": ["completion"], "distillation": ["completion", "privileged_context"]}.get(case.trainer, [])
+    return [{"prompt": prompt, **dict.fromkeys(columns, prompt[:2])} for prompt in prompts]
 
 
 # what a run leaves behind

@@ -48,6 +48,9 @@ CASES = {
     "an adapter that came in trained": Case(args={"num_iterations": 2, "beta": 0.04}, adapter="trained"),
     "bf16 weights of 32 bits, a reference that moves": Case(args={**MOVING, "weight_bits": 32}, dropout=0.1),
     "bf16 weights of 24 bits, fp32 sums": Case(args={"num_iterations": 2, "weight_bits": 24, "gradient_bits": 32}),
+    "an average of the policy that teaches it": Case(
+        "distillation", {"teacher_model_kind": "ema", "num_iterations": 2, "lmbda": 0.5, "num_generations": 1}
+    ),
     "supervised": Case(
         "sft", {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "steps", "eval_steps": 2}, dropout=0.1
     ),

@@ -177,7 +177,8 @@ def add_adapter(model: nn.Module, peft_config: Any, **options: Any) -> nn.Module
             return get_peft_model(model, peft_config, **options)
     except ValueError as error:
         reason = first_line(error)
-        raise ArgumentError(f"peft_config does not fit the model ({reason}): correct it.") from error
+        remedy = "set target_modules, such as 'all-linear'" if "target_modules" in reason else "correct it"
+        raise ArgumentError(f"peft_config does not fit the model ({reason}): {remedy}.") from error
 
 
 def _exclude(peft_config: Any, names: list[str]) -> Any:
