@@ -105,7 +105,8 @@ def draw_curve(trainer: Any, before: Any, after: Any, picture: Path) -> None:
     axes.plot(steps, values, color="#dd4b39", label=CURVES[name])
     ends = [0, trainer.args.max_steps]
     axes.plot(ends, [accuracies(each)[0] for each in (before, after)], "o", color="#30638e", label="held out, greedy")
-    axes.set(xlabel="step", ylim=(0, 1.02))
+    axes.set(xlabel="step")
+    axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     figure.savefig(picture)
 

@@ -163,14 +163,20 @@ def test_an_adapter_and_its_head_belong_to_a_live_teacher(tmp_path):
     assert column(run, "divergence")[0] == 0.0
 
 
-def test_sampled_divergences_are_advantages(tmp_path, monkeypatch):
+@pytest.mark.parametrize("data", [None, privileged_rows()], ids=["plain", "privileged"])
+def test_sampled_divergences_are_advantages(tmp_path, monkeypatch, data):
     other = tiny_model(seed=1)
     changes = {"distillation_mode": "sampled_token", "max_grad_norm": 0.0, "micro_batch_tokens": 24}
-    run, before, gradients = first_step(tmp_path, monkeypatch, teacher_model=other, **changes)
+    changes |= {} if data is None else {"data": data}
+    template = "{privileged_context}={prompt}"
+    run, before, gradients = first_step(
+        tmp_path, monkeypatch, teacher_model=other, teacher_prompt_template=template, **changes
+    )
     losses = []
     for record in run.rollout.records:
-        ids = record.completion.ids.long()[:, None]
-        own, others = (logits_of(m, record.prompt_ids, record).log_softmax(-1).gather(1, ids) for m in (before, other))
+        ids, read = record.completion.ids.long()[:, None], record.teacher_prompt_ids or record.prompt_ids
+        prompts = zip((before, other), (record.prompt_ids, read), strict=True)
+        own, others = (logits_of(m, prompt, record).log_softmax(-1).gather(1, ids) for m, prompt in prompts)
         losses.append(((own - others).detach() * own)[:, 0][record.completion.loss_mask])
     torch.cat(losses).mean().backward()
     assert_each_close_to_largest(gradients, {name: p.grad for name, p in before.named_parameters()}, 1e-4)

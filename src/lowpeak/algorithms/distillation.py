@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm, DivergenceTerm
 from lowpeak.algorithms.groups import reward_metrics, select_all
-from lowpeak.algorithms.grpo import grpo_loss, make_grpo
-from lowpeak.algorithms.loss_terms import token_mean
+from lowpeak.algorithms.grpo import grpo_advantages, grpo_loss, make_grpo
+from lowpeak.algorithms.loss_terms import corrected_advantages, token_mean
 from lowpeak.algorithms.metrics import masked_mean, measure_pass, weighted_tokens
 from lowpeak.arguments import DistillationSettings, GRPOSettings
 from lowpeak.records import Metric, Record, TokenBatch
@@ -35,12 +35,11 @@ def make_distillation(settings: DistillationSettings) -> Algorithm:
     policy, weight = settings.policy, settings.weight
     if settings.mode == "sampled_token":
         assert policy is not None, "sampled divergences are advantages of a policy loss"
-        grpo = make_grpo(policy)
         return replace(
-            grpo,
+            make_grpo(policy),
             name="distillation",
             needs=frozenset({"old", "reference"}),
-            advantages=partial(_sampled_advantages, settings, grpo),
+            advantages=partial(corrected_advantages, policy, partial(_sampled_advantages, settings, policy)),
             skip_zero_advantage=False,
         )
     term = DivergenceTerm(settings.beta, lambda divergence_T, tokens: weight * divergence_T, measure_divergence)
@@ -69,13 +68,9 @@ def _reward_metrics_alone(records: Sequence[Record], coefficients: Mapping[str, 
     return Advantages(tuple(torch.zeros(len(record.completion)) for record in records), reward_metrics(records))
 
 
-def _sampled_advantages(
-    settings: DistillationSettings, grpo: Algorithm, records: Sequence[Record], coefficients: Mapping[str, float]
-) -> Advantages:
+def _sampled_advantages(settings: DistillationSettings, policy: GRPOSettings, records: Sequence[Record]) -> Advantages:
     """Return w * (log q - log p) of each sampled token plus (1 - w) times GRPO's advantages, and `teacher_kl`."""
-    of_rewards = (
-        grpo.advantages(records, coefficients) if settings.weight < 1 else _reward_metrics_alone(records, coefficients)
-    )
+    of_rewards = grpo_advantages(policy, records) if settings.weight < 1 else _reward_metrics_alone(records, {})
     gaps = [_teacher_gap(record) for record in records]
     per_token = tuple(
         settings.weight * gap + (1 - settings.weight) * advantages

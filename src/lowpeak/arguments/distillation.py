@@ -44,7 +44,7 @@ _TEMPLATE = "{prompt}\n\n{privileged_context}"
 def _is_template(value: Any) -> bool:
     try:
         combined = value.format(prompt="\0", privileged_context="\1")
-    except (KeyError, IndexError, ValueError):
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return False
     return "\0" in combined and "\1" in combined
 
@@ -97,7 +97,7 @@ class DistillationArguments(OnlineArguments):
     teacher_model_kind: str | None = argument(
         None,
         "Teacher without a teacher_model: live, the policy itself, which reads a privileged_context; ema, an average of the "
-        "policy; base, the policy before training.",
+        "policy; base, the policy before training (under an adapter, without it).",
         Check(lambda x: x in (None, *get_args(TeacherKind)), f"must be one of {', '.join(get_args(TeacherKind))}"),
     )
     teacher_update_rate: float = argument(
@@ -136,7 +136,7 @@ class TeacherSettings:
     """A teacher that is named in the arguments, the arguments of `from_pretrained` for one that is given by name, and its prompts.
 
     `kind` is that of a teacher without a model: None for the base under an adapter. `on_policy` is the share of prompts whose
-    completion the policy writes.
+    completion the policy writes. `needs_context`: without a privileged context nothing would be learned.
     """
 
     name: str | None
@@ -144,6 +144,7 @@ class TeacherSettings:
     kind: TeacherKind | None = None
     prompt_template: str = _TEMPLATE
     on_policy: float = 1.0
+    needs_context: bool = False
 
 
 def resolve_distillation(args: DistillationArguments, online: OnlineSettings) -> DistillationSettings:
@@ -179,6 +180,10 @@ def _check_combinations(args: DistillationArguments, online: OnlineSettings) -> 
         f"lmbda={args.lmbda} trains on completions that the policy did not write, which have no ratio and no group: set "
         "num_generations=1, distillation_weight=1 and distillation_mode='full_logits', or lmbda=1.",
     )
+    require(
+        args.lmbda == 1 or not online.facts.has_tools,
+        f"lmbda={args.lmbda} does not go with tools and environments, which the dataset's completions did not call: set lmbda=1.",
+    )
 
 
 def _policy_settings(args: DistillationArguments, online: OnlineSettings) -> GRPOSettings:
@@ -210,4 +215,7 @@ def resolve_teacher(args: DistillationArguments) -> TeacherSettings:
     revision = {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
     kind: Any = args.teacher_model_kind
     loading = {**rename_dtype(loading), **revision}
-    return TeacherSettings(args.teacher_model_name_or_path, loading, kind, args.teacher_prompt_template, args.lmbda)
+    needs_context = kind is not None and args.distillation_weight == 1
+    return TeacherSettings(
+        args.teacher_model_name_or_path, loading, kind, args.teacher_prompt_template, args.lmbda, needs_context
+    )

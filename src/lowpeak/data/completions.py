@@ -224,9 +224,15 @@ class DatasetCompletions:
                 f"{where} has no 'completion', which a share of {self.share:g} of the prompts needs with lmbda below 1: add the "
                 "column, or set lmbda=1."
             )
+        messages = row["completion"] if isinstance(row["completion"], list) else []
+        if "input_ids" in row or any(message.get("role") != "assistant" for message in messages):
+            raise DataError(
+                f"{where}: lmbda below 1 takes a 'completion' of text, or of messages of the assistant alone, after a 'prompt': "
+                "change the row, or set lmbda=1."
+            )
+        own_prompt_ids, ids = self.reader.prepare({**row, "label": True}, where).values()
         if random.Random(f"{self.seed}/{serial}").random() >= self.share:
             return None
-        own_prompt_ids, ids = self.reader.prepare({**row, "label": True}, where).values()
         kept = torch.tensor(ids[: self.max_tokens], dtype=torch.int32)
         return Completion(
             kept,

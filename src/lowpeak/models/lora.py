@@ -49,6 +49,12 @@ def adapter_reference(policy: nn.Module) -> Reference:
 
 def own_teacher(policy: nn.Module, num_ids: int, *, with_adapters: bool) -> Reference:
     """Return the teacher that is the policy itself, or the base under its adapter, for the first `num_ids` ids."""
+    configs = getattr(policy, "peft_config", {}).values()
+    if not with_adapters and any(getattr(config, "bias", "none") not in ("none", False) for config in configs):
+        raise ArgumentError(
+            "the adapter's bias setting trains biases of the base model, which is the teacher: set bias='none', or pass a "
+            "teacher_model."
+        )
     ready: Callable[[], AbstractContextManager[Any]] = nullcontext if with_adapters else lambda: _adapters_off(policy)
     return Reference(None, ready, num_ids, with_adapters)
 

@@ -240,7 +240,7 @@ class RewardPanel:
                 rewards = (NO_REWARD,) * len(calls) if completion.conversation.has_failed else rewards
                 completion = replace(completion, conversation=completion.conversation.without_environment())
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
-            _check_teacher_prompt(prompt, prompt_ids, inputs.describe(index))
+            _check_teacher_prompt(prompt, completion, inputs.describe(index))
             group = inputs.positions[index][0]
             reward = weighted_sum(rewards, self.settings.weights)
             if abs(reward) > MAX_REWARD:
@@ -262,8 +262,9 @@ class RewardPanel:
         return torch.stack(weighted).sum(0) if weighted else None
 
 
-def _check_teacher_prompt(prompt: Prompt, prompt_ids: tuple[int, ...], name: str) -> None:
-    if prompt.teacher_ids is not None and prompt_ids != prompt.ids:
+def _check_teacher_prompt(prompt: Prompt, completion: Completion, name: str) -> None:
+    is_changed = completion.prompt_ids not in (None, prompt.ids) and completion is not prompt.completion
+    if prompt.teacher_ids is not None and is_changed:
         raise DataError(
             f"The prompt of {name} was changed, so its teacher's prompt no longer fits: remove the column privileged_context, or "
             "the rollout_func or environment that changes prompts."

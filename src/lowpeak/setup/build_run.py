@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from lowpeak.arguments import DistillationArguments, MemorySettings, RunFacts, resolve_teacher
 from lowpeak.attention import check_spans
 from lowpeak.checkpoint import converts_weights
-from lowpeak.data import DatasetCompletions, LabelReader, PromptReader, TeacherPrompts, padding_id
+from lowpeak.data import DatasetCompletions, LabelReader, PromptReader, padding_id
 from lowpeak.errors import ModelError
 from lowpeak.heads import (
     LoadBalance,
@@ -51,6 +51,7 @@ from lowpeak.setup.engines import make_engine, why_adapters_idle, why_no_graphs
 from lowpeak.setup.prepare_run import OnlineParts, RunParts, needs_reference
 from lowpeak.setup.prompts import check_end_tokens, context_name, max_prompt_tokens, prompt_cursor
 from lowpeak.setup.storage import acting_storage, add_idle_storage, set_optimizer, storage_fractions
+from lowpeak.setup.teacher import teacher_prompts
 from lowpeak.sizes import (
     LayoutChoice,
     PlannedMemory,
@@ -100,7 +101,7 @@ def connect_online(
         num_embeddings=num_embeddings(parts.policy),
         media_token_ids=media_token_ids(parts.policy),
         report_idle=parts.row_effects.add,
-        teacher=_teacher_prompts(args),
+        teacher=teacher_prompts(args),
     )
     reader = new_reader(completions=_dataset_completions(parts))
     with strategy.ranks.propagate_errors():
@@ -129,13 +130,6 @@ def connect_online(
         offloader=offloader,
     )
     return run, collector
-
-
-def _teacher_prompts(args: Any) -> TeacherPrompts | None:
-    if not isinstance(args, DistillationArguments):
-        return None
-    teacher = resolve_teacher(args)
-    return TeacherPrompts(teacher.prompt_template, required=teacher.kind == "live")
 
 
 def _dataset_completions(parts: OnlineParts) -> DatasetCompletions | None:

@@ -36,6 +36,7 @@ from lowpeak.rollout.native import (
 )
 from lowpeak.setup.prepare_run import OnlineParts
 from lowpeak.setup.prompts import max_prompt_tokens
+from lowpeak.setup.teacher import teacher_prompts
 from lowpeak.sizes import SYNC_BYTES, Sizes
 from lowpeak.training import RolloutStats, Run, RunContext
 from lowpeak.vllm import (
@@ -162,6 +163,7 @@ def _engine_of_user_code(
     new_reader = partial(
         PromptReader, tokenizer, num_embeddings=num_embeddings(policy), report_idle=parts.row_effects.add
     )
+    teacher = teacher_prompts(parts.args)
 
     def end_ids(sampling: Sampling) -> frozenset[int]:
         return end_token_ids(policy, tokenizer, sampling)
@@ -180,7 +182,7 @@ def _engine_of_user_code(
         tokenizer,
         parts.toolset,
         template,
-        lambda options: new_reader(chat_template_kwargs=options),
+        lambda options: new_reader(chat_template_kwargs=options, teacher=teacher),
         end_ids,
         stats.add_conversations,
         stats.add_prompts,

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from lowpeak.arguments import ModelSettings, TeacherSettings, require
+from lowpeak.arguments import DistillationArguments, ModelSettings, TeacherSettings, require, resolve_teacher
+from lowpeak.data import TeacherPrompts
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.heads import causal_lm, is_peft, num_embeddings
 from lowpeak.models import load_reference, load_tokenizer
@@ -45,8 +46,17 @@ def load_teacher(
     _check_kind(teacher, is_peft(policy), has_model=model is not None)
     if model is None and (teacher.kind == "live" or is_peft(policy)):
         return None
-    plain = replace(settings, model_init_kwargs=teacher.loading, storage=None, adapter_storage=None, keeps_bf16=False)
+    kwargs = settings.model_init_kwargs if model is None else teacher.loading
+    plain = replace(settings, model_init_kwargs=kwargs, storage=None, adapter_storage=None, keeps_bf16=False)
     return load_reference(policy, origin, plain, model, **placed)
+
+
+def teacher_prompts(args: Any) -> TeacherPrompts | None:
+    """Return how a teacher's prompts are made; None for a run without a teacher."""
+    if not isinstance(args, DistillationArguments):
+        return None
+    teacher = resolve_teacher(args)
+    return TeacherPrompts(teacher.prompt_template, required=teacher.needs_context)
 
 
 def _check_kind(teacher: TeacherSettings, has_adapter: bool, *, has_model: bool) -> None:

@@ -257,7 +257,9 @@ class OwnedShare:
             with _local_memory_errors(), self.collector.context.run.tracker.phase(self.phase):
                 unwritten = [prompt for prompt in self.prompts if prompt.completion is None]
                 self.pending = self.pending or self.collector.engine.submit(unwritten, self.sampling)
-                generated = iter(self.pending.result())
+                self.groups = self.pending.result()
+            if len(unwritten) < len(self.prompts):
+                generated = iter(self.groups)
                 self.groups = [
                     next(generated) if prompt.completion is None else Group(prompt, (prompt.completion,))
                     for prompt in self.prompts

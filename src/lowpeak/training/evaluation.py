@@ -159,6 +159,7 @@ def _divergence_metrics(
     context: RunContext, records: Sequence[Record], coefficients: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the loss and metrics of completions with a pass of the teacher, which records do not keep, over all ranks."""
+    records, _ = score_records(context, tuple(records), context.run.algorithm.needs, Phase.EVALUATE)
     rows = with_advantages(records, call_advantages(context.run.algorithm.advantages, records, coefficients))
     for attempt in attempts(context, Phase.SCORE):
         run = context.run

@@ -127,8 +127,8 @@ def _score_batches(
             # A separate one has no collectives, or runs in lockstep: its errors need no guard.
             guard_of_policy, flat = None if separate else guard, list(chain.from_iterable(of_reference))
             found = iter(score(separate or model, flat, run.logprob_settings, guard_of_policy))
-        logprobs = [torch.cat([next(found)["logprobs"] for _ in pieces]) for pieces in of_reference]
-        passes["reference"] = [{"logprobs": each} for each in logprobs[: len(batches)]]
+        pieces = [[next(found)["logprobs"] for _ in each] for each in of_reference[: len(batches)]]
+        passes["reference"] = [{"logprobs": torch.cat(each)} for each in pieces]
     return _read_scores(records, batches, passes)
 
 
