@@ -25,6 +25,7 @@ from lowpeak.arguments.declare import value_types as value_types
 from lowpeak.arguments.distillation import DistillationArguments as DistillationArguments
 from lowpeak.arguments.distillation import DistillationSettings as DistillationSettings
 from lowpeak.arguments.distillation import TeacherSettings as TeacherSettings
+from lowpeak.arguments.distillation import check_teacher_kind as check_teacher_kind
 from lowpeak.arguments.distillation import resolve_distillation as resolve_distillation
 from lowpeak.arguments.distillation import resolve_teacher as resolve_teacher
 from lowpeak.arguments.grpo import EntropyBonus as EntropyBonus

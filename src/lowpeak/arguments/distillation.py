@@ -219,3 +219,20 @@ def resolve_teacher(args: DistillationArguments) -> TeacherSettings:
     return TeacherSettings(
         args.teacher_model_name_or_path, loading, kind, args.teacher_prompt_template, args.lmbda, needs_context
     )
+
+
+def check_teacher_kind(teacher: TeacherSettings, has_adapter: bool, *, has_model: bool) -> None:
+    """Raise ArgumentError for no teacher, for two, and for an average under an adapter."""
+    require(
+        not has_model or teacher.kind is None,
+        f"teacher_model_kind={teacher.kind!r} is a teacher, and so is teacher_model: pass one.",
+    )
+    require(
+        teacher.kind != "ema" or not has_adapter,
+        "teacher_model_kind='ema' averages all weights, and under an adapter the base stays: set 'live' or 'base'.",
+    )
+    require(
+        has_model or has_adapter or teacher.kind is not None,
+        "there is no teacher: pass teacher_model, or teacher_model_kind, or a peft_config, under which the base without its "
+        "adapter can teach.",
+    )

@@ -160,7 +160,8 @@ class PromptReader(RowReader[Prompt]):
     ) -> None:
         super().__init__(tokenizer, **settings)
         self._teacher, self._completions = teacher, completions
-        self.drop_reason = f"the prompt has more than {max_prompt_tokens} tokens"
+        subject = "the prompt" if teacher is None else "the prompt, or the one with its privileged context,"
+        self.drop_reason = f"{subject} has more than {max_prompt_tokens} tokens"
         self._max_tokens = max_prompt_tokens
         self._overlong = overlong
         self._limit_reason = limit_reason

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.arguments import Hardware, require, resolve_teacher
+from lowpeak.arguments import Hardware, check_teacher_kind, resolve_teacher
 from lowpeak.memory import Kind
 from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.hardware import Machine
@@ -45,14 +45,10 @@ class PlanRequest:
     teacher_config: Any = None
 
     def __post_init__(self) -> None:
-        """Raise ArgumentError for distillation without a teacher."""
-        require(
-            self.kind != "distillation"
-            or resolve_teacher(self.args).kind is not None
-            or (self.teacher_config or self.peft_config) is not None,
-            "distillation has no teacher to plan: add teacher_model_name_or_path or teacher_model_kind, or an adapter, whose base "
-            "then teaches.",
-        )
+        """Raise ArgumentError for distillation without a teacher, or with two."""
+        if self.kind == "distillation":
+            has_model, has_adapter = self.teacher_config is not None, self.peft_config is not None
+            check_teacher_kind(resolve_teacher(self.args), has_adapter, has_model=has_model)
 
     @property
     def acting_args(self) -> Any:

@@ -8,7 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from lowpeak.arguments import DistillationArguments, ModelSettings, TeacherSettings, require, resolve_teacher
+from lowpeak.arguments import (
+    DistillationArguments,
+    ModelSettings,
+    TeacherSettings,
+    check_teacher_kind,
+    require,
+    resolve_teacher,
+)
 from lowpeak.data import TeacherPrompts
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.heads import causal_lm, is_peft, num_embeddings
@@ -43,7 +50,7 @@ def load_teacher(
         isinstance(model, str) or model is not origin,
         "teacher_model is the model itself, which training changes: pass a copy of it, or teacher_model_kind.",
     )
-    _check_kind(teacher, is_peft(policy), has_model=model is not None)
+    check_teacher_kind(teacher, is_peft(policy), has_model=model is not None)
     if model is None and (teacher.kind == "live" or is_peft(policy)):
         return None
     kwargs = settings.model_init_kwargs if model is None else teacher.loading
@@ -57,22 +64,6 @@ def teacher_prompts(args: Any) -> TeacherPrompts | None:
         return None
     teacher = resolve_teacher(args)
     return TeacherPrompts(teacher.prompt_template, required=teacher.needs_context)
-
-
-def _check_kind(teacher: TeacherSettings, has_adapter: bool, *, has_model: bool) -> None:
-    require(
-        not has_model or teacher.kind is None,
-        f"teacher_model_kind={teacher.kind!r} is a teacher, and so is teacher_model: pass one.",
-    )
-    require(
-        teacher.kind != "ema" or not has_adapter,
-        "teacher_model_kind='ema' averages all weights, and under an adapter the base stays: set 'live' or 'base'.",
-    )
-    require(
-        has_model or has_adapter or teacher.kind is not None,
-        "there is no teacher: pass teacher_model, or teacher_model_kind, or a peft_config, under which the base without its "
-        "adapter can teach.",
-    )
 
 
 def shared_ids(

@@ -290,7 +290,7 @@ def _record_best(trainer: CheckpointedTrainer, run_dir: Path, final: Path) -> No
 REFERENCE_FOLDER = "reference"
 CRITIC_FOLDER = "critic"
 _MISSING_REASONS = {
-    REFERENCE_FOLDER: "the checkpoint was written without sync_ref_model; resume without it.",
+    REFERENCE_FOLDER: "the checkpoint has no moving reference; resume without sync_ref_model or teacher_model_kind='ema'.",
     CRITIC_FOLDER: "the checkpoint has no critic; resume from one that PPO wrote.",
 }
 
