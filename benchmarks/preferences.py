@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description="CPU seconds and memory of a step of DPO, lowpeak's beside TRL's.")
     parser.add_argument("--quick", action="store_true", help="two steps of short rows and a narrow layer")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each way, of three steps")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each way")
     parser.add_argument("--ours", type=json.loads, default={}, help="more arguments of our trainer")
     parser.add_argument("--peer", type=json.loads, default={}, help="more arguments of the peer's trainer")
     return parser.parse_args(arguments)

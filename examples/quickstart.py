@@ -373,6 +373,7 @@ def predict(trainer: Any, lesson: Lesson) -> Any:
             num_generations=GENERATIONS,
             max_completion_length=noisy_sort.MAX_COMPLETION_LENGTH,
             beta=0.0,
+            gradient_checkpointing=False,
             disable_tqdm=not sys.stderr.isatty(),
             seed=trainer.args.seed,
         )

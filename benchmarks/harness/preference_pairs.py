@@ -136,7 +136,7 @@ def watch(trainer: Any, way: str, clock: PhaseClock) -> None:
     clock.watch(trainer, "training_step", "train")
 
 
-def planned_steps(request: PairsRequest) -> dict[str, Any]:
+def measure_steps(request: PairsRequest) -> dict[str, Any]:
     """Train, and tell what each step took, the first one's memory, and what was computed."""
     memory: list[AllocatedMemory] = []
     trainer, clock = make_trainer(request, memory), PhaseClock()
@@ -148,4 +148,4 @@ def planned_steps(request: PairsRequest) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print_result(planned_steps(PairsRequest(**json.loads(sys.argv[1]))))
+    print_result(measure_steps(PairsRequest(**json.loads(sys.argv[1]))))

@@ -65,12 +65,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """C generated tokens of one prompt, with the end-of-sequence token if there is one.
+    """C tokens of one prompt, generated or the dataset's, with the end-of-sequence token if there is one.
 
     `logprobs` are of the full softmax at the sampling temperature, before top-k, top-p and penalties. `loss_mask` is False for
     tokens that the policy did not generate (a tool's answer): they are context only. `prompt_ids` replaces the group's prompt
-    for this completion (a `rollout_func` may change it); None: unchanged. `extra` are columns that a `rollout_func` added.
-    `policy_versions` are those that generated the tokens; None: the rollout's.
+    for this completion (a `rollout_func` may change it, and a dataset's completion is tokenized with its prompt); None:
+    unchanged. `extra` are columns that a `rollout_func` added. `policy_versions` are those that generated the tokens; None: the
+    rollout's.
     From stage 7 on `loss_mask` is the loss's: no token of a truncated completion with mask_truncated_completions.
     """
 
@@ -183,6 +184,11 @@ class TokenBatch:
     token_share: float = 0.0
     sequence_share: float = 0.0
     batch_share: float = 0.0
+
+    def counts(self) -> list[int]:
+        """Return each sequence's number of loss tokens; the tensors are on the CPU."""
+        counts: list[int] = torch.bincount(self.sequences_T, minlength=self.num_sequences).tolist()
+        return counts
 
     def slice(self, start: int, stop: int) -> TokenBatch:
         """Return tokens [start, stop); the loss's unit must be a token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from lowpeak.arguments.correction import resolve_correction
 from lowpeak.arguments.declare import (
@@ -33,7 +33,8 @@ DistillationMode = Literal["full_logits", "sampled_token"]
 _NO_REFERENCE = never("the teacher is not a reference, and no KL to one is taken; remove it")
 _HAS_RATIO = EffectCondition(
     lambda args, facts: args.distillation_weight < 1 or args.distillation_mode == "sampled_token",
-    "the loss is the divergence from the teacher and has no ratio; remove it, or set distillation_weight below 1",
+    "the loss is the divergence from the teacher and has no ratio; remove it, or set distillation_weight below 1 or "
+    "distillation_mode='sampled_token'",
 )
 _AVERAGES = EffectCondition(
     lambda args, facts: args.teacher_model_kind == "ema", "the teacher is not an average; set teacher_model_kind='ema'"
@@ -54,6 +55,7 @@ class DistillationArguments(OnlineArguments):
     """Arguments of distillation. `beta` chooses the divergence; that of the other algorithms is a KL's weight."""
 
     needs_rewards: ClassVar[bool] = False
+    moves_reference: ClassVar[str] = "teacher_model_kind='ema'"
     rejected: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("seq_kd", "loss_type", "distillation_alpha"), "the loss is the divergence that beta chooses; remove it"
@@ -83,11 +85,14 @@ class DistillationArguments(OnlineArguments):
     )
     distillation_weight: float = argument(
         1.0,
-        "Weight w of the teacher: the loss is w * divergence + (1 - w) * GRPO's, or so are the advantages.",
+        "Weight w of the teacher: the loss is w * divergence + (1 - w) * GRPO's loss; with sampled_token the advantages are "
+        "added so.",
         within(0, 1),
     )
     lmbda: float = argument(
-        1.0, "Share of prompts whose completion is generated; the others have the dataset's `completion`.", within(0, 1)
+        1.0,
+        "Share of prompts whose completion the policy generates; the remaining prompts take the dataset's `completion`.",
+        within(0, 1),
     )
     teacher_model_name_or_path: str | None = model_argument(None, "Name or path of the teacher.")
     teacher_model_revision: str | None = model_argument(None, "Revision of the teacher on the hub.")
@@ -98,7 +103,7 @@ class DistillationArguments(OnlineArguments):
         None,
         "Teacher without a teacher_model: live, the policy itself, which reads a privileged_context; ema, an average of the "
         "policy; base, the policy before training (under an adapter, without it).",
-        Check(lambda x: x in (None, *get_args(TeacherKind)), f"must be one of {', '.join(get_args(TeacherKind))}"),
+        one_of(TeacherKind, None),
     )
     teacher_update_rate: float = argument(
         0.05, "Weight of the policy in each update of its average.", within(0, 1), _AVERAGES
@@ -122,7 +127,8 @@ class DistillationSettings:
 
     beta     the kind of divergence (see `naive_divergence`)
     mode     whether distributions are compared, or the sampled tokens alone
-    weight   of the teacher; the rest is that of the `policy` loss, which a sampled divergence needs, too
+    weight   the teacher's part of the loss; the rest is GRPO's
+    policy   settings of GRPO's loss; None if there is no such part
     """
 
     beta: float
@@ -133,18 +139,21 @@ class DistillationSettings:
 
 @dataclass(frozen=True)
 class TeacherSettings:
-    """A teacher that is named in the arguments, the arguments of `from_pretrained` for one that is given by name, and its prompts.
+    """The teacher that the arguments describe, and the data that it needs.
 
-    `kind` is that of a teacher without a model: None for the base under an adapter. `on_policy` is the share of prompts whose
-    completion the policy writes. `needs_context`: without a privileged context nothing would be learned.
+    name              name or path of its model; `loading` are the arguments of `from_pretrained` for a name
+    kind              of a teacher without a model; None for the base under an adapter
+    prompt_template   of the prompts that it reads
+    needs_context     without a privileged context nothing would be learned
+    dataset_share     share of prompts that take the dataset's completion
     """
 
     name: str | None
     loading: Mapping[str, Any] = field(repr=False)  # may have an access token
     kind: TeacherKind | None = None
     prompt_template: str = _TEMPLATE
-    on_policy: float = 1.0
     needs_context: bool = False
+    dataset_share: float = 0.0
 
 
 def resolve_distillation(args: DistillationArguments, online: OnlineSettings) -> DistillationSettings:
@@ -169,7 +178,8 @@ def _check_combinations(args: DistillationArguments, online: OnlineSettings) -> 
     sampled, weight = args.distillation_mode == "sampled_token", args.distillation_weight
     require(
         not sampled or args.beta == 1,
-        f"distillation_mode='sampled_token' is reverse KL, so beta={args.beta} has no meaning: set beta=1, or full_logits.",
+        f"distillation_mode='sampled_token' is reverse KL and conflicts with beta={args.beta}: set beta=1, or "
+        "distillation_mode='full_logits'.",
     )
     require(
         weight == 1 or (args.num_generations > 1 and online.facts.num_rewards != 0),
@@ -210,14 +220,19 @@ def _policy_settings(args: DistillationArguments, online: OnlineSettings) -> GRP
 
 
 def resolve_teacher(args: DistillationArguments) -> TeacherSettings:
-    """Return how the teacher is loaded, and what it reads."""
+    """Return the settings of the teacher."""
     loading: Any = args.teacher_model_init_kwargs or {}
     revision = {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
     kind: Any = args.teacher_model_kind
     loading = {**rename_dtype(loading), **revision}
     needs_context = kind is not None and args.distillation_weight == 1
     return TeacherSettings(
-        args.teacher_model_name_or_path, loading, kind, args.teacher_prompt_template, args.lmbda, needs_context
+        args.teacher_model_name_or_path,
+        loading,
+        kind,
+        args.teacher_prompt_template,
+        needs_context=needs_context,
+        dataset_share=1 - args.lmbda,
     )
 
 
@@ -225,11 +240,11 @@ def check_teacher_kind(teacher: TeacherSettings, has_adapter: bool, *, has_model
     """Raise ArgumentError for no teacher, for two, and for an average under an adapter."""
     require(
         not has_model or teacher.kind is None,
-        f"teacher_model_kind={teacher.kind!r} is a teacher, and so is teacher_model: pass one.",
+        f"teacher_model_kind={teacher.kind!r} conflicts with teacher_model, since each is the teacher: remove one of the two.",
     )
     require(
         teacher.kind != "ema" or not has_adapter,
-        "teacher_model_kind='ema' averages all weights, and under an adapter the base stays: set 'live' or 'base'.",
+        "teacher_model_kind='ema' averages all weights, but under an adapter the base is not trained: set 'live' or 'base'.",
     )
     require(
         has_model or has_adapter or teacher.kind is not None,

@@ -62,6 +62,7 @@ class OnlineArguments(CorrectionArguments, VllmArguments, ToolArguments, Rollout
     """Arguments of all online trainers; `needs_rewards` is whether an algorithm trains on rewards."""
 
     needs_rewards: ClassVar[bool] = True
+    moves_reference: ClassVar[str] = "sync_ref_model=True"  # the argument that asks for updates of the reference
     num_generations_eval: int | None = evaluation_argument(
         None, "Sampled completions of each prompt in evaluation (None: num_generations).", at_least(1)
     )
@@ -134,7 +135,8 @@ class OnlineArguments(CorrectionArguments, VllmArguments, ToolArguments, Rollout
     @property
     def reference_sync(self) -> ReferenceSync | None:
         """The updates of the run's reference; None if it stays as it was before training."""
-        return ReferenceSync(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if self.sync_ref_model else None
+        moves = self.sync_ref_model and self.beta
+        return ReferenceSync(self.ref_model_mixup_alpha, self.ref_model_sync_steps) if moves else None
 
 
 @dataclass(frozen=True)
@@ -289,15 +291,13 @@ def _check_online(args: Any, world_size: int) -> None:
         "advantages compare completions of the same policy; set metric_for_best_model='reward' or 'accuracy' "
         "(greater is better).",
     )
-    check_reference_sync(args, world_size)
+    check_reference_sync(args.reference_sync, args, world_size, args.moves_reference)
 
 
-def check_reference_sync(args: Any, world_size: int) -> None:
-    """Raise ArgumentError for a reference, or a teacher, that could not be updated where it is."""
-    is_average = getattr(args, "teacher_model_kind", None) == "ema"
-    name = "teacher_model_kind='ema'" if is_average else "sync_ref_model=True"
+def check_reference_sync(sync: ReferenceSync | None, args: Any, world_size: int, name: str) -> None:
+    """Raise ArgumentError for a moving reference that could not be updated where it is; the argument `name` asks for it."""
     require(
-        not ((is_average or (args.sync_ref_model and args.beta)) and args.offload_frozen_models) or world_size > 1,
+        sync is None or not args.offload_frozen_models or world_size > 1,
         f"{name} conflicts with offload_frozen_models=True on one device: models in host memory are not averaged; "
         "remove one of the two.",
     )

@@ -230,6 +230,6 @@ def _resolve(args: Any, objective: DPOSettings | KTOSettings, hardware: Hardware
         not (args.precompute_ref_log_probs and args.sync_ref_model),
         "precompute_ref_log_probs=True frees the reference, which sync_ref_model=True would move: remove one of the two.",
     )
-    check_reference_sync(args, (hardware or args.hardware).num_processes)
     sync = ReferenceSync(args.ref_model_mixup_alpha, args.ref_model_sync_steps) if args.sync_ref_model else None
+    check_reference_sync(sync, args, (hardware or args.hardware).num_processes, "sync_ref_model=True")
     return resolve_offline(PreferenceSettings, args, hardware, reference_sync=sync, objective=objective)

@@ -5,7 +5,6 @@ from lowpeak.batching.packing import TokenBudget as TokenBudget
 from lowpeak.batching.packing import assign_to_ranks as assign_to_ranks
 from lowpeak.batching.packing import masked_batch as masked_batch
 from lowpeak.batching.packing import pack as pack
-from lowpeak.batching.packing import pack_for_teacher as pack_for_teacher
 from lowpeak.batching.packing import plan_micro_batches as plan_micro_batches
 from lowpeak.batching.packing import scatter as scatter
 from lowpeak.batching.prefix_tree import LayerCosts as LayerCosts

@@ -7,7 +7,7 @@ counts, and no unit is split.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -75,42 +75,6 @@ def pack(
         _micro_batch(records, [[kept[j] for j in tree] for tree in trees], budget, seen_prompts, unit_weight, unit)
         for trees in batches
     ]
-
-
-def pack_for_teacher(records: Sequence[Record], batch: MicroBatch, budget: TokenBudget) -> list[MicroBatch]:
-    """Pack a micro-batch's sequences after their teacher's prompts, within the budget and with loss tokens in the same order."""
-    if not batch.record_indices:
-        return [batch]  # a masked one
-    chosen = [records[i] for i in batch.record_indices]
-    prompts = [
-        record.prompt_ids if record.teacher_prompt_ids is None else record.teacher_prompt_ids for record in chosen
-    ]
-    changed = [replace(record, prompt_ids=ids) for record, ids in zip(chosen, prompts, strict=True)]
-    return [_micro_batch(changed, trees, budget, set(), None, "token") for trees in _trees_in_order(changed, budget)]
-
-
-def _trees_in_order(records: Sequence[Record], budget: TokenBudget) -> list[list[list[int]]]:
-    """Return the trees of micro-batches of records that keep their order; equal prompts form a tree if they follow each other."""
-    lengths = LossTokens.of(records).context_lengths()
-    batches: list[list[list[int]]] = [[]]
-    for i, record in enumerate(records):
-        trees = batches[-1]
-        joins = budget.layout == "shared" and trees and records[i - 1].prompt_ids == record.prompt_ids
-        longer = [*trees[:-1], [*trees[-1], i]] if joins else [*trees, [i]]
-        if trees and _num_forwarded(records, lengths, longer, budget) > budget.capacity:
-            batches.append([[i]])
-        else:
-            batches[-1] = longer
-    return batches
-
-
-def _num_forwarded(
-    records: Sequence[Record], lengths: Sequence[int], trees: Sequence[Sequence[int]], budget: TokenBudget
-) -> int:
-    """Return the tokens of a micro-batch of these trees, with padding of rows."""
-    if budget.layout == "padded":
-        return len(trees) * budget.round_up(max(records[i].num_tokens for tree in trees for i in tree))
-    return sum(len(records[tree[0]].prompt_ids) + sum(lengths[i] for i in tree) for tree in trees)
 
 
 def assign_to_ranks(

@@ -207,9 +207,10 @@ class LabelReader(CompletionReader):
 
 @dataclass(frozen=True)
 class DatasetCompletions:
-    """The completions of a dataset that take the place of generated ones, for a `share` of prompts.
+    """Completions of a dataset that replace generated ones, for a `share` of prompts.
 
-    `seed` and a prompt's serial number decide which, on all ranks alike. A completion is truncated to `max_tokens`.
+    `seed` and a prompt's serial number decide which prompts, so all ranks agree. A completion is truncated to `max_tokens`. Its
+    log-probs are NaN, since no engine scored its tokens.
     """
 
     reader: LabelReader
@@ -230,7 +231,7 @@ class DatasetCompletions:
                 f"{where}: lmbda below 1 takes a 'completion' of text, or of messages of the assistant alone, after a 'prompt': "
                 "change the row, or set lmbda=1."
             )
-        own_prompt_ids, ids = self.reader.prepare({**row, "label": True}, where).values()
+        encoded_prompt_ids, ids = self.reader.prepare({**row, "label": True}, where).values()
         if random.Random(f"{self.seed}/{serial}").random() >= self.share:
             return None
         kept = torch.tensor(ids[: self.max_tokens], dtype=torch.int32)
@@ -239,7 +240,7 @@ class DatasetCompletions:
             torch.full((len(kept),), torch.nan),
             torch.ones(len(kept), dtype=torch.bool),
             "stop" if len(kept) == len(ids) else "length",
-            None if own_prompt_ids == list(prompt_ids) else tuple(own_prompt_ids),
+            None if encoded_prompt_ids == list(prompt_ids) else tuple(encoded_prompt_ids),
         )
 
 

@@ -108,9 +108,9 @@ def check_environment_name(value: Any, factories: Collection[Any], where: str) -
 
 @dataclass(frozen=True)
 class TeacherPrompts:
-    """The prompts that a teacher reads: with `template` of `{prompt}` and `{privileged_context}`, a column of the row.
+    """How a teacher's prompts are made: `template` combines `{prompt}` with the row's `{privileged_context}`.
 
-    In a conversation the last message's content is the prompt. `required`: every row must have a privileged context.
+    In a conversation the last message, the user's, is the prompt. `required`: every row must have a privileged context.
     """
 
     template: str
@@ -126,11 +126,12 @@ class TeacherPrompts:
                     "the column, or pass a teacher_model."
                 )
             return None
+        is_own = not isinstance(prompt, str) and prompt[-1].get("role") == "assistant"
         last = prompt if isinstance(prompt, str) else prompt[-1].get("content")
-        if not isinstance(context, str) or not isinstance(last, str):
+        if is_own or not isinstance(context, str) or not isinstance(last, str):
             raise DataError(
-                f"{where}: a {PRIVILEGED_CONTEXT!r} is text that is added to a prompt of text, or to the text of its last "
-                f"message; got {context!r:.40} for {last!r:.40}."
+                f"{where}: a {PRIVILEGED_CONTEXT!r} is text that is added to a prompt of text, or to the text of a last message "
+                f"that is not the assistant's; got {context!r:.40} for {last!r:.40}: write both as text."
             )
         combined = self.template.format(prompt=last, privileged_context=context)
         changed = combined if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": combined}]
@@ -276,7 +277,7 @@ class PromptReader(RowReader[Prompt]):
         if self._max_tokens is not None and longest > self._max_tokens:
             if self._overlong == "drop":
                 return None
-            named = "the prompt" if longest == len(ids) else "the prompt with its privileged context"
+            named = "the prompt" if len(ids) > self._max_tokens else "the prompt with its privileged context"
             raise DataError(
                 f"{where}: {named} has {longest} tokens; {self._limit_reason} leaves {self._max_tokens}; "
                 "shorten it or set overlong_prompts='drop'."

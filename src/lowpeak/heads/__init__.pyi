@@ -5,7 +5,7 @@ from lowpeak.heads.experts import load_balance_of as load_balance_of
 from lowpeak.heads.experts import rehearse_experts as rehearse_experts
 from lowpeak.heads.experts import sequences_per_token as sequences_per_token
 from lowpeak.heads.lm_head import HeadRequest as HeadRequest
-from lowpeak.heads.lm_head import OwnStates as OwnStates
+from lowpeak.heads.lm_head import SameHeadStates as SameHeadStates
 from lowpeak.heads.lm_head import Teaching as Teaching
 from lowpeak.heads.lm_head import backbone_of as backbone_of
 from lowpeak.heads.lm_head import causal_lm as causal_lm

@@ -56,8 +56,8 @@ _STATE = "_lowpeak_head"
 
 
 @dataclass(frozen=True)
-class OwnStates:
-    """States of a teacher that is the model itself: the head that answers the request is the teacher's, too.
+class SameHeadStates:
+    """States of a teacher whose head is the one that answers the request: the model itself, or its base.
 
     `with_adapters`: the teacher has the model's adapters.
     """
@@ -67,7 +67,7 @@ class OwnStates:
     with_adapters: bool = False
 
 
-Teaching = TeacherHead | OwnStates
+Teaching = TeacherHead | SameHeadStates
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadReque
 
 def _answer(module: Any, patch: PatchedForward, hidden_TD: Tensor, request: HeadRequest) -> dict[str, Tensor]:
     teacher, logprobs_T = request.teacher, None
-    if isinstance(teacher, OwnStates):
+    if isinstance(teacher, SameHeadStates):
         head = module if teacher.with_adapters else _without_adapters(module)
         teacher = _teacher_of(head, patch.scale, teacher.states_TE, teacher.num_ids)
     if teacher is not None:

@@ -145,8 +145,8 @@ class RunInputs:
     @property
     def has_separate_reference(self) -> bool:
         uses = "reference" in self.algorithm.needs or self.algorithm.divergence is not None
-        own = uses and getattr(self.args, "teacher_model_kind", None) != "live" and self.request.peft_config is None
-        return own or self.request.teacher_config is not None
+        is_live = self.request.teacher is not None and self.request.teacher.kind == "live"
+        return self.request.teacher_config is not None or (uses and self.request.peft_config is None and not is_live)
 
     @cached_property
     def reference_counts(self) -> ModelCounts:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.arguments import Hardware, check_teacher_kind, resolve_teacher
+from lowpeak.arguments import Hardware, TeacherSettings, check_teacher_kind, resolve_teacher
 from lowpeak.memory import Kind
 from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.hardware import Machine
@@ -46,9 +46,13 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for distillation without a teacher, or with two."""
-        if self.kind == "distillation":
+        if self.teacher is not None:
             has_model, has_adapter = self.teacher_config is not None, self.peft_config is not None
-            check_teacher_kind(resolve_teacher(self.args), has_adapter, has_model=has_model)
+            check_teacher_kind(self.teacher, has_adapter, has_model=has_model)
+
+    @property
+    def teacher(self) -> TeacherSettings | None:
+        return resolve_teacher(self.args) if self.kind == "distillation" else None
 
     @property
     def acting_args(self) -> Any:

@@ -17,7 +17,7 @@ from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowpeak.arguments import DistillationArguments, MemorySettings, RunFacts, resolve_teacher
+from lowpeak.arguments import MemorySettings, RunFacts
 from lowpeak.attention import check_spans
 from lowpeak.checkpoint import converts_weights
 from lowpeak.data import DatasetCompletions, LabelReader, PromptReader, padding_id
@@ -49,9 +49,8 @@ from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, is_sharded,
 from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings
 from lowpeak.setup.engines import make_engine, why_adapters_idle, why_no_graphs
 from lowpeak.setup.prepare_run import OnlineParts, RunParts, needs_reference
-from lowpeak.setup.prompts import check_end_tokens, context_name, max_prompt_tokens, prompt_cursor
+from lowpeak.setup.prompts import check_end_tokens, context_name, max_prompt_tokens, prompt_cursor, teacher_prompts
 from lowpeak.setup.storage import acting_storage, add_idle_storage, set_optimizer, storage_fractions
-from lowpeak.setup.teacher import teacher_prompts
 from lowpeak.sizes import (
     LayoutChoice,
     PlannedMemory,
@@ -101,7 +100,7 @@ def connect_online(
         num_embeddings=num_embeddings(parts.policy),
         media_token_ids=media_token_ids(parts.policy),
         report_idle=parts.row_effects.add,
-        teacher=teacher_prompts(args),
+        teacher=teacher_prompts(parts.teacher),
     )
     reader = new_reader(completions=_dataset_completions(parts))
     with strategy.ranks.propagate_errors():
@@ -134,8 +133,7 @@ def connect_online(
 
 def _dataset_completions(parts: OnlineParts) -> DatasetCompletions | None:
     """Return the dataset's completions that distillation trains on, if any."""
-    share = 1 - resolve_teacher(parts.args).on_policy if isinstance(parts.args, DistillationArguments) else 0.0
-    if not share:
+    if parts.teacher is None or not parts.teacher.dataset_share:
         return None
     reader = LabelReader(
         parts.tokenizer,
@@ -143,7 +141,9 @@ def _dataset_completions(parts: OnlineParts) -> DatasetCompletions | None:
         num_embeddings=num_embeddings(parts.policy),
         media_token_ids=media_token_ids(parts.policy),
     )
-    return DatasetCompletions(reader, share, parts.args.seed, parts.settings.sampling.max_new_tokens)
+    return DatasetCompletions(
+        reader, parts.teacher.dataset_share, parts.args.seed, parts.settings.sampling.max_new_tokens
+    )
 
 
 def _template_options(parts: OnlineParts) -> dict[str, Any]:
@@ -343,13 +343,12 @@ def make_reference(context: RunContext, parts: RunParts, strategy: Strategy) -> 
 
 def _reference(parts: RunParts, freeze: Callable[[nn.Module], FrozenModel]) -> Reference:
     if parts.reference_model is None:
-        ids = parts.teacher_ids
-        if ids is None:
+        if parts.teacher is None or parts.num_shared_ids is None:
             return adapter_reference(parts.policy)
-        return own_teacher(parts.policy, ids, with_adapters=resolve_teacher(parts.args).kind == "live")
+        return own_teacher(parts.policy, parts.num_shared_ids, with_adapters=parts.teacher.kind == "live")
     install_head(parts.reference_model, cast_head_to_fp32=parts.settings.model.cast_lm_head_to_fp32)
     frozen = freeze(parts.reference_model)
-    return Reference(frozen.model, frozen.ready, parts.teacher_ids)
+    return Reference(frozen.model, frozen.ready, parts.num_shared_ids)
 
 
 def _has_frozen_models(parts: OnlineParts) -> bool:

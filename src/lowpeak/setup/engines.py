@@ -35,8 +35,7 @@ from lowpeak.rollout.native import (
     weight_copies,
 )
 from lowpeak.setup.prepare_run import OnlineParts
-from lowpeak.setup.prompts import max_prompt_tokens
-from lowpeak.setup.teacher import teacher_prompts
+from lowpeak.setup.prompts import max_prompt_tokens, teacher_prompts
 from lowpeak.sizes import SYNC_BYTES, Sizes
 from lowpeak.training import RolloutStats, Run, RunContext
 from lowpeak.vllm import (
@@ -163,7 +162,7 @@ def _engine_of_user_code(
     new_reader = partial(
         PromptReader, tokenizer, num_embeddings=num_embeddings(policy), report_idle=parts.row_effects.add
     )
-    teacher = teacher_prompts(parts.args)
+    teacher = teacher_prompts(parts.teacher)
 
     def end_ids(sampling: Sampling) -> frozenset[int]:
         return end_token_ids(policy, tokenizer, sampling)

@@ -19,6 +19,7 @@ from lowpeak.arguments import (
     EvaluationSettings,
     OnlineSettings,
     ServerSettings,
+    TeacherSettings,
     ToolSettings,
     VllmSettings,
     make_settings,
@@ -64,7 +65,7 @@ class RunParts:
     args        a copy with defaults in place of arguments without effect
     settings    what both resolved to
 
-    `reference_model` is the reference, or a teacher, which shares the first `teacher_ids` ids with the policy.
+    `reference_model` is the reference, or a teacher's model. A `teacher` shares the first `num_shared_ids` ids with the policy.
     """
 
     user_args: Any
@@ -75,7 +76,8 @@ class RunParts:
     tokenizer: Any
     reference_model: nn.Module | None = None
     rewards: Sequence[Reward] = ()
-    teacher_ids: int | None = None
+    num_shared_ids: int | None = None
+    teacher: TeacherSettings | None = None
 
     @cached_property
     def effects(self) -> EffectReport:
@@ -146,7 +148,8 @@ def prepare_online(
     )
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, settings.model.trust_remote_code)
     check_special_tokens(tokenizer, num_embeddings(policy))
-    reference, teacher_ids = _load_frozen(policy, inputs, settings, args, tokenizer, algorithm)
+    teacher = resolve_teacher(args) if isinstance(args, DistillationArguments) else None
+    reference, num_shared_ids = _load_frozen(policy, inputs, settings, args, tokenizer, algorithm, teacher)
     attach_extra_modules(policy, inputs.model, args)
     convert_trainable(policy, settings.model)
     if settings.model.disable_dropout:
@@ -155,7 +158,7 @@ def prepare_online(
     if toolset is not None:
         toolset.check_template(tokenizer, settings.prompts.chat_template_kwargs)
     return OnlineParts(
-        *(user_args, args, algorithm, policy, tokenizer, reference, rewards, teacher_ids),
+        *(user_args, args, algorithm, policy, tokenizer, reference, rewards, num_shared_ids, teacher),
         settings=settings,
         success=success,
         toolset=toolset,
@@ -163,16 +166,21 @@ def prepare_online(
 
 
 def _load_frozen(
-    policy: nn.Module, inputs: OnlineInputs, settings: OnlineSettings, args: Any, tokenizer: Any, algorithm: Algorithm
+    policy: nn.Module,
+    inputs: OnlineInputs,
+    settings: OnlineSettings,
+    args: Any,
+    tokenizer: Any,
+    algorithm: Algorithm,
+    teacher: TeacherSettings | None,
 ) -> tuple[nn.Module | None, int | None]:
     """Return the separate reference or teacher, if any, and the number of ids that a teacher shares with the policy."""
-    placed = {"model_parallel": args.model_parallel, "device": args.device}
-    if not isinstance(args, DistillationArguments):
+    if teacher is None:
         return load_run_reference(policy, inputs, settings, args, tokenizer, algorithm), None
-    teacher, given = resolve_teacher(args), inputs.ref_model
+    given, placed = inputs.ref_model, {"model_parallel": args.model_parallel, "device": args.device}
     model = load_teacher(policy, inputs.model, given, teacher, settings.model, **placed)
     if model is not None:
-        check_embedded_tokens("the teacher", model, policy, tokenizer, "use one with the policy's tokenizer")
+        check_embedded_tokens("the teacher", model, policy, tokenizer, "use a teacher with the policy's tokenizer")
     return model, shared_ids(policy, tokenizer, model, given or teacher.name, settings.model)
 
 

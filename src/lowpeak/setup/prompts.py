@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from lowpeak.arguments import OnlineSettings, PromptSettings
-from lowpeak.data import DatasetCursor, PromptReader, make_cursor
+from lowpeak.arguments import OnlineSettings, PromptSettings, TeacherSettings
+from lowpeak.data import DatasetCursor, PromptReader, TeacherPrompts, make_cursor
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.models import context_length
 from lowpeak.records import Prompt
@@ -58,3 +58,8 @@ def prompt_cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, 
             "lower per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation."
         )
     return cursor
+
+
+def teacher_prompts(teacher: TeacherSettings | None) -> TeacherPrompts | None:
+    """Return how a teacher's prompts are made; None for a run without a teacher."""
+    return None if teacher is None else TeacherPrompts(teacher.prompt_template, required=teacher.needs_context)

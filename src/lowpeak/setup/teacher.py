@@ -8,15 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lowpeak.arguments import (
-    DistillationArguments,
-    ModelSettings,
-    TeacherSettings,
-    check_teacher_kind,
-    require,
-    resolve_teacher,
-)
-from lowpeak.data import TeacherPrompts
+from lowpeak.arguments import ModelSettings, TeacherSettings, check_teacher_kind, require
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.heads import causal_lm, is_peft, num_embeddings
 from lowpeak.models import load_reference, load_tokenizer
@@ -56,14 +48,6 @@ def load_teacher(
     kwargs = settings.model_init_kwargs if model is None else teacher.loading
     plain = replace(settings, model_init_kwargs=kwargs, storage=None, adapter_storage=None, keeps_bf16=False)
     return load_reference(policy, origin, plain, model, **placed)
-
-
-def teacher_prompts(args: Any) -> TeacherPrompts | None:
-    """Return how a teacher's prompts are made; None for a run without a teacher."""
-    if not isinstance(args, DistillationArguments):
-        return None
-    teacher = resolve_teacher(args)
-    return TeacherPrompts(teacher.prompt_template, required=teacher.needs_context)
 
 
 def shared_ids(

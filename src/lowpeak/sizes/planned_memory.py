@@ -199,8 +199,8 @@ def _reward_models(context: Any) -> list[ModelReward]:
 
 
 def _teacher_config(parts: Any) -> Any:
-    """Return the config of a separate teacher, with the dtype that it has."""
-    if parts.teacher_ids is None or parts.reference_model is None:
+    """Return the config of a teacher that is not the policy's own, with the dtype that it has."""
+    if parts.teacher is None or parts.teacher.kind is not None or parts.reference_model is None:
         return None
     model = transformers_model(causal_lm(parts.reference_model))
     config = _plain_config(model.config)

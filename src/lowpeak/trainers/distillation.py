@@ -12,7 +12,7 @@ from lowpeak.trainers.online import OnlineTrainer
 
 
 class DistillationTrainer(OnlineTrainer):
-    """On-policy distillation: the divergence from a teacher's distributions at each token that the policy wrote.
+    """On-policy distillation: the divergence from a teacher's distributions at each token of a completion.
 
     from lowpeak import DistillationConfig, DistillationTrainer
 
@@ -22,10 +22,11 @@ class DistillationTrainer(OnlineTrainer):
     )
     trainer.train()
 
-    teacher_model   name, path or instance of a causal language model with the policy's tokenizer; None: with an adapter, the base
-                    without it
+    teacher_model   name, path or instance of a causal language model with the policy's tokenizer; None: the policy itself by
+                    `teacher_model_kind`, or with an adapter the base without it
 
-    Positional arguments are TRL's; `others` are OnlineTrainer's. `reward_funcs` are measured and train nothing.
+    Positional arguments are TRL's; `others` are OnlineTrainer's. `reward_funcs` are measured, and train the policy only with a
+    `distillation_weight` below 1.
     """
 
     config_class: ClassVar[type[OnlineConfig]] = DistillationConfig

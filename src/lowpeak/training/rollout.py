@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.recovery import attempts
 from lowpeak.training.run import Run, RunContext
 from lowpeak.training.step import score
-from lowpeak.training.teacher import batches_of_teacher
 from lowpeak.training.token_values import TokenObserver
 from lowpeak.vllm.weight_sync import PushReport
 
@@ -47,6 +46,9 @@ class Rollout:
 
 
 Scores = dict[int, dict[str, Tensor]]  # by the record's index, by name
+_Pass = tuple[
+    str, Sequence[MicroBatch], Sequence[Mapping[str, Tensor]]
+]  # its name, and the results of its micro-batches
 
 
 def score_rollout(
@@ -115,26 +117,23 @@ def _score_batches(
 ) -> Scores:
     run, model = context.run, context.model_wrapped
     guard.batches = batches  # a separate reference's passes, which run without the guard, can be the first to fail
-    passes: dict[str, list[dict[str, Tensor]]] = {}
+    passes: list[_Pass] = []
     if needs & {"old", "entropy", "values"}:
         request_fields: dict[str, Any] = {"entropy": "entropy" in needs, "values": "values" in needs}
         request_fields["logprobs"] = bool(needs & {"old", "entropy"})
-        passes["old"] = score(model, batches, run.logprob_settings, guard, **request_fields)
+        passes.append(("old", batches, score(model, batches, run.logprob_settings, guard, **request_fields)))
     if "reference" in needs:
         assert run.reference is not None
-        separate, of_reference = run.reference.model, batches_of_teacher(run, batches, records)
+        separate = run.reference.model
+        batches = pack_for_teacher(run, batches, records)
         with run.reference.ready():
             # A separate one has no collectives, or runs in lockstep: its errors need no guard.
-            guard_of_policy, flat = None if separate else guard, list(chain.from_iterable(of_reference))
-            found = iter(score(separate or model, flat, run.logprob_settings, guard_of_policy))
-        pieces = [[next(found)["logprobs"] for _ in each] for each in of_reference[: len(batches)]]
-        passes["reference"] = [{"logprobs": torch.cat(each)} for each in pieces]
-    return _read_scores(records, batches, passes)
+            found = score(separate or model, batches, run.logprob_settings, None if separate else guard)
+        passes.append(("reference", batches, found))
+    return _read_scores(records, passes)
 
 
-def _read_scores(
-    records: Sequence[Record], batches: Sequence[MicroBatch], passes: Mapping[str, Sequence[Mapping[str, Tensor]]]
-) -> Scores:
+def _read_scores(records: Sequence[Record], passes: Sequence[_Pass]) -> Scores:
     """Return the passes' results per record, with one read of the device.
 
     Log-probs are under the name of their pass, entropies and values under their own.
@@ -143,13 +142,13 @@ def _read_scores(
     places: list[tuple[int, str]] = []
     lengths: list[int] = []
     columns: list[Tensor] = []
-    for name, results in passes.items():
+    for name, batches, results in passes:
         for batch, result in zip(batches, results, strict=True):
             for key, values in result.items():
                 column = name if key == "logprobs" else key
                 if batch.record_indices:
                     places += [(index, column) for index in batch.record_indices]
-                    lengths += torch.bincount(batch.tokens.sequences_T, minlength=batch.tokens.num_sequences).tolist()
+                    lengths += batch.tokens.counts()
                     columns.append(values.float())
     if columns:
         for (index, column), values in zip(places, torch.cat(columns).cpu().split(lengths), strict=True):
@@ -278,11 +277,23 @@ def pad_batches_across_ranks(
     return batches + [masked_batch(budget)] * (most - len(batches))
 
 
+def pack_for_teacher(run: Run, batches: Sequence[MicroBatch], records: Sequence[Record]) -> Sequence[MicroBatch]:
+    """Pack the sequences of a rank's micro-batches after their teacher's prompts; every rank has the same number.
+
+    `records` are those of all ranks. Without prompts of a teacher the micro-batches stay as they are.
+    """
+    if all(record.teacher_prompt_ids is None for record in records):
+        return batches
+    read = [replace(record, prompt_ids=record.teacher_prompt_ids or record.prompt_ids) for record in records]
+    indices = [index for batch in batches for index in batch.record_indices]
+    return pad_batches_across_ranks(pack(read, indices, run.budget), run.budget, run.strategy.ranks, least=1)
+
+
 def observe_records(batches: Sequence[MicroBatch], observed: Collection[int]) -> TokenObserver:
     """Return an observer of some records' loss tokens in this rank's micro-batches."""
     ranges = []
     for batch in batches if observed else ():
-        counts = torch.bincount(batch.tokens.sequences_T, minlength=batch.tokens.num_sequences).tolist()
+        counts = batch.tokens.counts()
         stops = zip(batch.record_indices, counts, accumulate(counts), strict=False)  # a masked batch has no records
         ranges.append({index: (stop - count, stop) for index, count, stop in stops if index in observed})
     return TokenObserver(ranges)

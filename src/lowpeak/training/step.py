@@ -60,10 +60,10 @@ class LogprobSettings:
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """A teacher's hidden states of a step's micro-batches in host memory; `add_head` makes a teacher of them.
+    """A teacher's hidden states of a step's micro-batches, in host memory; `add_head` makes a teacher of them.
 
-    A micro-batch of T loss tokens has one or several tensors, [T, E] together. `mover` brings them back to the device; None if
-    the device's memory is the host's.
+    Each micro-batch has one tensor or several, [T, E] together. `mover` brings them back to the device; None if the device's
+    memory is the host's.
     """
 
     states: Sequence[Sequence[Tensor]]

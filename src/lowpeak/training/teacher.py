@@ -10,19 +10,18 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
 
-from lowpeak.batching import masked_batch, pack_for_teacher
-from lowpeak.heads import OwnStates, Teaching, eval_mode, teacher_head
+from lowpeak.heads import SameHeadStates, Teaching, eval_mode, teacher_head
 from lowpeak.memory import AsyncHostMover, Phase, has_device_memory
 from lowpeak.models import Reference
 from lowpeak.parallel import is_sharded
 from lowpeak.records import MicroBatch, Record
 from lowpeak.training.guarded_passes import GuardedPasses
-from lowpeak.training.run import Run, RunContext
+from lowpeak.training.rollout import pack_for_teacher
+from lowpeak.training.run import RunContext
 from lowpeak.training.step import LogprobSettings, TeacherStates, score
 
 logger = logging.getLogger(__name__)
@@ -42,38 +41,36 @@ def run_teacher(
     if run.algorithm.divergence is None:
         return None
     assert run.reference is not None, "a divergence has a teacher"
-    of_teacher = batches_of_teacher(run, batches, records)
-    guard.batches = batches  # a separate teacher's passes, which run without the guard, can be the first to fail
+    read = pack_for_teacher(run, batches, records)
+    guard.batches = read  # a separate teacher's passes, which run without the guard, can be the first to fail
     with run.strategy.ranks.propagate_errors(), run.tracker.phase(Phase.SCORE):
-        states = teacher_states(context.model_wrapped, run.reference, of_teacher, run.logprob_settings, guard)
+        states = teacher_states(context.model_wrapped, run.reference, read, run.logprob_settings, guard)
+        if read is not batches:
+            states = _group_states(states, read, batches)
         if context.state.global_step == 0 and batches:
             _warn_of_other_ids(states.of_batch(0, batches[0], run.logprob_settings.device), run.logprob_settings)
     return states
 
 
-def batches_of_teacher(
-    run: Run, batches: Sequence[MicroBatch], records: Sequence[Record]
-) -> Sequence[Sequence[MicroBatch]]:
-    """Return the teacher's micro-batches for each of the policy's: the same ones, unless it reads other prompts.
-
-    The last one's are padded with masked micro-batches, so that every rank has the same number.
-    """
-    if all(record.teacher_prompt_ids is None for record in records):
-        return [[batch] for batch in batches]
-    found = [pack_for_teacher(records, batch, run.budget) for batch in batches]
-    num_passes = sum(map(len, found))
-    most = int(run.strategy.ranks.max([num_passes])[0])
-    return [*found, [masked_batch(run.budget)] * (most - num_passes)]
+def _group_states(states: TeacherStates, read: Sequence[MicroBatch], batches: Sequence[MicroBatch]) -> TeacherStates:
+    """Return the states of the micro-batches `read` by sequence, in the order of `batches`."""
+    by_record: dict[int, Tensor] = {}
+    for (states_TE,), batch in zip(states.states, read, strict=True):
+        by_record |= zip(
+            batch.record_indices, states_TE.split(batch.tokens.counts()), strict=False
+        )  # none of a masked one
+    nothing = states.states[0][0][:0]
+    return replace(states, states=[[nothing, *(by_record[i] for i in batch.record_indices)] for batch in batches])
 
 
 def teacher_states(
     policy: nn.Module,
     teacher: Reference,
-    batches: Sequence[Sequence[MicroBatch]],
+    batches: Sequence[MicroBatch],
     settings: LogprobSettings,
     guard: GuardedPasses | None = None,
 ) -> TeacherStates:
-    """Return the teacher's states at the loss tokens of its micro-batches for each of the policy's, and its head.
+    """Return the teacher's head, and its states at each micro-batch's loss tokens.
 
     The head of a teacher that is sharded, or in host memory, is copied to the device for the step.
     """
@@ -83,23 +80,24 @@ def teacher_states(
         # A separate model has no collectives, or runs in lockstep: its errors need no guard.
         passes = score(
             separate or policy,
-            list(chain.from_iterable(batches)),
+            batches,
             settings,
             None if separate else guard,
             to_host=None if mover is None else mover.to_host,
             logprobs=False,
             states=True,
         )
-        own: Callable[[Tensor], Teaching] = partial(OwnStates, num_ids=num_ids, with_adapters=teacher.with_adapters)
+        own: Callable[[Tensor], Teaching] = partial(
+            SameHeadStates, num_ids=num_ids, with_adapters=teacher.with_adapters
+        )
         add_head = own if separate is None else _held_head(separate, num_ids, device)
-    remaining = iter(answer["states"] for answer in passes)
-    return TeacherStates([list(islice(remaining, len(each))) for each in batches], add_head, mover)
+    return TeacherStates([[answer["states"]] for answer in passes], add_head, mover)
 
 
 @torch.no_grad()
 def _warn_of_other_ids(teacher: Teaching, settings: LogprobSettings) -> None:
     """Warn if a separate teacher often chooses ids that the policy lacks, which divergences leave out."""
-    if isinstance(teacher, OwnStates) or teacher.num_ids is None or not isinstance(teacher.head, Tensor):
+    if isinstance(teacher, SameHeadStates) or teacher.num_ids is None or not isinstance(teacher.head, Tensor):
         return
     if len(teacher.head) == teacher.num_ids:
         return

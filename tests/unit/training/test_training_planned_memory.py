@@ -11,10 +11,11 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from lowpeak.memory.usage import Kind
 from lowpeak.plan.plan import make_plan
 from lowpeak.plan.plan_process import planned_request
 from lowpeak.sizes.planned_memory import run_description
-from small_runs import journal, make, saved, trained
+from small_runs import journal, make, rows, saved, trained
 from tiny_models import tiny_model
 
 pytestmark = pytest.mark.processes
@@ -60,6 +61,17 @@ def test_a_quantised_bases_planned_bytes_are_those_of_its_parameters(tmp_path):
     assert getattr(described.config, "quantization_config", None) is None
     frozen = sum(p.nbytes for p in trainer.model.parameters() if not p.requires_grad)
     assert make_plan(planned_request(described)).counts.frozen_bytes == frozen
+
+
+@pytest.mark.parametrize("kind", ["live", "ema"])
+def test_a_teacher_of_the_policys_own_is_planned_as_it_is(tmp_path, kind):
+    data = rows().add_column("privileged_context", ["1"] * len(rows()))
+    own = {"teacher_model": None, "teacher_model_kind": kind, "data": data}
+    trainer = make("Distillation", tmp_path, **own)
+    described = run_description(trainer, trainer.model, trainer.run.strategy, 1 << 30, trainer.run.sizes.as_dict())
+    frozen = make_plan(planned_request(described)).phases["score"].device.get(Kind.FROZEN, 0)
+    weights = 0 if kind == "live" else sum(parameter.nbytes for parameter in trainer.teacher_model.parameters())
+    assert frozen == pytest.approx(weights, rel=0.001)
 
 
 def test_the_planning_process_ends_with_the_run(tmp_path):

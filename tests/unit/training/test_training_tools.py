@@ -53,6 +53,21 @@ def test_each_trainer_trains_on_conversations_with_tools(tmp_path, kind):
     assert run.environments is None
 
 
+def test_a_teacher_reads_the_privileged_context_of_conversations(tmp_path):
+    data = questions()
+    data = data.add_column("privileged_context", ["the sum is 3"] * len(data))
+    own = {"teacher_model": None, "teacher_model_kind": "live", "lmbda": 1.0}
+    run = make(
+        "Distillation", tmp_path, tiny_model(len(TOKENIZER), context=512), data, TOKENIZER, tools=[add], **own, **ENDS
+    )
+    run.collector.engine.engine = ScriptedTurns(TOKENIZER, [[CALL, "3<eos>"]] * 8)
+    run.train()
+    for record in run.rollout.records:
+        assert "the sum is 3" in TOKENIZER.decode(record.teacher_prompt_ids)
+        assert "the sum is 3" not in TOKENIZER.decode(record.prompt_ids)
+    assert run.state.log_history[0]["divergence"] > 0
+
+
 def test_an_environment_rewards_its_conversations(tmp_path):
     script = [[call("increase", by=2) + "<eos>", "x<eos>"], ["x<eos>"], ["y<eos>"], ["z<eos>"]]
     got = []

@@ -294,11 +294,11 @@ class _Stage:
     def _run_teacher(self, batches: Sequence[MicroBatch]) -> TeacherStates:
         """Run the teacher over a step's micro-batches; its states are in host memory afterwards, a CPU's device memory."""
         separate, policy = self._reference, cast(Any, self._unprepared)
-        ready = partial(self._ready, separate) if separate is not None else nullcontext
-        if separate is None and is_peft(policy):
-            ready = policy.disable_adapter
+        ready = policy.disable_adapter if is_peft(policy) else nullcontext
+        if separate is not None:
+            ready = partial(self._ready, separate)
         self._meter.begin("score")
-        found = teacher_states(self.model, Reference(separate, ready), [[batch] for batch in batches], self._core)
+        found = teacher_states(self.model, Reference(separate, ready), batches, self._core)
         self._meter.begin(None)
         if self._inputs.device == "cpu":
             return found
