@@ -10,7 +10,7 @@
 # make update-locks the newest versions into requirements*.txt
 # make test-families each model family's training, on the path that docs/families.md has; python tests/families/table.py writes it
 # make test-real    tests with a real model of 135M parameters, which is downloaded once (93 MB); test-real-core: the quick ones
-# make test-report  the report's page in a headless Chromium, which apt installs if there is none (BROWSER_PATH)
+# make test-report  the report's page and the manual's in a headless Chromium, which apt installs if there is none (BROWSER_PATH)
 # make check-cuda-constraints   resolves constraints-cuda.txt for Python 3.11 and 3.12 (needs the package registry)
 # make docs         the manual as a site, in build/site; a broken link is an error
 # Each makes its environment on its first run and installs nothing on the next.
@@ -28,11 +28,15 @@ OLDEST_READY := $(OLDEST)/.ready
 # The lowest versions that pyproject.toml allows, as requirements.
 OLDEST_PINS := grep -oE '(transformers|accelerate|datasets|peft)>=[0-9.]+' pyproject.toml | sort -u | sed 's/>=/==/'
 NEWEST := .venv-newest
+# Packages of environments, which exclude each other; tests/with_agents has a file for each.
+AGENTS := openenv openenv-0.10 verifiers
 TORCH ?= --constraint constraints.txt torch
 FAMILY_LIST := $(foreach part,training generation names plans units,tests/families/test_family_$(part).py)
 VERSIONS := tests/versions tests/families/test_family_generation.py
 VLLM := .venv-vllm
 UV := .venv-uv/bin/uv
+TESTING := printf '%s\n' pytest pytest-timeout pytest-xdist
+LOCK_APART := $(UV) pip compile --quiet --upgrade pyproject.toml - -c constraints.txt --extra peft --no-emit-package triton
 VLLM_READY := $(VLLM)/.ready
 VLLM_TRITON := $(VLLM)/triton
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -49,7 +53,7 @@ NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/lo
 BY_FILE := --dist loadfile --no-loadscope-reorder
 VLLM_PYTEST := TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR $(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile
 # Tests that need another environment, a browser, or a downloaded model.
-IN_OTHER_TARGETS := $(addprefix --ignore=tests/,with_vllm with_browser with_real_model)
+IN_OTHER_TARGETS := $(addprefix --ignore=tests/,with_vllm with_browser with_real_model with_agents)
 # Tests that also run on vLLM's V2 model runner.
 V2_RUNNER := tests/with_vllm/test_vllm_weights.py tests/with_vllm/test_vllm_adapters.py -k "not memory"
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
@@ -58,7 +62,7 @@ export TOKENIZERS_PARALLELISM := false
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help quickstart check test test-all test-kernels test-vllm test-versions test-newest update-locks test-report test-wheel \
+.PHONY: help quickstart check test test-all test-kernels test-vllm test-versions test-newest test-agents update-locks test-report test-wheel \
 	check-cuda-constraints test-release test-families test-families-oldest test-real test-real-core smollm2 docs lint types format clean
 
 help:
@@ -94,12 +98,13 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	@DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(VLLM)/bin/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
 	@touch $@
 
-$(OLDEST_READY): pyproject.toml constraints.txt requirements-oldest.txt
-	@test -x $(OLDEST)/bin/python || { echo "making $(OLDEST)"; $(PYTHON) -m venv $(OLDEST); }
-	@echo "installing the oldest supported versions (once)"
-	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements-oldest.txt
-	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+# The oldest supported versions, and an environment for each package of agents: their pins exclude each other.
+.venv-%/.ready: pyproject.toml constraints.txt requirements-%.txt
+	@test -x .venv-$*/bin/python || { echo "making .venv-$*"; $(PYTHON) -m venv .venv-$*; }
+	@echo "installing requirements-$*.txt (once)"
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements-$*.txt
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
 $(UV):
@@ -137,7 +142,7 @@ test-release:
 	$(PYTEST) $(BY_FILE) -m release $(IN_OTHER_TARGETS)
 	$(VLLM_PYTEST) -m release tests/with_vllm
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python tests/faults/random_kills.py $(KILLS)
-	@$(MAKE) --no-print-directory test-real quickstart test-families
+	@$(MAKE) --no-print-directory test-real quickstart test-families test-agents
 
 # Plans in 4 bits of every family are in test-release.
 test-families:
@@ -153,7 +158,7 @@ docs:
 	@echo "make docs: a few seconds, and half a minute to install"
 	@test -x $(DOCS)/bin/mkdocs || $(PYTHON) -m venv $(DOCS)
 	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-docs.txt
-	$(DOCS)/bin/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -178,6 +183,13 @@ test-versions:
 	@$(MAKE) --no-print-directory $(READY) $(OLDEST_READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) $(VERSIONS)
 
+test-agents: $(addprefix test-agents-,$(AGENTS))
+
+test-agents-%:
+	@echo "make $@: about a minute on two cores, and 2 to install"
+	@$(MAKE) --no-print-directory .venv-$*/.ready
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-$*/bin/python -m pytest tests/with_agents/test_agents_$(firstword $(subst -, ,$*)).py
+
 test-newest:
 	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager $(TORCH) pytest pytest-timeout pytest-xdist --editable '.[peft]'
@@ -189,9 +201,11 @@ update-locks: $(UV)
 	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra examples --no-emit-package triton -o requirements.txt
 	$(UV) pip compile --quiet --upgrade pyproject.toml -c constraints.txt --extra examples --extra test -o requirements-test.txt
 	echo 'trl==1.16.0' | $(UV) pip compile --quiet --no-deps --no-header - -o requirements-trl.txt
-	echo mkdocs | $(UV) pip compile --quiet --upgrade --no-header - -o requirements-docs.txt
-	{ $(OLDEST_PINS); printf '%s\n' pytest pytest-timeout pytest-xdist; } | $(UV) pip compile --quiet --upgrade \
-		pyproject.toml - -c constraints.txt --extra peft --no-emit-package triton -o requirements-oldest.txt
+	printf '%s\n' mkdocs-material mkdocstrings-python | $(UV) pip compile --quiet --upgrade --no-header - -o requirements-docs.txt
+	{ $(OLDEST_PINS); $(TESTING); } | $(LOCK_APART) -o requirements-oldest.txt
+	$(TESTING) | $(LOCK_APART) --extra openenv -o requirements-openenv.txt
+	{ $(TESTING); echo 'openenv<0.11'; } | $(LOCK_APART) -o requirements-openenv-0.10.txt
+	{ $(TESTING); echo reasoning-gym; } | $(LOCK_APART) --extra agents --extra verifiers -o requirements-verifiers.txt
 
 smollm2: $(READY)
 	@$(BIN)/python examples/get_smollm2.py
@@ -208,8 +222,8 @@ test-real-core:
 	$(PYTEST) --dist worksteal tests/with_real_model/test_real_core.py
 
 test-report:
-	@echo "make test-report: half a minute on two cores, and half a minute to install a browser"
-	@$(MAKE) --no-print-directory $(READY)
+	@echo "make test-report: a minute on two cores, and half a minute to install a browser"
+	@$(MAKE) --no-print-directory $(READY) docs
 	@$(BIN)/python tests/with_browser/find_browser.py || { apt-get -qq update && apt-get -qq install --no-install-recommends chromium >/dev/null; }
 	$(BIN)/python -m pytest tests/with_browser
 
@@ -230,5 +244,5 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(OLDEST) $(NEWEST) .venv-uv $(DOCS) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM) $(OLDEST) $(NEWEST) $(addprefix .venv-,$(AGENTS)) .venv-uv $(DOCS) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

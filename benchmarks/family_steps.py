@@ -97,9 +97,9 @@ def main() -> None:
     for family, found in runs:
         ours, theirs = found[OURS], found.get(PEER, {}).get("total")
         cells = (ours["rollout"], ours["total"] - ours["rollout"], ours["total"])
-        beside = ("", "") if theirs is None else (f"{theirs:.1f}", ratio(ours["total"], theirs))
+        other = ("", "") if theirs is None else (f"{theirs:.1f}", ratio(ours["total"], theirs))
         print(
-            f"| {family} | {' | '.join(f'{x:.2f}' for x in cells)} | {ratio(ours['total'], llama)} | {beside[0]} | {beside[1]} |"
+            f"| {family} | {' | '.join(f'{x:.2f}' for x in cells)} | {ratio(ours['total'], llama)} | {other[0]} | {other[1]} |"
         )
     print_result({"benchmark": "family_steps", "steps": steps, "runs": runs, "versions": versions()})
 

@@ -66,15 +66,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(
-    request: Mapping[str, Any], options: Mapping[str, Mapping[str, Any]], ways: Sequence[str], rounds: int
+    request: Mapping[str, Any],
+    options: Mapping[str, Mapping[str, Any]],
+    ways: Sequence[str],
+    rounds: int,
+    side: str = "benchmarks.harness.preference_pairs",
 ) -> dict[str, dict[str, Any]]:
-    """What each way took: they take turns."""
+    """What each way took, by the module `side`: they take turns."""
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
             with tempfile.TemporaryDirectory() as folder:
-                asked = {**request, "way": way, "folder": folder, "options": dict(options[way])}
-                found = run_apart("benchmarks.harness.preference_pairs", asked)
+                way_request = {**request, "way": way, "folder": folder, "options": dict(options[way])}
+                found = run_apart(side, way_request)
             runs[way].append(found)
             print(f"{way}: {found['step_mb']} MiB, {found['steps']}", file=sys.stderr, flush=True)
     return {way: summary(found, request["steps"]) for way, found in runs.items()}

@@ -57,8 +57,8 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--settings", type=json.loads, default={}, help='such as \'{"loss_type": "sapo"}\'')
     found = parser.parse_args(arguments)
     steps = 1 if found.command else 2 if found.quick else 12
-    asked = {"algorithm": found.algorithm, "settings": found.settings, "command": found.command, "quick": found.quick}
-    return {**asked, "steps": steps, "snapshots": (steps,), "seed": 0, "canned": True}
+    options = {"algorithm": found.algorithm, "settings": found.settings, "command": found.command, "quick": found.quick}
+    return {**options, "steps": steps, "snapshots": (steps,), "seed": 0, "canned": True}
 
 
 def train(side: str, request: Mapping[str, Any], folder: Path) -> dict[str, Any]:

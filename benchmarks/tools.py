@@ -1,10 +1,11 @@
-"""Conversations with a tool, next to TRL's: `python -m benchmarks.tools [--kind learn|turns|waits|tails|same] [--vllm] [--quick]`.
+"""Conversations with a tool, next to TRL's: `python -m benchmarks.tools [--kind learn|turns|waits|tails|same|routes] [--quick]`.
 
     learn   the calculator of examples/calculator.py: CPU seconds of 150 steps, and held-out accuracy, for each seed
     turns   four calls and an answer: tokens forwarded in generation and in training per useful token; peak memory
     waits   32 such conversations, whose calls take 0.1 s: seconds beyond those of calls that take none
     tails   lowpeak alone, 0.05 s times Pareto draws of exponent 1.5: seconds beyond, per second of the slowest one's calls
     same    one step on fixed transcripts: masks, metrics, the loss and the gradient norm
+    routes  lowpeak alone: programs that ask for the same conversations by chat and by tokens; conversations per second, rewards
 
 Useful tokens: each completion's (sampled and the tool's) once, each prompt's once per group. Both sides train the same weights
 on the same prompts with the same settings, in turns, each in a fresh process with one thread. `--vllm` lets lowpeak learn alone,
@@ -48,11 +49,12 @@ class Plan:
     num_prompts: int
     vllm: bool
     quick: bool
+    width: int | None = None
 
 
 def main() -> None:
     plan = parse(sys.argv[1:])
-    sides = [OURS] if plan.vllm or plan.kind == "tails" else available_sides(plan.quick)
+    sides = [OURS] if plan.vllm or plan.kind in ("tails", "routes") else available_sides(plan.quick)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # without it freed blocks stay resident, and look like a peak
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     measure = {
@@ -61,6 +63,7 @@ def main() -> None:
         "waits": wait_for_tools,
         "tails": wait_for_tools,
         "same": compare_steps,
+        "routes": compare_routes,
     }[plan.kind]
     with tempfile.TemporaryDirectory() as folder:
         result = measure(plan, sides, Path(folder))
@@ -70,19 +73,22 @@ def main() -> None:
 def parse(arguments: Sequence[str]) -> Plan:
     """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description="Compare conversations with a tool with TRL's.")
-    parser.add_argument("--kind", choices=["learn", "turns", "waits", "tails", "same"], default="same")
+    parser.add_argument("--kind", choices=["learn", "turns", "waits", "tails", "same", "routes"], default="same")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="default: 150 to learn, 4 for turns, 2 for waits and tails")
     parser.add_argument("--warm-steps", type=int, default=160, help="supervised steps before")
     parser.add_argument("--vllm", action="store_true", help="learn: lowpeak alone, generating with vLLM")
+    parser.add_argument(
+        "--width", type=int, help="routes: of a model of 8 layers (default: the calculator's, 2 of 128)"
+    )
     parser.add_argument("--quick", action="store_true", help="a step on few prompts: whether it runs at all")
     found = parser.parse_args(arguments)
     seeds = tuple(found.seeds) if found.kind == "learn" else (0,)
     if found.quick:
         return Plan(found.kind, seeds[:1], 1, 2, 2, vllm=found.vllm, quick=True)
-    steps = found.steps or {"learn": 150, "turns": 4, "waits": 2, "tails": 2, "same": 1}[found.kind]
-    num_prompts = {"learn": 32, "turns": 16, "waits": 4, "tails": 4, "same": 2}[found.kind]
-    return Plan(found.kind, seeds, steps, found.warm_steps, num_prompts, vllm=found.vllm, quick=False)
+    steps = found.steps or {"learn": 150, "turns": 4, "waits": 2, "tails": 2, "same": 1, "routes": 20}[found.kind]
+    num_prompts = {"learn": 32, "turns": 16, "waits": 4, "tails": 4, "same": 2, "routes": 32}[found.kind]
+    return Plan(found.kind, seeds, steps, found.warm_steps, num_prompts, found.vllm, quick=False, width=found.width)
 
 
 def request_of(plan: Plan, side: str, seed: int, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -111,8 +117,8 @@ def learn(plan: Plan, sides: Sequence[str], folder: Path) -> dict[str, Any]:
         warm_start(plan, seed, folder, num_terms=2)
         found = {side: run_apart(SIDE, request_of(plan, side, seed, folder, **changes)) for side in sides}
         models = {side: str(folder / f"{side}-{seed}") for side in sides} | {"start": str(folder / f"start-{seed}")}
-        asked = {"models": models, "held_out": 16 if plan.quick else 512, "folder": str(folder / "accuracy")}
-        accuracies = run_apart(SIDE, asked)
+        inputs = {"models": models, "held_out": 16 if plan.quick else 512, "folder": str(folder / "accuracy")}
+        accuracies = run_apart(SIDE, inputs)
         for side in sides:
             rewards = [round(log["reward"], 3) for log in found[side]["logs"]]
             row = {"seed": seed, "start": accuracies["start"], "end": accuracies[side], "rewards": rewards}
@@ -191,6 +197,28 @@ def compare_steps(plan: Plan, sides: Sequence[str], folder: Path) -> dict[str, A
         differences += ["masks"] if found[OURS]["masks"] != found[PEER]["masks"] else []
         print(f"differences: {differences or 'none'}")
     return {"ours": metrics[OURS], "peer": metrics.get(PEER), "differences": differences}
+
+
+def compare_routes(plan: Plan, sides: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Return seconds, conversations per second and rewards with `tools=`, and with programs by chat and by tokens."""
+    warm_start(plan, 0, folder, num_terms=2, width=plan.width)
+    rows = {}
+    for program in (None, "chat", "tokens"):
+        found = run_apart(SIDE, request_of(plan, OURS, 0, folder, program=program, settings={"logging_steps": 1}))
+        turns = [log["programs/turns"] for log in found["logs"] if program is not None]
+        rows[program or "tools"] = {
+            "turns_per_conversation": mean(turns) if turns else None,
+            **{name: found[name] for name in ("seconds", "cpu_seconds", "peak_rss_mb")},
+            "conversations_per_second": round(plan.steps * plan.num_prompts * 8 / found["seconds"], 1),
+            "rewards": [round(log["reward"], 4) for log in found["logs"]],
+        }
+        print(f"{program}: {rows[program or 'tools']}", file=sys.stderr, flush=True)
+    rates = {name: row["conversations_per_second"] for name, row in rows.items()}
+    return {
+        "ours": rows,
+        "ratio": {name: round(rates[name] / rates["tools"], 3) for name in ("chat", "tokens")},
+        "aim": 0.8,
+    }
 
 
 def _is_close(one: float, other: float) -> bool:

@@ -27,7 +27,8 @@ class ReinforceConfig(OnlineConfig):
     """Arguments of REINFORCE, beside those of every online run; `never_act` names those without effect here."""
 
     never_act: ClassVar[Mapping[str, Any]] = {
-        **dict.fromkeys(("epsilon", "epsilon_high"), never("there is no ratio to clip; remove it")),
+        **dict.fromkeys(("epsilon", "epsilon_high", "old_policy"), never("there is no ratio to clip; remove it")),
+        "max_staleness": never("stale completions would have to be reweighted; remove it", raises=True),
         "dynamic_sampling_rounds": never("groups with equal rewards are trained on; remove it", raises=True),
         "vllm_importance_sampling_correction": never("completions are not reweighted; remove it"),
     }

@@ -3,7 +3,8 @@
 By default it trains SmolLM2-135M-Instruct, a real language model, on sums asked in English (sums.py), or to answer in two
 sentences (`--task sentences`, sentences.py). With `--model tiny` it makes a small model and a dataset of the task of
 noisy_sort.py, and warm-starts the model on demonstrations that are wrong on purpose; examples/grpo.py, rloo.py, ppo.py,
-online_dpo.py, dpo.py, kto.py, sft.py, reward.py and their YAML files find their model and data in the folder of that run.
+online_dpo.py, dpo.py, kto.py, sft.py, reward.py and their YAML files find their model and data in the folder of that run;
+distillation.py finds its teacher in that of `--algorithm distillation`.
 `--task tools` makes a small model, too, and trains it to call a calculator (calculator.py).
 
     python examples/quickstart.py [--algorithm rloo] [--task sentences|tools] [--model tiny] [--seed 1] [--steps 160]
@@ -27,7 +28,7 @@ import sums
 import torch
 from datasets import Dataset
 from get_smollm2 import DownloadError, get_smollm2
-from show_run import draw_curve, log_shortly, show, show_accuracy, show_files
+from show_run import draw_curve, show, show_accuracy, show_files
 from transformers.utils.logging import disable_progress_bar
 
 from lowpeak import (
@@ -223,7 +224,7 @@ def make_tiny_lesson(options: argparse.Namespace) -> Lesson:
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # for so small a model a second thread costs more than it gives
     name = "tools" if options.task == "tools" else "sort"
-    next_name = options.algorithm if options.algorithm in OFFLINE else "grpo"
+    next_name = options.algorithm if options.algorithm in ("distillation", *OFFLINE) else "grpo"
     task, seed = TINY_TASKS[name], options.seed
     folder = Path(options.output_dir, "" if name == "sort" else name)
     demonstrations = task.module.make_demonstrations(
@@ -282,12 +283,10 @@ def imitate(model: Any, tokenizer: Any, rows: Dataset, folder: Path, seed: int, 
         lr_scheduler_type="constant",
         gradient_checkpointing=False,
         save_strategy="no",
-        disable_tqdm=not sys.stderr.isatty(),
         seed=seed,
         **sizes,
     )
     trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
-    log_shortly(trainer)
     trainer.train()
     trainer.save_model()
     return trainer.model
@@ -320,11 +319,10 @@ def make_trainer(options: argparse.Namespace, lesson: Lesson) -> Any:
     args = config_class(
         output_dir=str(lesson.folder),
         weight_decay=0.0,
-        disable_tqdm=not sys.stderr.isatty(),
         seed=options.seed,
         **settings,
     )
-    trainer = trainer_class(
+    return trainer_class(
         model=lesson.model,
         reward_funcs=lesson.reward,
         args=args,
@@ -334,8 +332,6 @@ def make_trainer(options: argparse.Namespace, lesson: Lesson) -> Any:
         tools=lesson.tools,
         **parts,
     )
-    log_shortly(trainer)
-    return trainer
 
 
 def make_offline_trainer(options: argparse.Namespace, lesson: Lesson) -> Any:
@@ -356,13 +352,10 @@ def make_offline_trainer(options: argparse.Namespace, lesson: Lesson) -> Any:
         gradient_checkpointing=False,
         logging_steps=min(10, steps),
         save_strategy="no",
-        disable_tqdm=not sys.stderr.isatty(),
         seed=options.seed,
         **more,
     )
-    trainer = trainer_class(model=lesson.model, args=args, train_dataset=pairs, processing_class=lesson.tokenizer)
-    log_shortly(trainer)
-    return trainer
+    return trainer_class(model=lesson.model, args=args, train_dataset=pairs, processing_class=lesson.tokenizer)
 
 
 def predict(trainer: Any, lesson: Lesson) -> Any:
@@ -374,7 +367,6 @@ def predict(trainer: Any, lesson: Lesson) -> Any:
             max_completion_length=noisy_sort.MAX_COMPLETION_LENGTH,
             beta=0.0,
             gradient_checkpointing=False,
-            disable_tqdm=not sys.stderr.isatty(),
             seed=trainer.args.seed,
         )
         trainer = GRPOTrainer(trainer.model, lesson.reward, args, lesson.prompts, processing_class=lesson.tokenizer)

@@ -1,4 +1,4 @@
-"""What quickstart.py prints and draws: short lines while it trains, completions before and after, a curve."""
+"""What quickstart.py prints and draws: completions before and after, a curve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from lowpeak.report import write_report
 
@@ -20,50 +19,6 @@ CURVES = {
     "rewards/accuracies": "pairs in the right order",
     "loss": "loss",
 }
-
-
-def log_shortly(trainer: Any) -> None:
-    """Print a line of a few numbers in place of a dictionary of forty."""
-    trainer.remove_callback(PrinterCallback)
-    if trainer.pop_callback(ProgressCallback) is not None:
-        trainer.add_callback(ShortProgress())
-    else:
-        trainer.add_callback(ShortLines())
-
-
-class ShortLines(TrainerCallback):
-    """Prints a line for each logged step and each evaluation."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **more: Any) -> None:
-        """One line of what a person watches."""
-        line = short_line(state.global_step, logs or {})
-        if line:
-            self.write(line)
-
-    def write(self, line: str) -> None:
-        """Print the line now, also where the output is not a terminal."""
-        print(line, flush=True)
-
-
-class ShortProgress(ShortLines, ProgressCallback):
-    """The same lines above the progress bar, which says what the trainer is doing: generating, scoring, training."""
-
-    def write(self, line: str) -> None:
-        """Print the line above the bar."""
-        if self.training_bar is not None:
-            self.training_bar.write(line)
-
-
-def short_line(step: int, logs: dict[str, float]) -> str:
-    """`step 40  reward 0.31`, or the held-out accuracy, or nothing for logs of another kind."""
-    start = f"     step {step:4d}  "
-    if "eval_accuracy" in logs:
-        return f"{start}held out: greedy {logs['eval_greedy_accuracy']:.2f}, sampled {logs['eval_accuracy']:.2f}"
-    if "reward" in logs:
-        return f"{start}reward {logs['reward']:.2f}"
-    if "rewards/accuracies" in logs:
-        return f"{start}pairs in the right order {logs['rewards/accuracies']:.2f}"
-    return f"{start}loss {logs['loss']:.2f}" if "loss" in logs else ""
 
 
 def accuracies(prediction: Any) -> tuple[float, float]:

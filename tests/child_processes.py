@@ -89,10 +89,10 @@ def finish(processes: Sequence[BaseProcess], logs: Sequence[Path], seconds: floa
     for process in processes:
         process.kill()
         process.join(5)
-    told = [log.read_text() if log.exists() else "" for log in logs]
+    outputs = [log.read_text() if log.exists() else "" for log in logs]
     hung = [i for i in range(len(processes)) if i not in ends]
-    assert not hung, f"processes {hung} did not end within {seconds} s:\n" + "\n".join(told)
-    return [Ended(int(p.exitcode or 0), told[i], ends[i]) for i, p in enumerate(processes)]
+    assert not hung, f"processes {hung} did not end within {seconds} s:\n" + "\n".join(outputs)
+    return [Ended(int(p.exitcode or 0), outputs[i], ends[i]) for i, p in enumerate(processes)]
 
 
 def free_port() -> int:

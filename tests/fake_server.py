@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from lowpeak.vllm.protocol import EngineInfo
+from lowpeak.vllm.protocol import Adapter, EngineInfo, Request
+from lowpeak.vllm.serving.token_route import TOKEN_ROUTE, encode_completions
 
 FACTS = EngineInfo("0.32.0", "models/tiny", "0123456789abcdef:fedcba9876543210", "float32", 128, 16, 4096)
 GENERATE = "/inference/v1/generate"
@@ -40,6 +41,9 @@ class FakeServer:
             return 200, {"results": [self.worker(body["method"])]}
         if name == GENERATE:
             return self.generate(body) if self.scale_out else (403, error("Scale-out endpoints are disabled."))
+        if name == TOKEN_ROUTE and self.facts.serves_tokens:
+            status, what = self.generate(body)
+            return status, as_arrays(what) if status == 200 else what
         if name == "/v1/completions":
             return 200, completion([7, 1], [-0.5, -0.25])
         known = {
@@ -52,8 +56,8 @@ class FakeServer:
         return (200, known[name]) if name in known else (404, error("Not Found"))
 
     def worker(self, method):
-        told = {"lowpeak_identity": {"incarnation": self.incarnation}, "lowpeak_engine_info": asdict(self.facts)}
-        return told[method]
+        reply = {"lowpeak_identity": {"incarnation": self.incarnation}, "lowpeak_engine_info": asdict(self.facts)}
+        return reply[method]
 
     def generate(self, body):
         return 200, generated([body["token_ids"][0], 1], [-0.5, -0.25])
@@ -61,6 +65,28 @@ class FakeServer:
     @property
     def url(self):
         return f"http://127.0.0.1:{self.port}"
+
+
+class ScriptedServer(FakeServer):
+    """A scripted vLLM of this process, for other processes."""
+
+    def __init__(self, vllm):
+        super().__init__()
+        self._vllm, self._adapters = vllm, {}
+        self.facts = replace(vllm.info(), in_process=False)
+        self.answers["/lowpeak_adapter"] = self._register
+
+    def worker(self, method):
+        return asdict(self.facts) if method == "lowpeak_engine_info" else self._vllm.call(method, {})[0]
+
+    def generate(self, body):
+        adapter = self._adapters.get(body.get("model"))
+        (answer,) = self._vllm.complete([Request(tuple(body["token_ids"]), body["sampling_params"], adapter)])
+        return 200, generated(answer.ids, answer.logprobs, answer.finish_reason, "")
+
+    def _register(self, body):
+        self._adapters[body["name"]] = Adapter(**body)
+        return 200, {}
 
 
 def error(message):
@@ -72,6 +98,14 @@ def generated(ids, logprobs, reason="stop", version="3"):
     spans = [{"version": version, "start": 0, "end": len(ids)}]
     choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": reason, "weight_versions": spans}
     return {"choices": [choice]}
+
+
+def as_arrays(answer):
+    """An answer of `generated` as the route of arrays gives it."""
+    choices = [
+        {**each, "logprobs": [one["logprob"] for one in each["logprobs"]["content"]]} for each in answer["choices"]
+    ]
+    return encode_completions(choices)
 
 
 def completion(ids, logprobs, reason="stop"):

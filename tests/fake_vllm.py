@@ -34,8 +34,8 @@ def _noted(event):
 class ScriptedVllm:
     """A vLLM without a model: `script` returns each request's tokens, or its whole `Answer`.
 
-    `waves` are the requests of each call to `complete`, `started` those of `start`; `weights` the pieces of the last push: an
-    adapter's beside its base's.
+    `waves` are the requests of each call to `complete`, `started` those of `start`; `weights` the pieces of the last push that was
+    no adapter's, `adapters` the versions and pieces of those that it holds, by their numbers, at most `most_adapters` at once.
     Faults: after `dies_after` more answers it is lost and restarts without weights; it omits `answers_short` answers; an answer
     takes `seconds`; a push raises `push_error`; `restart()` and `hold(version)` change its weights behind the engine's back.
     """
@@ -56,7 +56,10 @@ class ScriptedVllm:
         self.num_checks = 0
         self.incarnation = 0
         self.policy_version = None
-        self.weights = {}
+        self.num_bases = 0
+        self.most_adapters = 0
+        self._adapter = None
+        self.weights, self.adapters = {}, {}
 
     def call(self, method, arguments, timeout=None):
         """Run `method` as the one worker would, if this class has it; note any other call in `calls`."""
@@ -67,13 +70,25 @@ class ScriptedVllm:
         return check_worker_answers([run(**arguments)])
 
     def _identity(self):
-        return {"incarnation": str(self.incarnation), "policy_version": self.policy_version}
+        found = {"incarnation": str(self.incarnation), "policy_version": self.policy_version, "base": self.num_bases}
+        return found | {"adapter": self._served()}
+
+    def _served(self):
+        incarnation = str(self.incarnation)
+        if self._adapter is None:
+            return None
+        number = self._adapter["number"]
+        return {"name": f"scripted-{number}", "number": number, "folder": "", "incarnation": incarnation}
 
     def _begin(self, invitation, summing, adapter):
         if self.push_error is not None:
             raise self.push_error
         self.policy_version, self._adapter = None, adapter
-        self.weights = self.weights if adapter is not None else {}
+        if adapter is None:
+            self.num_bases += 1
+            self.weights = {}
+        else:
+            self.adapters = {number: each for number, each in self.adapters.items() if number in adapter["in_use"]}
         self._received = {}
         return {"known": []}
 
@@ -86,10 +101,13 @@ class ScriptedVllm:
         return {"lacking": {}}
 
     def _commit(self, policy_version):
-        self.weights = self.weights | self._received
         self.policy_version = policy_version
-        number = policy_version + 1
-        return {"adapter": None if self._adapter is None else {"name": "scripted", "number": number, "folder": ""}}
+        if self._adapter is None:
+            self.weights = self._received
+        else:
+            self.adapters[self._adapter["number"]] = policy_version, self._received
+            self.most_adapters = max(self.most_adapters, len(self.adapters))
+        return {"adapter": self._served()}
 
     def _abort(self):
         self.policy_version = None
@@ -119,7 +137,10 @@ class ScriptedVllm:
             if timeout is not None and (i + 1) * self.seconds > timeout:
                 raise _lost(f"The scripted vLLM did not answer within {timeout} s.", answers)
             time.sleep(self.seconds)
-            answers[i] = self._answer(request)
+            try:
+                answers[i] = self._answer(request)
+            except LostEngineError as error:
+                raise _lost(str(error), answers) from error
         return list(answers.values())[: len(answers) - self.answers_short]
 
     def start(self, request, timeout=None):
@@ -140,11 +161,13 @@ class ScriptedVllm:
                 self.restart()
                 lost, self._running = self._running, []
                 for _, future in lost:
-                    future.set_exception(_lost("The scripted vLLM died.", {}))
+                    if future.set_running_or_notify_cancel():
+                        future.set_exception(_lost("The scripted vLLM died.", {}))
             if self._running:
                 request, future = self._running.pop(0)
                 self.dies_after = None if self.dies_after is None else self.dies_after - 1
-                future.set_result(self._answer(request))
+                if future.set_running_or_notify_cancel():
+                    future.set_result(self._answer(request))
 
     pause, resume, wake, close = map(_noted, ("pause", "resume", "wake", "close"))
 
@@ -155,16 +178,28 @@ class ScriptedVllm:
     def restart(self):
         """Be another process, which holds no weights."""
         self.incarnation += 1
-        self.policy_version = None
+        self.policy_version = self._adapter = None
+        self.weights, self.adapters = {}, {}
 
     def hold(self, policy_version):
+        self.num_bases += 1
         self.policy_version = policy_version
 
+    def weights_of(self, request):
+        """The version and the pieces of the weights, with an adapter's, that a request asks for."""
+        if request.adapter is None:
+            return self.policy_version, self.weights
+        if request.adapter.incarnation != str(self.incarnation):
+            raise _lost("The scripted vLLM was restarted, and has not the adapter.", {})
+        version, pieces = self.adapters[request.adapter.number]
+        return version, self.weights | pieces
+
     def _answer(self, request):
-        said = self._script(request)
-        if isinstance(said, Answer):
-            return said
-        ids = tuple(said)[: request.params["max_tokens"]]
+        completion_ids = self._script(request)
+        self.weights_of(request)
+        if isinstance(completion_ids, Answer):
+            return completion_ids
+        ids = tuple(completion_ids)[: request.params["max_tokens"]]
         ended = ids[-1] in request.params["stop_token_ids"]
         return Answer(ids, (0.0,) * len(ids), "stop" if ended else "length")
 
@@ -180,7 +215,7 @@ def prompts(count=3, length=4, first=0):
     return [Prompt(first + i, tuple([2 + (first + i) % 9] * (length + i)), f"prompt {i}") for i in range(count)]
 
 
-def said(request):
+def answer_of(request):
     """Tokens that tell the prompt and the seed; half of the completions end by themselves."""
     seed = request.params.get("seed", 0)
     return [request.prompt_ids[0], 2 + seed % 7, END if seed % 2 else 3]
@@ -209,5 +244,5 @@ def engine_over(*vllms, sharing=None, adapter=None, load=True, num_tokens=13, **
     return made
 
 
-def scripted(script=said, **changes):
+def scripted(script=answer_of, **changes):
     return ScriptedVllm(script, facts(**changes))

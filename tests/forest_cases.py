@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -14,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from lowpeak.records import Forest, Tree
+from lowpeak.records import Branch, Forest, Record
 from tiny_models import tiny_model
 
 NUM_IDS = 37
@@ -28,27 +30,72 @@ LATENT = {
 }  # fmt: skip
 
 
-def forest_of(*trees: tuple[int, tuple[int, ...]], padding: int = 0) -> Forest:
-    """The forest of (prompt, completions) one after another, with padding behind them."""
-    made, positions, start = [], [], 0
-    for prompt, completions in trees:
-        made.append(Tree(start, prompt, completions))
-        positions += range(prompt)
-        for tokens in completions:
-            positions += range(prompt, prompt + tokens)
-        start = len(positions)
-    return Forest(tuple(made), torch.tensor([positions + [0] * padding]))
+def forest_of(*trees: tuple[int, tuple], padding: int = 0) -> Forest:
+    """The forest of (prompt, completions) one after another, with padding behind them; a completion may be such a pair."""
+    shape: list[tuple[int, int]] = []
+
+    def add(tree: int | tuple[int, tuple], parent: int) -> None:
+        length, followers = (tree, ()) if isinstance(tree, int) else tree
+        if length:
+            shape.append((parent, length))
+            parent = len(shape) - 1
+        for each in followers:
+            add(each, parent)
+
+    for tree in trees:
+        add(tree, -1)
+    return Forest.of(shape, padding)
+
+
+def random_forest(seed: int, num_nodes: int, longest: int) -> Forest:
+    """Tries of random shape: each node follows the last one, one of its ancestors, or none."""
+    draw = random.Random(seed)
+    shape: list[tuple[int, int]] = []
+    open_nodes = [-1]
+    for index in range(num_nodes):
+        open_nodes = open_nodes[: draw.randint(1, len(open_nodes))]
+        shape.append((open_nodes[-1], draw.randint(1, longest)))
+        open_nodes.append(index)
+    return Forest.of(shape, padding=draw.randint(0, 3))
 
 
 def rows_of(forest: Forest) -> list[list[int]]:
-    """Where in the forest's row the tokens of each sequence on its own are."""
-    rows = []
-    for tree in forest.trees:
-        start = tree.start + tree.prompt
-        for tokens in tree.completions:
-            rows.append([*range(tree.start, tree.start + tree.prompt), *range(start, start + tokens)])
-            start += tokens
+    """Where in the forest's row the tokens of each sequence on its own are, by walking up from its last node."""
+    nodes, rows = forest.nodes, []
+    for index in range(len(nodes)):
+        if all(node.parent != index for node in nodes):
+            row: list[int] = []
+            while index >= 0:
+                row, index = [*nodes[index].tokens, *row], nodes[index].parent
+            rows.append(row)
     return rows
+
+
+def shared_of(forest: Forest) -> list[int]:
+    """The lengths of the prompts that several completions share."""
+    parents = {node.parent for node in forest.nodes}
+    return [node.length for index, node in enumerate(forest.nodes) if node.parent < 0 and index in parents]
+
+
+def draw_branches(prompt_length, length, generator):
+    """Random forks of a completion, depth first: each follows a token of the sequence that is open, or none."""
+    path, branches = list(range(prompt_length)), []
+    for index in range(length):
+        if torch.rand(1, generator=generator) < 0.3 and index < length - 1:
+            path = path[: int(torch.randint(len(path) + 1, (1,), generator=generator))]
+            branches.append(Branch(index, path[-1] if path else -1))
+        path.append(prompt_length + index)
+    return tuple(branches)
+
+
+def tokens_before(record: Record, token: int) -> list[int]:
+    """The tokens of prompt + completion that precede a token in its sequence, by walking back from it."""
+    first = len(record.prompt_ids)
+    starts = {first + branch.start: branch.after for branch in record.completion.branches}
+    found: list[int] = []
+    while (token := starts.get(token, token - 1)) >= 0:
+        found.insert(0, token)
+    return found
 
 
 def length_of(forest: Forest) -> int:

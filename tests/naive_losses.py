@@ -95,11 +95,13 @@ def plain_weights(correction: Correction, old: Tensor, sampling: Tensor) -> Tens
     """A sequence's weights for a sampler that drifted, computed with Python numbers."""
     drift = [0.0 if math.isnan(s) else o - s for o, s in zip(old.tolist(), sampling.tolist(), strict=True)]
     if correction.per_sequence:
-        drift = [sum(drift)] * len(drift)
+        drift = [sum(drift) / (len(drift) if correction.geometric else 1)] * len(drift)
     weights = []
     for ratio in map(math.exp, drift):
         inside = min(max(ratio, correction.minimum), correction.maximum)
-        weights.append((ratio if inside == ratio else 0.0) if correction.masks else inside)
+        weights.append(
+            ((1.0 if correction.geometric else ratio) if inside == ratio else 0.0) if correction.masks else inside
+        )
     return torch.tensor(weights, dtype=torch.float64)
 
 

@@ -62,10 +62,10 @@ class ScriptedJudge:
 
     def __init__(self, value):
         self.value = value
-        self.asked = []
+        self.requests = []
 
     def judge(self, prompts, completions):
-        asked = list(zip(prompts, completions, strict=True))
-        self.asked += asked
-        values = [[self.value(prompt, text) for text in pair] for prompt, pair in asked]
+        requests = list(zip(prompts, completions, strict=True))
+        self.requests += requests
+        values = [[self.value(prompt, text) for text in pair] for prompt, pair in requests]
         return [NO_PREFERENCE if first == second else int(second > first) for first, second in values]

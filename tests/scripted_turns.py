@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -12,7 +12,7 @@ from lowpeak.arguments import Sampling, ToolSettings
 from lowpeak.data import PromptReader
 from lowpeak.environments.engine import EnvironmentEngine
 from lowpeak.environments.toolset import Toolset
-from lowpeak.records import Group, Metric
+from lowpeak.records import Group, Metric, Prompt
 from lowpeak.rollout import SliceForm, TurnQueue, TurnRequest
 from lowpeak.rollout.turns import SampledTurn
 from tiny_models import tiny_model, tool_tokenizer
@@ -119,24 +119,26 @@ class Talk:
         max_tokens: int = 300,
         max_iterations: int | None = None,
         timeout: float | None = 10.0,
+        max_branches: int = 1,
     ) -> None:
         self.tokenizer = tool_tokenizer()
         self.turns = ScriptedTurns(self.tokenizer, script)
-        self.toolset = Toolset([*tools], environment, ToolSettings(max_iterations, timeout))
+        self.toolset = Toolset([*tools], environment, ToolSettings(max_iterations, timeout, max_branches=max_branches))
         self.metrics: dict[str, Metric] = {}
         self.sampling = Sampling(num_generations=len(script), max_new_tokens=max_tokens, seed=1)
         self.engine = EnvironmentEngine(
-            self.turns, self.tokenizer, self.toolset, {}, self._reader,
+            self.turns, self.tokenizer, self.toolset, {}, PromptReader,
             lambda sampling: {self.tokenizer.eos_token_id}, self.metrics.update,
         )  # fmt: skip
 
-    def _reader(self, options: Mapping[str, Any]) -> PromptReader:
-        return PromptReader(self.tokenizer, chat_template_kwargs=options)
+    def prompt(self, content: str, **columns: Any) -> Prompt:
+        row = {"prompt": [{"role": "user", "content": content}], **columns}
+        prompt = PromptReader(self.tokenizer, chat_template_kwargs={}).read(row, 7)
+        assert prompt is not None
+        return prompt
 
     def run(self, content: str = "1+2", **columns: Any) -> Group:
-        prompt = self._reader({}).read({"prompt": [{"role": "user", "content": content}], **columns}, 7)
-        assert prompt is not None
-        return self.engine.generate([prompt], self.sampling)[0]
+        return self.engine.generate([self.prompt(content, **columns)], self.sampling)[0]
 
     def texts(self, group: Group) -> list[str]:
         return [self.tokenizer.decode(each.ids) for each in group.completions]

@@ -180,3 +180,28 @@ def journal(folder: Path, name: str = "steps") -> list[dict[str, Any]]:
 def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Whether two runs' weights are the same bits."""
     return first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
+
+
+class OutOfMemory:
+    """A hook that raises in these forwards of the model, by their numbers."""
+
+    def __init__(self, *at: int) -> None:
+        self._at, self._count = at, 0
+
+    def __call__(self, module: Any, inputs: Any) -> None:
+        self._count += 1
+        if self._count in self._at:
+            raise torch.OutOfMemoryError("full")
+
+
+def kept_records(run: Any) -> list[Any]:
+    """The records of each rollout that the trainer collects from now on."""
+    kept, collect = [], run.collector.collect
+
+    def keeping(*args: Any, **options: Any) -> Any:
+        rollout = collect(*args, **options)
+        kept.append(rollout.records)
+        return rollout
+
+    run.collector.collect = keeping
+    return kept

@@ -11,11 +11,16 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.cpp_extension import load
 from transformers import TrainerCallback
 
+from lowpeak.memory import AsyncHostMover, frozen_offload, offload_frozen
 from lowpeak.memory.phases import Phase
+from lowpeak.parallel import decoder_layers
+from lowpeak.training import teacher
 
 REST = "rest"  # outside of any phase
 _LOAD, _COUNTED = "load", "counted"
@@ -107,6 +112,29 @@ def wait_around_collectives() -> Iterator[None]:
     finally:
         for name, function in functions.items():
             setattr(dist, name, function)
+
+
+class _CopyingMover(AsyncHostMover):
+    """Copies within a CPU's memory, as between a device and its host."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def to_device(self, host: Tensor) -> Tensor:
+        return host.clone()
+
+    def wait(self, flat: Tensor) -> None:
+        """Do nothing: a copy is complete at once."""
+
+
+def keep_on_host(model: nn.Module) -> None:
+    """Move a frozen model's weights to memory that is not counted, from which its forwards copy them as to a device.
+
+    A teacher's head is copied, too.
+    """
+    frozen_offload.empty_page_locked = lambda size, dtype, device: torch.frombuffer(bytearray(size), dtype=dtype)
+    teacher.is_sharded = lambda model: True
+    offload_frozen(model, decoder_layers(model), _CopyingMover())
 
 
 class _Steps(TrainerCallback):

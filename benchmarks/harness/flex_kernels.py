@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from benchmarks.harness.cubins import SHARED_MEMORY, KernelResources, read_resources, target_of
 from lowpeak.attention import flex
-from lowpeak.records import Tree
+from lowpeak.records import Forest
 
 KEY_HEADS, QUERIES_PER_KEY = 2, 7
 # Inductor compiles the first length by itself, and at the second one kernel for all others.
@@ -65,7 +65,7 @@ def _trace(dtype: torch.dtype, width: int) -> None:
     with FakeTensorMode(), mock.patch.object(flex, "_compiled", return_value=compiled):
         for length in _LENGTHS:
             third = length // 4
-            mask = flex.block_mask((Tree(0, 100, (third, third, third)),), length, device)
+            mask = flex.block_mask(Forest.of([(-1, 100), *[(0, third)] * 3]).nodes, length, device)
             # As projections give them: heads next to each other.
             query, key, value = (
                 torch.empty(1, length, heads, width, dtype=dtype).transpose(1, 2).requires_grad_()

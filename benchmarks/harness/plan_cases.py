@@ -71,6 +71,28 @@ _ALGORITHMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "reward": ("reward", {}),
     "reward, no checkpointing": ("reward", {"gradient_checkpointing": False}),
     "reward, bf16": ("reward", {"bf16": True}),
+    "DPO": ("dpo", {}),
+    "DPO, padded": ("dpo", {"padding_free": False}),
+    "DPO, precomputed": ("dpo", {"precompute_ref_log_probs": True}),
+    "KTO": ("kto", {}),
+    "KTO, no z0": ("kto", {"loss_type": "apo_zero_unpaired"}),
+}
+_TEACHER = Shape(hidden=384, layers=6, intermediate=1_536, tied=False)
+_LIVE = {"teacher_model_kind": "live"}
+_LONGER: Mapping[str, Any] = {"teacher_prompt": 128}  # the teacher's prompts, with a privileged context
+# By the teacher's placement: a model of its own, the same in host memory, the policy's base, and the policy itself.
+_DISTILLATION: Mapping[str, Mapping[str, Any]] = {
+    "own": {"teacher": _TEACHER},
+    "own, longer prompt": {"teacher": _TEACHER, **_LONGER},
+    "own, small micro-batches": {"teacher": _TEACHER, **_LONGER, "args": {"micro_batch_tokens": 128}},
+    "own, dataset's completions": {"teacher": _TEACHER, "args": {"lmbda": 0.0, "num_generations": 1}},
+    "own, JSD": {"teacher": _TEACHER, "args": {"beta": 0.5}},
+    "own, sampled token": {"teacher": _TEACHER, **_LONGER, "args": {"distillation_mode": "sampled_token"}},
+    "own, bf16": {"teacher": _TEACHER, "args": {"bf16": True}},
+    "host": {"teacher": _TEACHER, "args": {"offload_frozen_models": True}},
+    "LoRA, base": {"lora": 64},
+    "live": {**_LONGER, "args": _LIVE},
+    "ema": {**_LONGER, "args": {"teacher_model_kind": "ema"}},
 }
 _LORA: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
     "LoRA": ("grpo", 8, {}),
@@ -85,6 +107,8 @@ _LORA: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
     "LoRA, PPO, adapter": ("ppo", 16, {"num_iterations": 1, "critic": "adapter"}),
     "LoRA, Online DPO": ("online-dpo", 16, {}),
     "LoRA, SFT": ("sft", 16, {}),
+    "LoRA, DPO": ("dpo", 16, {}),
+    "LoRA, KTO": ("kto", 16, {}),
     "LoRA, reward": ("reward", 16, {}),
 }
 _ON_RANKS: Mapping[str, Case] = {
@@ -105,6 +129,10 @@ _ON_RANKS: Mapping[str, Case] = {
     "PPO, model": Case("", "", "ppo", args={"num_iterations": 1, "critic": "model"}),
     "Online DPO": Case("", "", "online-dpo"),
     "SFT": Case("", "", "sft"),
+    "DPO": Case("", "", "dpo"),
+    "KTO": Case("", "", "kto"),
+    "distillation, own": Case("", "", "distillation", teacher=_TEACHER),
+    "distillation, live": Case("", "", "distillation", args=_LIVE, **_LONGER),
     "reward model": Case("", "", reward=Shape()),
 }
 # No constant of the plan was fitted to these.
@@ -142,6 +170,8 @@ def _cases() -> Iterator[Case]:
         yield Case(name, "algorithms", kind, args=args)
     for name, (kind, rank, args) in _LORA.items():
         yield Case(name, "LoRA", kind, lora=rank, args=args)
+    kind = "distillation"
+    yield from (Case(f"{kind}, {name}", kind, kind, **each) for name, each in _DISTILLATION.items())
     yield Case("reward model", "algorithms", reward=Shape())
     yield Case("reward model, LoRA", "LoRA", reward=Shape("llama", hidden=384), lora=16)
     for strategy in ("ddp", "fsdp2"):

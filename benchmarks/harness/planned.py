@@ -32,18 +32,22 @@ import lowpeak
 from benchmarks.harness.allocations import (
     AllocatedMemory,
     ResidentMemory,
+    keep_on_host,
     mark_phases,
     wait_around_collectives,
 )
 from benchmarks.harness.ranked import FSDP2, allow_fsdp_on_cpu
+from lowpeak.memory import Kind
 from lowpeak.parallel import SHARDINGS, Sharding
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.plan import make_plan
 from lowpeak.plan.request import PlanRequest
 
 _FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-_NAMES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO", "sft": "SFT", "reward": "Reward"}
-_GROUPS = ("grpo", "rloo", "online-dpo")
+_OFFLINE = {"sft": "SFT", "reward": "Reward", "dpo": "DPO", "kto": "KTO"}
+_ONLINE = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO", "distillation": "Distillation"}
+_NAMES = {**_ONLINE, **_OFFLINE}
+_GROUPS = ("grpo", "rloo", "online-dpo", "distillation")
 _FIRST_LETTER = 0x20000  # of 42,720 letters in a row
 _MEMORY = 16 << 30
 
@@ -80,6 +84,7 @@ class Case:
     parallel   processes of a tensor parallel group; HSDP has a copy on each two
     lora       the rank of an adapter on all linear layers; 0: all weights are trained
     reward     the shape of a reward model; None: a function
+    teacher    the shape of a teacher of its own; `teacher_prompt` are the tokens of its prompts, 0 those of the policy's
     args       of the trainer's config
     """
 
@@ -92,6 +97,8 @@ class Case:
     strategy: str = "single"
     lora: int = 0
     reward: Shape | None = None
+    teacher: Shape | None = None
+    teacher_prompt: int = 0
     args: Mapping[str, Any] = field(default_factory=dict)
     world_size: int = 2
     parallel: int = 1
@@ -107,7 +114,7 @@ class Case:
 
     @property
     def is_online(self) -> bool:
-        return self.kind not in ("sft", "reward")
+        return self.kind in _ONLINE
 
     def config(self, folder: str) -> Any:
         given: dict[str, Any] = {
@@ -122,12 +129,19 @@ class Case:
             given |= {"num_generations": 4} if self.kind in _GROUPS else {}
         else:
             given |= {"max_length": self.prompt + self.completion}
+        if self.teacher_prompt:
+            given |= {"teacher_prompt_template": "{prompt}{privileged_context}"}
         if self.sharding.sends_weights(self.ranks) and self.is_online:
             given |= {"gather_budget": 0}
         if not self.sharding.has_formats and "RANK" in os.environ:  # a plan is made without DeepSpeed
             given |= {"deepspeed": _zero_config(int(self.strategy[-1]))}
         config = getattr(lowpeak, f"{_NAMES[self.kind]}Config")
         return config(**{**given, **self.args})
+
+    @property
+    def keeps_on_host(self) -> bool:
+        """Whether a teacher is in host memory, of which a CPU has no other: the run is planned for a GPU, without a margin."""
+        return self.ranks == 1 and bool(self.args.get("offload_frozen_models"))
 
     @property
     def sharding(self) -> Sharding:
@@ -164,15 +178,18 @@ def plan_case(case: Case, path: Path) -> None:
             case.kind,
             case.config(folder),
             case.shape.config(),
-            Machine(case.ranks, _MEMORY, per_host=case.per_host, device="cpu"),
+            Machine(case.ranks, _MEMORY, per_host=case.per_host, device="cuda" if case.keeps_on_host else "cpu"),
             case.strategy,
             case.adapter(),
             [case.reward.config()] if case.reward is not None else [],
             tensor_parallel=case.parallel,
             prompt_tokens=case.prompt,
+            teacher_prompt_tokens=case.teacher_prompt,
+            teacher_config=None if case.teacher is None else case.teacher.config(),
         )
         plan = make_plan(request)
-    path.write_text(json.dumps({name: phase.peak for name, phase in plan.phases.items()}))
+    peaks = {name: phase.peak - phase.device.get(Kind.MARGIN, 0) for name, phase in plan.phases.items()}
+    path.write_text(json.dumps(peaks))
 
 
 def measure_case(case: Case, place: Path, resident: bool = False) -> None:
@@ -183,6 +200,8 @@ def measure_case(case: Case, place: Path, resident: bool = False) -> None:
         # One step compiles and caches what later ones reuse, and a process starts with none of it.
         with ResidentMemory() if resident else AllocatedMemory() as memory, wait_around_collectives():
             trainer = _make_trainer(case, folder if case.ranks == 1 else os.path.join(place, "run"), path)
+            if case.keeps_on_host:
+                keep_on_host(trainer.run.reference.model)
             if case.is_online:  # no completion ends before its maximal length
                 trainer.processing_class.eos_token = trainer.model.generation_config.eos_token_id = None
             mark_phases(trainer, memory.begin)
@@ -206,6 +225,8 @@ def _make_trainer(case: Case, folder: str, model: Any) -> Any:
         parts["reward_funcs"] = _spread if case.reward is None else _make_model(case.reward, labels=1)
         if case.reward is not None:
             parts["reward_processing_classes"] = tokenizer
+    if case.teacher is not None:
+        parts["teacher_model"] = _make_model(case.teacher, labels=0)
     return getattr(lowpeak, f"{_NAMES[case.kind]}Trainer")(
         model=model or _make_model(case.shape, labels=1 if case.kind == "reward" else 0),
         args=args,
@@ -253,10 +274,13 @@ def _rows(case: Case, count: int = 64) -> list[dict[str, str]]:
     letters = case.shape.vocabulary - 2
     texts = ["".join(chr(_FIRST_LETTER + 1 + (7 * i + j) % letters) for j in range(4_096)) for i in range(count)]
     prompts = [{"prompt": text[: case.prompt]} for text in texts]
-    if case.is_online:
+    answer = slice(case.prompt, case.prompt + case.completion - (not case.is_online))
+    if case.teacher_prompt:
+        context = slice(case.prompt, case.teacher_prompt)
+        prompts = [{**row, "privileged_context": text[context]} for row, text in zip(prompts, texts, strict=True)]
+    if case.is_online and "lmbda" not in case.args:
         return prompts
-    answer = slice(case.prompt, case.prompt + case.completion - 1)
-    if case.kind == "sft":
+    if case.kind in ("sft", "distillation"):
         return [{**row, "completion": text[answer]} for row, text in zip(prompts, texts, strict=True)]
     return [
         {**row, "chosen": text[answer], "rejected": text[answer][::-1]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,16 +114,13 @@ def make_trainer(request: PairsRequest, memory: list[AllocatedMemory]) -> Any:
 
 
 @contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """TRL's fused LM head on counted positions alone, its tiles' operations in blocks of rows."""
-    from trl.kernels import chunked_logprob
-    from trl.trainer import utils
-
-    by_blocks: dict[str, Any] = {name: in_blocks(getattr(chunked_logprob, name)) for name in TILE_FUNCTIONS}
-    with (
-        mock.patch.multiple(chunked_logprob, **by_blocks),
-        mock.patch.object(utils, "_use_triton", return_value=True),
-    ):
+def as_on_a_gpu(
+    kernels: str = "chunked_logprob", functions: Sequence[str] = TILE_FUNCTIONS, caller: str = "utils"
+) -> Iterator[None]:
+    """TRL's fused LM head, which `caller` calls, on counted positions alone, its tiles' operations in blocks of rows."""
+    module, trainer = (importlib.import_module(f"trl.{name}") for name in (f"kernels.{kernels}", f"trainer.{caller}"))
+    by_blocks: dict[str, Any] = {name: in_blocks(getattr(module, name)) for name in functions}
+    with mock.patch.multiple(module, **by_blocks), mock.patch.object(trainer, "_use_triton", return_value=True):
         yield
 
 

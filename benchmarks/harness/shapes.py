@@ -52,12 +52,12 @@ def make_family(model_type: str, settings: dict[str, Any]) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings, **ids), dtype=torch.float32)
 
 
-def make_tokenizer(vocabulary: int = VOCABULARY) -> Any:
-    """One token a word: `w301` is 301; the start is the last of the model's vocabulary."""
+def make_tokenizer(vocabulary: int = VOCABULARY, *, knows_all: bool = False) -> Any:
+    """One token a word: `w301` is 301; the start is the last of the model's vocabulary, of which it may know all ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"w{i}": i for i in range(2, _WORDS.stop) if i != UNKNOWN}
+    words = {f"w{i}": i for i in range(2, vocabulary - 1 if knows_all else _WORDS.stop) if i != UNKNOWN}
     ids = {"<pad>": 0, "<eos>": END, "<unk>": UNKNOWN, **words, "<start>": vocabulary - 1}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -63,7 +63,8 @@ RESPONSE_TEMPLATE = {
 class ToolRequest:
     """What one side is to do: `num_terms` - 1 calls a conversation, each of `delay` seconds.
 
-    With `tail` a call takes `delay` times a Pareto draw of that exponent. `canned` puts CANNED in place of sampled turns.
+    With `tail` a call takes `delay` times a Pareto draw of that exponent. `canned` puts CANNED in place of sampled turns. With a
+    `program` it drives the conversations (`chat` or `tokens`), in place of `tools=`.
     """
 
     library: str
@@ -77,6 +78,7 @@ class ToolRequest:
     delay: float = 0.0
     tail: float | None = None
     canned: bool = False
+    program: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     def call_seconds(self, a: int, b: int) -> float:
@@ -197,9 +199,17 @@ def make_trainer(request: ToolRequest) -> tuple[Any, WorkCount]:
         args=package.GRPOConfig(**settings_of(request)),
         train_dataset=calculator.make_prompts(num_rows, request.seed, num_terms=request.num_terms),
         processing_class=tokenizer,
-        tools=[slow_tool(request) if request.delay else calculator.add],
+        **tools_of(request),
     )
     return trainer, count
+
+
+def tools_of(request: ToolRequest) -> dict[str, Any]:
+    """Return the trainer's tools, or the program that calls them itself."""
+    if request.program is not None:
+        programs = importlib.import_module("benchmarks.harness.tool_programs")
+        return {"environment_factory": programs.PROGRAMS[request.program]}
+    return {"tools": [slow_tool(request) if request.delay else calculator.add]}
 
 
 def can_ours(trainer: Any) -> None:
@@ -277,9 +287,14 @@ def accuracy(request: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def warm_start(folder: Path, seed: int, steps: int, num_terms: int, guess_share: float | None = None) -> None:
+def warm_start(
+    folder: Path, seed: int, steps: int, num_terms: int, guess_share: float | None = None, width: int | None = None
+) -> None:
     """Save a model that was taught the calculator's demonstrations by a plain loop, which is neither library's."""
     tokenizer, model = calculator.make_tokenizer(), calculator.make_model(seed)
+    if width is not None:
+        changes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 8, "head_dim": width // 4}
+        model = type(model)(type(model.config)(**{**model.config.to_dict(), **changes}))
     rows = calculator.make_demonstrations(steps * calculator.WARM_ROWS, seed, num_terms, guess_share)["messages"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0)
     model.train()

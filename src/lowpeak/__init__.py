@@ -6,7 +6,7 @@ from typing import Any
 
 from lowpeak.exports import lazy_exports
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # torch's OpenMP runtime reads OMP_WAIT_POLICY once, when torch is loaded. With PASSIVE, idle threads sleep and leave the
 # cores to other processes. Child processes inherit the variable.

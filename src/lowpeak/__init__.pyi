@@ -21,6 +21,7 @@ from lowpeak.cli.trl_scripts import TrlParser as TrlParser
 from lowpeak.cli.trl_scripts import get_dataset as get_dataset
 from lowpeak.cli.trl_scripts import get_peft_config as get_peft_config
 from lowpeak.cli.trl_scripts import get_quantization_config as get_quantization_config
+from lowpeak.environments.gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from lowpeak.errors import ArgumentError as ArgumentError
 from lowpeak.errors import LowpeakError as LowpeakError
 from lowpeak.records import Completion as Completion

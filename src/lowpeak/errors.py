@@ -83,7 +83,7 @@ class EngineError(LowpeakError, RuntimeError):
 
 
 class LostEngineError(EngineError):
-    """An engine is gone, was restarted, or dropped its requests, so its weights must be sent again.
+    """An engine is gone, restarted, or dropped its requests, so its weights must be sent again.
 
     `finished` are the completions that it returned before, by their requests' index in the wave.
     """
@@ -124,7 +124,7 @@ class LocalMemoryError(MemoryExhaustedError):
 
 
 class AgreedMemoryError(MemoryExhaustedError):
-    """Memory ran out on a rank, and all ranks raise this at the same call, so they can try again together."""
+    """Memory ran out on a rank. All ranks raise this at the same call, so they can try again."""
 
 
 class MissingPackageError(LowpeakError, ImportError):

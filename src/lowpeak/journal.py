@@ -1,5 +1,6 @@
 """The journal of a run, in JSON lines.
 
+    run.jsonl           each start of the run: algorithm, model, data, rewards, arguments, devices, versions
     steps.jsonl         the metrics of each optimizer step
     rollouts.jsonl      each completion, with its rewards
     tokens.jsonl        token values of some completions: text, log-prob, entropy, mismatch and loss mask
@@ -31,6 +32,7 @@ from typing import Any
 from lowpeak.checkpoint import fsync_path, open_without_symlink
 from lowpeak.errors import CheckpointError
 
+RUN = "run"
 STEPS = "steps"
 ROLLOUTS = "rollouts"
 TOKENS = "tokens"
@@ -39,7 +41,7 @@ EVENTS = "events"
 TOOL_RESULTS = "tool_results"
 FORMAT = 2  # of the lines of completions
 
-_NAMES = (STEPS, ROLLOUTS, TOKENS, EVALUATIONS, EVENTS, TOOL_RESULTS)
+_NAMES = (RUN, STEPS, ROLLOUTS, TOKENS, EVALUATIONS, EVENTS, TOOL_RESULTS)
 _FULL_FILE = 1 << 26  # bytes
 _INT64 = 2**63
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -58,6 +60,7 @@ class Journal:
         journal = Journal(folder, rank)
         journal.begin_run()                                          # before anything trains
         journal.resume_at(step)                                      # only when a run is resumed
+        journal.write_run(step, facts)
         journal.write_rollout(step, rows)                            # at a rollout's first step
         journal.write_step(step, metrics)
         journal.sync()                                               # before a checkpoint
@@ -91,18 +94,22 @@ class Journal:
     def resume_at(self, step: int) -> None:
         """Continue the files after `step`: remove the lines of later steps, and an incomplete last line.
 
-        Events stay: they tell what happened, and the run may do their steps again without them. Tools' results stay, so that
-        the steps get the same ones. Each file is replaced by a synced copy, so a kill leaves either the old file or the new one.
+        Events and starts stay: they tell what happened, and the run may do their steps again without them. Tools' results stay, so
+        that the steps get the same ones. Each file is replaced by a synced copy: a kill leaves either the old file or the new one.
         """
         if not self._writes:
             return
         with _write_errors(self.folder):
             for name in _names(self.folder):
-                until = math.inf if name == EVENTS or name.startswith(TOOL_RESULTS) else step
+                until = math.inf if name in (EVENTS, RUN) or name.startswith(TOOL_RESULTS) else step
                 for path in reversed(journal_files(self.folder, name)):
                     if _remove_later_lines(path, until):
                         break  # steps ascend: earlier files keep all lines
         self._owns_files = True
+
+    def write_run(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Append the facts of a start of the run after `step`, with the time in seconds since 1970."""
+        self._append(RUN, step, [{"time": time.time(), **facts}])
 
     def write_step(self, step: int, row: Mapping[str, Any]) -> None:
         """Append the metrics of one optimizer step."""
@@ -298,9 +305,10 @@ def _remove_later_lines(path: Path, step: float) -> bool:
 
 
 def _move_earlier_run(folder: Path) -> None:
-    """Move an earlier run's folder into the last `earlier-K` next to it, or the next one if that has a journal."""
+    """Move an earlier run's folder into the last `earlier-K`, or a new one if that has a journal."""
     # Its checkpoints are already in that folder, if it has some.
-    last_files = [files[-1] for name in _names(folder) if (files := journal_files(folder, name))]
+    names = [name for name in _names(folder) if name != RUN]  # a run that took no step stays
+    last_files = [files[-1] for name in names if (files := journal_files(folder, name))]
     if not last_files:
         return
     for path in last_files:

@@ -151,6 +151,7 @@ class Ranks:
             if self._is_single:
                 raise
             error = self._report(raised)
+        # One number without an error, which is the rule; the errors themselves are gathered only if there is one.
         if self.max([float(error is not None)])[0]:
             self._raise_first(self._gather_from_processes(_failure_of(error)), error)
 
@@ -166,6 +167,7 @@ class Ranks:
             error = self._report(raised)
         gathered = self._gather_from_processes((_failure_of(error), result))
         self._raise_first([failure for failure, _ in gathered], error)
+        # The processes of a tensor parallel group are one rank, with the same result.
         return [result for _, result in gathered[:: self._tp_size]]
 
     def call_on_first(self, call: Callable[[], Item]) -> Item:
@@ -215,13 +217,14 @@ class Ranks:
     def _reduce(self, numbers: Sequence[float], op: Any) -> list[float]:
         if self._is_single:
             return [float(x) for x in numbers]
+        # Bytes and counts above 2**24 stay exact in fp64.
         values = torch.tensor(list(numbers), dtype=torch.float64, device=self._device)
         dist.all_reduce(values, op=op, group=self._group)
         return values.tolist()
 
 
 def _first_cause(failed: Sequence[tuple[int, Failure]], own_error: Exception | None) -> Exception:
-    """Return this process's error, or the first one of another, of the same kind on all processes.
+    """Return this process's error, or another's first one, of the same kind on all processes.
 
     A memory error may be repaired with a lost engine, so it comes before that; another error ends the run and comes first. An error
     with a rank only repeats that rank's: in lockstep the peers of a rank that ran out of memory raise EngineError.

@@ -20,7 +20,7 @@ the loss weighs (tokens, sequences or pairs); B sequences of a micro-batch; L th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -64,6 +64,17 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A fork of a completion: its tokens from `start` on follow token `after` of prompt and completion; -1: no token.
+
+    It ends all tokens between `after` and itself: no later token attends to them.
+    """
+
+    start: int  # index in the completion
+    after: int  # index in prompt + completion, below len(prompt) + start
+
+
+@dataclass(frozen=True)
 class Completion:
     """C tokens of one prompt, generated or the dataset's, with the end-of-sequence token if there is one.
 
@@ -71,7 +82,7 @@ class Completion:
     tokens that the policy did not generate (a tool's answer): they are context only. `prompt_ids` replaces the group's prompt
     for this completion (a `rollout_func` may change it, and a dataset's completion is tokenized with its prompt); None:
     unchanged. `extra` are columns that a `rollout_func` added. `policy_versions` are those that generated the tokens; None: the
-    rollout's.
+    rollout's. With `branches` (by ascending `start`) the C tokens are the distinct tokens of a trie, depth first; without, a chain.
     From stage 7 on `loss_mask` is the loss's: no token of a truncated completion with mask_truncated_completions.
     """
 
@@ -83,6 +94,7 @@ class Completion:
     extra: Mapping[str, Any] = field(default_factory=dict)
     policy_versions: Tensor | None = None  # int32 [C]
     conversation: Conversation | None = None
+    branches: tuple[Branch, ...] = ()
 
     def __len__(self) -> int:
         return self.ids.numel()
@@ -203,40 +215,52 @@ class TokenBatch:
 
 
 @dataclass(frozen=True)
-class Tree:
-    """A prompt and completions that share it, one after another in a packed row: [prompt, c1, ..., cG].
+class Node:
+    """Consecutive tokens of a packed row; the first follows the last token of the node `parent`, if there is one.
 
-    A token attends to the prompt and to its completion, up to itself, and to no other completion. A single sequence is a tree
-    with an empty prompt and one completion. All fields are numbers of tokens, known on the host.
+    A token attends to the tokens of its node's ancestors, and to those of its node up to itself. All fields are known on the host.
     """
 
-    start: int  # position of its first token in the row
-    prompt: int
-    completions: tuple[int, ...]
+    start: int  # of its tokens in the row
+    length: int
+    parent: int = -1  # index of a node; -1: its first token starts a tree
+    depth: int = 0  # position of its first token in a sequence
 
     @property
-    def num_tokens(self) -> int:
-        return self.prompt + sum(self.completions)
+    def tokens(self) -> range:
+        """Its tokens' indices in the row."""
+        return range(self.start, self.start + self.length)
 
 
 @dataclass(frozen=True)
 class Forest:
-    """The trees of one packed row, one after another; they do not attend to each other.
+    """The trees of one packed row, one after another, as nodes in depth-first order: a subtree is a range of tokens.
 
-    `position_ids_1L` restart at 0 with each tree, and with each completion at its prompt's length. Tokens after the
-    last tree are padding; no token attends to them.
+    `position_ids_1L` are the tokens' depths. Tokens after the last node are padding; no token attends to them.
     """
 
-    trees: tuple[Tree, ...]
+    nodes: tuple[Node, ...]
     position_ids_1L: Tensor  # int64 [1, L]
+
+    @classmethod
+    def of(cls, shape: Sequence[tuple[int, int]], padding: int = 0) -> Forest:
+        """Return the forest of nodes with these parents and lengths."""
+        nodes: list[Node] = []
+        start = 0
+        for parent, length in shape:
+            depth = nodes[parent].depth + nodes[parent].length if parent >= 0 else 0
+            nodes.append(Node(start, length, parent, depth))
+            start += length
+        positions = [torch.arange(node.depth, node.depth + node.length) for node in nodes]
+        return cls(tuple(nodes), torch.cat([*positions, torch.zeros(padding, dtype=torch.int64)])[None])
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The tensors of one forward and backward: input ids, and the T positions that predict loss tokens.
 
-    Without a `forest` each sequence has a row, padded on the right to L. With right padding and causal attention no real token
-    attends to padding, so there is no attention mask. With a `forest` all sequences are packed into one row.
+    Without a `forest` each sequence, or each of its paths, has a row, padded on the right to L. With right padding and causal
+    attention no real token attends to padding, so there is no attention mask. With a `forest` all are packed into one row.
 
     `positions_T` index the flattened hidden states, and position `positions_T[i]` predicts `targets_T[i]`. A position may
     occur several times: completions that share a prompt share its last position. A rank without work left gets a *masked*
@@ -249,7 +273,8 @@ class MicroBatch:
     tokens: TokenBatch
     record_indices: tuple[int, ...]  # indices of its sequences in the rollout, in order; empty if masked
     num_useful: int  # tokens forwarded, without padding and repeated prompts
-    forest: Forest | None = None  # None: one padded row per sequence
+    forest: Forest | None = None  # None: padded rows
+    repeated: tuple[int, ...] = ()  # of each padded row: how many of its first tokens an earlier row of its record has
 
     def to(self, device: torch.device | str) -> MicroBatch:
         return _to_device(self, device)

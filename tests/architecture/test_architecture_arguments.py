@@ -86,9 +86,9 @@ def ours(config) -> set[str]:
 READ_ARGUMENTS = ("lowpeak.arguments", "lowpeak.cli", "lowpeak.setup.preflight", "lowpeak.trainers.constructor")
 
 
-def outcome(config, folder, said):
+def outcome(config, folder, arguments):
     """What a run of two ranks with two rewards is made of; the error where it cannot be."""
-    args = config(output_dir=str(folder), use_cpu=True, **said)
+    args = config(output_dir=str(folder), use_cpu=True, **arguments)
     try:
         if config in ONLINE:
             online = resolve_online(args, 2, 2)

@@ -1,4 +1,4 @@
-"""Tests hold names, values and numbers of messages, never their English, which may change."""
+"""Words of the tests: no English of messages, which may change, and nouns for parameters and locals everywhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from architecture.sources import ROOT, tree_of
 
+# Participles and adverbs that name nothing: whose, or of which thing?
+EMPTY_NAMES = {"asked", "beside", "said", "told"}
 ENGLISH = re.compile(r"\b[a-z]{2,} [a-z]{2,}\b")  # two neighbouring plain words
 
 
@@ -34,3 +36,32 @@ def test_no_pattern_of_an_error_holds_english():
 def test_english_in_a_pattern_is_found():
     tree = ast.parse('raises(A, match=f"{x} must be a number")\nraises(A, match="beta.*sync_ref_model")')
     assert list(english(tree)) == ["1:  must be a number"]
+
+
+def empty_names(tree: ast.AST) -> Iterator[str]:
+    """The parameters, local variables and functions that have an empty name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        else:
+            continue
+        if name.strip("_") in EMPTY_NAMES:
+            yield f"{node.lineno}: {name}"
+
+
+def test_parameters_and_locals_have_nouns():
+    folders = ("src", "tests", "benchmarks", "examples")
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(paths) > 700
+    assert [f"{path.relative_to(ROOT)}:{name}" for path in paths for name in empty_names(tree_of(path))] == []
+
+
+def test_an_empty_name_is_found():
+    tree = ast.parse(
+        "def f(told):\n    said = told\n    for asked in said: print(asked)\n    return lambda beside: noun"
+    )
+    assert sorted(empty_names(tree)) == ["1: told", "2: said", "3: asked", "4: beside"]

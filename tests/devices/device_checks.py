@@ -43,9 +43,9 @@ def refuse_and_count(name: str, place: Path) -> None:
         "an index": lambda: ours[index],
         "a copy": lambda: host.copy_(ours),
     }
-    said = {what: _said(call) for what, call in {**refused, **allowed}.items()}
-    assert {what for what, words in said.items() if words} == set(refused), said
-    assert all("same device" in said[what] for what in refused if what != "numpy"), said
+    messages = {what: _message(call) for what, call in {**refused, **allowed}.items()}
+    assert {what for what, words in messages.items() if words} == set(refused), messages
+    assert all("same device" in messages[what] for what in refused if what != "numpy"), messages
     reading = {
         "item": lambda: ours.sum().item(),
         "bool": lambda: bool(ours.any()),
@@ -65,10 +65,10 @@ def refuse_and_count(name: str, place: Path) -> None:
     before = TwinModule.memory_allocated()
     storage.resize_(0)
     assert before - TwinModule.memory_allocated() == ours.numel() * 4
-    assert "storage" in _said(lambda: ours + 1)
+    assert "storage" in _message(lambda: ours + 1)
 
 
-def _said(call: Callable[[], Any]) -> str:
+def _message(call: Callable[[], Any]) -> str:
     try:
         call()
     except (RuntimeError, TypeError) as error:
@@ -92,7 +92,7 @@ def leave_on_host(case: str, place: Path) -> None:
         placed = {name: {p.device.type for p in model.parameters()} for name, model in frozen.items()}
         assert placed == {"reference": {"twin"}, "reward": {"twin"}}, placed
         frozen[what].to("cpu")
-        words = _said(trainer.train)
+        words = _message(trainer.train)
         assert "same device" in words, words
 
 
@@ -115,7 +115,7 @@ def raise_and_make_again(what: str, place: Path, device: torch.device) -> None:
     trainer.train()
     before = state(trainer)
     broken = Breaking(trainer, what)
-    words = _said(lambda: rollout(trainer))
+    words = _message(lambda: rollout(trainer))
     broken.mend()
     assert words == "out of luck", words
     after = state(trainer)
@@ -180,7 +180,7 @@ def train_without_float64(name: str, place: Path) -> None:
         trainers[0].train()
         refused_dtypes.add(torch.float64)
         try:
-            assert "float64" in _said(lambda: torch.zeros(2, device=device).double())
+            assert "float64" in _message(lambda: torch.zeros(2, device=device).double())
             with rehearse_device("mps"):
                 trainers[1].train()
         finally:

@@ -96,10 +96,10 @@ def finish(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], s
     try:
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
-        told = [log.read_text(errors="replace") for log in logs]
+        outputs = [log.read_text(errors="replace") for log in logs]
         late = [i for i, process in enumerate(processes) if process.poll() is None]
-        assert not late, f"{late} did not end within {seconds} s:\n" + "\n".join(told)
-        return [(int(p.returncode), text) for p, text in zip(processes, told, strict=True)]
+        assert not late, f"{late} did not end within {seconds} s:\n" + "\n".join(outputs)
+        return [(int(p.returncode), text) for p, text in zip(processes, outputs, strict=True)]
     finally:
         for process in processes:
             kill_all(process)

@@ -46,8 +46,8 @@ def launch(
     ]
     outputs = _finish(processes, timeout)
     codes = [process.returncode for process in processes]
-    told = "\n".join(f"[rank {rank}] {output}" for rank, output in enumerate(outputs))
-    assert codes == [0] * world_size, f"ranks ended with {codes}:\n{told}"
+    report = "\n".join(f"[rank {rank}] {output}" for rank, output in enumerate(outputs))
+    assert codes == [0] * world_size, f"ranks ended with {codes}:\n{report}"
     return outputs
 
 

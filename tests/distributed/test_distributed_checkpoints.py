@@ -65,7 +65,7 @@ def first(strategy: str, out: Path, is_damaged: bool) -> None:
 
 def damage_each_file(trainer: Any, checkpoint: Path, out: Path) -> None:
     """Resume from a checkpoint with one damaged file, for each file in two ways; what each rank is told."""
-    ranks, told = trainer.run.strategy.ranks.processes, []
+    ranks, messages = trainer.run.strategy.ranks.processes, []
     files = ranks.call_on_first(lambda: sorted(path for path in checkpoint.rglob("*") if path.is_file()))
     for number, file in enumerate(files):
         whole = file.read_bytes()
@@ -74,9 +74,9 @@ def damage_each_file(trainer: Any, checkpoint: Path, out: Path) -> None:
             if not ranks.call_on_first(lambda file=file, damage=damage: harm(file, damage)):
                 continue
             error = error_of(lambda: trainer.train(resume_from_checkpoint=str(checkpoint)))
-            told.append((file.name, damage, error))
+            messages.append((file.name, damage, error))
             ranks.call_on_first(lambda file=file, whole=whole: file.write_bytes(whole))
-    keep(trainer, ranks.gather(told), out / "damaged.pt")
+    keep(trainer, ranks.gather(messages), out / "damaged.pt")
 
 
 @contextmanager
@@ -94,13 +94,13 @@ def small_files(limit: int) -> Iterator[None]:
 
 def fail(trainer: Any, out: Path) -> None:
     """Each rank's disk is full in turn."""
-    ranks, told = trainer.run.strategy.ranks, []
+    ranks, messages = trainer.run.strategy.ranks, []
     trainer.state.global_step = 99
     for full in range(ranks.world_size):
         with small_files(2000) if ranks.rank == full else nullcontext():
-            told.append(error_of(lambda: save_checkpoint(trainer, None, trainer.run_state())))
-    everybodys = ranks.gather(told)
-    keep(trainer, {"told": everybodys, "left": sorted(p.name for p in (out / "run").iterdir())}, out / "failed.pt")
+            messages.append(error_of(lambda: save_checkpoint(trainer, None, trainer.run_state())))
+    everybodys = ranks.gather(messages)
+    keep(trainer, {"messages": everybodys, "left": sorted(p.name for p in (out / "run").iterdir())}, out / "failed.pt")
 
 
 def adapters(strategy: str, out: Path) -> None:
@@ -141,8 +141,8 @@ def go_on(strategy: str, out: Path, checkpoint: Path, name: str) -> None:
 def refuse(out: Path) -> None:
     """A checkpoint that ranks did not write together is not one that they could share out."""
     trainer, replicated = build("GRPO", out / "refused", {**prepare("fsdp2"), **SAVED}), out.parent / "ddp"
-    told = error_of(lambda: trainer.train(resume_from_checkpoint=str(replicated / "run/checkpoint-3")))
-    keep(trainer, told, out / "refused.pt")
+    messages = error_of(lambda: trainer.train(resume_from_checkpoint=str(replicated / "run/checkpoint-3")))
+    keep(trainer, messages, out / "refused.pt")
     forget()
 
 
@@ -243,10 +243,10 @@ def test_no_damage_to_any_file_of_a_sharded_checkpoint_is_trained_on(runs, strat
     first, second = read(runs, strategy, "damaged")
     assert len(first) > 16
     assert [case[:2] for case in first] == [case[:2] for case in second]
-    for name, damage, told in (*first, *second):
-        assert told.startswith("CheckpointError: "), (name, damage, told)
-        assert name in told or "no state" in told, (name, damage, told)
-        assert "\n" not in told
+    for name, damage, messages in (*first, *second):
+        assert messages.startswith("CheckpointError: "), (name, damage, messages)
+        assert name in messages or "no state" in messages, (name, damage, messages)
+        assert "\n" not in messages
 
 
 def read(runs: Path, strategy: str, name: str) -> dict[str, Any]:
@@ -290,10 +290,10 @@ def test_a_checkpoint_that_ranks_cannot_share_out_is_refused(runs):
 def test_a_full_disk_on_one_rank_is_an_error_on_each_and_leaves_nothing(runs, strategy):
     failed = read(runs, strategy, "failed")
     assert failed["left"] == [".lowpeak.lock", "README.md", "checkpoint-3", "checkpoint-5", "journal"]
-    for told in failed["told"]:
-        assert len(told) == 2
-        assert all(text.startswith("CheckpointError: ") and "File too large" in text for text in told)
-    (_, second_at_first), (first_at_second, _) = failed["told"]
+    for messages in failed["messages"]:
+        assert len(messages) == 2
+        assert all(text.startswith("CheckpointError: ") and "File too large" in text for text in messages)
+    (_, second_at_first), (first_at_second, _) = failed["messages"]
     assert "on rank 1" in second_at_first
     assert "on rank 0" in first_at_second
 

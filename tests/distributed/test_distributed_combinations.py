@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from lowpeak.vllm.protocol import Answer, Request
 SETTINGS = {
     "strategy": ["ddp", "fsdp2", "zero3"],
     "algorithm": ["grpo", "rloo", "ppo_head", "ppo_model", "ppo_adapter", "online_dpo", "own"],
-    "engine": ["native", "function", "vllm"],
+    "engine": ["native", "function", "vllm", "ahead"],
     "tuning": ["full", "lora"],
     "reference": ["with", "without"],
 }
@@ -38,6 +39,7 @@ SETTINGS = {
 REFUSED: list[tuple[Case, str]] = [
     ({"algorithm": "ppo_adapter", "tuning": "full"}, "critic='adapter'.*LoRA"),
     ({"algorithm": "online_dpo", "reference": "without"}, "beta"),
+    ({"algorithm": "own", "engine": "ahead"}, "max_staleness"),
 ]
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("GRPO", {}),
@@ -85,12 +87,14 @@ def make(case: Case, folder: Path) -> Any:
     if case["engine"] == "function":
         more["rollout_func"] = from_its_text
     given = {**prepare(case["strategy"]), **SHORT, **arguments, "beta": 0.1 if case["reference"] == "with" else 0.0}
-    if case["engine"] == "vllm":
-        given |= {"use_vllm": True, "vllm_mode": "server", "kv_cache_bytes": None}
+    is_ahead, is_vllm = case["engine"] == "ahead", case["engine"] in ("vllm", "ahead")
+    if is_vllm:
+        given |= {"use_vllm": True, "vllm_mode": "server", "kv_cache_bytes": None, "max_staleness": int(is_ahead)}
     trainer = build(name, folder, given, **more)
-    if case["engine"] == "vllm":
-        trainer.collector.engine = engine_over(scripted(answer), sharing=EngineSharing(Ranks().subgroup(1)))
-        trainer.collector.engine.close()  # of what it was made with
+    if is_vllm:
+        engine = engine_over(scripted(answer), sharing=EngineSharing(Ranks().subgroup(1)))
+        engine.close()  # of what it was made with
+        trainer.collector.engine = replace(engine, in_background=is_ahead)
     return trainer
 
 
@@ -206,7 +210,7 @@ def test_every_pair_that_is_not_refused_stands_in_a_combination():
     for case in every(SETTINGS):
         assert is_refused(case) or pairs_in(case) <= run
     assert not any(is_refused(case) for case in cases())
-    assert len(cases()) <= 24
+    assert len(cases()) <= 28
 
 
 @pytest.mark.parametrize("held", range(len(REFUSED)))

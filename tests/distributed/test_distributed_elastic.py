@@ -97,9 +97,9 @@ def test_a_zero3_run_that_runs_out_of_memory_goes_on_by_itself_with_smaller_size
 
 def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_path):
     found = restarted(be_killed, tmp_path)
-    told = (tmp_path / "log").read_text()
-    assert f"Restart 1: resuming from {tmp_path / 'run/checkpoint-2'}." in told
-    assert "rank 1 is gone" in told
+    output = (tmp_path / "log").read_text()
+    assert f"Restart 1: resuming from {tmp_path / 'run/checkpoint-2'}." in output
+    assert "rank 1 is gone" in output
     assert [row["step"] for row in read_steps(tmp_path / "run/journal")] == [1, 2, 3, 4, 5, 6]
     (event,) = read_rows(tmp_path / "run/journal", "events")
     assert (event["step"], event["event"], event["restarts"]) == (2, "resumed", 1)

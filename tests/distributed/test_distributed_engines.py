@@ -14,16 +14,20 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState
-from setups import build, error_of, named_models, note, prepare, rank, seen, weights
+from setups import build, error_of, forget, named_models, note, prepare, rank, seen, weights, weights_of
 
 from child_processes import succeed_on_ranks
-from fake_vllm import SAMPLING, engine_over, prompts, said, scripted
+from fake_server import ScriptedServer, serving
+from fake_vllm import SAMPLING, answer_of, engine_over, prompts, scripted
+from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
 from lowpeak.rollout.turns import Key
 from lowpeak.vllm.engine import EngineSharing, VllmEngine
 from lowpeak.vllm.requests import sequence_requests
 from lowpeak.vllm.server import ServerVllm
+from overlap_runs import LORA, Delayed, Sampler, connect, run_ahead, talk
 from scripted_turns import Score, Talk
+from small_runs import StopAfter, digits, journal
 from turn_programs import converse, ids_of
 
 
@@ -42,7 +46,7 @@ def run_with(
     trainer = build(
         "GRPO", place / name, {**prepare(strategy), "max_completion_length": 3}, model=policy, rewards=rewards
     )
-    vllm = scripted(said)
+    vllm = scripted(answer_of)
     trainer.collector.engine = engine_over(vllm, sharing=EngineSharing(Ranks().subgroup(1)))
     trainer.collector.engine.close()
     vllm.dies_after = dies_after
@@ -56,8 +60,84 @@ def lose_one(place: Path) -> None:
         judged: list[Any] = []
         trainer, vllm = run_with(place, name, judged, dies_after, "fsdp2")
         trainer.train()
-        asked, loads = [len(wave) for wave in vllm.waves], vllm.events.count("pause")
-        found[name] = {"judged": judged, "weights": weights(trainer), "loads": loads, "asked": asked}
+        wave_sizes, loads = [len(wave) for wave in vllm.waves], vllm.events.count("pause")
+        found[name] = {"judged": judged, "weights": weights(trainer), "loads": loads, "asked": wave_sizes}
+    note(place, **found)
+
+
+def generate_ahead(place: Path) -> None:
+    """Two ranks generate each group in parts, two rollouts ahead, stop after two steps and go on; or one process does."""
+    runs = {"whole": (4, None), "stopped": (2, None), "resumed": (4, True)}
+    found: dict[str, Any] = {}
+    for name, (max_steps, resume) in runs.items():
+        settings = {
+            "max_completion_length": 3, "num_generations": 4, "max_steps": 4, "max_staleness": 2, "save_strategy": "steps",
+            "save_steps": 1, "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": ["http://a:1", "http://a:2"],
+            "per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"]),
+        }  # fmt: skip
+        stop = [StopAfter(max_steps)] if max_steps < 4 else []
+        folder = place / name.replace("resumed", "stopped")
+        trainer = build("GRPO", folder, {**prepare("ddp"), **settings}, rewards=[digits], callbacks=stop)
+        for collector in trainer.pipeline.collectors:
+            vllm = Sampler(delays=rank()).vllm
+            sharing = EngineSharing(Ranks().subgroup(1))
+            collector.engine = replace(collector.engine, connect=lambda vllm=vllm: (vllm,), sharing=sharing)
+        trainer.train(resume_from_checkpoint=resume)
+        found[name] = [weights(trainer), [row["policy_version"] for row in journal(folder, "rollouts")]]
+    note(place, **found)
+
+
+def talk_ahead(place: Path) -> None:
+    """As `generate_ahead`, with conversations; then a conversation of the last rank fails in a way that ends the run."""
+    runs = {"whole": (4, None), "stopped": (2, None), "resumed": (4, True), "failed": (4, None)}
+    found: dict[str, Any] = {}
+    for name, (max_steps, resume) in runs.items():
+        size, stop = 8 // int(os.environ["WORLD_SIZE"]), [StopAfter(max_steps)] if max_steps < 4 else []
+        settings = {
+            **prepare("ddp"), **talk(rank()), "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "callbacks": stop,
+            "per_device_train_batch_size": size,
+        }  # fmt: skip
+        folder, of = place / name.replace("resumed", "stopped"), [Sampler(delays=rank(), model=settings["model"])]
+        trainer = run_ahead(folder, of, 1, **settings)
+        connect(trainer, of, sharing=EngineSharing(Ranks().subgroup(1)))
+        if name == "failed":
+            if rank() == int(os.environ["WORLD_SIZE"]) - 1:
+                trainer.collector.engine.results.write = fail_to_write
+            found[name] = error_of(trainer.train)
+        else:
+            trainer.train(resume_from_checkpoint=resume)
+            found[name] = [weights(trainer), [row["completion"] for row in journal(folder, "rollouts")]]
+        assert not Delayed.open
+    note(place, **found)
+
+
+def fail_to_write(row: Any) -> None:
+    raise CheckpointError("no space left")
+
+
+def share_adapters(place: Path) -> None:
+    """All ranks generate two rollouts ahead on one server, which rank 0 gives the adapter alone."""
+    found: dict[str, Any] = {}
+    for strategy in ("ddp", "fsdp2", "zero3") if os.environ["WORLD_SIZE"] == "2" else ("ddp",):
+        settings = {
+            "max_completion_length": 3, "num_generations": 4, "max_steps": 4, "max_staleness": 2, "use_vllm": True,
+            "vllm_mode": "server", "vllm_server_base_url": "http://a:1", **prepare(strategy),
+            "per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"]),
+        }  # fmt: skip
+        trainer = build("GRPO", place / strategy, settings, rewards=[digits], peft_config=LORA)
+        ranks = Ranks()
+        sampler = Sampler(max_loras=3)
+        with serving(ScriptedServer(sampler.vllm)) as server:
+            url = ranks.gather(server.url)[0]
+            vllm: Any = sampler.vllm if rank() == 0 else ServerVllm(url)
+            trainer.collector.engine = replace(trainer.collector.engine, connect=lambda vllm=vllm: (vllm,))
+            trainer.train()
+            ranks.gather(None)  # the server answers all ranks
+        adapter = weights_of(trainer, "adapter")
+        pushed = [row["push/bytes"] for row in journal(place / strategy) if "push/bytes" in row]
+        versions = [row["policy_version"] for row in journal(place / strategy, "rollouts")]
+        found[strategy] = [weights(trainer), versions, pushed[1:], sum(4 * p.numel() for p in adapter.values())]
+        forget()
     note(place, **found)
 
 
@@ -67,7 +147,7 @@ def lose_for_good(place: Path) -> None:
 
     def doomed(request: Any) -> Any:
         vllm.dies_after = 0
-        return said(request)
+        return answer_of(request)
 
     if rank() == 1:
         vllm._script = doomed
@@ -99,18 +179,18 @@ def share_prompts(place: Path) -> None:
     """A team of two asks the same requests in the same order, and each keeps the answers to its own prompts."""
     PartialState(cpu=True)
     engine_ranks = Ranks().subgroup(2)
-    vllm = scripted(said)
+    vllm = scripted(answer_of)
     engine: VllmEngine = engine_over(vllm, sharing=EngineSharing(engine_ranks), batch_size=4)
     own = prompts(2 - rank(), first=10 * rank())  # one rank has two prompts, the other one
     groups = engine.generate(own, replace(SAMPLING, num_generations=2))
     none = engine.generate(own if rank() == 0 else [], SAMPLING)
-    turns = scripted(said, limits_to_cache=True)
+    turns = scripted(answer_of, limits_to_cache=True)
     engine = engine_over(turns, sharing=EngineSharing(engine_ranks), batch_size=2)
-    talks = [converse(engine, asked, SAMPLING, delay=uneven) for asked in (own, own if rank() == 0 else [])]
+    talks = [converse(engine, batch, SAMPLING, delay=uneven) for batch in (own, own if rank() == 0 else [])]
     # One rank's environment does not open: its error reaches the other, which does not wait for its requests.
     factory = {"a": Score} if rank() else {"b": Score}
     talk = Talk([["x"]], environment=factory, max_tokens=8)
-    talk.engine.engine = engine_over(scripted(said, limits_to_cache=True), sharing=EngineSharing(engine_ranks))
+    talk.engine.engine = engine_over(scripted(answer_of, limits_to_cache=True), sharing=EngineSharing(engine_ranks))
     opened = error_of(lambda: Ranks().call_on_all(lambda: len(talk.run(environment="a").completions)))
     alone = Ranks().subgroup(1)
     note(
@@ -170,7 +250,7 @@ def test_a_team_asks_the_same_in_the_same_order_and_each_keeps_its_own(tmp_path)
     assert (first["serials"], second["serials"]) == ([0, 1], [10])
     for found, own in ((first, prompts(2)), (second, prompts(1, first=10))):
         rows = sequence_requests(own, SAMPLING, (1,))
-        expected = [list(said(row.request)) for row in rows if row.number < 2]
+        expected = [list(answer_of(row.request)) for row in rows if row.number < 2]
         assert [ids for group in found["answers"] for ids in group] == expected
     assert (first["none"], second["none"]) == (2, 0)
     assert first["started"] == second["started"]
@@ -184,3 +264,47 @@ def test_a_team_asks_the_same_in_the_same_order_and_each_keeps_its_own(tmp_path)
     assert first["team"] == [0, 2, [0, 1]]
     assert second["team"] == [1, 2, [0, 1]]
     assert (first["alone"], second["alone"]) == ([0, 1, [0], [1.0]], [0, 1, [1], [1.0]])
+
+
+@pytest.mark.extended
+def test_ranks_talk_ahead_resume_and_fail_together(tmp_path):
+    for world_size in (1, 2):
+        place = tmp_path / str(world_size)
+        place.mkdir()
+        succeed_on_ranks(talk_ahead, place, world_size=world_size)
+    (alone,) = seen(tmp_path / "1", 1)
+    ours = seen(tmp_path / "2")
+    for each in ours:
+        assert each["whole"] == each["resumed"]
+        assert each["whole"][1] == alone["whole"][1]
+        assert each["whole"][0] == pytest.approx(alone["whole"][0], abs=1e-5)
+    assert ours[1]["failed"] == alone["failed"] == "CheckpointError: no space left"
+    assert ours[0]["failed"].startswith("CheckpointError: on rank 1")
+
+
+@pytest.mark.extended
+def test_ranks_that_share_a_group_generate_ahead_and_resume(tmp_path):
+    for world_size in (1, 2):
+        place = tmp_path / str(world_size)
+        place.mkdir()
+        succeed_on_ranks(generate_ahead, place, world_size=world_size)
+    (alone,) = seen(tmp_path / "1", 1)
+    for ours in seen(tmp_path / "2"):
+        assert ours["whole"] == ours["resumed"]
+        assert ours["whole"][1] == alone["whole"][1] == [0] * 4 + [0] * 4 + [0] * 4 + [1] * 4
+        assert ours["whole"][0] == pytest.approx(alone["whole"][0], abs=1e-5)
+
+
+@pytest.mark.extended
+def test_ranks_push_an_adapter_alone_to_the_server_that_they_share(tmp_path):
+    for world_size in (1, 2):
+        place = tmp_path / str(world_size)
+        place.mkdir()
+        succeed_on_ranks(share_adapters, place, world_size=world_size)
+    (alone,) = seen(tmp_path / "1", 1)
+    for ours in seen(tmp_path / "2"):
+        assert ours.keys() == {"ddp", "fsdp2", "zero3"}
+        for found, versions, pushed, num_bytes in ours.values():
+            assert found == pytest.approx(alone["ddp"][0], abs=1e-5)
+            assert versions == alone["ddp"][1] == [0] * 4 + [0] * 4 + [0] * 4 + [1] * 4
+            assert pushed == alone["ddp"][2] == [num_bytes] * 3

@@ -45,8 +45,8 @@ def test_a_collective_that_finishes_while_python_ends_does_not_abort_the_process
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=120)[1] for rank in ranks]
+        outputs = [rank.communicate(timeout=120)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)

@@ -121,11 +121,11 @@ def try_turns(trainer: Any, place: Path) -> list[tuple[tuple[int, int], list[int
 def try_failures(trainer: Any) -> dict[str, Any]:
     """A rank that raises, and one that has no room: what each rank is told, and that training goes on."""
     strategy, model = trainer.run.strategy, trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    told = {}
+    errors = {}
     for part in ("", "model.layers.1.mlp", "model.norm", "model.rotary_emb"):
         before = footprint(model)
         hold = Failing(lambda: strategy.gather_for_inference(trainer.model_wrapped, 0), part, ValueError("out of luck"))
-        told[part] = error_of(lambda hold=hold: generate(trainer, hold, TEXTS["uneven"][rank()]))
+        errors[part] = error_of(lambda hold=hold: generate(trainer, hold, TEXTS["uneven"][rank()]))
         assert footprint(model) == before, "something was not given back"
     tokens = {}
     # One of a layer's tensors on a GPU, and the last of all, the embedding, on a CPU, whose allocator has its own words.
@@ -135,7 +135,7 @@ def try_failures(trainer: Any) -> dict[str, Any]:
             trainer, lambda g=gatherer: g.gathered_model(model, strategy._shard, None), TEXTS["uneven"][rank()]
         )
         assert rank() == 0 or not strategy.shards_parameters or error.__traceback__, "nothing ran out of room"
-    return {"told": told, "without_room": tokens}
+    return {"errors": errors, "without_room": tokens}
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +174,8 @@ def test_a_rank_whose_conversations_wait_takes_part_and_the_others_do_not_wait(r
 @pytest.mark.parametrize("part", ["", "model.layers.1.mlp", "model.norm", "model.rotary_emb"])
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_a_rank_that_raises_while_it_generates_ends_it_on_all_and_training_goes_on(runs, strategy, part):
-    assert runs[strategy, 1]["told"][part] == "ValueError: out of luck"
-    assert runs[strategy, 0]["told"][part].startswith("EngineError: rank 1 failed")
+    assert runs[strategy, 1]["errors"][part] == "ValueError: out of luck"
+    assert runs[strategy, 0]["errors"][part].startswith("EngineError: rank 1 failed")
     assert runs[strategy, 0]["tied"]["loss"] == pytest.approx(runs["ddp", 0]["tied"]["loss"], abs=1e-5)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import yaml
 from hosts import SCRIPT, Host, finish, kill_all, two_hosts, wait_for
 from safetensors.torch import load_file
 
@@ -105,6 +106,10 @@ def test_a_dry_run_of_several_ranks_speaks_once(folder, tmp_path):
     ended = run_ranks(dry_run, tmp_path, words(folder, "out2", 2))
     assert [rank.code for rank in ended] == [0, 0], ended
     assert ["micro_batches_at_most: " in rank.log for rank in ended] == [True, False]
+    plan = yaml.safe_load(ended[0].log[ended[0].log.index("micro_batches:") :])["micro_batches"]
+    assert plan["ranks"] == 2
+    assert plan["rows_per_step"] == 2 * plan["rows_per_rank_at_most"]
+    assert (plan["micro_batches_at_most"], plan["rows_per_micro_batch_at_least"]) == (1, plan["rows_per_rank_at_most"])
 
 
 def train_twice(place: Path, arguments: list[str]) -> None:
@@ -152,7 +157,7 @@ def test_a_command_that_runs_out_of_memory_goes_on_by_itself_with_smaller_sizes(
         command = ["-m", "lowpeak", *words(folder, out.name, 2, **settings)]
         processes = [host.start([*command, "--machine_rank", str(i)], logs[i]) for i, host in enumerate(hosts)]
         ended = finish(processes, logs, 2 * START_S)
-    assert [status for status, _ in ended] == [0, 0], "\n".join(told for _, told in ended)
+    assert [status for status, _ in ended] == [0, 0], "\n".join(output for _, output in ended)
     assert [row["step"] for row in read_steps(out / "journal")] == [1, 2, 3, 4]
     events = list(read_rows(out / "journal", "events"))
     assert [(row["step"], row["event"], row.get("restarts")) for row in events] == [
@@ -160,8 +165,8 @@ def test_a_command_that_runs_out_of_memory_goes_on_by_itself_with_smaller_sizes(
     ]
     sizes = [row["micro_batch_tokens"] for row in events[1::2]]
     assert 64 > sizes[0] > sizes[1]
-    for _, told in ended:
-        restarts = re.findall(r"^lowpeak: .* train .*injected.* micro_batch_tokens (\d+)\.$", told, re.MULTILINE)
+    for _, output in ended:
+        restarts = re.findall(r"^lowpeak: .* train .*injected.* micro_batch_tokens (\d+)\.$", output, re.MULTILINE)
         assert [int(size) for size in restarts] == sizes
     assert main(words(folder, "undisturbed", 1, max_steps=4)) == 0
     undisturbed = load_file(folder / "undisturbed/model.safetensors")
@@ -182,7 +187,7 @@ def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder, alone)
             for i, host in enumerate(hosts)
         ]
         ended = finish(processes, logs, START_S)
-    assert [status for status, _ in ended] == [0, 0], "\n".join(told for _, told in ended)
+    assert [status for status, _ in ended] == [0, 0], "\n".join(output for _, output in ended)
     run = found(folder, "zero3")
     zero = run["deepspeed"]["zero_optimization"]
     assert (run["strategy"], run["world_size"], zero["stage"]) == ("Zero", 2, 3)
@@ -212,7 +217,7 @@ class Gone:
     """How a host's launcher ended when the other host went away."""
 
     status: int
-    told: str
+    output: str
     seconds: float
 
 
@@ -240,8 +245,8 @@ def gone(folder):
             wait_for('"step":3,', folder / "out5/journal/steps.jsonl", processes[0], START_S)
             hosts[1].go_away(processes[1])
             began = time.monotonic()
-            status, told = finish(processes[:1], logs[:1], 60)[0]
-            return Gone(status, told, time.monotonic() - began)
+            status, output = finish(processes[:1], logs[:1], 60)[0]
+            return Gone(status, output, time.monotonic() - began)
         finally:
             for process in processes:
                 kill_all(process)
@@ -260,5 +265,5 @@ def test_hybrid_sharding_over_two_hosts_trains_as_one_process_does(folder, gone,
 def test_a_host_that_goes_away_ends_the_run_on_the_other(gone):
     assert gone.status != 0
     assert gone.seconds < 60
-    sentences = [line for line in gone.told.splitlines() if line.startswith("lowpeak: error: ")]
-    assert any(f"rank {rank} is gone" in line for line in sentences for rank in (2, 3)), gone.told
+    sentences = [line for line in gone.output.splitlines() if line.startswith("lowpeak: error: ")]
+    assert any(f"rank {rank} is gone" in line for line in sentences for rank in (2, 3)), gone.output

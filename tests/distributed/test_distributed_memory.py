@@ -6,8 +6,8 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +216,8 @@ def sync_case(place: Path, out: Path) -> None:
         given = {"use_vllm": True, "vllm_mode": "server", "kv_cache_bytes": None, "max_steps": 2}
         trainer = build("GRPO", out / name, {**prepare("ddp"), **given})
         engine = engine_over(scripted(answer), sharing=EngineSharing(Ranks().subgroup(1)))
-        engine.bucket_limit = lambda trainer=trainer: trainer.run.sizes.sync_bytes
-        trainer.collector.engine = engine
+        limit = partial(lambda trainer: trainer.run.sizes.sync_bytes, trainer)
+        trainer.collector.engine = replace(engine, bucket_limit=limit)
         CappedPhases(trainer, {Phase.SYNC: cap} if rank() == 1 else {})
         trainer.train()
         keep(trainer, [result_of(trainer)["weights"], sorted(trainer.run.sizes.lowered)], out / f"{name}.pt")

@@ -6,6 +6,7 @@ agree on, and models of other kinds.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from setups import assert_same_run, build, forget, keep, named_models, prepare, 
 
 from case_selection import mark_extended, selected_cases
 from child_processes import succeed_on_ranks
+from lowpeak.records import Branch, Group
+from lowpeak.rollout.pending import GeneratedOnResult
 from tiny_models import char_tokenizer, tiny_experts
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,6 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"teacher_model_kind": "live", "micro_batch_tokens": 24, "distillation_weight": 0.5},
     ),
     "twice": ("GRPO", {"optim": "sgd", "learning_rate": 0.1}),  # train() twice; AdamW would start anew under ZeRO alone
+    "branches": ("GRPO", {"beta": 0.1, "num_iterations": 2, "micro_batch_tokens": 24}),
 }
 IN_FORCE = {"ddp": ("Parameter", "Replicated"), "fsdp2": ("DTensor", "Fsdp2")}
 IN_FORCE |= dict.fromkeys(("zero1", "zero2", "zero3"), ("Parameter", "Zero"))
@@ -49,10 +53,35 @@ CORE = [
     pair
     for pair in PAIRS
     if (pair[0] == "fsdp2" and pair[1] not in EXTENDED_NAMES)
-    or pair in (("ddp", "accumulated"), ("zero3", "frozen"), ("zero3", "twice"))
+    or pair
+    in (("ddp", "accumulated"), ("ddp", "branches"), ("zero3", "frozen"), ("zero3", "twice"), ("zero3", "branches"))
 ]
 EXTENDED = [("ddp", "experts"), ("zero2", "frozen"), *(("fsdp2", name) for name in EXTENDED_NAMES)]
 EXTENDED += [("zero3", name) for name in ("accumulated", "ppo", "experts", "distillation", "self_distillation")]
+
+
+class BranchingEngine:
+    """The engine of a run, whose longer completions fork inside the prompt and the completion, and have a start of their own."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, prompts: Any, sampling: Any) -> GeneratedOnResult:
+        pending = self._engine.submit(prompts, sampling)
+        return GeneratedOnResult(lambda: [self._branched(group) for group in pending.result()])
+
+    def _branched(self, group: Group) -> Group:
+        forks = (Branch(1, 0), Branch(3, len(group.prompt.ids) + 1), Branch(4, -1))
+        completions = []
+        for completion in group.completions:
+            own = [fork for fork in forks if fork.start < len(completion)]
+            mask = completion.loss_mask.clone()
+            mask[[fork.start for fork in own if fork.after < 0]] = False
+            completions.append(replace(completion, branches=tuple(own), loss_mask=mask))
+        return replace(group, completions=tuple(completions))
 
 
 def train_all(place: Path, strategy: str, out: Path, names: list[str]) -> None:
@@ -68,6 +97,8 @@ def train_all(place: Path, strategy: str, out: Path, names: list[str]) -> None:
         if name == "experts":
             parts["model"] = tiny_experts(len(char_tokenizer()))
         trainer = build(algorithm, place / name, {**prepare(strategy), **arguments}, **parts)
+        if name == "branches":
+            trainer.collector.engine = BranchingEngine(trainer.collector.engine)
         for _ in range(2 if name == "twice" else 1):
             trainer.train()
         keep(trainer, result_of(trainer), out / f"{strategy}-{name}.pt")

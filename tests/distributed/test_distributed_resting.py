@@ -87,8 +87,8 @@ def runs(request, tmp_path_factory):
 def test_shards_and_states_leave_while_the_engine_writes_and_the_run_is_the_same_bits(runs, strategy):
     for number in (0, 1):
         found = torch.load(runs / f"{strategy}-{number}.pt")
-        (plain, there, _), (rested, away, told) = found[False], found[True]
+        (plain, there, _), (rested, away, reported) = found[False], found[True]
         assert all(num_bytes > 0 for num_bytes in there)
         assert away == [0] * len(there)
-        assert max(number for number in told if number is not None) >= max(there)
+        assert max(number for number in reported if number is not None) >= max(there)
         assert_same_bits(rested, plain)

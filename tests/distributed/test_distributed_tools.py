@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,23 @@ from setups import (
 )
 
 import lowpeak
+from agent_programs import ChatCalculator
 from case_selection import mark_extended, selected_cases
 from child_processes import succeed_on_ranks
 from lowpeak.errors import EngineError
 from scripted_turns import Score, add, calling_model, questions
-from small_runs import refused_model
+from small_runs import kept_records, refused_model
 
 STRATEGIES = ["ddp", "fsdp2", "zero3", "tp", "fsdp2-tp"]
-CASES = [(strategy, run) for strategy in STRATEGIES for run in ("whole", "memory", "rounds")]
-CORE = [("fsdp2", "whole"), ("fsdp2", "memory"), ("fsdp2", "rounds"), ("zero3", "whole"), ("tp", "whole")]
+CASES = [(strategy, run) for strategy in STRATEGIES for run in ("whole", "memory", "rounds", "programs")]
+CORE = [
+    ("fsdp2", "whole"),
+    ("fsdp2", "memory"),
+    ("fsdp2", "rounds"),
+    ("fsdp2", "programs"),
+    ("zero3", "whole"),
+    ("tp", "whole"),
+]
 SIZES = {"single": (1, 1), "tp": (2, 1), "fsdp2-tp": (2, 2)}  # processes of a rank, and ranks; by default (1, 2)
 MEASURED = ("eval_reward", "eval_greedy_reward", "eval_tools/call_frequency", "eval_completions/mean_length")
 PARTS = ("", "model.layers.1.mlp", "lm_head")
@@ -56,6 +65,14 @@ class SlowScore(Score):
         """
         time.sleep(0.002 * (rank() + by % 3))
         return super().increase(by)
+
+
+class SlowProgram(ChatCalculator):
+    """A program that asks later on some ranks."""
+
+    async def run(self, endpoint: Any) -> None:
+        await asyncio.sleep(0.005 * rank())
+        await super().run(endpoint)
 
 
 def run_out(a: int, b: int) -> int:
@@ -108,6 +125,9 @@ def train_all(place: Path, strategy: str, cases: list[str]) -> None:
         if run in cases:
             train(build(place / run, strategy, model=model), place / f"{run}.pt")
             forget()
+    if "programs" in cases:
+        train(build(place / "programs", strategy, SlowProgram, tools=()), place / "programs.pt")
+        forget()
     if "memory" in cases:
         trainer = build(place / "memory", strategy)
         engine = trainer.collector.engine.engine
@@ -132,16 +152,9 @@ def fail_on_one(place: Path, strategy: str) -> None:
 
 def train(trainer: Any, path: Path) -> None:
     """Train, and keep what the run came to and all rollouts' ids and rewards."""
-    rollouts: list[Any] = []
-    collect = trainer.collector.collect
-
-    def recorded(*args: Any, **options: Any) -> Any:
-        rollout = collect(*args, **options)
-        rollouts.append([(record.completion.ids.tolist(), record.reward) for record in rollout.records])
-        return rollout
-
-    trainer.collector.collect = recorded
+    records = kept_records(trainer)
     trainer.train()
+    rollouts = [[(each.completion.ids.tolist(), each.reward) for each in rollout] for rollout in records]
     evaluated = [{name: row.get(name) for name in MEASURED} for row in trainer.state.log_history if "eval_loss" in row]
     keep(trainer, {**result_of(trainer), "rollouts": rollouts, "evaluated": evaluated}, path)
 
@@ -174,7 +187,7 @@ def runs(request, tmp_path_factory):
     for name, model in (("calling", calling), ("refused", refused)):
         model.save_pretrained(out / name)
         tokenizer.save_pretrained(out / name)
-    runs_of: dict[str, list[str]] = {"single": ["whole", "rounds"]}
+    runs_of: dict[str, list[str]] = {"single": ["whole", "rounds", "programs"]}
     for strategy, run in selected_cases(request, "strategy", "run"):
         runs_of.setdefault(strategy, []).append(run)
     for strategy, own in runs_of.items():
@@ -185,7 +198,7 @@ def runs(request, tmp_path_factory):
 
 @pytest.mark.parametrize(("strategy", "run"), mark_extended(CASES, CORE, "release"))
 def test_conversations_are_those_of_one_process_also_after_one_of_several_had_no_memory(runs, strategy, run):
-    alone = torch.load(runs / f"single/{'rounds' if run == 'rounds' else 'whole'}.pt")
+    alone = torch.load(runs / f"single/{'whole' if run == 'memory' else run}.pt")
     ours = torch.load(runs / strategy / f"{run}.pt")
     assert ours["rollouts"] == alone["rollouts"]
     assert ours["evaluated"] == alone["evaluated"] != []

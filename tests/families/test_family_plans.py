@@ -32,9 +32,9 @@ def test_the_readme_lists_the_families_of_the_table():
 
 @pytest.mark.parametrize("family", mark_extended(KNOWN, PLANNED_IN_CI, "release"))
 def test_a_plan_ends_or_is_refused_in_one_sentence(family):
-    said = check_plan(family)
-    assert said == "yes" or "reads values of tensors" in said
-    assert documented_rows()[family].split(" | ")[6] == said, "run python tests/families/table.py"
+    output = check_plan(family)
+    assert output == "yes" or "reads values of tensors" in output
+    assert documented_rows()[family].split(" | ")[6] == output, "run python tests/families/table.py"
 
 
 @pytest.mark.parametrize("family", mark_extended(KNOWN, MEASURED_IN_CI, "release"))
@@ -71,9 +71,9 @@ def test_gemma_3n_has_its_layers_sizes_split():
 @pytest.mark.parametrize("family", mark_extended(KNOWN, ("Gemma 3n", "LongCat-Flash", "Trinity"), "release"))
 def test_a_plan_in_4_bits_ends_or_is_refused_in_one_sentence(family):
     adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    said = check_plan(family, quantized_bits=4, peft_config=adapter)
-    assert ("packed weights" in said) == (family in ("Gemma 3n", "LongCat-Flash"))
-    assert said == "yes" or "packed weights" in said or "reads values of tensors" in said
+    output = check_plan(family, quantized_bits=4, peft_config=adapter)
+    assert ("packed weights" in output) == (family in ("Gemma 3n", "LongCat-Flash"))
+    assert output == "yes" or "packed weights" in output or "reads values of tensors" in output
 
 
 @pytest.mark.extended

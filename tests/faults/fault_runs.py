@@ -185,7 +185,7 @@ def ending(place: Path) -> tuple[Any, ...]:
 
 def steps(folder: Path) -> list[dict[str, Any]]:
     """The journal's steps without times and memory, which no two runs share."""
-    timed = ("time/", "peak_memory/", "step_time", "tokens_per_second")
+    timed = ("time/", "idle/", "push/", "peak_memory/", "step_time", "tokens_per_second")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_steps(folder / "journal")]
 
 

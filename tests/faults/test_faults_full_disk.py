@@ -23,9 +23,9 @@ def fill(size: int, trainer: Any) -> None:
 
 def assert_told(place: Path, *words: str) -> None:
     """The error's class, its values and its reason stand in one line."""
-    said = (place / "error.txt").read_text()
-    assert [word for word in words if word not in said] == [], said
-    assert "\n" not in said
+    message = (place / "error.txt").read_text()
+    assert [word for word in words if word not in message] == [], message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("size", [3_000, 50_000])  # journal, weights

@@ -62,8 +62,8 @@ def resumed(place: Path) -> tuple[Any, ...]:
 def test_the_first_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, left_alone):
     succeed(run_until_error, STANDARD, tmp_path, interrupt_once)
     saved = tmp_path / "run/checkpoint-5"
-    said = (tmp_path / "error.txt").read_text()
-    assert re.match(f"KeyboardInterrupt: .*{saved}.*resume_from_checkpoint=True", said), said
+    message = (tmp_path / "error.txt").read_text()
+    assert re.match(f"KeyboardInterrupt: .*{saved}.*resume_from_checkpoint=True", message), message
     assert "Ctrl-C" in (tmp_path / "log").read_text()
     assert checkpoints(tmp_path / "run") == ["checkpoint-5"]
     assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2, 3, 4, 5]

@@ -38,8 +38,8 @@ def break_weight(hook: str, step: int, trainer: Any) -> None:
 def test_a_broken_weight_stops_the_run_and_is_never_saved(tmp_path, left_alone, hook, step, words):
     succeed(run_until_error, STANDARD, tmp_path, partial(break_weight, hook, step))
     good = tmp_path / "run/checkpoint-3"
-    said = (tmp_path / "error.txt").read_text()
-    assert re.match(rf"NonFiniteError: {words}.*\({BROKEN}\).*{good}", said), said
+    message = (tmp_path / "error.txt").read_text()
+    assert re.match(rf"NonFiniteError: {words}.*\({BROKEN}\).*{good}", message), message
     assert checkpoints(tmp_path / "run") == ["checkpoint-3"]
     succeed(run_resumed, STANDARD, tmp_path)
     assert ending(tmp_path) == left_alone(STANDARD)

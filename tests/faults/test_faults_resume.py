@@ -121,6 +121,13 @@ def test_a_run_killed_within_calls_loses_no_conversation_and_no_result_is_comput
     random_kills.try_kind(kind, 4, random.Random(0), tmp_path)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["talk", "programs"])
+def test_a_run_whose_conversations_are_ahead_ends_as_if_left_alone_after_kills(tmp_path, kind):
+    """The short form of the kinds `talk`, `talk2` and `programs` in `make test-release`."""
+    random_kills.try_kind(kind, 3, random.Random(0), tmp_path)
+
+
 def test_a_run_killed_before_its_first_checkpoint_says_so_and_can_be_started_again(tmp_path, left_alone):
     assert call(run_killed_in_training, STANDARD, tmp_path, 1) == KILLED
     with pytest.raises(CheckpointError, match="checkpoint-N"):

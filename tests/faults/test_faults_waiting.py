@@ -14,7 +14,7 @@ from fault_runs import Case, build, checkpoints, ending, finish, steps
 
 from case_selection import mark_extended
 from child_processes import free_port, succeed
-from fake_vllm import ScriptedVllm, engine_over, said
+from fake_vllm import ScriptedVllm, answer_of, engine_over
 from lowpeak.vllm.server import ServerVllm
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 50.0}
@@ -44,7 +44,7 @@ class Fickle(ScriptedVllm):
     """A scripted vLLM that dies at its call number `dies_at`, and then is waited for where no server is."""
 
     def __init__(self, dies_at: int | None = None) -> None:
-        super().__init__(said)
+        super().__init__(answer_of)
         self.dies_at, self.is_away = dies_at, False
         self.waiting: Any = None
 

@@ -130,10 +130,10 @@ def test_a_storage_format_takes_its_bytes(bits, low_bytes, world_size):
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_an_offloaded_optimizer_leaves_the_weights_on_the_device(world_size):
     found = bytes_per_parameter(StorageFormat(32, 8, 32, offload=True), world_size)
-    beside = bytes_per_parameter(StorageFormat(32, 8), world_size)
+    state_bytes = bytes_per_parameter(StorageFormat(32, 8), world_size)
     assert found["load"] == pytest.approx(2, rel=0.01)
-    assert beside["score"] - found["score"] == pytest.approx(2 + 2.0625, rel=0.02)
-    assert beside["backward"] - found["backward"] > 4
+    assert state_bytes["score"] - found["score"] == pytest.approx(2 + 2.0625, rel=0.02)
+    assert state_bytes["backward"] - found["backward"] > 4
     assert found["host"] == pytest.approx(4 + 2 + 2.0625, rel=0.02)
     assert found["to_device"] == pytest.approx(found["host"], rel=0.01)
     # On one device the head's stripes are fp32.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
+from forest_cases import draw_branches, tokens_before
 from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.attention.install import install_attention, packing_unsupported_reason
 from lowpeak.batching.loss_tokens import num_loss_tokens
@@ -34,20 +36,18 @@ def name_of(budget):
     return f"{budget.layout}-{budget.max_tokens}-{budget.multiple}" + ("-where-it-pays" if budget.costs else "")
 
 
-def make_record(model, prompt, length, generator, mask):
+def make_record(model, prompt, length, generator, mask, branches=()):
     """A row after `prompt` whose old log-probs are near the policy's, so that some ratios clip."""
-    ids = torch.cat([prompt, torch.randint(2, 13, (length,), generator=generator)])
+    ids = torch.randint(2, 13, (length,), generator=generator).int()
+    completion = Completion(ids, torch.zeros(length), mask, "stop", branches=branches)
+    record = Record(0, tuple(prompt.tolist()), completion, (0.0,), 0.0)
     with torch.no_grad():
-        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-    exact = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None]).squeeze(1).float()
+        exact = plain_logprobs(model, [record])[0].float()
     noise = torch.randn(length, generator=generator)
     advantage = torch.randn(1, generator=generator).item()
-    return Record(
-        0,
-        tuple(prompt.tolist()),
-        Completion(ids[len(prompt) :].int(), exact, mask, "stop"),
-        (0.0,),
-        0.0,
+    return replace(
+        record,
+        completion=replace(completion, logprobs=exact),
         old=exact + 0.25 * noise,
         reference=exact + 0.5 * noise.flip(0),
         advantages=torch.full((length,), advantage),
@@ -67,7 +67,7 @@ def ragged_records(model, seed=0):
 
 
 def grouped_records(model, seed=0):
-    """Groups of mixed prompt lengths in mixed order: completions of one token, holes in masks, a prompt overridden."""
+    """Groups of mixed prompt lengths in mixed order: completions of one token, with branches, holes in masks, another prompt."""
     generator = torch.Generator().manual_seed(seed)
     records = []
     for prompt_length, lengths in [(7, (9, 1, 5, 3, 8, 6, 4)), (3, (2, 6, 4)), (1, (1, 1)), (5, (4,)), (6, (1, 7))]:
@@ -77,22 +77,38 @@ def grouped_records(model, seed=0):
             mask[torch.randint(length, (1,), generator=generator)] = True
             own = prompt.flip(0) if (prompt_length, number) == (7, 3) else prompt
             records.append(make_record(model, own, length, generator, mask))
+        # Branches of all kinds: from the prompt, from the completion, with a start of their own.
+        branches, mask = draw_branches(prompt_length, 9, generator), torch.rand(9, generator=generator) < 0.6
+        mask[-1] = True
+        mask[[each.start for each in branches if each.after < 0]] = False
+        records.append(make_record(model, prompt, 9, generator, mask, branches))
     order = torch.randperm(len(records), generator=generator).tolist()
     return [records[i] for i in order]
 
 
+def plain_paths(record):
+    """The tokens of prompt + completion that each part of a completion is read with, and how many of the last are the part."""
+    first = len(record.prompt_ids)
+    starts = [first, *(first + branch.start for branch in record.completion.branches)]
+    bounds = pairwise([*starts, record.num_tokens])
+    return [([*tokens_before(record, stop - 1), stop - 1], stop - start) for start, stop in bounds if stop > start]
+
+
 def plain_logprobs(model, records):
-    """Each row's log-probs over its completion, from one left-padded batch of full logits."""
-    width = max(record.num_tokens for record in records)
-    ids = torch.zeros(len(records), width, dtype=torch.int64)
+    """Each row's log-probs over its completion, from one left-padded batch of full logits; branches are rows."""
+    paths = [(record, path, own) for record in records for path, own in plain_paths(record)]
+    width = max(len(path) for _, path, _ in paths)
+    ids = torch.zeros(len(paths), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    for b, record in enumerate(records):
-        row = torch.tensor([*record.prompt_ids, *record.completion.ids.tolist()])
+    for b, (record, path, _) in enumerate(paths):
+        row = torch.tensor([*record.prompt_ids, *record.completion.ids.tolist()])[path]
         ids[b, width - len(row) :], mask[b, width - len(row) :] = row, 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits / TEMPERATURE
     logprobs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    return [logprobs[b, -len(record.completion) :] for b, record in enumerate(records)]
+    logprobs = torch.nn.functional.pad(logprobs, (1, 0))  # nothing predicts a sequence's first token
+    pieces = [logprobs[b, width - own :] for b, (_, _, own) in enumerate(paths)]
+    return list(torch.cat(pieces).split([len(record.completion) for record in records]))
 
 
 def plain_rows(settings, model, records):

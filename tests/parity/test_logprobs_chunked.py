@@ -115,14 +115,14 @@ def test_a_target_is_top_1_where_no_logit_is_greater_and_all_else_stays(way, gra
     is_top1 = torch.empty(len(targets), dtype=torch.bool)
     settings = replace(SETTINGS[name], is_top1_T=is_top1)
     with torch.set_grad_enabled(graph):
-        unasked = way(leaves, targets, weights, SETTINGS[name])
-        asked = way(leaves, targets, weights, settings)
+        without_top1 = way(leaves, targets, weights, SETTINGS[name])
+        with_top1 = way(leaves, targets, weights, settings)
         if graph:
-            asked[0].backward()
+            with_top1[0].backward()
     assert torch.equal(is_top1, logits.argmax(-1) == targets)
     assert is_top1[::2].all()
     assert not is_top1.all()
-    for one, other in zip(asked, unasked, strict=True):
+    for one, other in zip(with_top1, without_top1, strict=True):
         assert one is other is None or torch.equal(one, other)
 
 

@@ -137,20 +137,60 @@ def test_fp32_stays_within_rounding_of_the_exact_values(way, beta):
         assert_close_to_largest(ours.double(), definition, 1e-4)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_half_precision_rounds_the_states_and_heads_and_nothing_else(beta, dtype, autocast):
+    """Logits as spread as these would be spoiled by rounding, and a loss can hide what its gradients show."""
+    torch.manual_seed(0)
+    student = [torch.randn(NUM_TOKENS, 64), torch.randn(NUM_ROWS, 64) * (1.25 if beta == 0.5 else 3.75)]
+    teacher = [x.flip(0) for x in student]
+    biases = torch.linspace(-1, 1, NUM_ROWS), torch.linspace(1, -1, NUM_ROWS)
+    given, taught = (each if autocast else [x.to(dtype) for x in each] for each in (student, teacher))
+    leaves = [x.detach().requires_grad_() for x in (*given, biases[0])]
+    targets = torch.zeros(NUM_TOKENS, dtype=torch.long)
+    settings = ChunkSettings(4, entropy=True, beta=beta, teacher=TeacherHead(*taught, biases[1]))
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        values = chunked_logprobs(*leaves, targets, settings)
+    exact = [x.to(dtype).double().requires_grad_() for x in student] + [biases[0].double().requires_grad_()]
+    rounded = TeacherHead(*(x.to(dtype).double() for x in teacher), biases[1].double())
+    expected = naive(exact, targets, replace(settings, teacher=rounded))[1:]
+    for ours, definition in zip(values, expected, strict=True):
+        assert_close_to_largest(ours.double(), definition, 1e-5)
+    found, truth = gradients(values[2].sum(), leaves), gradients(expected[2].sum(), exact)
+    for ours, definition in zip(found, truth, strict=True):
+        assert_close_to_largest(ours.double(), definition, 1e-2)
+
+
+@pytest.mark.parametrize("way", ["recomputed", "fused"])
+def test_ids_to_which_both_models_give_no_probability_add_nothing(way):
+    weight = torch.full((2053, 1), -120.0)
+    weight[:2, 0] = torch.tensor([0.0, 1.0])
+    leaves = [torch.ones(NUM_TOKENS, 1).requires_grad_(), weight, None]
+    teacher = TeacherHead(torch.ones(NUM_TOKENS, 1), torch.cat([weight[:2].flip(0), weight[2:]]))
+    settings = ChunkSettings(4, entropy=True, entropy_grad=True, beta=0.5, teacher=teacher)
+    loss, *values = compute(way, leaves, torch.zeros(NUM_TOKENS, dtype=torch.long), settings)
+    likely = torch.tensor([0.0, 1.0])
+    torch.testing.assert_close(values[-1], naive_divergence(likely, likely.flip(0), 0.5).expand(NUM_TOKENS))
+    assert all(x.isfinite().all() for x in (loss, *values, *gradients(loss, leaves[:1])))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("way", ["recomputed", "fused", "module"])
 @pytest.mark.parametrize("beta", BETAS)
-def test_a_teacher_that_is_the_student_gives_exactly_zero(way, beta):
+def test_a_teacher_that_is_the_student_gives_exactly_zero(way, beta, autocast):
     torch.manual_seed(0)
     leaves = [torch.randn(shape).requires_grad_() for shape in ((NUM_TOKENS, 64), (NUM_ROWS, 64))] + [None]
     states, weight = (x.detach() for x in leaves[:2])
     head, num_ids = (linear(weight, None), NUM_ROWS) if way == "module" else (weight, None)
     teacher = TeacherHead(states, head, None, HeadScale(0.8, 1.5), num_ids)
     settings, targets = replace(SETTINGS["cap"], teacher=teacher, beta=beta), torch.zeros(NUM_TOKENS, dtype=torch.long)
-    if way == "fused":
-        loss, *_, divergence = fused_loss(*leaves, targets, lambda *values: values[-1].sum(), settings)
-    else:
-        divergence = compute(way, leaves, targets, settings)[-1]
-        loss = divergence.sum()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        if way == "fused":
+            loss, *_, divergence = fused_loss(*leaves, targets, lambda *values: values[-1].sum(), settings)
+        else:
+            divergence = compute(way, leaves, targets, settings)[-1]
+            loss = divergence.sum()
     assert not divergence.any()
     assert all(gradient.abs().max() < 1e-7 for gradient in gradients(loss, leaves))
 

@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 
 # RMS norms compute in fp32 whatever the model's dtype, and their gradients round there; GPT-2's do not.
 IN_FP32_NORMS = 1e-6
-FOREST = forest_of((6, (3, 1, 4)), (0, (7,)), (2, (5, 2)), (0, (3,)), padding=3)
+FOREST = forest_of((6, (3, 1, 4)), (0, (7,)), (2, (5, 2)), (0, (3,)), (4, ((2, (3, 6)), 1)), padding=3)
 
 
 def ids_1L():

@@ -25,6 +25,7 @@ from lowpeak.arguments.grpo import GRPOLossType
 from lowpeak.arguments.rloo import RLOOSettings
 from lowpeak.batching.packing import TokenBudget
 from lowpeak.heads.lm_head import install_head
+from lowpeak.training.rollout import with_old_logprobs
 from lowpeak.training.step import LogprobSettings, run_step
 from step_settings import OF_LOSS_TYPE, LocalStrategy
 from tiny_models import tiny_model
@@ -34,6 +35,7 @@ MODES = {
     "token_mask": Correction(False, True, 0.8, 1.25),
     "sequence_truncate": Correction(True, False, 0.6, 1.6),
     "sequence_mask": Correction(True, True, 0.6, 1.6),
+    "sequence_geometric_mask": Correction(True, True, 0.9, 1.05, True),
 }
 SEQUENCE_MODES = [name for name in MODES if name.startswith("sequence")]
 
@@ -43,8 +45,8 @@ def drifted(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
     records = []
     for record in ragged_records(model):
-        said = record.completion.logprobs + 0.25 * torch.randn(len(record.completion), generator=generator)
-        records.append(replace(record, old=None, completion=replace(record.completion, logprobs=said)))
+        sampled = record.completion.logprobs + 0.25 * torch.randn(len(record.completion), generator=generator)
+        records.append(replace(record, old=None, completion=replace(record.completion, logprobs=sampled)))
     return records
 
 
@@ -93,4 +95,21 @@ def test_a_corrected_rloo_step_equals_the_plain_padded_way(mode, max_tokens, chu
         model,
         lambda m: plain_rloo_loss(settings, m, records),
         lambda m: streamed(make_rloo(settings), m, records, max_tokens, chunk_size),
+    )
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("loss_type", get_args(GRPOLossType))
+@pytest.mark.parametrize("mode", [None, "sequence_geometric_mask"])
+def test_a_step_whose_old_log_probs_are_the_samplers_equals_the_plain_padded_way(loss_type, mode, num_steps):
+    if loss_type == "vespo" and mode is not None:
+        pytest.skip("VESPO takes no correction of sequences")
+    model = tiny_model()
+    install_head(model)
+    settings = replace(BASE, loss_type=loss_type, beta=0.04, score_old=False, **OF_LOSS_TYPE.get(loss_type, {}))
+    settings = replace(settings, old_policy="sampler", correction=None if mode is None else MODES[mode])
+    algorithm = make_grpo(settings)
+    records = with_old_logprobs(drifted(model), algorithm, num_steps)
+    assert_same_gradients(
+        model, lambda m: plain_grpo_loss(settings, m, records), lambda m: streamed(algorithm, m, records, 1000, 7)
     )

@@ -12,7 +12,7 @@ from lowpeak.errors import MemoryExhaustedError
 from lowpeak.logprobs.reference import naive_divergence
 from lowpeak.training.teacher import score as run_passes
 from rounding import assert_each_close_to_largest
-from small_runs import SGD, TOKENIZER, column, make, rows, same, trained, weights
+from small_runs import SGD, TOKENIZER, column, granite, make, rows, same, trained, weights
 from tiny_models import tiny_model
 
 TEMPERATURE = 0.8
@@ -60,9 +60,13 @@ def privileged_rows(count=8):
     return rows(count).add_column("privileged_context", ["12345678"[: 1 + i % 5] for i in range(count)])
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_loss_and_gradients_are_those_of_both_models_logits(tmp_path, monkeypatch, beta):
-    other = teacher()
+@pytest.mark.parametrize(
+    ("beta", "make_teacher"),
+    [(0.0, teacher), (0.5, teacher), (1.0, teacher), (1.0, granite)],
+    ids=["0", "0.5", "1", "granite"],
+)
+def test_loss_and_gradients_are_those_of_both_models_logits(tmp_path, monkeypatch, beta, make_teacher):
+    other = make_teacher()
     changes = {"teacher_model": other, "beta": beta, "max_grad_norm": 0.0, "micro_batch_tokens": 24}
     run, before, gradients = first_step(tmp_path, monkeypatch, **changes)
     expected = naive_loss(before.double(), other.double(), run.rollout.records, beta)

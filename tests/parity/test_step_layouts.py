@@ -23,6 +23,7 @@ from step_cases import (
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from all_pairs import all_pairs
+from forest_cases import shared_of, tokens_before
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.algorithms.supervised import make_supervised
@@ -30,6 +31,7 @@ from lowpeak.arguments.grpo import EntropyBonus, GRPOLossType
 from lowpeak.arguments.rloo import RLOOSettings
 from lowpeak.batching.packing import TokenBudget, pack
 from lowpeak.batching.prefix_tree import LayerCosts
+from lowpeak.records import Branch, Completion, Record
 from lowpeak.training.step import LogprobSettings, score
 from step_settings import OF_LOSS_TYPE
 from tiny_models import tiny_model
@@ -156,17 +158,70 @@ def test_scores_are_those_of_the_plain_way_and_a_supervised_step_is_their_mean(b
 
 def test_these_budgets_share_cut_and_decline_to_share():
     model = tiny_model()
-    records = grouped_records(model)
-    trees = [
-        [tree for batch in micro_batches(make_grpo(BASE), records, budget) for tree in batch.forest.trees]
-        for budget in FORESTS
-    ]
-    prompts = [sorted(tree.prompt for tree in each if tree.prompt) for each in trees]
+    records = [record for record in grouped_records(model) if not record.completion.branches]
+    forests = [[batch.forest for batch in micro_batches(make_grpo(BASE), records, budget)] for budget in FORESTS]
+    prompts = [sorted(length for forest in each for length in shared_of(forest)) for each in forests]
     assert prompts[0] == [3, 7]
     assert prompts[1] == [3, 7, 7]
     assert prompts[2] == [3]
     assert prompts[3] == prompts[4] == []
     assert prompts[5] == [3, 7]
-    assert len(trees[2]) > len(trees[0])
+    num_trees = [sum(node.parent < 0 for forest in each for node in forest.nodes) for each in forests]
+    assert num_trees[2] > num_trees[0]
     cut, whole = (len(micro_batches(make_grpo(BASE), records, TokenBudget(size))) for size in (12, 1000))
     assert cut > whole == 1
+
+
+def transcript(prompt, tools, generator):
+    """A conversation that is compacted twice and asks two subagents with tools of their own: sampled tokens, then context."""
+
+    def draw(size):
+        return torch.randint(2, 13, (size,), generator=generator)
+
+    first, turn = len(prompt), [(30, True), (12, False), (20, True)]
+    parts = [(first - 1, turn), (31, [(15, False), *turn]), (31, [(15, False), *turn])]
+    ids, mask, branches = [], [], []
+    for after, pieces in parts:
+        if ids:
+            branches.append(Branch(sum(map(len, ids)), after))
+        for size, is_sampled in pieces:
+            ids.append(draw(size))
+            mask += [is_sampled] * size
+    start = len(mask)
+    branches += [Branch(start, -1), Branch(start + 40 + 28, first + start + 39)]
+    for piece, is_sampled in ((tools, False), (draw(8), False), (draw(20), True), (draw(8), False), (draw(20), True)):
+        ids.append(piece)
+        mask += [is_sampled] * len(piece)
+    completion = Completion(
+        torch.cat(ids).int(), torch.zeros(len(mask)), torch.tensor(mask), "stop", branches=tuple(branches)
+    )
+    return Record(0, tuple(prompt.tolist()), completion, (0.0,), 0.0)
+
+
+def test_scores_of_conversations_with_branches_are_the_plain_ways_and_few_more_tokens_than_are_distinct_are_forwarded():
+    generator = torch.Generator().manual_seed(0)
+    tools, distinct, records = torch.randint(2, 13, (40,), generator=generator), 0, []
+    for _ in range(2):
+        prompt = torch.randint(2, 13, (48,), generator=generator)
+        group = [transcript(prompt, tools, generator) for _ in range(4)]
+        seen = set()  # the beginnings of sequences up to what predicts a loss token
+        for record in group:
+            ids = [*record.prompt_ids, *record.completion.ids.tolist()]
+            for offset in record.completion.loss_mask.nonzero().flatten().tolist():
+                before = [ids[i] for i in tokens_before(record, len(prompt) + offset)]
+                seen |= {tuple(before[:length]) for length in range(1, len(before) + 1)}
+        distinct, records = distinct + len(seen), records + group
+    model, sizes = ready(tiny_model(context=256)), []
+    model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    with torch.no_grad():
+        plain = zip(plain_logprobs(model, records), records, strict=True)
+        expected, forwarded = [logprobs[record.completion.loss_mask] for logprobs, record in plain], {}
+    for layout in ("shared", "rows", "padded"):
+        batches = pack(records, range(len(records)), TokenBudget(2048, 8, layout=layout))
+        sizes.clear()
+        scored = score(model, batches, CORE)
+        forwarded[layout] = sum(sizes)
+        wanted = torch.cat([expected[i] for batch in batches for i in batch.record_indices])
+        torch.testing.assert_close(torch.cat([each["logprobs"] for each in scored]), wanted, rtol=0.0, atol=1e-5)
+    assert distinct <= forwarded["shared"] <= 1.05 * distinct
+    assert forwarded["shared"] < forwarded["rows"] < forwarded["padded"]

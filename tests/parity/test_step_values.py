@@ -15,6 +15,7 @@ from step_cases import (
     micro_batches,
     name_of,
     plain_logprobs,
+    plain_paths,
     ready,
     streamed_loss,
 )
@@ -91,11 +92,11 @@ def under_adapters():
 
 
 def plain_values(model, layout, records):
-    """Each row's values over its completion, row by row, without a critic's module."""
+    """Each row's values over its completion, branch by branch, without a critic's module."""
     causal = causal_lm(model)
     found = []
-    for record in records:
-        ids = torch.tensor([[*record.prompt_ids, *record.completion.ids.tolist()]])
+    for row, (path, own) in [(record, each) for record in records for each in plain_paths(record)]:
+        ids = torch.tensor([*row.prompt_ids, *row.completion.ids.tolist()])[None, path]
         if layout == "head":
             hidden = causal.model(ids).last_hidden_state
         elif layout == "model":
@@ -105,8 +106,9 @@ def plain_values(model, layout, records):
             hidden = causal.model(ids).last_hidden_state
             use_adapter(model, "default")
         weight = (causal.critic.classifier if layout == "model" else causal.critic).score.weight
-        found.append((hidden[0, len(record.prompt_ids) - 1 : -1] @ weight.T)[:, 0])
-    return found
+        values = torch.nn.functional.pad((hidden[0, :-1] @ weight.T)[:, 0], (1, 0))
+        found.append(values[len(path) - own :])
+    return list(torch.cat(found).split([len(record.completion) for record in records]))
 
 
 def use_adapter(model, adapter):
@@ -147,9 +149,9 @@ def test_a_ppo_step_and_scored_values_equal_the_plain_way(layout, budget):
     batches = micro_batches(algorithm, records, budget)
     scored = score(model, batches, LogprobSettings(TEMPERATURE, 5, torch.device("cpu")), values=True)
     expected = plain_values(model, layout, records)
-    for batch, found in zip(batches, scored, strict=True):
-        wanted = torch.cat([expected[i][records[i].completion.loss_mask] for i in batch.record_indices])
-        assert_close_to_largest(found["values"], wanted.detach(), 6e-6)
+    indices = [i for batch in batches for i in batch.record_indices]
+    wanted = torch.cat([expected[i][records[i].completion.loss_mask] for i in indices])
+    assert_close_to_largest(torch.cat([found["values"] for found in scored]), wanted.detach(), 6e-6)
     for parameter in model.parameters():
         parameter.requires_grad_(layout != "adapter" or parameter.requires_grad)
     trained = torch.nn.Module()

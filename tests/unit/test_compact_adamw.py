@@ -126,9 +126,9 @@ def test_stochastic_rounding_to_bf16_loses_no_update_on_average():
     start = exact[0].weight.detach().clone()
     train(exact, torch.optim.AdamW(exact.parameters(), lr=1e-4), 60)
     train(compact, CompactAdamW(compact.parameters(), lr=1e-4, weight_bits=16), 60)
-    asked = (exact[0].weight.detach() - start).flatten()
+    exact_update = (exact[0].weight.detach() - start).flatten()
     arrived = (compact[0].weight.detach().float() - start).flatten()
-    assert float(asked @ arrived / (asked @ asked)) == pytest.approx(1, abs=0.02)
+    assert float(exact_update @ arrived / (exact_update @ exact_update)) == pytest.approx(1, abs=0.02)
 
 
 def test_matrices_have_8_bit_states_and_other_tensors_fp32_ones():

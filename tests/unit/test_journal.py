@@ -277,8 +277,8 @@ except CheckpointError as error:
 
 def test_a_line_that_the_disk_cuts_short_is_taken_back_and_said(tmp_path):
     command = [sys.executable, "-c", FILL_THE_DISK, str(tmp_path)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert f"{tmp_path}: File too large" in said
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert f"{tmp_path}: File too large" in output
     assert [row["step"] for row in lines(tmp_path / "steps.jsonl")] == list(range(1, 10))
 
 
@@ -303,14 +303,14 @@ def test_no_file_is_written_through_a_link(tmp_path, name):
     journal = write_run(tmp_path / "run", 2)
     (tmp_path / "run" / name).unlink(missing_ok=True)
     (tmp_path / "run" / name).symlink_to(target)
-    told = pytest.raises(CheckpointError, match=rf"{name} ")
+    error = pytest.raises(CheckpointError, match=rf"{name} ")
     if name == "steps.jsonl.new":
-        with told:
+        with error:
             Journal(tmp_path / "run").resume_at(1)
     else:
-        with told:
+        with error:
             Journal(tmp_path / "run").begin_run()
-        with told:
+        with error:
             journal.write_step(3, {})
             journal.write_rollout(3, [{}])
     assert target.read_text() == "precious"

@@ -23,11 +23,13 @@ def main(runs: list[Path]) -> None:
         tab = browser.new_page(viewport={"width": WIDTH, "height": 800})
         tab.goto(page.as_uri())
         tab.wait_for_selector("#list article")
-        draw(tab, "report-curves.png", "h1", 820)
+        tab.fill("#smoothing", "0.6")
+        draw(tab, "report-curves.png", "#axis", 720)
         draw(tab, "report-phases.png", "#phases", 690)
         tab.check("#valued")
-        tab.select_option("#sort", "reward")
-        draw(tab, "report-completions.png", "#sampled", 620)
+        tab.select_option("#sort", "step")
+        tab.check("#descending")
+        draw(tab, "report-completions.png", "#sampled", 720)
         browser.close()
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from find_browser import find_browser
-from playwright.sync_api import sync_playwright
+from accessibility import violations
 
 from journals import MARKUP, conversation, online_run, token_row
 from lowpeak.journal import Journal
@@ -16,16 +15,21 @@ from lowpeak.report.page import write_report
 class Opened:
     """A report in a browser's tab, with what it asked for and complained of."""
 
-    def __init__(self, browser, *runs: Path) -> None:
+    def __init__(self, browser, *runs: Path, view: str = "completions", **settings) -> None:
         self.requests, self.messages = [], []
         self.path = write_report(list(runs), runs[0] / "report.html")
-        self.tab = browser.new_page(viewport={"width": 1280, "height": 900})
+        self.tab = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **settings})
         self.tab.on("request", lambda request: self.requests.append(request.url))
         self.tab.on("console", lambda message: self.messages.append(message.text))
         self.tab.on("pageerror", lambda error: self.messages.append(str(error)))
         self.tab.on("dialog", lambda dialog: self.messages.append(dialog.message))
         self.tab.goto(self.path.as_uri())
         self.tab.wait_for_selector("#sampled:not(:empty)", state="attached")
+        self.choose(view)
+
+    def choose(self, view: str) -> None:
+        if self.tab.is_visible("#view"):
+            self.tab.select_option("#view", view)
 
     def texts(self, selector: str) -> list[str]:
         return self.tab.locator(selector).all_text_contents()
@@ -47,16 +51,6 @@ class Opened:
 
 
 @pytest.fixture(scope="module")
-def browser():
-    path = find_browser()
-    assert path is not None, "`make test-report` installs a browser"
-    with sync_playwright() as started:
-        running = started.chromium.launch(executable_path=path)
-        yield running
-        running.close()
-
-
-@pytest.fixture(scope="module")
 def opened(browser, tmp_path_factory):
     return Opened(browser, online_run(tmp_path_factory.mktemp("report") / "run", num_steps=10))
 
@@ -67,6 +61,7 @@ def first_view(request):
     if "opened" in request.fixturenames:
         opened = request.getfixturevalue("opened")
         opened.tab.reload()
+        opened.choose("completions")
         opened.requests.clear()
         opened.requests.append(opened.path.as_uri())
 
@@ -119,6 +114,115 @@ def test_pages_are_turned(opened):
     assert opened.tab.is_disabled("#next")
     assert len(opened.completions()) == 20
     assert opened.completions()[0] == "text 20"
+
+
+def test_a_group_has_its_prompt_once_and_its_answers_by_reward_with_coloured_advantages(browser, tmp_path):
+    folder = online_run(tmp_path / "run", num_steps=12)
+    journal = Journal(folder / "journal")
+    journal.resume_at(0)
+    for step in range(1, 13):
+        rewards = {0: 0.25, 1: 1.0, 2: 1 / 3}
+        rows = [
+            {"rollout": step, "group": 0, "prompt": f"prompt {step}", "completion": f"answer {i} of {step}"}
+            | {"reward": x, "advantage": x - 0.5, "rewards": {"f": -x * step}, "columns": {"answer": 7}}
+            for i, x in rewards.items()
+        ]
+        journal.write_rollout(step, rows)
+    opened = Opened(browser, folder, view="groups")
+    assert opened.texts("#found") == ["12 groups, page 1 of 2"]
+    assert opened.texts("#list .prompt") == [f"prompt {step}" for step in range(1, 11)]
+    assert opened.completions()[:3] == ["answer 1 of 1", "answer 2 of 1", "answer 0 of 1"]
+    shown = opened.texts("#list .answer .facts")[1]
+    assert " ".join(shown.split()) == "reward 0.3333 advantage -0.1667 length none f -0.3333"
+    head = opened.texts("#list .facts")[0]
+    assert " ".join(head.split()) == "step 1 group 1/0 answers 3 mean reward 0.5278 answer 7"
+    colors = opened.tab.locator("#list .answer >> .facts b:nth-of-type(2)").evaluate_all(
+        "all => all.slice(0, 3).map(e => getComputedStyle(e).backgroundColor)"
+    )
+    assert colors == ["rgba(34, 160, 107, 0.65)", "rgba(229, 72, 77, 0.318)", "rgba(229, 72, 77, 0.4)"]
+    opened.tab.select_option("#sort", "rewards/f")
+    assert opened.texts("#list .prompt")[0] == "prompt 12"
+    opened.tab.fill("#step-to", "3")
+    opened.tab.fill("#reward-from", "0.9")
+    opened.tab.press("#reward-from", "Tab")
+    assert opened.texts("#list .prompt") == ["prompt 3", "prompt 2", "prompt 1"]
+    assert opened.texts("#list .answer:not(.other) .completion") == [f"answer 1 of {step}" for step in (3, 2, 1)]
+    assert opened.tab.locator("#list .answer.other").count() == 6
+    opened.choose("completions")
+    assert opened.completions() == [f"answer 1 of {step}" for step in (3, 2, 1)]
+    opened.check_is_alone()
+
+
+def test_curves_are_smoothed_and_stand_over_tokens_or_hours(browser, tmp_path):
+    journal = Journal(tmp_path / "run" / "journal")
+    for step in range(1, 31):
+        journal.write_step(step, {"reward": float(step % 2), "num_tokens": 50.0 * step, "step_time": 36.0})
+    opened = Opened(browser, tmp_path / "run")
+    drawn = "document.querySelector('#curves .js-plotly-plot').data.map(t => [t.x.slice(-1)[0], t.y.slice(-2)])"
+    assert opened.tab.evaluate(drawn) == [[30, [1, 0]]]
+    opened.tab.select_option("#axis", "tokens")
+    opened.tab.fill("#smoothing", "0.5")
+    raw, smooth = opened.tab.evaluate(drawn)
+    assert raw == [1500, [1, 0]]
+    assert smooth == [1500, [pytest.approx(2 / 3), pytest.approx(1 / 3)]]
+    opened.tab.select_option("#axis", "hours")
+    assert opened.tab.evaluate(drawn)[0][0] == pytest.approx(0.3)
+    assert opened.texts("#curves .xtitle")[0] == "hours"
+    opened.check_is_alone()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_dark_page_fits_the_width_of_a_telephone(browser, tmp_path, width):
+    long = {"prompt": "word " * 400, "completion": "x" * 500}
+    folder = online_run(tmp_path / "a-run-with-a-long-name-of-many-parts-in-one-word", **long)
+    journal = Journal(folder / "journal")
+    journal.resume_at(4)
+    journal.write_event(4, "out of memory", error="y" * 300)
+    settings = {"viewport": {"width": width, "height": 800}, "color_scheme": "dark"}
+    opened = Opened(browser, folder, view="groups", **settings)
+    assert opened.tab.evaluate("document.documentElement.scrollWidth") == width
+    assert opened.tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
+    assert opened.tab.evaluate("document.querySelector('#curves .js-plotly-plot').layout.font.color") == "#e6e8eb"
+    box = opened.tab.locator("#curves .js-plotly-plot .main-svg").first.bounding_box()
+    assert box["x"] + box["width"] <= width
+    prompt = opened.tab.locator("#list .prompt").first
+    before = prompt.bounding_box()["height"]
+    opened.tab.locator("#list button").first.click()
+    assert prompt.bounding_box()["height"] > before
+    opened.check_is_alone()
+
+
+@pytest.mark.parametrize("view", ["groups", "completions"])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_page_breaks_no_rule_of_accessibility(browser, tmp_path, count, width, scheme, view):
+    folder = online_run(tmp_path / "one", **conversation(f"line\n{'x' * 400}"))
+    journal = Journal(folder / "journal")
+    journal.resume_at(4)
+    journal.write_event(4, "out of memory", error="not enough")
+    settings = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+    opened = Opened(browser, *(folder, online_run(tmp_path / "two", 2))[:count], view=view, **settings)
+    opened.tab.click("#more summary")
+    opened.tab.wait_for_selector("#others .js-plotly-plot")
+    opened.tab.locator("details.reply summary").first.click()
+    assert violations(opened.tab) == []
+
+
+def test_an_open_page_of_a_watched_run_loads_itself_and_keeps_what_was_chosen(browser, tmp_path):
+    folder = online_run(tmp_path / "run")
+    page = write_report([folder], reload_seconds=0.5)
+    tab = browser.new_page()
+    tab.goto(page.as_uri())
+    tab.fill("#search", "text 7")
+    tab.check("#descending")
+    journal = Journal(folder / "journal")
+    journal.resume_at(4)
+    journal.write_step(5, {"reward": 0.75})
+    write_report([folder], reload_seconds=0.5)
+    tab.wait_for_selector("#header td:text-is('5')")
+    assert tab.input_value("#search") == "text 7"
+    assert tab.is_checked("#descending")
+    tab.close()
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import gc
 import os
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from agent_programs import agent
+from lowpeak.arguments import ToolSettings
 from lowpeak.arguments.sampling import Sampling
+from lowpeak.data import PromptReader
+from lowpeak.environments.engine import EnvironmentEngine
+from lowpeak.environments.toolset import Toolset
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.ranks import Ranks, has_process_group
 from lowpeak.records import Prompt
@@ -19,7 +27,7 @@ from lowpeak.rollout.native.output import end_token_ids
 from lowpeak.vllm.compatibility import warn_unsupported
 from lowpeak.vllm.engine import EngineSharing, PolicyFacts, VllmEngine
 from lowpeak.vllm.requests import CompletionLengths
-from turn_programs import converse, ids_of
+from turn_programs import REPLY, converse, ids_of
 from vllm_in_process import logprobs_of
 from vllm_runs import TOKENIZER, grpo_arguments, grpo_trainer
 
@@ -63,6 +71,13 @@ def over(trainer, **settings):
     return made
 
 
+def own(trainer):
+    """The trainer's engine with its weights again, since another engine may have pushed to its vLLM."""
+    engine = trainer.collector.engine
+    engine.load(slices(trainer, engine), 0)
+    return engine
+
+
 def slices(trainer, engine):
     form = engine.slice_form
     return trainer.run.strategy.slices(trainer.model, form.max_bytes, form.dtype, form.weights)
@@ -99,7 +114,7 @@ def assert_logprobs_are_the_policys(model, groups, temperature):
 )
 def test_greedy_groups_are_the_native_engines(trainer, native, changes):
     sampling = replace(GREEDY, **changes)
-    groups, expected = (engine.generate(MANY, sampling) for engine in (trainer.collector.engine, native))
+    groups, expected = (engine.generate(MANY, sampling) for engine in (own(trainer), native))
     assert tokens(groups) == tokens(expected)
     for ours, theirs in zip(groups, expected, strict=True):
         for one, other in zip(ours.completions, theirs.completions, strict=True):
@@ -109,19 +124,19 @@ def test_greedy_groups_are_the_native_engines(trainer, native, changes):
 @pytest.mark.parametrize("changes", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 1.0}])
 def test_sampling_logprobs_are_of_the_full_softmax_at_the_temperature(trainer, changes):
     sampling = replace(SAMPLED, **changes)
-    groups = trainer.collector.engine.generate(MANY, sampling)
+    groups = own(trainer).generate(MANY, sampling)
     assert_logprobs_are_the_policys(trainer.model, groups, sampling.temperature)
     assert len({str(rows) for rows in tokens(groups)}) == len(MANY)
 
 
 def test_a_draw_depends_on_neither_waves_nor_order(trainer):
-    whole = tokens(trainer.collector.engine.generate(MANY, SAMPLED))
+    whole = tokens(own(trainer).generate(MANY, SAMPLED))
     assert tokens(over(trainer, batch_size=3).generate(MANY, SAMPLED)) == whole
-    assert tokens(trainer.collector.engine.generate(MANY[::-1], SAMPLED)) == whole[::-1]
+    assert tokens(own(trainer).generate(MANY[::-1], SAMPLED)) == whole[::-1]
     parts = [replace(SAMPLED, num_generations=2, first_completion=first) for first in (0, 2)]
-    halves = [tokens(trainer.collector.engine.generate(MANY, part)) for part in parts]
+    halves = [tokens(own(trainer).generate(MANY, part)) for part in parts]
     assert [first + second for first, second in zip(*halves, strict=True)] == whole
-    assert tokens(trainer.collector.engine.generate(MANY, replace(SAMPLED, rollout=1))) != whole
+    assert tokens(own(trainer).generate(MANY, replace(SAMPLED, rollout=1))) != whole
 
 
 def uneven(conversation, turn):
@@ -132,7 +147,7 @@ def uneven(conversation, turn):
 def test_turns_of_conversations_are_the_native_engines_at_any_speed_of_tools(trainer, native, sampling):
     long = prompts("0123456789" * 13 + "=")  # its turns find a block of 128 tokens in the prefix cache
     sampling = replace(sampling, num_generations=1)
-    found = converse(trainer.collector.engine, [*MANY, replace(long[0], serial=7)], sampling, delay=uneven)
+    found = converse(own(trainer), [*MANY, replace(long[0], serial=7)], sampling, delay=uneven)
     narrow = converse(over(trainer, batch_size=3), [*MANY, replace(long[0], serial=7)], sampling)
     assert ids_of(found) == ids_of(narrow)
     assert len(found) == 8
@@ -145,21 +160,53 @@ def test_turns_of_conversations_are_the_native_engines_at_any_speed_of_tools(tra
 
 
 def test_a_conversation_of_one_turn_is_an_ordinary_completion(trainer):
-    engine = trainer.collector.engine
+    engine = own(trainer)
     groups = engine.generate(MANY, SAMPLED)
     found = converse(engine, MANY, SAMPLED, num_turns=1)
-    said = {(group.prompt.serial, i): one.ids.tolist() for group in groups for i, one in enumerate(group.completions)}
-    assert {conversation: turns[0][1].ids for conversation, turns in found.items()} == said
+    ids_by_row = {
+        (group.prompt.serial, i): one.ids.tolist() for group in groups for i, one in enumerate(group.completions)
+    }
+    assert {conversation: turns[0][1].ids for conversation, turns in found.items()} == ids_by_row
+
+
+def test_programs_draw_the_turns_of_conversations_and_one_that_leaves_frees_its_place(trainer):
+    sampling, tokenizer = replace(SAMPLED, num_generations=1), copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    rows = [replace(prompt, source=[{"role": "user", "content": "1"}], columns={"ids": prompt.ids}) for prompt in MANY]
+
+    async def three_turns(client, row):
+        history = list(row["ids"])
+        for _ in range(3):
+            turn = client.turn(history, max_tokens=sampling.max_new_tokens)
+            if len(history) > len(row["ids"]):
+                lost = asyncio.ensure_future(client.turn([*history, 7]))
+                await asyncio.sleep(0.02)
+                lost.cancel()
+            history += [*await turn, *REPLY]
+
+    toolset = Toolset([], agent(three_turns), ToolSettings(None, 60.0, max_branches=9))
+    metrics = {}
+    end_ids = partial(end_token_ids, trainer.model, TOKENIZER)
+    engine = EnvironmentEngine(own(trainer), tokenizer, toolset, {}, PromptReader, end_ids, metrics.update)
+    groups = engine.generate(rows, replace(sampling, max_new_tokens=60))
+    toolset.close()
+    expected = converse(own(trainer), MANY, sampling)
+    for group in groups:
+        (completion,) = group.completions
+        turns = expected[group.prompt.serial, 0]
+        assert completion.ids.tolist() == [*turns[2][0][len(group.prompt.ids) :], *turns[2][1].ids]
+        assert not completion.conversation.has_failed
+    assert metrics["programs/disconnected"].value() > 0
 
 
 def test_turns_past_their_limit_or_refused_leave_an_engine_that_goes_on(trainer):
-    expected = converse(trainer.collector.engine, MANY, GREEDY, num_turns=1)
-    for engine, asked, error, match in (
-        (over(trainer, wave_timeout=1e-9), MANY, LostEngineError, "vllm_wave_timeout"),
-        (over(trainer), [Prompt(0, (999,), "")], EngineError, "999"),
+    expected = converse(own(trainer), MANY, GREEDY, num_turns=1)
+    for settings, batch, error, match in (
+        ({"wave_timeout": 1e-9}, MANY, LostEngineError, "vllm_wave_timeout"),
+        ({}, [Prompt(0, (999,), "")], EngineError, "999"),
     ):
         with pytest.raises(error, match=match):
-            converse(engine, asked, SAMPLED)
+            converse(over(trainer, **settings), batch, SAMPLED)
     assert ids_of(converse(over(trainer), MANY, GREEDY, num_turns=1)) == ids_of(expected)
 
 
@@ -187,7 +234,7 @@ def scheduled(trainer, monkeypatch):
         if forget:
             monkeypatch.setattr(vllm, "_lengths", CompletionLengths())
         counts.update(at_once=0, preempted=0)
-        groups = trainer.collector.engine.generate(MANY, sampling)
+        groups = own(trainer).generate(MANY, sampling)
         return tokens(groups), counts["at_once"], counts["preempted"]
 
     return generate
@@ -217,7 +264,7 @@ def test_a_regular_expression_bounds_completions(trainer):
 
 def test_keys_and_values_of_old_weights_are_forgotten(trainer):
     long = prompts("0123456789" * 30 + "=")  # more than the blocks of 128 tokens that are cached
-    engine = trainer.collector.engine
+    engine = own(trainer)
     engine.generate(long, SAMPLED)
     kept = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     try:
@@ -239,12 +286,20 @@ def test_a_wave_past_its_limit_is_given_up_and_the_engine_goes_on(trainer):
     engine = over(trainer, wave_timeout=1e-9)
     with pytest.raises(LostEngineError, match="vllm_wave_timeout"):
         engine.generate(MANY, SAMPLED)
-    assert tokens(over(trainer).generate(MANY, GREEDY)) == tokens(trainer.collector.engine.generate(MANY, GREEDY))
+    assert tokens(over(trainer).generate(MANY, GREEDY)) == tokens(own(trainer).generate(MANY, GREEDY))
+
+
+def test_weights_that_another_engine_pushed_under_the_same_version_are_noticed(trainer):
+    engine = own(trainer)
+    engine.generate(MANY, GREEDY)
+    over(trainer)
+    with pytest.raises(LostEngineError, match=r"version 0.*client"):
+        engine.generate(MANY, GREEDY)
 
 
 def test_a_prompt_that_vllm_refuses_is_an_error(trainer):
     with pytest.raises(EngineError, match="999"):
-        trainer.collector.engine.generate([Prompt(0, (999,), "")], SAMPLED)
+        own(trainer).generate([Prompt(0, (999,), "")], SAMPLED)
 
 
 def state():

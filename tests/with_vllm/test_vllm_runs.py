@@ -10,7 +10,8 @@ import pytest
 import torch
 from spawn import launch
 
-from vllm_runs import grpo_arguments, grpo_trainer, steps_of, weights_of
+from lowpeak import DistillationConfig, DistillationTrainer
+from vllm_runs import DATA, TOKENIZER, arguments_in, grpo_arguments, grpo_trainer, small_model, steps_of, weights_of
 
 DRIFT = "sampling/sampling_logp_difference/max"
 
@@ -62,6 +63,15 @@ def test_two_ranks_train_what_one_process_does(tmp_path, alone, cases):
         assert all(step[DRIFT] < 1e-5 for step in found["steps"])
         for name, weight in weights.items():
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-3, atol=1e-4, msg=f"{case}: {name}")
+
+
+def test_a_teacher_reads_what_vllm_wrote(tmp_path):
+    args = DistillationConfig(**arguments_in(tmp_path, max_steps=2, num_generations=1, teacher_model_kind="live"))
+    data = DATA.add_column("privileged_context", ["77"] * len(DATA))
+    run = DistillationTrainer(small_model(), args=args, train_dataset=data, processing_class=TOKENIZER)
+    run.train()
+    assert len(steps_of(run)) == 2
+    assert all(step[DRIFT] < 1e-5 and step["divergence"] > 1e-6 for step in steps_of(run))
 
 
 @pytest.mark.release

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from lowpeak import GRPOTrainer
 from lowpeak.arguments.sampling import Sampling
 from lowpeak.arguments.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
@@ -32,10 +34,11 @@ from lowpeak.vllm.server import ServerVllm, connect_servers
 from tiny_models import char_tokenizer
 from turn_programs import converse, ids_of
 from vllm_in_process import logprobs_of, slices
-from vllm_runs import grpo_arguments, grpo_trainer, steps_of
+from vllm_runs import DATA, grpo_arguments, grpo_trainer, spread, steps_of
 from vllm_servers import SECRET, environment, members, metric, model_in, model_of, serving, until
 
 EOS, RUNNING = 1, "num_requests_running"
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
 pytestmark = pytest.mark.timeout(600)  # a server takes half a minute to start, minutes where others compute beside it
 
 
@@ -46,8 +49,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(folder):
-    """Two servers, started side by side; the second can serve adapters."""
-    adapters = ("--enable-lora", "--max-lora-rank", "8")
+    """Two servers, started side by side; the second can serve three adapters at once."""
+    adapters = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "3")
     first_log, second_log = folder.parent / "first.log", folder.parent / "second.log"
     with serving(folder, first_log) as first, serving(folder, second_log, *adapters) as second:
         first.vllm()
@@ -57,7 +60,10 @@ def servers(folder):
 
 @pytest.fixture(scope="module")
 def vllm(servers):
-    return servers[0].vllm()
+    """The client of the first, which it asks by the route of arrays."""
+    found = servers[0].vllm()
+    assert found.info().serves_tokens
+    return found
 
 
 def request(first, length=24, **params):
@@ -90,9 +96,9 @@ def largest_error(model, requests, answers, temperature=1.0):
     pairs = zip(requests, answers, strict=True)
     return max(
         float(
-            (logprobs_of(model, asked.prompt_ids, list(got.ids), temperature) - torch.tensor(got.logprobs)).abs().max()
+            (logprobs_of(model, sent.prompt_ids, list(got.ids), temperature) - torch.tensor(got.logprobs)).abs().max()
         )
-        for asked, got in pairs
+        for sent, got in pairs
     )
 
 
@@ -108,7 +114,8 @@ def test_it_says_what_it_is(vllm, folder):
 
 
 @pytest.mark.parametrize(
-    "path", ["collective_rpc", "pause", "v1/completions", "inference/v1/generate", "metrics", "server_info"]
+    "path",
+    ["collective_rpc", "pause", "v1/completions", "inference/v1/generate", "lowpeak_tokens", "metrics", "server_info"],
 )
 def test_no_route_but_health_answers_without_the_token(vllm, path):
     for headers in ({}, {"Origin": "https://example.com", "Content-Type": "text/plain"}):
@@ -148,7 +155,7 @@ def test_malformed_bytes_on_its_port_neither_act_nor_stop_it(vllm, sent):
 
 @pytest.mark.release
 @pytest.mark.parametrize("body", [b"", b"5", b"[" * 60_000, b'{"a":1}', b"\xff\xfe", b'{"token_ids": "x"}'])
-@pytest.mark.parametrize("path", ["inference/v1/generate", "collective_rpc"])
+@pytest.mark.parametrize("path", ["inference/v1/generate", "lowpeak_tokens", "collective_rpc"])
 def test_malformed_requests_with_the_token_are_refused_and_it_goes_on(vllm, path, body):
     headers = {"Authorization": f"Bearer {SECRET}", "Content-Type": "application/json"}
     with pytest.raises(HTTPError) as refused:
@@ -165,12 +172,17 @@ def test_a_client_with_another_token_is_told_so(servers):
 # what it answers
 
 
-@pytest.mark.parametrize("route", ["/inference/v1/generate", "/v1/completions"])
-def test_token_ids_come_back_with_the_log_probs_of_transformers(vllm, route):
-    vllm._route = route
+ROUTES = ("/lowpeak_tokens", "/inference/v1/generate", "/v1/completions")
+
+
+def test_token_ids_come_back_with_the_log_probs_of_transformers_the_same_bits_by_each_route(vllm):
     requests = [request(2 + i % 8, seed=i, temperature=1.0, top_p=0.9, logprobs=0) for i in range(24)]
     answers = vllm.complete(requests, 120)
-    vllm._route = None
+    by_route = []
+    for vllm._route in ROUTES[::-1]:
+        one_by_one = [vllm.complete([each], 60)[0] for each in requests[:6]]
+        by_route.append([(each.ids, each.logprobs, each.finish_reason) for each in one_by_one])
+    assert by_route[0] == by_route[1] == by_route[2]
     assert largest_error(model_of(), requests, answers) < 1e-4
     assert {answer.finish_reason for answer in answers} <= {"stop", "length"}
     assert all((answer.ids[-1] == EOS) == (answer.finish_reason == "stop") for answer in answers)
@@ -184,16 +196,16 @@ def test_log_probs_are_at_the_sampling_temperature_once_it_was_told(vllm):
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("refused", "words"),
     [
         (Request((2, 99), {"max_tokens": 4}), "99"),
         (request(2, temperature=-1.0), "temperature"),
         (Request((2,) * 1100, {"max_tokens": 4}), "1024"),
     ],
 )
-def test_what_vllm_refuses_is_an_error_in_its_words_and_it_goes_on(vllm, asked, said):
-    with pytest.raises(EngineError, match=said) as found:
-        vllm.complete([asked], 60)
+def test_what_vllm_refuses_is_an_error_in_its_words_and_it_goes_on(vllm, refused, words):
+    with pytest.raises(EngineError, match=words) as found:
+        vllm.complete([refused], 60)
     assert not isinstance(found.value, LostEngineError)
     assert vllm.complete([request(2)], 60)
 
@@ -207,7 +219,7 @@ def test_a_pause_gives_requests_up_and_afterwards_it_answers_again(vllm):
 
 
 def test_a_wave_that_takes_too_long_is_given_up_on_both_sides(vllm):
-    with pytest.raises(LostEngineError, match="/inference/v1/generate"):
+    with pytest.raises(LostEngineError, match="/lowpeak_tokens"):
         vllm.complete(long_wave(), 1.0)
     until(lambda: metric(vllm.url, RUNNING) == 0, 20, "requests are aborted")
 
@@ -216,9 +228,12 @@ def test_a_wave_that_takes_too_long_is_given_up_on_both_sides(vllm):
 
 
 def test_two_servers_share_the_prompts_and_answer_with_the_weights_that_were_sent(servers):
-    policy, told = model_of(seed=8), VllmSettings(ServerSettings(tuple(each.url for each in servers), token=SECRET))
+    policy, settings = model_of(seed=8), VllmSettings(ServerSettings(tuple(each.url for each in servers), token=SECRET))
     engine = VllmEngine(
-        lambda: connect_servers(told.where), told, PolicyFacts(lambda sampling: {EOS}, 13), EngineSharing(Ranks())
+        lambda: connect_servers(settings.where),
+        settings,
+        PolicyFacts(lambda sampling: {EOS}, 13),
+        EngineSharing(Ranks()),
     )
     prompts = [Prompt(i, (2 + i, 5, 6), f"{i}") for i in range(6)]
     engine.wake()
@@ -234,25 +249,28 @@ def test_two_servers_share_the_prompts_and_answer_with_the_weights_that_were_sen
 
 def test_conversations_over_two_servers_draw_what_one_draws_by_the_policys_log_probs(servers):
     policy, found = model_of(seed=8), []
-    asked = [
+    requests = [
         Prompt(i, (2 + i, *range(2, 13)) * 30, f"{i}") for i in range(4)
     ]  # longer than a block of the prefix cache
     sampling = Sampling(num_generations=2, max_new_tokens=12, seed=5)
     for urls in ((servers[0].url,), tuple(each.url for each in servers)):
-        told = VllmSettings(ServerSettings(urls, token=SECRET))
+        settings = VllmSettings(ServerSettings(urls, token=SECRET))
         engine = VllmEngine(
-            partial(connect_servers, told.where), told, PolicyFacts(lambda sampling: {EOS}, 13), EngineSharing(Ranks())
+            partial(connect_servers, settings.where),
+            settings,
+            PolicyFacts(lambda sampling: {EOS}, 13),
+            EngineSharing(Ranks()),
         )
         engine.wake()
         engine.load(slices(policy), 4)
-        found.append(converse(engine, asked, sampling, delay=lambda key, turn: 0.05 * ((sum(key) + turn) % 3)))
+        found.append(converse(engine, requests, sampling, delay=lambda key, turn: 0.05 * ((sum(key) + turn) % 3)))
     assert ids_of(found[0]) == ids_of(found[1])
     assert len(found[1]) == 8
     for ids, turn in (each for turns in found[1].values() for each in turns):
         expected = logprobs_of(policy, ids, turn.ids)
         torch.testing.assert_close(torch.tensor(turn.logprobs), expected, rtol=0, atol=1e-4)
     completions = [turns[0][1].ids for turns in found[1].values()]
-    groups = engine.generate(asked, sampling)
+    groups = engine.generate(requests, sampling)
     assert completions == [each.ids.tolist() for group in groups for each in group.completions]
     hits = metric(servers[0].url, "prefix_cache_hits_total")
     assert hits > 0.5 * metric(servers[0].url, "prefix_cache_queries_total")
@@ -260,14 +278,39 @@ def test_conversations_over_two_servers_draw_what_one_draws_by_the_policys_log_p
 
 def test_a_lora_run_sends_its_base_once_and_then_adapters_alone(servers, tmp_path):
     settings = {"vllm_mode": "server", "vllm_server_base_url": servers[1].url, "vllm_server_token": SECRET}
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
-    trainer = grpo_trainer(grpo_arguments(tmp_path, **settings), model=model_of(), peft_config=config)
+    trainer = grpo_trainer(grpo_arguments(tmp_path, **settings), model=model_of(), peft_config=LORA)
     trainer.train()
     assert all(step["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps_of(trainer))
     pushed = [row["push/bytes"] for row in map(json.loads, lines_in(tmp_path / "journal/steps.jsonl"))]
     adapter = sum(4 * each.numel() for each in adapter_parameters(trainer.model).values())
     assert pushed[1:] == [adapter] * 2
     assert pushed[0] > 2 * adapter
+
+
+@pytest.mark.parametrize(
+    ("staleness", "lora"), [(0, None), pytest.param(1, None, marks=pytest.mark.release), (2, None), (2, LORA)]
+)
+def test_rollouts_ahead_have_the_log_probs_of_their_recorded_versions(servers, tmp_path, staleness, lora):
+    """One server holds all versions of an adapter."""
+    urls = [each.url for each in servers[lora is not None :]]
+    settings = {"vllm_mode": "server", "vllm_server_base_url": urls, "vllm_server_token": SECRET, "max_steps": 4}
+    args = grpo_arguments(tmp_path, max_staleness=staleness, **settings)
+    trainer = GRPOTrainer(model_of(), spread, args, DATA, processing_class=char_tokenizer(), peft_config=lora)
+    snapshots, collect, versions = {}, trainer._collect_rollout, []
+
+    def collect_and_compare():
+        snapshots[trainer.state.global_step] = copy.deepcopy(trainer.model).eval()
+        collect()
+        rows = trainer.rollout.rows
+        versions.append({row["policy_version"] for row in rows})
+        for record, row in zip(trainer.rollout.records, rows, strict=True):
+            expected = logprobs_of(snapshots[row["policy_version"]], record.prompt_ids, record.completion.ids.tolist())
+            torch.testing.assert_close(record.completion.logprobs, expected.detach(), rtol=0, atol=2e-5)
+
+    trainer._collect_rollout = collect_and_compare
+    trainer.train()
+    assert versions == [{max(0, number - staleness)} for number in range(4)]
+    assert all(step["grad_norm"] > 0 for step in steps_of(trainer))
 
 
 # the end; these tests come last, they end the servers

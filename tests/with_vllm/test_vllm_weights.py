@@ -111,9 +111,11 @@ def test_sampled_logprobs_are_of_the_full_softmax_at_the_temperature(pair):
 
 
 def test_the_model_runner_is_v2_where_triton_runs(pair):
-    asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
+    setting = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
     sampler = pair[1].runner.sampler
-    assert type(sampler).__module__ == {"0": "vllm.v1.sample.sampler", "1": "vllm.v1.worker.gpu.sample.sampler"}[asked]
+    assert (
+        type(sampler).__module__ == {"0": "vllm.v1.sample.sampler", "1": "vllm.v1.worker.gpu.sample.sampler"}[setting]
+    )
 
 
 def test_nobody_reaches_vllms_group_once_its_communicator_has_formed(monkeypatch):

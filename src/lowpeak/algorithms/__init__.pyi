@@ -14,6 +14,8 @@ from lowpeak.algorithms.groups import reward_metrics as reward_metrics
 from lowpeak.algorithms.groups import with_loss_masks as with_loss_masks
 from lowpeak.algorithms.grpo import make_grpo as make_grpo
 from lowpeak.algorithms.kto import make_kto as make_kto
+from lowpeak.algorithms.loss_terms import EFFECTIVE_SIZE as EFFECTIVE_SIZE
+from lowpeak.algorithms.loss_terms import with_effective_size as with_effective_size
 from lowpeak.algorithms.metrics import measure_top1 as measure_top1
 from lowpeak.algorithms.online_dpo import make_online_dpo as make_online_dpo
 from lowpeak.algorithms.ppo import make_ppo as make_ppo

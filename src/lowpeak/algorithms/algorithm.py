@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from lowpeak.arguments import OldPolicy
 from lowpeak.errors import ArgumentError
 from lowpeak.records import Metric, Record, TokenBatch, Unit
 
@@ -106,6 +107,8 @@ class Algorithm:
     measure: Callable[[Tensor, Tensor | None, TokenBatch], dict[str, Metric]]
     # Skip sequences whose advantages are all exactly zero, since they would not change the result.
     skip_zero_advantage: bool
+    # Whose log-probs are `old_T` in losses; "old" in `needs` are the policy's in any case.
+    old_policy: OldPolicy = "policy"
     # Subtract `coefficients[ENTROPY_COEF]` times the mean entropy of the step's tokens from the loss.
     entropy_bonus: bool = False
     # A token's loss depends on its whole sequence although the unit is a token: the head cannot form it chunk by chunk.
@@ -186,6 +189,7 @@ def _is_state(value: Any) -> bool:
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "name": (lambda x: isinstance(x, str), "a string"),
     "unit": (lambda x: x in get_args(Unit), f"one of {', '.join(get_args(Unit))}"),
+    "old_policy": (lambda x: x in get_args(OldPolicy), "'policy' or 'sampler'"),
     "needs": (
         lambda x: isinstance(x, frozenset) and x <= frozenset(get_args(Need)),
         f"a frozenset of {', '.join(get_args(Need))} or fewer",

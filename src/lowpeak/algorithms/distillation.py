@@ -95,6 +95,7 @@ def _teacher_gap(record: Record) -> Tensor:
 def measure_divergence(divergence_T: Tensor, log_ratio_T: Tensor, tokens: TokenBatch) -> dict[str, Metric]:
     """Return `divergence`, and `teacher_kl`, the mean of log p - log q over tokens that the teacher knows; nats per token."""
     mask_T = weighted_tokens(tokens, "token")
+    # An id that the teacher does not have has log q = -inf: its ratio is infinite, and no part of the mean.
     known_T = torch.where(log_ratio_T.isfinite(), mask_T, 0.0)
     return {
         "divergence": masked_mean(divergence_T, mask_T),

@@ -19,6 +19,10 @@ c' and j' divided by the number of tokens, h = c - j, s the sigmoid, b = beta an
 
 The loss of a pair is a weighted sum of these: MPO (arXiv 2411.10442) is sigmoid, bco_pair and sft.
 
+With `f_divergence_type` f (f-DPO, arXiv 2309.16240), c and j are f'(exp(c)) and f'(exp(j)): c, 1 - exp(-c), log 2 + log s(c), or
+(exp((a - 1) c) - 1) / (a - 1) with a = f_alpha_divergence_coef; up to a constant. Exponents are at most 80, as TRL's of the last
+one, so that losses stay finite; beyond that the gradient is 0.
+
 The reader of the dataset marks the pair: advantages are +weight at the chosen completion's tokens and -weight at the rejected
 one's. Weights are 1, or under LD-DPO (arXiv 2409.06411) `ld_alpha` beyond the length of the shorter one. For sft, returns are
 the share of a step's pair per chosen token. Online DPO's ipo is of sums, this one of means per token, as in TRL.
@@ -28,6 +32,7 @@ Shapes: T loss tokens of a micro-batch, B of its sequences, U of its pairs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -81,17 +86,21 @@ class PairTerms:
 
 def dpo_loss(settings: DPOSettings, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """Return the weighted sum of the losses of each pair: [U]."""
-    terms = pair_terms(logprobs_T, tokens)
+    terms = pair_terms(logprobs_T, tokens, partial(_divergence_slope, settings))
     losses = [weight * _LOSSES[name](settings, terms) for name, weight in settings.losses]
     return sum(losses[1:], losses[0])
 
 
-def pair_terms(logprobs_T: Tensor, tokens: TokenBatch) -> PairTerms:
-    """Return the terms of each pair from the advantages, which mark its two completions."""
+def pair_terms(logprobs_T: Tensor, tokens: TokenBatch, slope: Callable[[Tensor], Tensor]) -> PairTerms:
+    """Return the terms of each pair from the advantages, which mark its two completions; `slope` maps log-ratios."""
     assert tokens.reference_T is not None, "a log-ratio needs the reference's log-probs"
-    signed_B = sum_per_sequence(tokens.advantages_T * (logprobs_T - tokens.reference_T), tokens)
-    mean_B = signed_B / sum_per_sequence(torch.ones_like(logprobs_T), tokens).clamp(min=1.0)
     is_chosen_B = sum_per_sequence(tokens.advantages_T, tokens) > 0
+    # Advantages are negative at the rejected completion's tokens: its ratio gets its own sign back before the slope, and the minus
+    # of the rejected terms removes the second one.
+    sign_B = torch.where(is_chosen_B, 1.0, -1.0).to(logprobs_T.dtype)
+    ratio_B = sign_B * sum_per_sequence(tokens.advantages_T * (logprobs_T - tokens.reference_T), tokens)
+    signed_B = sign_B * slope(ratio_B)
+    mean_B = signed_B / sum_per_sequence(torch.ones_like(logprobs_T), tokens).clamp(min=1.0)
     shares_T = torch.zeros_like(logprobs_T) if tokens.returns_T is None else tokens.returns_T
     return PairTerms(
         sum_per_pair(torch.where(is_chosen_B, signed_B, 0.0), tokens),
@@ -100,6 +109,15 @@ def pair_terms(logprobs_T: Tensor, tokens: TokenBatch) -> PairTerms:
         -sum_per_pair(torch.where(is_chosen_B, 0.0, mean_B), tokens),
         sum_per_pair(sum_per_sequence(shares_T * logprobs_T, tokens), tokens),
     )
+
+
+def _divergence_slope(settings: DPOSettings, ratio_B: Tensor) -> Tensor:
+    """Return f' at the ratio whose logarithm is given."""
+    if settings.f_divergence == "js_divergence":
+        return math.log(2) + logsigmoid(ratio_B)
+    alpha = {"forward_kl": 0.0, "alpha_divergence": settings.f_alpha}.get(settings.f_divergence, 1.0)
+    power = alpha - 1
+    return torch.expm1((power * ratio_B).clamp(max=80)) / power if power else ratio_B
 
 
 def _exo_pair(settings: DPOSettings, terms: PairTerms) -> Tensor:

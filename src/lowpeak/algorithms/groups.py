@@ -54,7 +54,7 @@ def indices_by_group(records: Sequence[Record]) -> dict[int, list[int]]:
 
 
 def advantages_of_dataset(records: Sequence[Record], coefficients: Mapping[str, float]) -> Advantages:
-    """Return the advantages and returns that the records have already, from the dataset's reader or the trainer."""
+    """Return advantages and returns that the records have already, from the dataset's reader or the trainer."""
     advantages = tuple(record.advantages for record in records if record.advantages is not None)
     returns = tuple(record.returns for record in records if record.returns is not None)
     assert len(advantages) == len(records), "the dataset's reader sets advantages"

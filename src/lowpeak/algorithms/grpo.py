@@ -57,7 +57,14 @@ from lowpeak.algorithms.loss_terms import (
     token_mean,
     value_per_sequence,
 )
-from lowpeak.algorithms.metrics import clip_ratios, masked_mean, mean_over_step, measure_pass, weighted_tokens
+from lowpeak.algorithms.metrics import (
+    clip_ratios,
+    masked_mean,
+    mean_over_step,
+    measure_pass,
+    measure_sampler,
+    weighted_tokens,
+)
 from lowpeak.algorithms.turn_credit import turn_advantages
 from lowpeak.arguments import EntropyBonus, GRPOSettings, SAPOGate, VESPOWeight
 from lowpeak.records import Metric, Record, TokenBatch
@@ -81,6 +88,7 @@ def make_grpo(settings: GRPOSettings) -> Algorithm:
     return Algorithm(
         name="grpo",
         unit=settings.importance_level,
+        old_policy=settings.old_policy,
         needs=frozenset(need for need, needed in needs.items() if needed),
         select=select_unequal if settings.drop_equal_groups else select_all,
         advantages=partial(corrected_advantages, settings, partial(grpo_advantages, settings)),
@@ -328,7 +336,9 @@ def measure_grpo(
     unit = settings.importance_level
     mask_T = weighted_tokens(tokens, unit)
     ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
-    metrics = measure_pass(logprobs_T, entropy_T, tokens, mask_T, settings.step_correction)
+    metrics = measure_pass(logprobs_T, entropy_T, tokens, mask_T, settings.step_correction, settings.old_policy)
+    if settings.old_policy == "sampler" and settings.correction is None:
+        metrics |= measure_sampler(logprobs_T, tokens, mask_T)
     if settings.beta != 0.0:
         metrics["kl"] = masked_mean(_kl_term(settings, logprobs_T, ratio_T, tokens), mask_T)
     if settings.loss_type == "cispo":

@@ -34,7 +34,7 @@ def make_kto(settings: KTOSettings) -> Algorithm:
     return Algorithm(
         name="kto",
         unit="sequence",
-        needs=frozenset({"reference"}),
+        needs=frozenset({"reference"} if settings.scores_in_steps else ()),
         select=select_all,
         advantages=advantages_of_dataset,
         reduction=sequence_mean,

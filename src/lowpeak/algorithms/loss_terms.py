@@ -13,6 +13,7 @@ loss is weighted by the probability of the sampled token under the trainer over 
 
     weight = exp(old - sampled) of a token, or exp(sum(old - sampled)) over a completion's loss tokens
     truncate: clamp the weight to [minimum, maximum]; mask: set it to 0 outside of them
+    geometric mask: 1 if exp(mean(old - sampled)) over a completion's loss tokens is within them, else 0
 
 Names and meanings are those of TRL 1.16. The weight has no gradient and does not apply to KL and entropy terms. A token whose
 sampling log-prob is unknown (NaN) is not corrected. If old log-probs are scored, the weight is fixed for the rollout and
@@ -165,6 +166,8 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> 
 
 
 _CORRECTION_METRIC = "sampling/importance_sampling_ratio"
+_MEAN_SQUARE = f"{_CORRECTION_METRIC}/mean_square"
+EFFECTIVE_SIZE = "sampling/effective_sample_size"
 
 
 class CorrectionSettings(Protocol):
@@ -175,14 +178,18 @@ class CorrectionSettings(Protocol):
 
 
 def correction_weight(correction: Correction, drift: Tensor) -> Tensor:
-    """Return `exp(drift)` clamped to the correction's bounds, or 0 outside of them: elementwise, without a gradient."""
-    weight = bounded_exp(drift.detach())
+    """Return `exp(drift)` clamped to the correction's bounds, or 0 outside of them: elementwise, without a gradient.
+
+    Of a geometric mean, whose drift is the mean, 1 within the bounds.
+    """
+    ratio = bounded_exp(drift.detach())
     if not correction.masks:
-        return weight.clamp(correction.minimum, correction.maximum)
+        return ratio.clamp(correction.minimum, correction.maximum)
+    weight = torch.ones_like(ratio) if correction.geometric else ratio
     if correction.maximum is not None:
-        weight = torch.where(weight > correction.maximum, 0.0, weight)
+        weight = torch.where(ratio > correction.maximum, 0.0, weight)
     if correction.minimum is not None:
-        weight = torch.where(weight < correction.minimum, 0.0, weight)
+        weight = torch.where(ratio < correction.minimum, 0.0, weight)
     return weight
 
 
@@ -190,10 +197,20 @@ def step_weights(correction: Correction, logprobs_T: Tensor, tokens: TokenBatch)
     """Return each token's weight in an on-policy step: [T]; 1 if the micro-batch has no sampling log-probs."""
     if tokens.sampling_T is None:
         return torch.ones_like(logprobs_T)
-    drift_T = _zero_unknown(old_logprobs(logprobs_T, tokens).detach() - tokens.sampling_T)
+    # Old log-probs may be the sampler's; a geometric mean is the policy's, then and on-policy.
+    old_T = logprobs_T.detach() if correction.geometric else old_logprobs(logprobs_T, tokens)
+    drift_T = _zero_unknown(old_T - tokens.sampling_T)
     if not correction.per_sequence:
         return correction_weight(correction, drift_T)
-    return repeat_per_token(correction_weight(correction, sum_per_sequence(drift_T, tokens)), tokens)
+    reduce = mean_per_sequence if correction.geometric else sum_per_sequence
+    return repeat_per_token(correction_weight(correction, reduce(drift_T, tokens)), tokens)
+
+
+def sampler_ratios(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
+    """Return `exp(logprob - sampled)` of each token without a gradient, 1 if it is unknown: [T]."""
+    if tokens.sampling_T is None:
+        return torch.ones_like(logprobs_T)
+    return bounded_exp(_zero_unknown(logprobs_T.detach() - tokens.sampling_T))
 
 
 def corrected_advantages(
@@ -226,7 +243,8 @@ def _record_weights(correction: Correction, record: Record, mask: Tensor) -> Ten
     assert record.old is not None, "a correction that is fixed for the rollout needs old log-probs"
     drift_C = torch.where(mask, _zero_unknown(record.old.double() - record.completion.logprobs.double()), 0.0)
     if correction.per_sequence:
-        drift_C = drift_C.sum().expand(len(mask))
+        drift = drift_C.sum()
+        drift_C = (drift / mask.sum().clamp(min=1) if correction.geometric else drift).expand(len(mask))
     return correction_weight(correction, drift_C).float()
 
 
@@ -246,4 +264,17 @@ def _correction_metrics(weights: Tensor, mask: Tensor) -> dict[str, Metric]:
         f"{_CORRECTION_METRIC}/min": Metric(torch.where(mask > 0, weights, torch.inf).min(), kind="min"),
         f"{_CORRECTION_METRIC}/mean": Metric((weights * mask).sum(), mask.sum()),
         f"{_CORRECTION_METRIC}/max": Metric(torch.where(mask > 0, weights, 0.0).max(), kind="max"),
+        _MEAN_SQUARE: Metric((weights.square() * mask).sum(), mask.sum()),
     }
+
+
+def with_effective_size(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return metrics over all ranks with `(sum w)^2 / (n sum w^2)` of n weights w, in place of their mean square.
+
+    The share of n samples that would tell as much without weights (Kong 1992); left out if all weights are 0.
+    """
+    others = {name: metric for name, metric in metrics.items() if name != _MEAN_SQUARE}
+    square = metrics[_MEAN_SQUARE].value() if _MEAN_SQUARE in metrics else 0.0
+    if square > 0.0:
+        others[EFFECTIVE_SIZE] = Metric(metrics[f"{_CORRECTION_METRIC}/mean"].value() ** 2 / square)
+    return others

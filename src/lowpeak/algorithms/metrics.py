@@ -17,11 +17,12 @@ from lowpeak.algorithms.loss_terms import (
     measure_correction,
     old_logprobs,
     repeat_per_token,
+    sampler_ratios,
     step_weights,
     sum_per_pair,
     sum_per_sequence,
 )
-from lowpeak.arguments import Correction
+from lowpeak.arguments import Correction, OldPolicy
 from lowpeak.records import Metric, TokenBatch, Unit
 
 
@@ -31,16 +32,19 @@ def measure_pass(
     tokens: TokenBatch,
     mask_T: Tensor | None = None,
     correction: Correction | None = None,
+    old_policy: OldPolicy = "policy",
 ) -> dict[str, Metric]:
     """Return the metrics of every policy pass: entropy, distance of sampling from old log-probs in nats, correction.
 
-    Means are over the tokens of `mask_T`; None takes the tokens that have a weight, if the unit is a token.
+    Means are over the tokens of `mask_T`; None takes the tokens that have a weight, if the unit is a token. If the sampler's
+    log-probs are the old ones, the distance is from the policy's.
     """
     if mask_T is None:
         mask_T = weighted_tokens(tokens, "token")
     metrics = {} if entropy_T is None else {"entropy": masked_mean(entropy_T, mask_T)}
     if tokens.sampling_T is not None:
-        drift_T = (old_logprobs(logprobs_T, tokens) - tokens.sampling_T).abs()
+        old_T = logprobs_T if old_policy == "sampler" else old_logprobs(logprobs_T, tokens)
+        drift_T = (old_T - tokens.sampling_T).abs()
         # An engine returns NaN for a token that it could not score. Its drift is unknown, not zero.
         known_T = torch.where(drift_T.isnan(), 0.0, mask_T)
         drift_T = drift_T.nan_to_num(nan=0.0)
@@ -50,6 +54,11 @@ def measure_pass(
         weights_T = step_weights(correction, logprobs_T, tokens)
         metrics |= measure_correction(weights_T, mask_T, correction.per_sequence, tokens)
     return metrics
+
+
+def measure_sampler(logprobs_T: Tensor, tokens: TokenBatch, mask_T: Tensor) -> dict[str, Metric]:
+    """Return the metrics of a correction for the ratios of the policy to the sampler, whose log-probs are the old ones."""
+    return measure_correction(sampler_ratios(logprobs_T, tokens), mask_T, False, tokens)
 
 
 def measure_top1(is_top1_T: Tensor, tokens: TokenBatch) -> dict[str, Metric]:

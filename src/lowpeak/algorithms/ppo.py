@@ -33,7 +33,7 @@ from lowpeak.algorithms.loss_terms import (
     kl_estimate,
     token_mean,
 )
-from lowpeak.algorithms.metrics import masked_mean, measure_pass, weighted_tokens
+from lowpeak.algorithms.metrics import masked_mean, measure_pass, measure_sampler, weighted_tokens
 from lowpeak.arguments import PPOSettings
 from lowpeak.batching import scatter
 from lowpeak.records import Metric, Record, TokenBatch
@@ -49,6 +49,7 @@ def make_ppo(settings: PPOSettings) -> Algorithm:
     return Algorithm(
         name="ppo",
         unit="token",
+        old_policy=settings.old_policy,
         needs=frozenset(need for need, needed in needs.items() if needed),
         select=select_all,
         advantages=partial(_corrected_ppo_advantages, settings),
@@ -82,7 +83,7 @@ def ppo_advantages(settings: PPOSettings, records: Sequence[Record], coefficient
     masks = [record.completion.loss_mask for record in records]
     kl = [_token_kl(settings, *each) for each in zip(records, masks, strict=True)]
     rewards = [_token_rewards(settings, coefficients, *each) for each in zip(records, kl, masks, strict=True)]
-    is_rewarded = [record.reward == record.reward for record in records]
+    is_rewarded = [record.reward == record.reward for record in records]  # NaN differs from itself
     if settings.whiten_rewards:
         rewards = list(whiten(rewards, is_rewarded, shift_mean=False))
     values = [_loss_tokens(record.values, mask) for record, mask in zip(records, masks, strict=True)]
@@ -98,7 +99,7 @@ def ppo_advantages(settings: PPOSettings, records: Sequence[Record], coefficient
 def gae(
     rewards: Sequence[Tensor], values: Sequence[Tensor], gamma: float, gae_lambda: float
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return advantages and returns `A_t + V_t` from each completion's rewards and values per token, in float64.
+    """Return advantages and returns `A_t + V_t` from each completion's rewards and values per token (float64).
 
         delta_t = r_t + gamma * V_{t+1} - V_t,   A_t = delta_t + gamma * lambda * A_{t+1}
 
@@ -258,7 +259,10 @@ def measure_policy(
     ratio_T = importance_ratio(logprobs_T, tokens, "token")
     surrogate_T = clipped_surrogate(ratio_T, tokens.advantages_T, settings.clip_low, settings.clip_high)
     is_clipped_T = surrogate_T > -ratio_T * tokens.advantages_T
-    return measure_pass(logprobs_T, entropy_T, tokens, mask_T) | {
+    metrics = measure_pass(logprobs_T, entropy_T, tokens, mask_T, old_policy=settings.old_policy)
+    if settings.old_policy == "sampler" and settings.correction is None:
+        metrics |= measure_sampler(logprobs_T, tokens, mask_T)
+    return metrics | {
         "policy/approxkl_avg": masked_mean(0.5 * ratio_T.log().square(), mask_T),
         "policy/clipfrac_avg": masked_mean(is_clipped_T.to(mask_T.dtype), mask_T),
         "loss/policy_avg": masked_mean(surrogate_T, mask_T),
@@ -307,6 +311,6 @@ def value_warmup(settings: PPOSettings, step: int, epoch: float) -> dict[str, fl
 
 
 def exceeds_early_stop_kl(settings: PPOSettings, metrics: Mapping[str, float]) -> bool:
-    """Return whether the policy moved so far from the rollout's that the rollout's other steps are skipped."""
+    """Return whether the policy moved too far from the rollout's, so that its other steps are skipped."""
     limit = settings.early_stop_kl
     return limit is not None and metrics["policy/approxkl_avg"] > limit

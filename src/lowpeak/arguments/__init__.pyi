@@ -4,6 +4,9 @@ from lowpeak.arguments.base import ModelSettings as ModelSettings
 from lowpeak.arguments.base import check_and_reset_arguments as check_and_reset_arguments
 from lowpeak.arguments.base import run_facts as run_facts
 from lowpeak.arguments.correction import Correction as Correction
+from lowpeak.arguments.correction import OldPolicy as OldPolicy
+from lowpeak.arguments.correction import check_server_groups as check_server_groups
+from lowpeak.arguments.correction import is_servable_adapter as is_servable_adapter
 from lowpeak.arguments.declare import MAPPING as MAPPING
 from lowpeak.arguments.declare import Check as Check
 from lowpeak.arguments.declare import Hardware as Hardware
@@ -14,6 +17,7 @@ from lowpeak.arguments.declare import declaration as declaration
 from lowpeak.arguments.declare import default_value as default_value
 from lowpeak.arguments.declare import device_argument as device_argument
 from lowpeak.arguments.declare import generation_argument as generation_argument
+from lowpeak.arguments.declare import is_inert as is_inert
 from lowpeak.arguments.declare import logging_argument as logging_argument
 from lowpeak.arguments.declare import make_settings as make_settings
 from lowpeak.arguments.declare import model_argument as model_argument
@@ -26,6 +30,7 @@ from lowpeak.arguments.distillation import DistillationArguments as Distillation
 from lowpeak.arguments.distillation import DistillationSettings as DistillationSettings
 from lowpeak.arguments.distillation import TeacherSettings as TeacherSettings
 from lowpeak.arguments.distillation import check_teacher_kind as check_teacher_kind
+from lowpeak.arguments.distillation import refuse_teacher_under_tp as refuse_teacher_under_tp
 from lowpeak.arguments.distillation import resolve_distillation as resolve_distillation
 from lowpeak.arguments.distillation import resolve_teacher as resolve_teacher
 from lowpeak.arguments.grpo import EntropyBonus as EntropyBonus

@@ -164,6 +164,9 @@ class CommonArguments:
         NOT_NEGATIVE,
     )
     log_entropy: bool = logging_argument(True, "Compute and log the policy's entropy.")
+    log_all: bool = logging_argument(
+        False, "Print every metric of a log (False: at most eight numbers; the journal and report_to get all)."
+    )
     plan_memory: bool | None = memory_argument(
         None,
         "Plan the memory of each phase in another process while the first steps train, and write it into the journal beside the "
@@ -237,7 +240,7 @@ class ModelSettings:
         return self.keeps_bf16 or (self.storage is not None and self.storage.weight_bits is not None)
 
     def with_users_optimizer(self) -> ModelSettings:
-        """Return the settings for an optimizer that the user chose, which stores states and rounds weights itself."""
+        """Return the settings for a user's optimizer, which stores states and rounds weights itself."""
         return replace(self, storage=None, adapter_storage=None, keeps_bf16=self.trains_bf16)
 
     def of_base(self) -> ModelSettings:
@@ -294,11 +297,12 @@ class PassSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Settings of every run: models, memory, and forward passes."""
+    """Settings of every run: models, memory, forward passes, and whether the console shows every metric."""
 
     model: ModelSettings
     memory: MemorySettings
     passes: PassSettings
+    log_all: bool
 
 
 def resolve_model(args: Any) -> ModelSettings:

@@ -48,8 +48,8 @@ class RunFacts:
     `casts_weights`: autocast casts fp32 weights.
     `frozen`: the run has a model that is never trained. `passed_optimizer`: the user passed an optimizer to the trainer
     ("instance"), or its class ("class"); `passed_schedule`: a schedule. `has_tools`: the policy talks to tools or
-    environments. `has_turns`: a completion may have several turns. `idle` maps other arguments without effect, as shown to the
-    user, to the reason.
+    environments. `has_programs`: an environment drives its conversations. `has_turns`: a completion may have several turns.
+    `has_adapter`: an adapter is trained. `idle` maps other arguments without effect, as shown to the user, to the reason.
     """
 
     num_processes: int | None = None
@@ -66,7 +66,9 @@ class RunFacts:
     passed_optimizer: str | None = None
     passed_schedule: bool | None = None
     has_tools: bool | None = None
+    has_programs: bool | None = None
     has_turns: bool | None = None
+    has_adapter: bool | None = None
     idle: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -86,9 +88,19 @@ class EffectCondition:
     keeps_value: bool = False
 
 
+def _never_holds(args: Any, facts: RunFacts) -> bool:
+    return False
+
+
 def never(reason: str, raises: bool = False) -> EffectCondition:
     """Return the condition of an argument that never has an effect."""
-    return EffectCondition(lambda args, facts: False, reason, raises)
+    return EffectCondition(_never_holds, reason, raises)
+
+
+def is_inert(config_class: type, declared: Field[Any]) -> bool:
+    """Return whether an argument of a config never has an effect."""
+    inherited = (vars(owner).get("never_act", {}).get(declared.name) for owner in config_class.__mro__)
+    return any(each.holds is _never_holds for each in (*filter(None, inherited), *declaration(declared).acts_if))
 
 
 def if_on(switch: str) -> EffectCondition:
@@ -98,7 +110,7 @@ def if_on(switch: str) -> EffectCondition:
 
 
 class Declaration(str):
-    """The help text of an argument, with its group in `--help`, its check, the conditions of its effect, and its alias.
+    """Help text, group in `--help`, check, effect conditions and alias of an argument.
 
     `alias_of` is the name of another argument, if this one is an alias of it.
     """

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from lowpeak.arguments.correction import resolve_correction
+from lowpeak.arguments.correction import resolve_correction, resolve_old_policy
 from lowpeak.arguments.declare import (
     MAPPING,
     Check,
@@ -68,7 +68,7 @@ class DistillationArguments(OnlineArguments):
         **dict.fromkeys(
             ("kl_estimator", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _NO_REFERENCE
         ),
-        **dict.fromkeys(("epsilon", "epsilon_high", "vllm_importance_sampling_correction"), _HAS_RATIO),
+        **dict.fromkeys(("epsilon", "epsilon_high", "old_policy", "vllm_importance_sampling_correction"), _HAS_RATIO),
         "dynamic_sampling_rounds": never("completions teach whatever their rewards are; remove it"),
     }
 
@@ -109,6 +109,11 @@ class DistillationArguments(OnlineArguments):
         0.05, "Weight of the policy in each update of its average.", within(0, 1), _AVERAGES
     )
     teacher_sync_steps: int = argument(1, "Steps between updates of the average.", at_least(1), _AVERAGES)
+    use_successful_as_teacher: bool = argument(
+        False,
+        "The teacher reads a completion that succeeds (success_reward, success_threshold) as privileged_context of its prompt's "
+        "other completions (SDPO).",
+    )
     teacher_prompt_template: str = argument(
         _TEMPLATE,
         "Prompt that the teacher reads of a row with a privileged_context.",
@@ -146,6 +151,7 @@ class TeacherSettings:
     prompt_template   of the prompts that it reads
     needs_context     without a privileged context nothing would be learned
     dataset_share     share of prompts that take the dataset's completion
+    reads_successes   completions that succeed are the context of their group's others
     """
 
     name: str | None
@@ -154,6 +160,7 @@ class TeacherSettings:
     prompt_template: str = _TEMPLATE
     needs_context: bool = False
     dataset_share: float = 0.0
+    reads_successes: bool = False
 
 
 def resolve_distillation(args: DistillationArguments, online: OnlineSettings) -> DistillationSettings:
@@ -162,6 +169,7 @@ def resolve_distillation(args: DistillationArguments, online: OnlineSettings) ->
     Logs a warning of a JSD whose gradient is far smaller than a KL's, which vanishes at both ends.
     """
     _check_combinations(args, online)
+    _check_siblings(args, online)
     if any(low < args.beta < high for low, high in ((0.0, 0.1), (0.9, 1.0))):
         logger.warning(
             "beta=%g weighs the sides of the JSD so unequally that its gradient is far smaller than those of the KLs at 0 and 1: "
@@ -196,8 +204,19 @@ def _check_combinations(args: DistillationArguments, online: OnlineSettings) -> 
     )
 
 
+def _check_siblings(args: DistillationArguments, online: OnlineSettings) -> None:
+    require(
+        not args.use_successful_as_teacher
+        or (args.num_generations > 1 and online.facts.num_rewards != 0 and not online.facts.has_tools),
+        "use_successful_as_teacher shows the teacher other completions of a prompt, as text: pass reward_funcs and num_generations "
+        "of at least 2, without tools and environments.",
+    )
+
+
 def _policy_settings(args: DistillationArguments, online: OnlineSettings) -> GRPOSettings:
     """Return the settings of GRPO's loss, as the mean over the step's tokens."""
+    old_policy = resolve_old_policy(args)
+    reuses_old = online.rollout.num_steps > 1 and old_policy == "policy"
     return GRPOSettings(
         loss_type="dapo",
         importance_level="token",
@@ -214,8 +233,9 @@ def _policy_settings(args: DistillationArguments, online: OnlineSettings) -> GRP
         top_entropy_quantile=1.0,
         max_completion_length=args.max_completion_length,
         drop_equal_groups=False,
-        score_old=online.rollout.num_steps > 1 or args.distillation_mode == "sampled_token",
+        score_old=reuses_old or args.distillation_mode == "sampled_token",
         correction=resolve_correction(args),
+        old_policy=old_policy,
     )
 
 
@@ -225,7 +245,7 @@ def resolve_teacher(args: DistillationArguments) -> TeacherSettings:
     revision = {} if args.teacher_model_revision is None else {"revision": args.teacher_model_revision}
     kind: Any = args.teacher_model_kind
     loading = {**rename_dtype(loading), **revision}
-    needs_context = kind is not None and args.distillation_weight == 1
+    needs_context = kind is not None and args.distillation_weight == 1 and not args.use_successful_as_teacher
     return TeacherSettings(
         args.teacher_model_name_or_path,
         loading,
@@ -233,6 +253,7 @@ def resolve_teacher(args: DistillationArguments) -> TeacherSettings:
         args.teacher_prompt_template,
         needs_context=needs_context,
         dataset_share=1 - args.lmbda,
+        reads_successes=args.use_successful_as_teacher,
     )
 
 
@@ -250,4 +271,13 @@ def check_teacher_kind(teacher: TeacherSettings, has_adapter: bool, *, has_model
         has_model or has_adapter or teacher.kind is not None,
         "there is no teacher: pass teacher_model, or teacher_model_kind, or a peft_config, under which the base without its "
         "adapter can teach.",
+    )
+
+
+def refuse_teacher_under_tp(size: int) -> None:
+    """Raise ArgumentError if `size` devices of a tensor parallel group share each tensor."""
+    require(
+        size == 1,
+        "distillation does not go with tensor parallelism, under which no device has the teacher's whole head: shard with fsdp2 "
+        "or zero3.",
     )

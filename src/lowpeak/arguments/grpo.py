@@ -6,7 +6,13 @@ import logging
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from lowpeak.arguments.correction import CorrectedSettings, Correction, resolve_correction
+from lowpeak.arguments.correction import (
+    CorrectedSettings,
+    Correction,
+    OldPolicy,
+    resolve_correction,
+    resolve_old_policy,
+)
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     SHARE,
@@ -63,7 +69,8 @@ _REUSED_OR_CISPO = EffectCondition(
     lambda args, facts: args.loss_type == "cispo" or REUSES_ROLLOUTS.holds(args, facts), REUSES_ROLLOUTS.reason
 )
 _LEVELS_DIFFER = EffectCondition(
-    lambda args, facts: REUSES_ROLLOUTS.holds(args, facts) or _levels_differ(args), REUSES_ROLLOUTS.reason
+    lambda args, facts: REUSES_ROLLOUTS.holds(args, facts) or args.max_staleness > 0 or _levels_differ(args),
+    REUSES_ROLLOUTS.reason,
 )
 _ADAPTIVE_ENTROPY = if_on("use_adaptive_entropy")
 
@@ -158,6 +165,11 @@ class GRPOArguments(TurnCreditArguments, OnlineArguments):
         0.2, "Target entropy in nats per token of the adaptive entropy_coef.", NOT_NEGATIVE, _ADAPTIVE_ENTROPY
     )
 
+    @property
+    def ratio_level(self) -> ImportanceLevel:
+        level: ImportanceLevel = self.importance_sampling_level  # type: ignore[assignment]  # checked
+        return "sequence" if self.loss_type == "vespo" else level
+
 
 @dataclass(frozen=True)
 class EntropyBonus:
@@ -224,13 +236,14 @@ class GRPOSettings(CorrectedSettings):
     sapo: SAPOGate | None = None
     vespo: VESPOWeight | None = None
     off_policy_mask_threshold: float | None = None
+    old_policy: OldPolicy = "policy"
     turn_credit: TurnCreditKind = "outcome"
     turn_discount: float = 1.0
 
 
 def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
     """Return GRPO's settings; ArgumentError for bounds that the loss cannot have."""
-    correction = resolve_correction(args)
+    correction, old_policy = resolve_correction(args), resolve_old_policy(args)
     _check_loss_type(args, correction)
     cispo, vespo = args.loss_type == "cispo", args.loss_type == "vespo"
     high = args.epsilon_high - 1 if cispo else clip_high(args)
@@ -255,7 +268,8 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
         bias_corrected_kl=args.use_bias_correction_kl,
         entropy_bonus=_resolve_entropy(args),
         drop_equal_groups=args.dynamic_sampling_rounds > 0,
-        score_old=online.rollout.num_steps > 1,
+        score_old=online.rollout.num_steps > 1 and old_policy == "policy",
+        old_policy=old_policy,
         correction=None if vespo else correction,
         sapo=SAPOGate(args.sapo_temperature_pos, args.sapo_temperature_neg) if args.loss_type == "sapo" else None,
         vespo=_resolve_vespo(args, correction) if vespo else None,

@@ -22,7 +22,6 @@ CLASS_PREFIXES = {
     "dpo": "DPO",
     "kto": "KTO",
 }
-_F_DIVERGENCE = "the losses regularise by the reverse KL; remove it"
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
 # Name, default in TRL 1.16, and remedy.
 _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
@@ -41,8 +40,6 @@ _TRL_REJECTED: tuple[tuple[str, Any, str], ...] = (
         None,
         "prepare the dataset before you pass it (rows with input_ids are used unchanged); remove it",
     ),
-    ("f_divergence_type", "reverse_kl", _F_DIVERGENCE),
-    ("f_alpha_divergence_coef", 0.5, _F_DIVERGENCE),
     (
         "use_weighting",
         False,

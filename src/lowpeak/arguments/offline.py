@@ -136,6 +136,7 @@ def resolve_offline(
         model=resolve_model(args),
         memory=resolve_memory(args, hardware),
         passes=resolve_passes(args),
+        log_all=args.log_all,
         tokenizer=make_settings(TokenizerSettings, args),
         **computed,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from lowpeak.arguments.base import RunSettings, resolve_memory, resolve_model, resolve_passes, run_facts
-from lowpeak.arguments.correction import CorrectionArguments
+from lowpeak.arguments.correction import CorrectionArguments, check_staleness, resolve_old_policy
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     Check,
@@ -45,9 +45,9 @@ HAS_REFERENCE = EffectCondition(
 HAS_REWARDS = EffectCondition(lambda args, facts: facts.num_rewards != 0, "the run has no reward; remove it")
 HAS_KL = EffectCondition(HAS_REFERENCE.holds, "beta is 0, so there is no KL; remove it, or set beta")
 REUSES_ROLLOUTS = EffectCondition(
-    lambda args, facts: facts.num_steps != 1,
+    lambda args, facts: facts.num_steps != 1 or resolve_old_policy(args) == "sampler",
     "each rollout serves one step, so the ratio is exactly 1 and never clipped; remove it, or train off-policy with more "
-    "num_iterations or steps_per_generation",
+    "num_iterations or steps_per_generation, or with old_policy='sampler'",
 )
 _SYNCS_REFERENCE = (
     # TRL's SyncRefModelCallback reads the values.
@@ -191,10 +191,12 @@ class TableSettings:
 class OnlineSettings(RunSettings):
     """Settings of an online run, which adds rollouts, sampling, evaluation, reference updates, prompts, rewards, vLLM.
 
-    `facts` are the facts of the run that were known when its arguments were resolved.
+    `max_staleness` rollouts are generated ahead. `facts` are the facts of the run that were known when its arguments were
+    resolved.
     """
 
     rollout: RolloutSettings
+    max_staleness: int
     sampling: Sampling
     evaluation: EvaluationSettings
     reference_sync: ReferenceSync | None
@@ -219,11 +221,13 @@ def resolve_online(
     num_own_rewards: int = 0,
     has_tools: bool | None = None,
     has_turns: bool | None = None,
+    has_adapter: bool | None = None,
+    has_programs: bool | None = None,
 ) -> OnlineSettings:
     """Return the settings of an online run on `world_size` ranks with `num_rewards` reward functions.
 
     `hardware` is where it will run; None: what this process has. Environments have `num_own_rewards` further rewards, with
-    weight 1. `has_tools` and `has_turns` are those of `RunFacts`.
+    weight 1. `has_tools`, `has_turns`, `has_adapter` and `has_programs` are those of `RunFacts`.
     """
     check_values(args)
     require(
@@ -231,13 +235,16 @@ def resolve_online(
         "reward_funcs is empty: pass at least one function or reward model, or an environment with get_reward.",
     )
     rollout = resolve_rollout(args, world_size)
-    known = {"num_rewards": num_rewards + num_own_rewards, "has_tools": has_tools, "has_turns": has_turns}
-    facts = run_facts(args, hardware, num_steps=rollout.num_steps, **known)
+    known = {"has_tools": has_tools, "has_turns": has_turns, "has_adapter": has_adapter, "has_programs": has_programs}
+    facts = run_facts(args, hardware, num_steps=rollout.num_steps, num_rewards=num_rewards + num_own_rewards, **known)
     _check_online(args, world_size)
     args = reset_idle_arguments(args, facts)
+    vllm = resolve_vllm(args, world_size)
+    check_staleness(args, vllm, facts)
     return OnlineSettings(
         model=resolve_model(args),
         rollout=rollout,
+        max_staleness=args.max_staleness,
         sampling=resolve_sampling(args),
         evaluation=make_settings(
             EvaluationSettings,
@@ -251,12 +258,13 @@ def resolve_online(
         reward_weights=(*_resolve_weights(args, num_rewards), *(1.0,) * num_own_rewards),
         mask_truncated=args.mask_truncated_completions,
         passes=resolve_passes(args),
+        log_all=args.log_all,
         prompts=make_settings(PromptSettings, args, chat_template_kwargs=args.chat_template_kwargs or {}),
         table=make_settings(TableSettings, args) if args.log_completions else None,
         num_completions_with_tokens=args.num_completions_with_tokens,
         reward_failures=args.reward_failures,
         reward_timeout=args.reward_timeout,
-        vllm=resolve_vllm(args, world_size),
+        vllm=vllm,
         cuda_graphs=args.cuda_graphs,
         tools=make_settings(ToolSettings, args),
         facts=facts,

@@ -56,6 +56,7 @@ class OnlineDPOArguments(OnlineArguments):
     never_act: ClassVar[Mapping[str, EffectCondition]] = {
         "epsilon": _NO_RATIO,
         "epsilon_high": _NO_RATIO,
+        "old_policy": _NO_RATIO,
         "kl_estimator": never("the loss uses log-ratios of pairs and no KL estimate; remove it"),
         "vllm_importance_sampling_correction": _NO_CORRECTION,
     }
@@ -84,6 +85,10 @@ class OnlineDPOArguments(OnlineArguments):
         False,
         help="Always False: policy and reference score a pair, so sampling probabilities do not matter.",
     )
+
+    @property
+    def ratio_level(self) -> None:
+        """Pairs have no ratios."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def require_deepspeed(what: str) -> None:
 
 
 def sync_deepspeed_config(config: MutableMapping[str, Any], args: Any) -> None:
-    """Write the run's precision, clipping and batch sizes into accelerate's copy of the DeepSpeed config, in place.
+    """Write the run's precision, clipping and batch sizes into accelerate's copy of the DeepSpeed config.
 
     Absent sizes of ZeRO's buckets become `auto`, which accelerate derives from the model's width. ArgumentError if the config has
     other values, and for stage 0, which shards nothing.

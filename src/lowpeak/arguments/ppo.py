@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lowpeak.arguments.base import ModelSettings, resolve_model
-from lowpeak.arguments.correction import Correction, resolve_correction
+from lowpeak.arguments.correction import Correction, OldPolicy, resolve_correction, resolve_old_policy
 from lowpeak.arguments.declare import (
     FINITE,
     NOT_NEGATIVE,
@@ -183,6 +183,7 @@ class PPOSettings:
     value_warmup_steps: int
     score_old: bool
     correction: Correction | None = None
+    old_policy: OldPolicy = "policy"
 
     @property
     def rollout_correction(self) -> Correction | None:
@@ -209,7 +210,8 @@ def resolve_critic(args: Any) -> CriticSettings:
 def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
     """Return PPO's settings; ArgumentError for a critic that cannot be trained as requested."""
     _check_critic(args)
-    correction = resolve_correction(args)
+    correction, old_policy = resolve_correction(args), resolve_old_policy(args)
+    reuses_old = online.rollout.num_steps > 1 and old_policy == "policy"
     is_adaptive = args.kl_target is not None
     return make_settings(
         PPOSettings,
@@ -221,8 +223,9 @@ def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
         value_clip=args.cliprange_value,
         value_coef=args.vf_coef,
         missing_eos_penalty=args.missing_eos_penalty or 0.0,
-        score_old=online.rollout.num_steps > 1 or args.beta != 0 or correction is not None,
+        score_old=reuses_old or args.beta != 0 or correction is not None,
         correction=correction,
+        old_policy=old_policy,
     )
 
 

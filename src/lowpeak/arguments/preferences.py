@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from lowpeak.arguments.base import CommonArguments
 from lowpeak.arguments.declare import (
+    FINITE,
     NOT_NEGATIVE,
     Check,
     EffectCondition,
@@ -40,9 +41,11 @@ DPOLossType = Literal[
     "discopop",
     "sft",
 ]
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 KTOLossType = Literal["kto", "apo_zero_unpaired"]
 _SORTED = ("aot", "aot_unpaired")  # TRL's losses that compare ranks within a device's batch
 _SMOOTHED = ("robust", "exo_pair")
+_OF_LOG_RATIOS = ("bco_pair", "nca_pair", "sppo_hard", "apo_zero", "apo_down")  # derived for the reverse KL
 
 
 def _loss_types(value: Any) -> list[Any]:
@@ -118,6 +121,21 @@ class DPOArguments(PreferenceArguments):
     ld_alpha: float | None = argument(
         None, "Weight of tokens beyond the length of the pair's shorter completion (None: 1).", within(0, 1)
     )
+    f_divergence_type: str = argument(
+        "reverse_kl",
+        f"Divergence from the reference: {', '.join(get_args(FDivergence))}. Others than reverse_kl do not go with "
+        f"{', '.join(_OF_LOG_RATIOS)}.",
+        one_of(FDivergence),
+    )
+    f_alpha_divergence_coef: float = argument(
+        0.5,
+        "Alpha of alpha_divergence; at 1 it is the reverse KL.",
+        FINITE,
+        EffectCondition(
+            lambda args, facts: args.f_divergence_type == "alpha_divergence",
+            "f_divergence_type is not 'alpha_divergence'; set it or remove this",
+        ),
+    )
     label_smoothing: float = argument(
         0.0, "Share of labels that are wrong, for robust and exo_pair.", within(0, 1), _uses(*_SMOOTHED)
     )
@@ -127,12 +145,6 @@ class DPOArguments(PreferenceArguments):
 @dataclass(repr=False)
 class KTOArguments(PreferenceArguments):
     """Arguments of KTO."""
-
-    never_act: ClassVar[Mapping[str, EffectCondition]] = {
-        "precompute_ref_log_probs": never(
-            "each step pairs other prompts and completions, which the reference scores then; remove it", raises=True
-        )
-    }
 
     loss_type: str = argument(
         "kto", "Loss of a completion: kto, or apo_zero_unpaired, which estimates no KL.", one_of(KTOLossType)
@@ -153,6 +165,8 @@ class DPOSettings:
     ld_alpha: float = 1.0
     label_smoothing: float = 0.0
     discopop_tau: float = 0.05
+    f_divergence: FDivergence = "reverse_kl"
+    f_alpha: float = 0.5
     scores_in_steps: bool = True
 
     @property
@@ -163,12 +177,18 @@ class DPOSettings:
 
 @dataclass(frozen=True)
 class KTOSettings:
-    """Settings of KTO."""
+    """Settings of KTO; `scores_in_steps` as of DPO."""
 
     loss_type: KTOLossType = "kto"
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    scores_in_steps: bool = True
+
+    @property
+    def estimates_kl(self) -> bool:
+        """Whether z0 is estimated from mismatched pairs of prompts and completions."""
+        return self.loss_type == "kto"
 
 
 @dataclass(frozen=True)
@@ -202,12 +222,20 @@ def resolve_dpo(args: Any, hardware: Hardware | None = None) -> PreferenceSettin
         "exo_pair" not in types or 0 < smoothing < 1,
         f"label_smoothing={smoothing} must be between 0 and 1 with loss_type='exo_pair', such as 0.001.",
     )
+    excluded = sorted(set(types) & set(_OF_LOG_RATIOS))
+    require(
+        args.f_divergence_type == "reverse_kl" or not excluded,
+        f"f_divergence_type={args.f_divergence_type!r} does not go with loss_type={' and '.join(map(repr, excluded))}, derived "
+        "for the reverse KL; remove one of the two.",
+    )
     objective = DPOSettings(
         losses=tuple(zip(types, map(float, weights), strict=True)),
         beta=args.beta,
         ld_alpha=1.0 if args.ld_alpha is None else args.ld_alpha,
         label_smoothing=smoothing,
         discopop_tau=args.discopop_tau,
+        f_divergence=args.f_divergence_type,
+        f_alpha=args.f_alpha_divergence_coef,
         scores_in_steps=not args.precompute_ref_log_probs,
     )
     return _resolve(args, objective, hardware)
@@ -221,7 +249,14 @@ def resolve_kto(args: Any, hardware: Hardware | None = None) -> PreferenceSettin
         f"per_device_train_batch_size={steps} gives steps of one row, but z0 needs a completion of another row: raise it or "
         "gradient_accumulation_steps, or set loss_type='apo_zero_unpaired'.",
     )
-    objective = KTOSettings(args.loss_type, args.beta, args.desirable_weight, args.undesirable_weight)
+    objective = KTOSettings(
+        args.loss_type, args.beta, args.desirable_weight, args.undesirable_weight, not args.precompute_ref_log_probs
+    )
+    require(
+        objective.scores_in_steps or not objective.estimates_kl,
+        "precompute_ref_log_probs=True does not go with loss_type='kto': each step pairs other prompts and completions, which "
+        "the reference scores then. Remove it, or set loss_type='apo_zero_unpaired'.",
+    )
     return _resolve(args, objective, hardware)
 
 

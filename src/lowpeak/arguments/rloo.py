@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from lowpeak.arguments.correction import CorrectedSettings, Correction, resolve_correction
-from lowpeak.arguments.declare import Check, are_finite, argument, make_settings, redeclared, require
+from lowpeak.arguments.correction import CorrectedSettings, Correction, OldPolicy, resolve_correction
+from lowpeak.arguments.declare import (
+    Check,
+    EffectCondition,
+    are_finite,
+    argument,
+    make_settings,
+    never,
+    redeclared,
+    require,
+)
 from lowpeak.arguments.online import (
     GROUP_SIZE,
     KLEstimator,
@@ -22,6 +33,12 @@ KL_IN_REWARD = "Weight of the KL in the reward; at 0 no reference model is loade
 class RLOOArguments(TurnCreditArguments, OnlineArguments):
     """Arguments of RLOO."""
 
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {
+        "old_policy": never(
+            "RLOO's ratio of a whole completion is to the policy; the correction has the sampler's; remove it"
+        )
+    }
+
     num_generations: int = redeclared(OnlineArguments, "num_generations", 2, check=GROUP_SIZE)
     beta: float = redeclared(OnlineArguments, "beta", 0.05, help=KL_IN_REWARD)
     kl_estimator: str = redeclared(OnlineArguments, "kl_estimator", "k1")
@@ -31,6 +48,10 @@ class RLOOArguments(TurnCreditArguments, OnlineArguments):
         "Clip rewards to (low, high).",
         Check(lambda x: x is None or (are_finite(x) and len(x) == 2 and x[0] < x[1]), "must be (low, high)"),
     )
+
+    @property
+    def ratio_level(self) -> Literal["sequence"]:
+        return "sequence"
 
 
 @dataclass(frozen=True)
@@ -46,12 +67,13 @@ class RLOOSettings(CorrectedSettings):
     drop_equal_groups: bool
     score_old: bool
     correction: Correction | None = None
+    old_policy: OldPolicy = "policy"
     turn_credit: TurnCreditKind = "outcome"
     turn_discount: float = 1.0
 
     @property
     def needs_old(self) -> bool:
-        """Whether old log-probs are scored, for several steps per rollout or for the KL in the reward."""
+        """Whether old log-probs are scored: for several steps per rollout or the KL in the reward."""
         return self.score_old or self.beta != 0.0
 
 
@@ -72,4 +94,5 @@ def resolve_rloo(args: RLOOArguments, online: OnlineSettings) -> RLOOSettings:
         drop_equal_groups=args.dynamic_sampling_rounds > 0,
         score_old=online.rollout.num_steps > 1,
         correction=correction,
+        old_policy="policy",
     )

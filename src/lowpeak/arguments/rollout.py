@@ -50,6 +50,11 @@ _HAS_OFFLOADABLE = EffectCondition(
     lambda args, facts: not facts.states_on_host or facts.frozen is not False,
     "the optimizer states are already in host memory, and there is no reference or reward model; remove it",
 )
+_TRAINS_APART = EffectCondition(
+    lambda args, facts: not args.max_staleness,
+    "the policy trains while rollouts are generated (max_staleness); remove one of the two",
+    raises=True,
+)
 _HAS_FROZEN = EffectCondition(
     lambda args, facts: facts.frozen is not False, "there is no reference or reward model; remove it"
 )
@@ -160,7 +165,7 @@ class RolloutArguments:
     offload_during_rollout: bool = memory_argument(
         False,
         "Move gradients, optimizer states and frozen models to host memory during generation (GPUs).",
-        acts_if=(_NO_SERVER, HAS_DEVICE_MEMORY, _HAS_OFFLOADABLE),
+        acts_if=(_TRAINS_APART, _NO_SERVER, HAS_DEVICE_MEMORY, _HAS_OFFLOADABLE),
     )
     share_prompt: bool | None = memory_argument(
         None, "Forward a prompt once for all of its completions (None: if it saves computation)."

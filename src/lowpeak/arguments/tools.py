@@ -21,6 +21,10 @@ HAS_TOOLS = EffectCondition(
     lambda args, facts: facts.has_tools is not False,
     "the run has no tools; pass tools or environment_factory to the trainer, or remove it",
 )
+_HAS_PROGRAMS = EffectCondition(
+    lambda args, facts: facts.has_tools is not False and facts.has_programs is not False,
+    "no environment has a method `run`, so each conversation is one branch; pass one that has, or remove it",
+)
 _HAS_TURNS = EffectCondition(
     lambda args, facts: facts.has_turns is not False,
     "each completion has one turn; pass tools, environment_factory or rollout_func to the trainer, or remove it",
@@ -51,6 +55,12 @@ class ToolArguments:
         one_of(Literal["thread", "process"]),
         HAS_TOOLS,
     )
+    max_branches: int = generation_argument(
+        1,
+        "Most branches of a conversation that a program edits; all have max_branches * max_completion_length tokens at most.",
+        at_least(1, "branch"),
+        _HAS_PROGRAMS,
+    )
 
 
 @dataclass(repr=False)
@@ -68,8 +78,9 @@ class TurnCreditArguments:
 
 @dataclass(frozen=True)
 class ToolSettings:
-    """Most turns whose calls are run, the seconds of one call (None: no limit), and where functions run."""
+    """Most turns whose calls are run, the seconds of one call (None: no limit), where functions run, and most branches."""
 
     max_tool_calling_iterations: int | None
     tool_timeout: float | None
     tool_isolation: Literal["thread", "process"] = "thread"
+    max_branches: int = 1

@@ -81,7 +81,7 @@ def _has_type(value: Any, allowed: tuple[Any, ...]) -> bool:
     if isinstance(value, str):
         return str in allowed
     if isinstance(value, bool):
-        return bool({bool, int, float} & set(allowed))
+        return bool in allowed
     # 0 is not accepted for False: some arguments distinguish None, True and False.
     if isinstance(value, Integral):
         return bool({int, float} & set(allowed))

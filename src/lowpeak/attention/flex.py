@@ -1,13 +1,11 @@
 """Attention over a forest on CUDA: FlexAttention with a block mask that is built once per forest.
 
 Blocks of 128 x 128 in which no token attends to another cost nothing; those in which every token attends to every other
-need no mask (Dong et al., 2024, arXiv:2412.05496). The host computes the block mask from the trees' lengths, in
+need no mask (Dong et al., 2024, arXiv:2412.05496). The host computes the block mask from the nodes' lengths, in
 (L / 128)^2 steps; `create_block_mask` would compute all of [L, L].
 
-Two numbers per token define the mask. `segment` counts prompts and completions along the L packed tokens, and `root` is
-the segment of the tree's prompt (without a prompt, the token's segment). Token i attends to j <= i if segment[j] is
-segment[i] or root[i]. Both increase along the tokens, so a block's extremes are at its ends. With windows or chunks the
-position of j must also be at least the first that i attends to.
+One number per token defines the mask: `end` of the tokens of its node's subtree. Token i attends to token j if j <= i < end[j].
+With windows or chunks the position of j must also be at least the first that i attends to.
 
 Tests run it uncompiled on the CPU, without backward. The compiled kernel and its gradients on CUDA are compared with
 `forest_mask` when a run starts (`self_check.py`), and in the self-test `FlexAttention`.
@@ -15,7 +13,7 @@ Tests run it uncompiled on the CPU, without backward. The compiled kernel and it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,7 +22,8 @@ from torch import Tensor
 
 from lowpeak.attention.scores import PLAIN, ScoreModifiers
 from lowpeak.attention.spans import FULL, Span
-from lowpeak.records import Tree
+from lowpeak.batching import token_ends
+from lowpeak.records import Node
 
 BLOCK = 128
 _A100_SHARED_MEMORY = 166_912  # bytes per thread block
@@ -104,26 +103,23 @@ def _shared_memory(device: torch.device) -> int | None:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
 
 
-def block_mask(trees: tuple[Tree, ...], length: int, device: torch.device, span: Span = FULL) -> Any:
+def block_mask(nodes: Sequence[Node], length: int, device: torch.device, span: Span = FULL) -> Any:
     """Return FlexAttention's BlockMask of `forest_mask` for `length` packed tokens; copies to `device` do not wait."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    segments_L, roots_L = _segments_and_roots(trees, length)
-    some, every = _visible_blocks(segments_L, roots_L)
+    ends_L = token_ends(nodes, length)
+    some, every = _visible_blocks(ends_L)
     is_limited = span.size is not None
-    positions_L = _positions(trees, length) if is_limited else segments_L
+    positions_L = _positions(nodes, length) if is_limited else ends_L
     starts_L = span.start(positions_L)
     if is_limited:
         near, all_near = _near_blocks(positions_L, starts_L)
         # A block of queries sees itself, so that no row of padding is empty.
         some, every = some & (near | torch.eye(len(near), dtype=torch.bool)), every & all_near
-    segments_L, roots_L, positions_L, starts_L = (
-        x.to(device, non_blocking=True) for x in (segments_L, roots_L, positions_L, starts_L)
-    )
+    ends_L, positions_L, starts_L = (x.to(device, non_blocking=True) for x in (ends_L, positions_L, starts_L))
 
     def attends(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        same_segment = segments_L[i] == segments_L[j]
-        return (j <= i) & (same_segment | (roots_L[i] == segments_L[j]))
+        return (j <= i) & (i < ends_L[j])
 
     def attends_near(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return attends(batch, head, i, j) & (positions_L[j] >= starts_L[i])
@@ -134,11 +130,9 @@ def block_mask(trees: tuple[Tree, ...], length: int, device: torch.device, span:
     )
 
 
-def _positions(trees: tuple[Tree, ...], length: int) -> Tensor:
-    """Return each token's position in its sequence, int32 [L]; those of padding count from 0."""
-    parts: list[tuple[int, int]] = []
-    for tree in trees:
-        parts += [(0, tree.prompt), *((tree.prompt, tokens) for tokens in tree.completions)]
+def _positions(nodes: Sequence[Node], length: int) -> Tensor:
+    """Return each token's position in its sequences, int32 [L]; those of padding count from 0."""
+    parts = [(node.depth, node.length) for node in nodes]
     parts.append((0, length - sum(tokens for _, tokens in parts)))
     return torch.cat([torch.arange(first, first + tokens, dtype=torch.int32) for first, tokens in parts])
 
@@ -153,60 +147,18 @@ def _near_blocks(positions_L: Tensor, starts_L: Tensor) -> tuple[Tensor, Tensor]
     return near, positions_NB.amin(1)[None, :] >= starts_NB.amax(1)[:, None]
 
 
-def _segments_and_roots(trees: tuple[Tree, ...], length: int) -> tuple[Tensor, Tensor]:
-    """Return `segment` and `root` of each token, int32 [L]."""
-    tokens: list[int] = []
-    roots: list[int] = []
-    for tree in trees:
-        root = len(tokens)
-        for number, part in enumerate((tree.prompt, *tree.completions)):
-            roots.append(root if tree.prompt else root + number)
-            tokens.append(part)
-    # Padding is a separate segment, so that every token attends to some token.
-    roots.append(len(tokens))
-    tokens.append(length - sum(tokens))
-    counts_S, roots_S = torch.tensor(tokens), torch.tensor(roots, dtype=torch.int32)
-    segments_S = torch.arange(len(tokens), dtype=torch.int32)
-    return _repeat(segments_S, counts_S, length), _repeat(roots_S, counts_S, length)
-
-
-def _repeat(values_S: Tensor, counts_S: Tensor, length: int) -> Tensor:
-    """Return each value repeated as often as its count says: [length]."""
-    # With `output_size` the counts are not read from fake tensors.
-    return values_S.repeat_interleave(counts_S, output_size=length)
-
-
-def _visible_blocks(segments_L: Tensor, roots_L: Tensor) -> tuple[Tensor, Tensor]:
+def _visible_blocks(ends_L: Tensor) -> tuple[Tensor, Tensor]:
     """Return, for N blocks of queries and keys, which have some and which only visible pairs: bool [N, N] each."""
-    first, last = segments_L[::BLOCK], segments_L[_block_ends(segments_L)]
-    root_first, root_last = roots_L[::BLOCK], roots_L[_block_ends(segments_L)]
-    index = torch.arange(len(first))
-    below, at = index[:, None] > index[None, :], index[:, None] == index[None, :]
-    in_segment = _overlap(first, last, first, last)
-    in_prompt = _overlap(root_first, root_last, first, last)
-    some = at | (below & (in_segment | in_prompt))
-    # Blocks of a single segment, or with a single root.
-    one_key_segment = (first == last)[None, :]
-    all_in_segment = (first == last)[:, None] & one_key_segment & (first[:, None] == first[None, :])
-    all_in_prompt = (root_first == root_last)[:, None] & one_key_segment & (root_first[:, None] == first[None, :])
-    return some, below & (all_in_segment | all_in_prompt)
-
-
-def _block_ends(values_L: Tensor) -> Tensor:
-    length = len(values_L)
-    return torch.arange(BLOCK - 1, length + BLOCK - 1, BLOCK).clamp(max=length - 1)
-
-
-def _overlap(first_q: Tensor, last_q: Tensor, first_k: Tensor, last_k: Tensor) -> Tensor:
-    """Return whether the ranges of query and key blocks overlap: [N, N].
-
-    Exact for segments, which are consecutive; for roots some blocks without a visible pair count too.
-    """
-    return (first_k[None, :] <= last_q[:, None]) & (first_q[:, None] <= last_k[None, :])
+    ends_NB = torch.cat([ends_L, ends_L[-1:].expand(-len(ends_L) % BLOCK)]).unflatten(0, (-1, BLOCK))
+    first_N = torch.arange(0, len(ends_L), BLOCK)
+    last_N = (first_N + BLOCK).clamp(max=len(ends_L)) - 1
+    below, at = first_N[:, None] > first_N[None, :], first_N[:, None] == first_N[None, :]
+    some = at | (below & (ends_NB.amax(1)[None, :] > first_N[:, None]))
+    return some, below & (ends_NB.amin(1)[None, :] > last_N[:, None])
 
 
 def _kv_blocks(chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return how many key blocks are chosen per query block, [1, 1, N], and all, the chosen first, [1, 1, N, N]."""
+    """Return the number of chosen key blocks per query block, [1, 1, N], and their order, [1, 1, N, N]: chosen ones first."""
     order = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True).int()
     listed = chosen.sum(-1, dtype=torch.int32)[None, None], order[None, None]
     return listed[0].to(device, non_blocking=True), listed[1].to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """Forests of packed sequences as an input of unmodified transformers causal LMs.
 
-A forest is a row of trees without padding between them; a tree is a prompt followed by its completions.
+A forest is a row of trees without padding between them; a tree has the tokens of sequences that begin alike.
 `install_attention` registers "lowpeak" in transformers' attention registry and selects it for the model. Without the
 keyword `forest` it calls sdpa with the same arguments, so generation, verification and padded batches are unchanged.
 With it every layer attends as the forest says. The keyword goes from the model's forward to each layer's attention, and
@@ -34,7 +34,7 @@ from lowpeak.device_kind import device_kind
 from lowpeak.errors import ModelError
 from lowpeak.heads import causal_lm
 from lowpeak.logprobs import cast_for_autocast
-from lowpeak.records import Forest, Tree
+from lowpeak.records import Forest, Node
 
 ATTENTION_NAME = "lowpeak"
 EAGER_NAME = "lowpeak_eager"
@@ -153,7 +153,7 @@ _detect_packing = masking_utils.find_packed_sequence_indices
 
 
 class HeadShape(NamedTuple):
-    """What a layer's attention depends on: width of a key, query heads per key head, span and scores."""
+    """Properties of a layer's attention: width of a key, query heads per key head, span and scores."""
 
     width: int
     share: int
@@ -168,10 +168,10 @@ class ForestAttention:
     Neither a tuple nor a dataclass, because wrappers (DDP, FSDP) take these apart to move and cast tensors.
     """
 
-    __slots__ = ("_block_masks", "_device", "_length", "_mixer_calls", "_sdpa_calls", "heads", "is_on_cuda", "trees")
+    __slots__ = ("_block_masks", "_device", "_length", "_mixer_calls", "_sdpa_calls", "heads", "is_on_cuda", "nodes")
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
-        self.trees: tuple[Tree, ...] = forest.trees
+        self.nodes: tuple[Node, ...] = forest.nodes
         self.is_on_cuda = device_kind(device) == "cuda"
         self._device, self._length = device, forest.position_ids_1L.shape[1]
         self.heads: set[HeadShape] = set()  # of the layers that attended
@@ -182,19 +182,19 @@ class ForestAttention:
     def block_mask(self, span: Span) -> Any:
         """Return FlexAttention's mask on CUDA, built by the first layer that needs it."""
         if span not in self._block_masks:
-            self._block_masks[span] = block_mask(self.trees, self._length, self._device, span)
+            self._block_masks[span] = block_mask(self.nodes, self._length, self._device, span)
         return self._block_masks[span]
 
     def sdpa_calls(self, query_1HLE: Tensor, span: Span = FULL) -> SdpaCalls:
         """Return the kernel calls off CUDA, built by the first layer that needs them."""
         if span not in self._sdpa_calls:
-            self._sdpa_calls[span] = SdpaCalls(self.trees, query_1HLE, span)
+            self._sdpa_calls[span] = SdpaCalls(self.nodes, query_1HLE, span)
         return self._sdpa_calls[span]
 
     def mixer_calls(self, takes_state: bool) -> MixerCalls:
-        """Return the calls of mixers that go on from a state, or of those that do not."""
+        """Return the calls of mixers that go on from a state, or of all others."""
         if takes_state not in self._mixer_calls:
-            self._mixer_calls[takes_state] = MixerCalls(self.trees, self._length, self._device, takes_state)
+            self._mixer_calls[takes_state] = MixerCalls(self.nodes, self._length, self._device, takes_state)
         return self._mixer_calls[takes_state]
 
 
@@ -244,7 +244,7 @@ def forward_arguments(forest: Forest, device: torch.device | str) -> dict[str, A
 
 @contextmanager
 def no_packing_detection() -> Iterator[None]:
-    """Turn off transformers' search of position ids for packed sequences, which reads the device, in this context."""
+    """Turn off transformers' search of position ids for packed sequences, which reads the device."""
     masking_utils.find_packed_sequence_indices = _detect_packing_if_on
     token = _detection_is_off.set(True)
     try:
@@ -268,7 +268,7 @@ def _attend(
     forest: ForestAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention's output, [1, L, H, F], and no weights, as transformers' registry expects of a function."""
+    """Return attention's output, [1, L, H, F], and no weights, as transformers' registry expects."""
     if forest is None:
         config: Any = module.config
         if config._attn_implementation == EAGER_NAME:
@@ -294,7 +294,7 @@ def _eager_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _is_grouped_decode(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Return whether one token per sequence attends in groups of heads, with one mask for all heads."""
+    """Return whether one token per sequence attends in groups of heads, under one mask."""
     return mask is not None and query.shape[2] == mask.shape[1] == 1 and query.shape[1] > key.shape[1]
 
 

@@ -2,8 +2,8 @@
 
 A mixer of transformers (gated delta rule, Mamba, short convolution) reads its states from the cache that it is given, goes on
 from them and stores the new ones. So the sequences of a forest take two calls: the prompts from empty states, and the
-completions from copies of their prompts' states, with a cache through which gradients flow. A mixer whose scan takes no state
-(Mamba 1) gets each completion with its prompt instead, and computes the prompt once per completion.
+completions from copies of their prompts' states, with a cache through which gradients flow. A tree of branches, and any tree for
+a mixer whose scan takes no state (Mamba 1), gives one row for each of its sequences instead, and shared tokens are computed again.
 
 Shapes: L packed tokens, N rows of a call with M tokens each, X hidden size."""
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, cast
@@ -19,8 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lowpeak.batching import paths
 from lowpeak.heads import backbone_of, modules_without_critic
-from lowpeak.records import Tree
+from lowpeak.records import Node
 
 # The largest fraction of a call's tokens that may be padding.
 _MAX_PADDING = 0.25
@@ -181,26 +182,30 @@ class MixerCall:
 class MixerCalls:
     """A mixer's calls for a forest, and the index of each packed token among their results."""
 
-    def __init__(self, trees: Sequence[Tree], length: int, device: torch.device, takes_state: bool) -> None:
+    def __init__(self, nodes: Sequence[Node], length: int, device: torch.device, takes_state: bool) -> None:
         self._device = device
         self._sources, self._num_results = [-1] * length, 0
         self.calls: list[MixerCall] = []
         if takes_state:
-            self._add_forked(trees)
+            self._add_forked(nodes)
         else:
-            self._add([[*prompt, *tokens] for prompt, tokens in _sequences(trees)])
+            self._add(paths(nodes))
         # Padding tokens take the row of zeros that `run` appends to the results.
         sources = [self._num_results if source < 0 else source for source in self._sources]
         self._sources_L = torch.tensor(sources, device=device)
 
-    def _add_forked(self, trees: Sequence[Tree]) -> None:
-        sequences = list(_sequences(trees))
-        prompts = [list(prompt) for prompt in dict.fromkeys(prompt for prompt, _ in sequences if prompt)]
-        row_of = {prompt[0]: row for row, prompt in enumerate(self._add(prompts, keeps_states=True))}
-        starts = {tokens[0]: row_of[prompt[0]] for prompt, tokens in sequences if prompt and tokens}
-        for follows_prompt in (True, False):
-            rows = [list(tokens) for prompt, tokens in sequences if tokens and bool(prompt) == follows_prompt]
-            self._add(rows, starts if follows_prompt else None)
+    def _add_forked(self, nodes: Sequence[Node]) -> None:
+        """Add calls for the roots that only leaves follow, for these leaves, and for each sequence of other trees."""
+        parents = {node.parent for node in nodes} - {-1}
+        inner = {index for index in parents if nodes[index].parent >= 0}
+        prompts = parents - inner - {nodes[index].parent for index in inner}
+        rows = self._add([list(nodes[index].tokens) for index in sorted(prompts)], keeps_states=True)
+        row_of = {tokens[0]: row for row, tokens in enumerate(rows)}
+        leaves = [node for node in nodes if node.parent in prompts]
+        self._add(
+            [list(leaf.tokens) for leaf in leaves], {leaf.start: row_of[nodes[leaf.parent].start] for leaf in leaves}
+        )
+        self._add([path for path in paths(nodes) if path[0] not in row_of])
 
     def _add(
         self, rows: list[list[int]], starts: dict[int, int] | None = None, keeps_states: bool = False
@@ -213,7 +218,7 @@ class MixerCalls:
         return [row for batch in batches for row in batch]
 
     def _call(self, batch: list[list[int]], prompts_N: Tensor | None, keeps_states: bool) -> MixerCall:
-        """Return the call for rows of indices, padded on the left if their states are kept, and note where results go."""
+        """Return the call for rows of indices, and note where results go; kept states are padded on the left."""
         # A single token would take the path of decoding, which changes states in place.
         width = max(2, len(batch[-1]))
         indices, mask = [], []
@@ -247,17 +252,6 @@ class MixerCalls:
                 kept.append(states)
         results.append(results[0].new_zeros(1, results[0].shape[-1]))
         return torch.cat(results).index_select(0, self._sources_L)[None]
-
-
-def _sequences(trees: Sequence[Tree]) -> Iterator[tuple[range, range]]:
-    """Yield the packed tokens of each prompt with those of each of its completions, for all that have tokens."""
-    for tree in trees:
-        start = tree.start + tree.prompt
-        prompt = range(tree.start, start)
-        completions = [tokens for tokens in tree.completions if tokens] or [0]
-        for tokens in completions if prompt or any(completions) else ():
-            yield prompt, range(start, start + tokens)
-            start += tokens
 
 
 def _batches(rows: list[list[int]]) -> list[list[list[int]]]:

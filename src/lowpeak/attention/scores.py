@@ -1,4 +1,4 @@
-"""What a model does to attention's scores besides scaling and masking: a cap, or a sink per head.
+"""Modifiers of attention's scores besides scale and mask: a cap, or a sink per head.
 
 Shapes: N sequences, H query heads, Q queries, K keys, E width of a head."""
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class ScoreModifiers:
-    """Attention with scores cap * tanh(scores / cap), and with one more score per head in the softmax, without a value."""
+    """Attention with scores cap * tanh(scores / cap), and with a sink: a score per head without a value."""
 
     softcap: float | None = None
     sinks_H: Tensor | None = None

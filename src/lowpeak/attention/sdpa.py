@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lowpeak.attention.scores import PLAIN, ScoreModifiers
 from lowpeak.attention.spans import FULL, Span
-from lowpeak.records import Tree
+from lowpeak.batching import prefixes
+from lowpeak.records import Node
 
 # The largest fraction of a call's scores that may be padding, and its most keys; together they bound the copies' memory.
 _MAX_PADDING = 0.25
@@ -23,7 +24,7 @@ _LEAST_TOKENS = 64  # of a segment that a window splits
 
 @dataclass(frozen=True)
 class Segment:
-    """Some tokens of a prompt or a completion, and the earlier tokens that these attend to: indices of packed tokens.
+    """Some tokens of a node, and the earlier tokens that these attend to: indices of packed tokens.
 
     `start` is the first key's position. The keys of a sequence are split, so that those of a window are few.
     """
@@ -73,11 +74,11 @@ class SdpaCalls:
     A call's overhead exceeds the arithmetic of a short segment, so segments of similar size share a call.
     """
 
-    def __init__(self, trees: Sequence[Tree], query_1HLE: Tensor, span: Span = FULL) -> None:
+    def __init__(self, nodes: Sequence[Node], query_1HLE: Tensor, span: Span = FULL) -> None:
         device, length = query_1HLE.device, query_1HLE.shape[2]
         self.calls: list[SdpaCall] = []
         sources, num_results = [-1] * length, 0
-        for segments in _buckets(trees, span):
+        for segments in _buckets(nodes, span):
             num_queries = len(segments[0].queries)
             for segment in segments:
                 first = num_results + (len(segment.prefix) if segment.is_causal else 0)
@@ -105,15 +106,10 @@ class SdpaCalls:
         return _select(torch.cat(results), self._sources_L)[None]
 
 
-def _segments(trees: Sequence[Tree], span: Span) -> Iterator[Segment]:
+def _segments(nodes: Sequence[Node], span: Span) -> Iterator[Segment]:
     """Yield the segments that are not empty."""
-    for tree in trees:
-        start = tree.start + tree.prompt
-        prompt = range(tree.start, start)
-        yield from _split([], prompt, span)
-        for tokens in tree.completions:
-            yield from _split(prompt, range(start, start + tokens), span)
-            start += tokens
+    for prefix, node in zip(prefixes(nodes), nodes, strict=True):
+        yield from _split(prefix, node.tokens, span)
 
 
 def _split(prefix: Sequence[int], tokens: Sequence[int], span: Span) -> Iterator[Segment]:
@@ -124,11 +120,11 @@ def _split(prefix: Sequence[int], tokens: Sequence[int], span: Span) -> Iterator
         yield Segment(every[start:begin], every[begin : begin + step], start, span)
 
 
-def _buckets(trees: Sequence[Tree], span: Span) -> list[list[Segment]]:
+def _buckets(nodes: Sequence[Node], span: Span) -> list[list[Segment]]:
     """Return the segments of each call, the segment with the most queries and keys first."""
     buckets: list[list[Segment]] = []
     bucket_scores = 0  # of the last bucket without its padding
-    order = sorted(_segments(trees, span), key=lambda s: (s.is_causal, len(s.queries), len(s.keys)), reverse=True)
+    order = sorted(_segments(nodes, span), key=lambda s: (s.is_causal, len(s.queries), len(s.keys)), reverse=True)
     for segment in order:
         scores = len(segment.queries) * len(segment.keys)
         first = buckets[-1][0] if buckets else segment

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from lowpeak.attention.install import ForestAttention, HeadShape, attend_forest, forward_arguments
 from lowpeak.attention.scores import ScoreModifiers
 from lowpeak.attention.spans import FULL, Span
+from lowpeak.batching import paths, prefixes
 from lowpeak.errors import ModelError
 from lowpeak.heads import backbone_of, causal_lm, eval_mode, matmul_eps
 from lowpeak.memory import is_out_of_memory
-from lowpeak.records import Forest, Tree
+from lowpeak.records import Forest
 
 
 def forest_mask(forest: Forest, length: int, device: torch.device | str | None = None, span: Span = FULL) -> Tensor:
@@ -29,28 +30,22 @@ def forest_mask(forest: Forest, length: int, device: torch.device | str | None =
     attend to something then: softmax over nothing is NaN.
     """
     mask_LL = torch.zeros(length, length, dtype=torch.bool, device=device)
-    for tree in forest.trees:
-        prompt = slice(tree.start, tree.start + tree.prompt)
-        mask_LL[prompt, prompt] = _near(tree.prompt, 0, span, device)
-        start = prompt.stop
-        for tokens in tree.completions:
-            completion = slice(start, start + tokens)
-            near = _near(tokens, tree.prompt, span, device)
-            mask_LL[completion, prompt], mask_LL[completion, completion] = near.split([tree.prompt, tokens], 1)
-            start = completion.stop
+    for prefix, node in zip(prefixes(forest.nodes), forest.nodes, strict=True):
+        keys = torch.tensor([*prefix, *node.tokens], device=device)
+        mask_LL[node.start : node.tokens.stop, keys] = _near(node.length, node.depth, span, device)
     return mask_LL
 
 
-def _near(tokens: int, prompt: int, span: Span, device: torch.device | str | None) -> Tensor:
-    """Return which tokens of a sequence those after its `prompt` attend to: bool [tokens, prompt + tokens]."""
-    j = torch.arange(prompt + tokens, device=device)
-    i = j[prompt:, None]
+def _near(tokens: int, prefix: int, span: Span, device: torch.device | str | None) -> Tensor:
+    """Return which tokens of a sequence those after its `prefix` attend to: bool [tokens, prefix + tokens]."""
+    j = torch.arange(prefix + tokens, device=device)
+    i = j[prefix:, None]
     return (j <= i) & (j >= span.start(i))
 
 
-# A prompt with two completions, a plain sequence, another prompt with two completions; each probe has them with other tokens.
-_TREES = (Tree(0, 5, (4, 3)), Tree(12, 0, (6,)), Tree(18, 2, (1, 5)))
-_PROBE_LENGTH = 26
+# A prompt with two completions, a plain sequence, a prompt of which one completion forks; each probe has them with other tokens.
+_SHAPE = ((-1, 5), (0, 4), (0, 3), (-1, 6), (-1, 2), (4, 1), (4, 2), (6, 1), (6, 2))
+_PROBE_LENGTH = sum(length for _, length in _SHAPE)
 _NUM_PROBES = 3
 _LENGTH = _NUM_PROBES * _PROBE_LENGTH + 3  # with padding at the end
 
@@ -130,7 +125,7 @@ def _largest_difference(
         model(input_ids=ids_1L, **seen, use_cache=False)
         packed_PLH = capture.hidden[0, : ids_PL.numel()].float().view(*ids_PL.shape, -1)
         distances = []
-        for indices in _sequences():
+        for indices in paths(Forest.of(_SHAPE).nodes):
             model(input_ids=ids_PL[:, indices], use_cache=False)
             separate = capture.hidden.float()
             # The embedding of a padding id may be zero.
@@ -162,23 +157,12 @@ def _capture_hidden(causal: Any) -> Iterator[_Capture]:
 
 def _forest() -> Forest:
     """Return the trees of all probes, one probe after the other."""
-    trees = [replace(tree, start=tree.start + probe * _PROBE_LENGTH) for probe in range(_NUM_PROBES) for tree in _TREES]
-    positions = torch.zeros(1, _LENGTH, dtype=torch.int64)
-    for tree in trees:
-        start = tree.start
-        for begin, tokens in ((0, tree.prompt), *((tree.prompt, tokens) for tokens in tree.completions)):
-            positions[0, start : start + tokens] = torch.arange(begin, begin + tokens)
-            start += tokens
-    return Forest(tuple(trees), positions)
-
-
-def _sequences() -> Iterator[list[int]]:
-    """Yield the indices of each sequence's tokens among those of a probe."""
-    for tree in _TREES:
-        start = tree.start + tree.prompt
-        for tokens in tree.completions:
-            yield [*range(tree.start, tree.start + tree.prompt), *range(start, start + tokens)]
-            start += tokens
+    shape = [
+        (parent + probe * len(_SHAPE) if parent >= 0 else -1, length)
+        for probe in range(_NUM_PROBES)
+        for parent, length in _SHAPE
+    ]
+    return Forest.of(shape, padding=_LENGTH - _NUM_PROBES * _PROBE_LENGTH)
 
 
 def _allowed_difference(eps: float, num_layers: int) -> float:
@@ -192,7 +176,7 @@ def _allowed_difference(eps: float, num_layers: int) -> float:
 
 # Longer than two of FlexAttention's blocks, no multiple of them, and with padding at the end.
 _KERNEL_LENGTH = 300
-_KERNEL_TREES = (Tree(0, 70, (90, 40)), Tree(200, 0, (30,)), Tree(230, 3, (30, 27)))
+_KERNEL_SHAPE = ((-1, 70), (0, 50), (1, 25), (1, 15), (0, 40), (-1, 30), (-1, 3), (6, 30), (6, 27))
 
 
 def attention_mismatch(
@@ -203,7 +187,7 @@ def attention_mismatch(
     Runs two key heads of `width` numbers, each with `share` query heads, forward and backward; with the span, cap and
     sinks of `heads`.
     """
-    forest = Forest(_KERNEL_TREES, torch.zeros(1, _KERNEL_LENGTH, dtype=torch.int64))
+    forest = Forest.of(_KERNEL_SHAPE, padding=_KERNEL_LENGTH - sum(length for _, length in _KERNEL_SHAPE))
     query, key, value, grad = _random_heads(dtype, device, width, share)
     scale = width**-0.5
     span, softcap = (heads.span, heads.softcap) if heads is not None else (FULL, None)

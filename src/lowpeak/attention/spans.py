@@ -57,7 +57,7 @@ def spans_by_type(config: Any) -> dict[str, Span]:
 
 
 def check_spans(model: nn.Module) -> None:
-    """Raise ModelError for a model of transformers whose cache has windows that its layers do not apply.
+    """Raise ModelError for a transformers model whose cache has windows that its layers do not apply.
 
     transformers makes caches by the config alone, and each family's code its masks: `generate()` then samples wrong tokens.
     """
@@ -89,7 +89,7 @@ def attends(config: Any) -> bool:
 
 
 def span_of_layer(config: Any, layer: int | None) -> Span:
-    """Return the span of a layer by its index, which only models with several spans have to know."""
+    """Return the span of a layer by its index, which only models with several spans need."""
     spans = spans_by_type(config)
     return next(iter(spans.values())) if len(set(spans.values())) == 1 else spans[config.layer_types[layer]]
 

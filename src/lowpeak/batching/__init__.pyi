@@ -1,5 +1,8 @@
 from lowpeak.batching.balance import assign_completions as assign_completions
 from lowpeak.batching.balance import balanced_partition as balanced_partition
+from lowpeak.batching.forests import paths as paths
+from lowpeak.batching.forests import prefixes as prefixes
+from lowpeak.batching.forests import token_ends as token_ends
 from lowpeak.batching.loss_tokens import num_loss_tokens as num_loss_tokens
 from lowpeak.batching.packing import TokenBudget as TokenBudget
 from lowpeak.batching.packing import assign_to_ranks as assign_to_ranks

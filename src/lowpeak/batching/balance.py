@@ -22,7 +22,7 @@ def balanced_partition(costs: Sequence[int], num_parts: int) -> tuple[tuple[int,
 
 
 def assign_completions(num_groups: int, size: int, world_size: int) -> tuple[tuple[int, range], ...]:
-    """Return for each rank a group and which of its `size` completions to generate, so that few groups use many ranks.
+    """Return for each rank a group and its completions of `size` to generate, so that few groups use many ranks.
 
     Rank r works on group r mod `num_groups`. The ranks of a group get equally many of its completions, up to one; with more
     ranks than completions some get none.

@@ -40,7 +40,7 @@ class LossTokens:
     def context_lengths(self) -> list[int]:
         """Return how many tokens of each completion precede its last loss token; 0 without loss tokens.
 
-        Only these are forwarded in the packed layouts: later tokens predict nothing that the loss counts.
+        Only these are forwarded: later tokens predict nothing that the loss counts.
         """
         return (
             torch.zeros(self.num_sequences, dtype=torch.int64)

@@ -6,28 +6,22 @@ counts, and no unit is split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lowpeak.batching.balance import balanced_partition, pack_bins
 from lowpeak.batching.loss_tokens import LossTokens
-from lowpeak.batching.prefix_tree import (
-    LayerCosts,
-    Layout,
-    ModelInputs,
-    TreePlan,
-    assign_trees,
-    indices_by_key,
-    pack_trees,
-    plan_trees,
-)
-from lowpeak.records import Forest, MicroBatch, Record, TokenBatch, Tree, Unit
+from lowpeak.batching.packed_row import chains_of, pack_trees, path_lengths, unfold_paths
+from lowpeak.batching.prefix_tree import LayerCosts, Layout, TreePlan, assign_trees, indices_by_key, plan_trees
+from lowpeak.records import Forest, MicroBatch, Record, TokenBatch, Unit
 
 _FAR_BELOW = -1e3  # in nats
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -69,10 +63,13 @@ def pack(
     pair, the two records of a group form it; a pair is left out if either sequence has no loss token.
     """
     kept = _with_loss_tokens(records, indices, unit)
-    batches = plan_micro_batches(*_prompts_and_lengths(records, kept, budget), budget, _pair_keys(records, kept, unit))
+    prompts, lengths, owners = _sequences(records, kept, budget)
+    batches = plan_micro_batches(prompts, lengths, budget, _keys(records, owners, unit))
     seen_prompts: set[tuple[int, ...]] = set()
     return [
-        _micro_batch(records, [[kept[j] for j in tree] for tree in trees], budget, seen_prompts, unit_weight, unit)
+        _micro_batch(
+            records, _unique(tuple(owners[j] for j in tree) for tree in trees), budget, seen_prompts, unit_weight, unit
+        )
         for trees in batches
     ]
 
@@ -83,20 +80,22 @@ def assign_to_ranks(
     """Assign `indices` to ranks, balanced by the tokens of their forwards; all ranks get the same result."""
     if num_ranks == 1:
         return [tuple(indices)]
-    prompts, lengths = _prompts_and_lengths(records, indices, budget)
-    keys = _pair_keys(records, indices, unit)
+    prompts, lengths, owners = _sequences(records, indices, budget)
+    keys = _keys(records, owners, unit)
     per_rank: Sequence[Sequence[int]]
     if keys is not None:
         loads = list(map(_num_tokens, _blocks(prompts, lengths, budget, keys)))
-        pairs = indices_by_key(keys)
-        per_rank = [list(chain.from_iterable(pairs[i] for i in rank)) for rank in balanced_partition(loads, num_ranks)]
+        members = indices_by_key(keys)
+        per_rank = [
+            list(chain.from_iterable(members[i] for i in rank)) for rank in balanced_partition(loads, num_ranks)
+        ]
     elif budget.layout == "shared":
         per_rank = assign_trees(prompts, lengths, num_ranks, budget.costs)
     else:
         per_rank = balanced_partition(
             [len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)], num_ranks
         )
-    return [tuple(indices[j] for j in rank) for rank in per_rank]
+    return [tuple(_unique(owners[j] for j in rank)) for rank in per_rank]
 
 
 def masked_batch(budget: TokenBudget) -> MicroBatch:
@@ -110,7 +109,7 @@ def masked_batch(budget: TokenBudget) -> MicroBatch:
     far = torch.full((1,), _FAR_BELOW)
     tokens = TokenBatch(one, 1, zero, zero, reference_T=far, values_T=zero, returns_T=zero, pairs_B=one)
     ids = torch.full((1, 2), budget.pad_id, dtype=torch.int64)
-    forest = None if budget.layout == "padded" else Forest((Tree(0, 0, (2,)),), torch.arange(2)[None])
+    forest = None if budget.layout == "padded" else Forest.of([(-1, 2)])
     return MicroBatch(ids, one, one, tokens, (), 0, forest)
 
 
@@ -192,9 +191,15 @@ def _trees(
     return [TreePlan((i,), len(prompt), (length,)) for i, (prompt, length) in sequences]
 
 
-def _pair_keys(records: Sequence[Record], indices: Sequence[int], unit: Unit) -> list[int] | None:
-    """Return the group of each record if the unit is a pair, else None."""
-    return [records[i].group for i in indices] if unit == "pair" else None
+def _keys(records: Sequence[Record], owners: Sequence[int], unit: Unit) -> list[int] | None:
+    """Return the key of the sequences that stay together: of a pair, or of one record; None if all may part."""
+    if unit == "pair":
+        return [records[i].group for i in owners]
+    return list(owners) if len(set(owners)) < len(owners) else None
+
+
+def _unique(values: Iterable[Value]) -> list[Value]:
+    return list(dict.fromkeys(values))
 
 
 def _with_loss_tokens(records: Sequence[Record], indices: Sequence[int], unit: Unit) -> list[int]:
@@ -206,15 +211,21 @@ def _with_loss_tokens(records: Sequence[Record], indices: Sequence[int], unit: U
     return [i for i in indices if records[i].group not in incomplete_pairs]
 
 
-def _prompts_and_lengths(
+def _sequences(
     records: Sequence[Record], indices: Sequence[int], budget: TokenBudget
-) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return each record's prompt, and how many tokens of its completion the layout forwards."""
+) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+    """Return the prompt of each sequence, how many more tokens the layout forwards, and the index of its record.
+
+    In the padded layout a record has a sequence for each path, which includes its prompt; else one.
+    """
     chosen = [records[i] for i in indices]
-    prompts = [record.prompt_ids for record in chosen]
-    if budget.layout == "padded":
-        return prompts, [len(record.completion) for record in chosen]
-    return prompts, LossTokens.of(chosen).context_lengths()
+    rows: list[tuple[tuple[int, ...], int, int]] = []
+    for index, record, chains in zip(indices, chosen, chains_of(chosen, LossTokens.of(chosen)), strict=True):
+        if budget.layout == "padded":
+            rows += [((), length, index) for length in path_lengths(record, chains)]
+        else:
+            rows.append((record.prompt_ids, sum(each.num_tokens for each in chains), index))
+    return [prompt for prompt, _, _ in rows], [length for _, length, _ in rows], [index for _, _, index in rows]
 
 
 # Tensors of a micro-batch
@@ -234,11 +245,9 @@ def _micro_batch(
     loss_tokens = LossTokens.of(chosen)
     targets = torch.cat([record.completion.ids for record in chosen])[loss_tokens.flat_indices_T]
     tokens = _token_batch(chosen, loss_tokens, unit_weight, unit)
+    inputs = pack_trees(chosen, loss_tokens, [len(tree) for tree in trees], budget.round_up, budget.pad_id)
     if budget.layout == "padded":
-        inputs = _pad_sequences(chosen, loss_tokens, budget)
-    else:
-        tree_sizes = [len(tree) for tree in trees]
-        inputs = pack_trees(chosen, loss_tokens, tree_sizes, budget.round_up, budget.pad_id)
+        inputs = unfold_paths(inputs, budget.round_up, budget.pad_id)
     num_useful = inputs.num_tokens
     for prompt in (records[tree[0]].prompt_ids for tree in trees):
         # A prompt that the pass forwarded before changes no result.
@@ -252,21 +261,8 @@ def _micro_batch(
         tuple(indices),
         num_useful,
         inputs.forest,
+        inputs.repeated,
     )
-
-
-def _pad_sequences(records: Sequence[Record], loss_tokens: LossTokens, budget: TokenBudget) -> ModelInputs:
-    """Return one sequence a row, padded on the right to one length."""
-    width = budget.round_up(max(record.num_tokens for record in records))
-    ids_BL = torch.full((len(records), width), budget.pad_id, dtype=torch.int64)
-    prompt_ends = []  # flat position before each completion
-    for b, record in enumerate(records):
-        prompt_length = len(record.prompt_ids)
-        ids_BL[b, :prompt_length] = torch.tensor(record.prompt_ids, dtype=torch.int64)
-        ids_BL[b, prompt_length : record.num_tokens] = record.completion.ids
-        prompt_ends.append(b * width + prompt_length - 1)
-    positions_T = torch.tensor(prompt_ends)[loss_tokens.sequences_T] + loss_tokens.offsets_T
-    return ModelInputs(ids_BL, positions_T, None, sum(record.num_tokens for record in records))
 
 
 def _token_batch(

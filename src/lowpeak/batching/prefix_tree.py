@@ -1,24 +1,18 @@
-"""Prefix trees: sequences of one prompt that forward the prompt once, packed into a row without padding between them.
+"""Prefix trees: sequences of one prompt that forward it once. A sequence that shares nothing is a tree with one completion.
 
-A row of ids holds several trees one after another, [prompt, c1, ..., cG] each; a sequence that shares nothing is a tree with
-one completion. The functions here decide which sequences form a tree, split trees by capacity and over ranks, and build the
-row. All but the last work on numbers: the prompts' ids (equal ids share) and how many tokens of each completion a pass
-forwards. They are deterministic, so that all ranks get the same result.
+The functions here decide which sequences form a tree, and split trees by capacity and over ranks. They work on numbers: the
+prompts' ids (equal ids share) and how many tokens of each completion a pass forwards. They are deterministic, so that all ranks
+get the same result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from lowpeak.batching.balance import balanced_partition
-from lowpeak.batching.loss_tokens import LossTokens
-from lowpeak.records import Forest, Record, Tree
 
 Layout = Literal["shared", "rows", "padded"]
 
@@ -161,61 +155,3 @@ def _num_forwarded(
     """Return how many tokens a forward of these sequences of one prompt has."""
     trees = _one_tree_or_many(len(prompts[sequences[0]]), sequences, [completions[i] for i in sequences], costs)
     return sum(tree.num_tokens for tree in trees)
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """Inputs of a forward: ids, the positions that predict the loss tokens, and the forest if the layout is packed."""
-
-    input_ids_BL: Tensor
-    positions_T: Tensor
-    forest: Forest | None
-    num_tokens: int  # without padding
-
-
-def pack_trees(
-    records: Sequence[Record],
-    loss_tokens: LossTokens,
-    tree_sizes: Sequence[int],
-    round_up: Callable[[int], int],
-    pad_id: int,
-) -> ModelInputs:
-    """Concatenate trees into one row of ids, padded at its end to `round_up` of its length.
-
-    The first `tree_sizes[0]` records form the first tree, and so on. A tree takes its first record's prompt. Tokens from a
-    completion's last loss token on are left out, since they predict nothing that the loss counts. A prompt's last position
-    predicts the first token of each completion, so `positions_T` repeats it.
-    """
-    remaining = iter(zip(records, loss_tokens.context_lengths(), strict=True))
-    ids: list[Tensor] = []
-    position_ids: list[int] = []
-    # Of each sequence: the position of its prompt's last token, and the position before its completion.
-    predecessors: list[tuple[int, int]] = []
-    trees: list[Tree] = []
-    for size in tree_sizes:
-        members = [next(remaining) for _ in range(size)]
-        prompt_ids, start = members[0][0].prompt_ids, len(position_ids)
-        assert prompt_ids, "a prompt has at least one token: it predicts the completion's first"
-        ids.append(torch.tensor(prompt_ids))
-        position_ids += range(len(prompt_ids))
-        prompt_end = len(position_ids) - 1
-        for record, length in members:
-            predecessors.append((prompt_end, len(position_ids) - 1))
-            ids.append(record.completion.ids[:length])
-            position_ids += range(len(prompt_ids), len(prompt_ids) + length)
-        trees.append(_tree(start, len(prompt_ids), [length for _, length in members]))
-    num_tokens = len(position_ids)
-    padding = [0] * (round_up(num_tokens) - num_tokens)
-    ids.append(torch.tensor([pad_id] * len(padding), dtype=torch.int64))
-    prompt_ends_T, starts_T = torch.tensor(predecessors)[loss_tokens.sequences_T].unbind(-1)
-    positions_T = torch.where(loss_tokens.offsets_T > 0, starts_T + loss_tokens.offsets_T, prompt_ends_T)
-    forest = Forest(tuple(trees), torch.tensor([position_ids + padding]))
-    return ModelInputs(torch.cat(ids)[None], positions_T, forest, num_tokens)
-
-
-def _tree(start: int, prompt: int, completions: Sequence[int]) -> Tree:
-    """Return a tree without empty completions; with fewer than two others it is a plain sequence."""
-    branches = tuple(length for length in completions if length)
-    if len(branches) < 2:
-        return Tree(start, 0, (prompt + sum(branches),))
-    return Tree(start, prompt, branches)

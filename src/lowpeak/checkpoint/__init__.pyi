@@ -15,6 +15,7 @@ from lowpeak.checkpoint.folders import prune_checkpoints as prune_checkpoints
 from lowpeak.checkpoint.folders import resolve_checkpoint as resolve_checkpoint
 from lowpeak.checkpoint.manifest import verify_manifest as verify_manifest
 from lowpeak.checkpoint.run_state import ARGUMENTS as ARGUMENTS
+from lowpeak.checkpoint.run_state import RolloutInFlight as RolloutInFlight
 from lowpeak.checkpoint.run_state import RunState as RunState
 from lowpeak.checkpoint.run_state import SavedRollout as SavedRollout
 from lowpeak.checkpoint.run_state import capture_rng_state as capture_rng_state

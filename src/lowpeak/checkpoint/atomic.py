@@ -69,7 +69,7 @@ def stage_checkpoint(final: Path, ranks: Ranks) -> Iterator[Path]:
 
 @contextmanager
 def stage_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
-    """Yield an empty folder whose files replace those of `folder`, one by one, when the block ends.
+    """Yield an empty folder whose files replace `folder`'s, one by one, when the block ends.
 
     A single file of weights is replaced by one rename. With several, the old index is removed first and the new one written
     last, so a kill in between leaves a model that does not load, never a mixture of two exports. Errors of the operating system

@@ -54,7 +54,7 @@ def write_weights(
 
 
 def write_configs(folder: Path, model: Any, layout: WeightLayout) -> None:
-    """Write config and generation config for these weights, and the code of a model with custom code."""
+    """Write config and generation config for these weights, and a model's custom code."""
     config = copy.deepcopy(model.config)
     if unties_head(model, layout):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False

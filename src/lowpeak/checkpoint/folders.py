@@ -86,7 +86,7 @@ def move_later_checkpoints(run_dir: Path, after: int) -> Path | None:
 
 
 def clean_up_checkpoints(run_dir: Path) -> None:
-    """Remove the incomplete folders that a killed run left, and give a replaced checkpoint its name back.
+    """Remove incomplete folders of a killed run, and give a replaced checkpoint its name back.
 
     Call it on one rank, before `last_checkpoint`, while no run saves into `run_dir`.
     """

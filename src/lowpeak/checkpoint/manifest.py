@@ -55,7 +55,7 @@ def explain_read_errors(file: Path, missing: str = "") -> Iterator[None]:
 
 
 def digest_files(folder: Path, ranks: Ranks) -> Entries:
-    """Return the entries of this rank's share of a folder's files, which all ranks must have written."""
+    """Return the entries of this rank's share of a folder's files, after all ranks wrote them."""
     # Rank 0 lists the files for all: hosts may see a shared disk differently.
     names = ranks.call_on_first(lambda: _files(folder))[ranks.rank :: ranks.world_size]
     return {name: ((folder / name).stat().st_size, _digest(folder / name)) for name in names}
@@ -115,7 +115,7 @@ def _find_damage(checkpoint: Path, entries: Entries, names: Sequence[str]) -> st
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the paths of a folder's files except the manifest, the card and hidden ones, largest first."""
+    """Return a folder's files except the manifest, the card and hidden ones, largest first."""
     files = sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda file: (-file.stat().st_size, file))
     names = [file.relative_to(folder).as_posix() for file in files]
     return [name for name in names if name not in _NOT_RECORDED and not name.startswith(".")]

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import CheckpointError
-from lowpeak.records import Completion, FinishReason, Record
+from lowpeak.records import Branch, Completion, FinishReason, Record
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _PER_TOKEN = ("old", "reference", "values", "entropy", "advantages", "returns", "token_rewards")
 _COMPLETION_FIELDS = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
 _VERSIONS = "completion.policy_versions"
 _TEACHER_PROMPT = "teacher_prompt_ids"
-_ADDED = (_VERSIONS, _TEACHER_PROMPT)  # missing in older checkpoints
+_BRANCHES = "completion.branches"
+_ADDED = (_VERSIONS, _TEACHER_PROMPT, _BRANCHES)  # missing in older checkpoints
 _RAGGED = ("prompt_ids", *_COMPLETION_FIELDS, *_ADDED, "rewards", *_PER_TOKEN)
 
 
@@ -63,6 +64,7 @@ def _ragged_fields(record: Record) -> dict[str, Any]:
         "completion.prompt_ids": _id_tensor(completion.prompt_ids),
         _VERSIONS: completion.policy_versions,
         _TEACHER_PROMPT: _id_tensor(record.teacher_prompt_ids),
+        _BRANCHES: _id_tensor([number for each in completion.branches for number in (each.start, each.after)]),
         "rewards": torch.tensor(record.rewards, dtype=torch.float64),
         **{name: getattr(record, name) for name in _PER_TOKEN},
     }
@@ -79,6 +81,8 @@ def unpack_records(tensors: Mapping[str, Tensor], extras: Sequence[Mapping[str, 
     for each, group, reward, reason, extra in zip(fields, groups, rewards, reasons, extras, strict=True):
         ids, logprobs, loss_mask, override = (each[name] for name in _COMPLETION_FIELDS)
         completion = Completion(ids, logprobs, loss_mask, reason, _ids(override), extra, each.get(_VERSIONS))
+        numbers = _ids(each.get(_BRANCHES)) or ()
+        completion = replace(completion, branches=tuple(map(Branch, numbers[::2], numbers[1::2])))
         record = Record(group, tuple(each["prompt_ids"].tolist()), completion, tuple(each["rewards"].tolist()), reward)
         values: dict[str, Any] = {name: each[name] for name in _PER_TOKEN}
         records.append(replace(record, teacher_prompt_ids=_ids(each.get(_TEACHER_PROMPT)), **values))

@@ -37,6 +37,7 @@ FORMAT_VERSION = 2
 ROLLOUT_FILE = "lowpeak_rollout.safetensors"
 ARGUMENTS = "arguments"  # the entry of a run's identity with the arguments that may change
 
+_SHAPE = {"num_generations", "completions of a rollout"}  # the entries with the shape of rollouts
 _PLAIN = ("cursor", "algorithm_state", "resolved", "identity")
 # Arguments that change what is learned: those of these groups in `--help`, and these of transformers and vLLM. The others are
 # part of the run's identity, are saved with the optimizer and the schedule, or may be secret.
@@ -44,7 +45,7 @@ _LEARNING_GROUPS = {"algorithm", "model", "data", "rewards", "generation", "trai
 _LEARNING_ARGUMENTS = {
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs", "max_grad_norm"),
     *("optim", "vllm_structured_outputs_regex", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
-    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "max_staleness"),
 }
 _OTHER_ARGUMENTS = {
     *("num_generations", "num_iterations", "steps_per_generation", "generation_batch_size", "num_mini_batches"),
@@ -67,6 +68,7 @@ class RolloutInFlight:
     """A rollout under generation: its `num_prompts` prompts are drawn again from `cursor`, the state before their draw.
 
     `records` are those of its finished groups, without rewards; a record's `group` is the index of its prompt in the draw.
+    `results` are those of the functions that its conversations called.
     """
 
     number: int
@@ -74,6 +76,7 @@ class RolloutInFlight:
     cursor: Mapping[str, Any]
     num_prompts: int
     records: tuple[Record, ...]
+    results: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def learning_arguments(args: Any, storage: str, model: str) -> dict[str, Any]:
 
 
 def check_run_identity(saved: RunState, now: RunState, checkpoint: Path, *, strict: bool = False) -> None:
-    """Raise CheckpointError if the algorithm changed, or, within a rollout, another value of the identity.
+    """Raise CheckpointError if the algorithm changed, or within a rollout another value, or with one in flight its shape.
 
     Otherwise one warning names changed values, arguments that change what is learned, and data; `strict`: each is an error.
     """
@@ -124,7 +127,8 @@ def check_run_identity(saved: RunState, now: RunState, checkpoint: Path, *, stri
     all_changed = changed | _changes(_arguments_and_data(saved), _arguments_and_data(now))
     if strict and all_changed:
         raise other_arguments_error(checkpoint, all_changed)
-    if "algorithm" in changed or (saved.in_rollout and changed):
+    resized = saved.in_flight and not _SHAPE.isdisjoint(changed)
+    if "algorithm" in changed or (saved.in_rollout and changed) or resized:
         raise CheckpointError(
             f"{checkpoint} is of another run: {_listed(all_changed)}. Resume with the arguments that it was made with, or start a "
             "new run from its weights (model=that folder)."
@@ -187,7 +191,9 @@ def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
         }
     if state.in_flight:
         plain["in_flight"] = [
-            {**vars(each), "records": _write_records(_in_flight_file(folder, each.number), each.records)}
+            # Without empty results, so that lowpeak 0.2.0 can read the checkpoint.
+            {name: value for name, value in vars(each).items() if name != "results" or value}
+            | {"records": _write_records(_in_flight_file(folder, each.number), each.records)}
             for each in state.in_flight
         ]
     (folder / STATE_FILE).write_text(json.dumps(plain), encoding="utf-8")
@@ -223,12 +229,12 @@ def load_run_state(folder: Path, rank: int = 0) -> RunState:
 
 
 def check_none_in_flight(state: RunState, checkpoint: Path) -> None:
-    """Raise CheckpointError for rollouts in flight, which no trainer of this version continues."""
+    """Raise CheckpointError for rollouts in flight, which a run without any ahead does not continue."""
     if state.in_flight:
         numbers = ", ".join(str(each.number) for each in state.in_flight)
         raise CheckpointError(
-            f"{checkpoint} has rollouts that are not complete ({numbers}), which this version of lowpeak cannot continue: resume "
-            "with the version that wrote it."
+            f"{checkpoint} has rollouts that were generated ahead ({numbers}), which max_staleness=0 would discard: resume with "
+            "max_staleness=1 or more."
         )
 
 

@@ -71,7 +71,8 @@ class DataArguments:
     """The dataset, and which of its columns are the prompt and, in supervised training, its answers."""
 
     dataset: str = data_argument(
-        "", "a .json, .jsonl, .parquet or .csv file, a save_to_disk folder, or a hub name (required)"
+        "",
+        "a .json, .jsonl, .parquet or .csv file, a save_to_disk folder, or a hub name (required without --environment)",
     )
     datasets: list[dict[str, Any]] | None = data_argument(
         None,
@@ -105,7 +106,11 @@ class RewardArguments:
     """The reward functions or models."""
 
     reward: list[str] | None = reward_argument(
-        None, "rewards, each as path/to/file.py:function, package.module.function or a reward model"
+        None,
+        "rewards, each as path/to/file.py:function, package.module.function, a reward model, or a built-in function: "
+        "exact_match, numeric_match, accuracy_reward, reasoning_accuracy_reward, think_answer_format, think_format_reward, "
+        "hash_answer_format, length_penalty; with arguments, such as linear_length(0.01): format_reward, linear_length, "
+        "soft_overlong, get_soft_overlong_punishment, get_cosine_scaled_reward, get_repetition_penalty_reward",
     )
     reward_model_name_or_path: str | None = reward_argument(None, "a reward model, as the first of the rewards")
 
@@ -141,23 +146,30 @@ class ToolSourceArguments:
     )
     environment: list[str] | None = generation_argument(
         None,
-        "class of the environment, as path/to/file.py:Class or package.module.Class; several as NAME=path/to/file.py:Class, "
-        "where NAME is a row's value in the column environment",
+        "class of the environment, as path/to/file.py:Class, package.module.Class, gymnasium:ID, openenv:URL or verifiers:NAME; "
+        "several as NAME=..., where NAME is a row's value in the column environment",
     )
 
     def load(self) -> dict[str, Any]:
-        """Return the trainer's `tools`, and its `environment_factory`: a class, a mapping of classes, or None."""
+        """Return the trainer's `tools`, and its `environment_factory`: a factory, a mapping of factories, or None."""
+        from lowpeak.environments import load_environment
         from lowpeak.rewards import load_object
 
-        named = [spec.rpartition("=") for spec in self.environment or ()]
-        names = {name for name, _, _ in named}
+        named = [_named(spec) for spec in self.environment or ()]
+        names = {name for name, _ in named}
         if len(named) > 1 and len(names - {""}) < len(named):
             raise ArgumentError(
-                "--environment has several values: write each as NAME=path/to/file.py:Class, with a name of its own."
+                "--environment has several values: write each as NAME=environment, with a name of its own."
             )
-        classes = {name: load_object(spec, "Environment") for name, _, spec in named}
+        classes = {name: load_environment(spec) for name, spec in named}
         tools = [load_object(spec, "Tool") for spec in self.tools or ()]
         return {"tools": tools, "environment_factory": classes.get("", classes) or None}
+
+
+def _named(spec: str) -> tuple[str, str]:
+    """Return the name and the environment of NAME=environment; no name before an address with a = of its own."""
+    name, equals, rest = spec.partition("=")
+    return (name, rest) if equals and ":" not in name else ("", spec)
 
 
 @dataclass(frozen=True)

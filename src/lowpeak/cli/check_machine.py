@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lowpeak.cli.train import Job
     from lowpeak.plan import Machine, Plan
 
-_USED_PLAN_ARGUMENTS = ("algorithm", "gpus", "prompt_tokens")
+_USED_PLAN_ARGUMENTS = ("algorithm", "gpus", "prompt_tokens", "teacher_prompt_tokens")
 _SHARED_MEMORY = GIB  # that NCCL and data loaders of several processes share in /dev/shm
 _OPEN_FILES = 4096
 _KEPT_CHECKPOINTS = 2  # the last one, while the next is written
@@ -77,7 +77,7 @@ def _this_machine(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
 
 
 def _cpu_without_gpu(options: PlanArguments, job: Job) -> tuple[Machine, Check]:
-    """Return this host's CPU, on which a run in one process trains if torch finds no GPU and no argument needs one."""
+    """Return this host's CPU, where one process trains if torch finds no GPU and no argument needs one."""
     machine = machine_of(options, replace(job, given={**job.given, "use_cpu": True}))
     try:
         with_config(job)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,7 +51,8 @@ commands:
   preset     print a config for several devices, to edit or to pass to `accelerate launch`
 
 options:
-  --help     print this text; `lowpeak COMMAND --help` lists a command's arguments
+  --help     print this text; `lowpeak COMMAND --help` lists a command's arguments, and `--help-all` of training commands,
+             plan and check also those without effect
   --version  print the version of lowpeak
 
 A YAML file sets defaults and the command line overrides them:
@@ -67,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     With `LOWPEAK_TRACEBACK=1` in the environment, an error is raised with its traceback instead.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # peft imports bitsandbytes, which warns of a kernel for inference in 4 bits on CPUs: no run uses it.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if argv is None:
         # The process runs this command only: skip the garbage collection of half a million objects when it ends.
         atexit.register(gc.freeze)
@@ -129,15 +134,16 @@ def _env(arguments: list[str]) -> int:
         return run_selftest(arguments)
     if arguments and not arguments[0].startswith("-") and not arguments[0].endswith((".yaml", ".yml")):
         return print_model(arguments)
+    words = " ".join(arguments).replace("=", " ")
+    if words in ("", "--format text", "--format json"):
+        print(environment_report(as_json=words.endswith("json")), end="")
+        return 0
     option = next((word.split("=")[0] for word in arguments if word.split("=")[0] in SELFTEST_OPTIONS), None)
     if option is not None:
         raise ArgumentError(f"`lowpeak env {option}` needs --selftest: {option} {SELFTEST_OPTIONS[option]}.")
-    if arguments:
-        from lowpeak.cli.check_machine import check_machine
+    from lowpeak.cli.check_machine import check_machine
 
-        return check_machine(arguments if arguments[0].startswith("--") else ["--config", *arguments])
-    print(environment_report(), end="")
-    return 0
+    return check_machine(arguments if arguments[0].startswith("--") else ["--config", *arguments])
 
 
 def _plan(arguments: list[str]) -> int:
@@ -148,13 +154,13 @@ def _plan(arguments: list[str]) -> int:
 
 def _check(arguments: list[str]) -> int:
     from lowpeak.cli.parser import parse_arguments
-    from lowpeak.rewards import load_object
+    from lowpeak.environments import load_environment
     from lowpeak.selftest import Check, check_algorithm
 
     if arguments and not arguments[0].startswith("-"):
         spec, *rest = arguments
         try:
-            found = load_object(spec, "Class")
+            found = load_environment(spec, "Class")
         except ArgumentError as error:
             return _print_checks([Check("class", False, str(error))])
         if isinstance(found, type) and not hasattr(found, "reset"):
@@ -189,8 +195,7 @@ def _load_rows(options: CheckArguments, config: Any) -> Any:
     for name in ("eval_dataset", "eval_split", "test_split_size"):
         if getattr(options, name) is not None:
             effects.add(f"--{name}", "a check does not evaluate")
-    has_data = options.dataset or options.datasets
-    dataset = load_datasets(options, (), config, effects)[0] if has_data else None
+    dataset = load_datasets(options, (), config, effects)[0]
     effects.report()
     return dataset
 
@@ -207,7 +212,7 @@ def _report(arguments: list[str]) -> int:
     from pathlib import Path
 
     from lowpeak.cli.arguments import ErrorParser
-    from lowpeak.report import write_report
+    from lowpeak.report import has_journal, watch_report, write_report
 
     parser = ErrorParser(
         "lowpeak report",
@@ -218,8 +223,21 @@ def _report(arguments: list[str]) -> int:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="default: RUN/report.html, or ./report.html for several runs"
     )
+    parser.add_argument(
+        *("--watch",), type=float, nargs="?", const=30.0, metavar="SECONDS",
+        help="write the page again whenever the runs have new steps, until Ctrl-C; the open page follows (default: 30 seconds)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
-    print(f"The report is in {write_report(options.runs, options.output)}.")
+    if options.watch is None:
+        print(f"The report is in {write_report(options.runs, options.output)}.")
+        return 0
+    if options.watch <= 0:
+        raise ArgumentError(f"--watch is {options.watch:g}: give a number of seconds above 0.")
+    waiting = [str(run) for run in options.runs if not has_journal(run)]
+    if waiting:
+        print(f"Waiting for the first step of {', '.join(waiting)}.", flush=True)
+    for path in watch_report(options.runs, options.output, options.watch):
+        print(f"{time.strftime('%H:%M:%S')}  The report is in {path}.", flush=True)
     return 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowpeak.arguments import EffectReport
+from lowpeak.arguments import EffectReport, require
 from lowpeak.cli.arguments import DataArguments
 from lowpeak.errors import ArgumentError, DataError, first_line
 
@@ -24,26 +24,45 @@ ANSWER_COLUMNS = {
 def load_datasets(
     arguments: DataArguments, answers: Sequence[str], args: Any, effects: EffectReport
 ) -> tuple[Any, Any]:
-    """Return the training set and the evaluation set, None if the run never evaluates; `args` is the config.
+    """Return the training set, None if the command names none, and the evaluation set, None if the run never evaluates.
 
-    An evaluation without --eval_dataset, --eval_split and --test_split_size reads the split `test`, as in TRL.
+    `args` is the config. An evaluation without --eval_dataset, --eval_split and --test_split_size reads the split `test`, as in
+    TRL.
     """
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     if arguments.datasets:
         _refuse_with_mixture(arguments)
         train = map_columns(load_mixture(arguments.datasets, streaming=arguments.streaming), arguments, answers)
-    else:
+    elif arguments.dataset:
         train = _load_dataset(arguments.dataset, arguments.dataset_split, arguments, answers, effects)
+    else:
+        train = None
+        _add_idle(arguments, effects)
     if arguments.test_split_size is not None:
+        require(train is not None, "--test_split_size holds out rows of --dataset: name one, or leave it out.")
         train, held_out = hold_out(train, arguments.test_split_size, arguments, args.seed)
+        if not evaluates:
+            effects.add(
+                f"test_split_size={arguments.test_split_size}",
+                f"the run never evaluates; rows that it holds out, and does not train on: {len(held_out)}; set eval_strategy, or "
+                "remove it",
+            )
         return train, held_out if evaluates else None
     return train, _load_evaluation(arguments, answers, effects) if evaluates else None
+
+
+def _add_idle(arguments: DataArguments, effects: EffectReport) -> None:
+    """Add the arguments of a dataset that the command does not name: an environment has the rows."""
+    read_by_both = ("streaming", "prompt_column", "conversational", "system_prompt")
+    for name in ("dataset_config", "dataset_split", *(() if arguments.eval_dataset else read_by_both)):
+        if (value := getattr(arguments, name)) != getattr(DataArguments, name):
+            effects.add(f"--{name} {value}", "the command has no --dataset; the rows are the environment's")
 
 
 def _load_dataset(
     source: str, split: str | None, arguments: DataArguments, answers: Sequence[str], effects: EffectReport
 ) -> Any:
-    from lowpeak.data import open_dataset
+    from lowpeak.data import is_on_hub, open_dataset
 
     config = arguments.dataset_config if source == arguments.dataset else None
     # A local file may replace the hub name of a YAML file, which then still sets the hub's split and config.
@@ -51,6 +70,8 @@ def _load_dataset(
         _add_hub_arguments(source, split, config, effects)
         split, config = local_split(Path(source), split), None
     dataset = open_dataset(source, split, config, streaming=arguments.streaming)
+    # The journal, its report and the model card read the name here, which datasets itself leaves out.
+    dataset.info.download_checksums = {f"hf://datasets/{source}@" if is_on_hub(source) else source: {}}
     return map_columns(dataset, arguments, answers)
 
 
@@ -131,7 +152,7 @@ def hold_out(dataset: Any, size: float, arguments: DataArguments, seed: int) -> 
 
 
 def _add_hub_arguments(source: str, split: str | None, config: str | None, effects: EffectReport) -> None:
-    """Add the arguments of a hub dataset, which have no effect on a local file or folder."""
+    """Add the arguments of a hub dataset without effect on a local file or folder."""
     name_of_split = None if split is None or Path(source).is_dir() else split.partition("[")[0]
     unused = {"split": name_of_split if name_of_split != "train" else None, "dataset_config": config}
     for name, value in unused.items():

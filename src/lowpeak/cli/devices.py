@@ -26,8 +26,8 @@ def read_devices(text: str, argument: str, num_devices: int | None = None) -> tu
         raise ArgumentError(f"{argument} {text}: cpu must be the only device; name cpu alone, or remove it.")
     for each in devices:
         if num_devices is not None and each.isdigit() and int(each) >= num_devices:
-            available = f"0 to {num_devices - 1}" if num_devices else "none; cpu is always available"
-            raise ArgumentError(f"{argument} names the device {each}, but the devices of this machine are {available}.")
+            available = f"its devices are 0 to {num_devices - 1}" if num_devices else "this machine has no GPU"
+            raise ArgumentError(f"{argument} names the device {each}, but {available}; cpu is always available.")
     return devices
 
 

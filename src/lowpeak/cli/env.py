@@ -1,4 +1,4 @@
-"""`lowpeak env`: versions and hardware as text, for bug reports; what a model will do; the command line of the self-test."""
+"""`lowpeak env`: versions and hardware for bug reports, a model's paths, the command line of the self-test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SELFTEST_OPTIONS = {
     "--gpu": "adds the GPU to the self-test",
     "--rows": "chooses rows of the self-test",
     "--quick": "shortens the self-test to 3 minutes",
-    "--format": "sets the format of the self-test's results",
+    "--format": "is text or json, alone; with other options it sets the format of the self-test's results",
 }
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Compilers that parts of the stack call while they run.
@@ -68,9 +68,10 @@ def run_selftest(arguments: Sequence[str]) -> int:
     return int(any(outcome.result == "FAILED" for outcome in outcomes))
 
 
-def environment_report() -> str:
-    """Return one `name: value` line for each package and each part of the hardware."""
-    return _to_lines(environment_facts())
+def environment_report(*, as_json: bool = False) -> str:
+    """Return one `name: value` line for each package and each part of the hardware, or one JSON object."""
+    facts = environment_facts()
+    return f"{json.dumps(facts, indent=2)}\n" if as_json else _to_lines(facts)
 
 
 def _to_lines(facts: dict[str, Any]) -> str:
@@ -203,7 +204,7 @@ def _gpus() -> dict[str, str]:
 
 
 def _describe_fast_paths() -> dict[str, str]:
-    """Return whether a Llama of the installed transformers generates by the decode loop and trains without padding."""
+    """Return whether the installed transformers' Llama generates by the decode loop and trains without padding."""
     try:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM

@@ -109,7 +109,7 @@ def _launched(plan: Plan) -> dict[str, int]:
 
 
 def _accelerate_config(plan: Plan) -> str:
-    """Return the strategy's preset with the plan's numbers, so that `accelerate launch` runs the planned mesh, too."""
+    """Return the strategy's preset with the plan's numbers, so that `accelerate launch` runs the planned mesh."""
     text = preset_text(plan.request.sharding.preset)
     for name, value in _launched(plan).items():
         text = re.sub(rf"^( *{name}: ).*$", rf"\g<1>{value}", text, flags=re.MULTILINE)

@@ -42,7 +42,7 @@ def _check_counts(given: Mapping[str, Any]) -> None:
 
 
 def launch_or_join(arguments: LaunchArguments, command: Sequence[str], output_dir: Path, *, on_cpu: bool) -> int | None:
-    """Run `command` (`grpo --model ...`) on every rank and return the exit status when all have ended.
+    """Run `command` (`grpo --model ...`) on every rank; return the exit status when all have ended.
 
     Return None if this process is to run the command: it is a rank, or the only process.
     """

@@ -22,6 +22,7 @@ from lowpeak.arguments import (
     check_names,
     declaration,
     drop_trl_defaults,
+    is_inert,
     is_secret,
     load_yaml,
     read_object,
@@ -53,6 +54,7 @@ _GROUP_PREFIXES = {
     "memory": ("gradient_checkpointing", "activation_checkpointing"),
     "several devices": ("fsdp", "deepspeed", "ddp_", "parallelism_config"),
 }  # fmt: skip
+_UNREAD = ("do_train", "local_rank")  # by no trainer
 _METAVARS = {bool: "BOOL", int: "INT", float: "NUMBER"}
 
 
@@ -62,9 +64,10 @@ def parse_arguments(
     """Return the arguments that the user set, converted: the YAML files of `--config` in order, then the command line.
 
     `kinds` are dataclasses whose fields are the arguments. `rejected` maps names that this command does not accept to remedies,
-    in addition to those that no command accepts. `--help` prints the arguments in groups and exits.
+    in addition to those that no command accepts. `--help` prints the arguments in groups and exits, `--help-all` also those that
+    never have an effect.
     """
-    parser = TypedParser(kinds, prog=program)
+    parser = TypedParser(kinds, prog=program, shows_inert=bool({"--help-all", "--help_all"} & {*argv}))
     refused = {**REJECTED, **(rejected or {})}
     namespace, rest = parser.parse_known_args([_known_name(token) for token in argv])
     check_names([token[2:].split("=")[0] for token in rest if token.startswith("--")], parser.hints, refused)
@@ -126,8 +129,9 @@ def set_environment(variables: Any) -> None:
 class TypedParser(ErrorParser, HfArgumentParser):
     """HfArgumentParser with groups, `none` as a value and unions of types, which omits arguments that are not set."""
 
-    def __init__(self, kinds: Sequence[type], prog: str) -> None:
+    def __init__(self, kinds: Sequence[type], prog: str, *, shows_inert: bool = False) -> None:
         self.hints: dict[str, Any] = {}
+        self._shows_inert = shows_inert
         super().__init__(
             prog=prog,
             usage=f"{prog} [--config FILE.yaml] [--argument value ...]",
@@ -141,6 +145,8 @@ class TypedParser(ErrorParser, HfArgumentParser):
             metavar="FILE",
             help="YAML file with defaults for any of the arguments below; a later file overrides earlier ones",
         )
+        without_effect = "show this help with transformers' and TRL's arguments that have no effect here, and exit"
+        self.add_argument("--help-all", "--help_all", action="help", help=without_effect)
         self.groups = {title: self.add_argument_group(title) for title in HELP_GROUPS}
         for kind in kinds:
             self._add_dataclass_arguments(kind)
@@ -150,6 +156,8 @@ class TypedParser(ErrorParser, HfArgumentParser):
         for declared in dataclasses.fields(dtype):
             if declared.init:
                 self._add(declared, hints[declared.name])
+                if not self._shows_inert and (declared.name in _UNREAD or is_inert(dtype, declared)):
+                    self._option_string_actions[f"--{declared.name}"].help = argparse.SUPPRESS
 
     def _add(self, declared: dataclasses.Field[Any], hint: Any) -> None:
         """Declare a field by the base class with one type of its hint, then convert the hint's other types too."""
@@ -325,4 +333,4 @@ def _help(declared: dataclasses.Field[Any]) -> str:
     text = text[:1].upper() + text[1:] if first.islower() else text  # names such as vLLM stay
     default = getattr(declared.default, "value", declared.default)
     shown = "" if default in (None, "", dataclasses.MISSING) else f" (default: {default})"
-    return (text.rstrip(".") + shown).strip().replace("%", "%%") or " "
+    return (text.rstrip(".") + shown).strip().replace("%%", "%").replace("%", "%%") or " "

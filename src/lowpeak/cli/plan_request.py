@@ -14,7 +14,7 @@ from lowpeak.cli.devices import read_devices
 from lowpeak.cli.output import print_once
 from lowpeak.cli.train import Job, lora_config, read_job, with_config
 from lowpeak.cli.vllm_devices import add_server_urls
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, ModelError
 
 if TYPE_CHECKING:
     from lowpeak.plan import Machine, PlanRequest
@@ -42,6 +42,11 @@ class PlanArguments:
     )
     host_memory: str | None = device_argument(None, "memory of a host, such as 1TiB; by default it is no limit")
     prompt_tokens: int = device_argument(512, "tokens of a prompt, for which the run is planned")
+    teacher_prompt_tokens: int | None = device_argument(
+        None,
+        "tokens of a prompt with its privileged_context, as a teacher reads it; by default --prompt_tokens, and a "
+        "completion more with --use_successful_as_teacher",
+    )
     price_per_hour: float | None = device_argument(
         None, "dollars per GPU hour, for the price of the run; GPUs of --vllm_devices count too"
     )
@@ -100,7 +105,9 @@ _CHECKS: Mapping[str, Check] = {
     "format": Check(lambda x: x in ("text", "json"), "must be one of text, json"),
     "emit": Check(lambda x: x in ("slurm", "shell", "sky", "k8s"), "must be one of slurm, shell, sky, k8s"),
     "plot": Check(lambda x: x.endswith((".html", ".htm")), "must be a file that ends in .html, since it writes a page"),
-    **dict.fromkeys(("gpus_per_host", "prompt_tokens"), Check(lambda x: x >= 1, "must be at least 1")),
+    **dict.fromkeys(
+        ("gpus_per_host", "prompt_tokens", "teacher_prompt_tokens"), Check(lambda x: x >= 1, "must be at least 1")
+    ),
     "gpus": Check(lambda x: 1 <= x <= 1 << 14, "must be from 1 to 16,384"),
     "price_per_hour": Check(lambda x: 0 < x < float("inf"), "must be dollars above 0"),
 }
@@ -198,6 +205,8 @@ def plan_request(options: PlanArguments, job: Job, machine: Machine) -> PlanRequ
         reward_configs=[_model_config(name, job.config) for name in _reward_models(job)],
         tensor_parallel=tensor_parallel,
         prompt_tokens=options.prompt_tokens,
+        teacher_prompt_tokens=_teacher_prompt_tokens(options, job),
+        has_tools=bool(job.tools.tools or job.tools.environment),
         num_rewards=max(1, len(job.rewards.specs)),
         teacher_config=None if teacher is None else _model_config(teacher, job.config),
         quantized_bits=4 if job.model.load_in_4bit else 8 if job.model.load_in_8bit else None,
@@ -206,6 +215,13 @@ def plan_request(options: PlanArguments, job: Job, machine: Machine) -> PlanRequ
     if warning:
         print_once(f"warning: {warning}")
     return request
+
+
+def _teacher_prompt_tokens(options: PlanArguments, job: Job) -> int:
+    """Return the tokens of a teacher's prompts; 0 if they are the policy's."""
+    if options.teacher_prompt_tokens is not None and job.kind != "distillation":
+        raise ArgumentError(f"--teacher_prompt_tokens has no effect: {job.kind} has no teacher; remove it.")
+    return options.teacher_prompt_tokens or 0
 
 
 def _default_strategy(machine: Machine) -> str:
@@ -217,7 +233,7 @@ def _default_strategy(machine: Machine) -> str:
 
 
 def _placement(job: Job, machine: Machine) -> tuple[str, int]:
-    """Return the strategy by the name of the accelerate config, and the size of tensor parallel groups."""
+    """Return the strategy by the accelerate config's name, and the size of tensor parallel groups."""
     from lowpeak.cli.accelerate_config import strategy_of
 
     name = job.launch.accelerate_config
@@ -244,7 +260,12 @@ def _model_config(name: str, args: Any) -> Any:
 
     from lowpeak.models import from_pretrained
 
-    return from_pretrained(AutoConfig, name, trust_remote_code=args.trust_remote_code)
+    try:
+        return from_pretrained(AutoConfig, name, trust_remote_code=args.trust_remote_code)
+    except ModelError as error:
+        if Path(name).exists():
+            raise
+        raise ModelError(f"{error} A folder with the model's config.json is enough for a plan.") from error
 
 
 def gpus_of(given: Mapping[str, Any], name: str) -> list[str]:

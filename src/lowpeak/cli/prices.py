@@ -90,7 +90,7 @@ def _entry(text: str) -> tuple[str, str]:
 def quote_cards(
     prices: Mapping[str, float], num_gpus: int, plan_on: Callable[[str], Plan | None]
 ) -> tuple[list[Quote], list[str]]:
-    """Return the quotes of all cards that `plan_on` has a plan for, the cheapest that fits first, and the other cards."""
+    """Return the quotes of cards with a plan, the cheapest that fits first, and the other cards."""
     from lowpeak.plan import seconds_range
 
     quotes, without = [], []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import statistics
 import sys
@@ -30,7 +29,7 @@ from lowpeak.cli.arguments import (
 )
 from lowpeak.cli.dataset import ANSWER_COLUMNS, load_datasets
 from lowpeak.cli.launch import is_rank_zero, launch_or_join, output_folder
-from lowpeak.cli.output import to_yaml
+from lowpeak.cli.output import hide_bars_in_files, show_log, to_yaml
 from lowpeak.cli.vllm_devices import run_with_servers, trainer_settings
 from lowpeak.errors import ArgumentError, LowpeakError, MemoryExhaustedError, first_line, require_package
 
@@ -83,8 +82,9 @@ def run_training(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         return status
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `python -m lowpeak` has it: rewards may be modules of this folder
+    hide_bars_in_files()
     job = with_config(parsed, library)
-    with _show_log(job.config):
+    with show_log(job.config):
         _train(job, library)
     return 0
 
@@ -107,7 +107,7 @@ def _train(job: Job, library: Any) -> None:
     if not (trainer.was_finished and is_complete):
         trainer.save_model()
         if is_rank_zero(os.environ):
-            write_results(job, earlier)
+            write_results(job, trainer, earlier)
     if job.config.push_to_hub:
         from lowpeak.data import is_on_hub
 
@@ -117,7 +117,7 @@ def _train(job: Job, library: Any) -> None:
 
 @contextmanager
 def _explain_setup_errors(device: Any) -> Iterator[None]:
-    """Raise a LowpeakError in place of what transformers or peft raise for a bad argument, or for too little memory."""
+    """Raise a LowpeakError in place of transformers' or peft's errors for bad arguments or too little memory."""
     from lowpeak.memory import is_out_of_memory
 
     try:
@@ -152,8 +152,8 @@ def _has_results(job: Job) -> bool:
     return last is not None and results.is_file() and results.stat().st_mtime >= last.stat().st_mtime
 
 
-def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
-    """Write results.json next to the model: the machine, the arguments, and what the journal's steps measured.
+def write_results(job: Job, trainer: Any, earlier: Sequence[Mapping[str, Any]]) -> None:
+    """Write results.json next to the model: the machine, the arguments, and the journal's measurements.
 
     `step_time`, `tokens_per_second` and `seconds` by phase are medians without the first value; `peak_memory` and
     `reserved_memory` by phase are the largest bytes. `outside_bytes` of the device are not of torch's allocator. `reward` is the
@@ -185,6 +185,7 @@ def write_results(job: Job, earlier: Sequence[Mapping[str, Any]]) -> None:
         "outside_bytes": _measure_outside_bytes(job.config.device),
         "reward": statistics.fmean(rewards[-_NUM_FINAL_REWARDS:]) if rewards else None,
         "evaluation": evaluations[-1] if evaluations else {},
+        **{name: getattr(trainer.state, name) for name in ("best_model_checkpoint", "best_metric")},
         "events": Counter(row["event"] for row in read_rows(folder / "journal", EVENTS)),
     }
     (folder / _RESULTS).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
@@ -216,22 +217,6 @@ def _measure_outside_bytes(device: Any) -> int | None:
     return used_bytes(device) - torch.get_device_module(device).memory_reserved(device)
 
 
-@contextmanager
-def _show_log(args: Any) -> Iterator[None]:
-    """Show lowpeak's messages from `log_level` on, by default from INFO: generation path, layout, storage, sizes."""
-    # transformers' "passive" keeps Python's level, which shows warnings and errors only.
-    level = logging.INFO if args.log_level == "passive" else args.get_process_log_level()
-    logger, handler = logging.getLogger("lowpeak"), logging.StreamHandler()
-    previous_level = logger.level
-    logger.setLevel(level)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.setLevel(previous_level)
-        logger.removeHandler(handler)
-
-
 def parse_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     """Return the parsed arguments, without the trainer's config: creating the config initialises the devices."""
     _, job = read_job(kind, argv, f"lowpeak {kind}", library)
@@ -247,10 +232,9 @@ def read_job(
 
     config_class = getattr(library, f"{CLASS_PREFIXES[kind]}Config")
     judging = JudgeArguments if kind == "online-dpo" else RewardArguments
-    kinds: list[type] = [ModelArguments, DataArguments, RunArguments, LaunchArguments]
+    kinds = [*filter(None, [own]), ModelArguments, DataArguments, RunArguments, LaunchArguments, config_class]
     kinds += [] if kind in ANSWER_COLUMNS else [judging, ToolSourceArguments, ServingArguments]
-    parsed = [*filter(None, [own]), *kinds, config_class]
-    given = parse_arguments(parsed, argv, program, getattr(config_class, "rejected", {}))
+    given = parse_arguments(kinds, argv, program, getattr(config_class, "rejected", {}))
     options = pop_arguments(own, given) if own else None
 
     def pick(part: type[Part]) -> Part:
@@ -305,9 +289,9 @@ def load_options(model: ModelArguments) -> dict[str, Any]:
 
 def check_job(job: Job) -> None:
     """Raise ArgumentError for a missing model, dataset or reward, and for a frozen model without --use_peft."""
-    required = {"model": job.model.model, "dataset": job.data.dataset or job.data.datasets, **_required(job)}
-    missing = [f"--{name}" for name, value in required.items() if not value]
-    if missing:
+    dataset = job.data.dataset or job.data.datasets or job.tools.environment  # which may open its conversations itself
+    required = {"model": job.model.model, "dataset": dataset, **_required(job)}
+    if missing := [f"--{name}" for name, value in required.items() if not value]:
         raise ArgumentError(
             f"lowpeak {job.kind} needs {' and '.join(missing)}, on the command line or in the file of --config."
         )
@@ -317,7 +301,7 @@ def check_job(job: Job) -> None:
 
 
 def _required(job: Job) -> dict[str, Any]:
-    """Return what else the algorithm needs, by the arguments that give it: a teacher, or a reward."""
+    """Return the missing parts of the algorithm, by the arguments that give them: a teacher, or a reward."""
     if job.kind == "distillation":
         teachers = ("teacher_model_name_or_path", "teacher_model_kind")
         return {" or --".join(teachers): job.model.use_peft or any(map(job.given.get, teachers))}
@@ -339,7 +323,7 @@ def _add_idle(job: Job, effects: EffectReport) -> None:
         if job.data.eval_dataset is not None:
             raise ArgumentError(
                 "--eval_dataset has no effect: eval_strategy is 'no', so the command never evaluates; add --eval_strategy steps "
-                "(or epoch), or leave it out."
+                "(or epoch), or leave it out (`--eval_dataset null` does if a file sets it)."
             )
         never = "eval_strategy is 'no', so the command never evaluates"
         reasons |= dict.fromkeys(("eval_split", *(_EVALUATION_ARGUMENTS if job.online else ())), never)

@@ -1,4 +1,4 @@
-"""TRL's helpers for scripts: argument classes with TRL's names and defaults, their parser, and what they describe."""
+"""TRL's helpers for scripts: argument classes with TRL's names and defaults, their parser, datasets and adapters."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TrlParser(ErrorParser, HfArgumentParser):
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
-    """Return the mixture as a mapping with the split `train`, and `test` if rows are held out."""
+    """Return the mixture with the split `train`, and `test` if rows are held out."""
     size, streaming = mixture_config.test_split_size, mixture_config.streaming
     entries = [json_or_path(each) if isinstance(each, str) else each for each in mixture_config.datasets]
     rows = load_mixture([each if isinstance(each, dict) else vars(each) for each in entries], streaming=streaming)

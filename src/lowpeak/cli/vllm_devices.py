@@ -41,10 +41,10 @@ def run_with_servers(kind: str, argv: Sequence[str], given: Mapping[str, Any]) -
     if given.get("vllm_devices") is None and given.get("train_devices") is None:
         return None
     plan = plan_processes(kind, argv, given, num_devices(), os.environ)
+    if plan.servers:
+        require_vllm("--vllm_devices")
     if given.get("dry_run"):
         plan = replace(plan, servers=())
-    elif plan.servers:
-        require_vllm("--vllm_devices")
     return supervise(plan, os.environ)
 
 
@@ -186,12 +186,12 @@ def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token
 
 
 def _lora_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the vLLM options that let a server apply the run's LoRA adapter; none for runs on several ranks."""
-    # With several ranks, only the rank that pushes weights knows the adapter's name.
-    if not given.get("use_peft") or given.get("vllm_adapters") is False or given.get("accelerate_config"):
+    """Return the vLLM options that let a server apply the run's LoRA adapter, in all versions of rollouts ahead."""
+    if not given.get("use_peft") or given.get("vllm_adapters") is False:
         return {}
-    rank = given.get("lora_r", ModelArguments().lora_r)
-    return {"enable_lora": True, "max_lora_rank": next((each for each in _LORA_RANKS if each >= rank), rank)}
+    rank, staleness = given.get("lora_r", ModelArguments().lora_r), given.get("max_staleness") or 0
+    options = {"enable_lora": True, "max_lora_rank": next((each for each in _LORA_RANKS if each >= rank), rank)}
+    return options | ({"max_loras": staleness + 1} if staleness else {})
 
 
 def as_options(settings: Mapping[str, Any]) -> tuple[str, ...]:

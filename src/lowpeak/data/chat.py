@@ -84,17 +84,34 @@ def _without_none(value: Any) -> Any:
 
 def prompt_options(messages: Messages, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template's options to open a new assistant message, or to continue the last one."""
-    rest = {name: value for name, value in options.items() if name != "continue_final_message"}
+    rest = answer_options(options)
     if continued_text(messages, options):
         return {**rest, "add_generation_prompt": False, "continue_final_message": True}
     return {"add_generation_prompt": True, **rest}
+
+
+def answer_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template's options for a conversation that ends with its answer."""
+    return {name: value for name, value in options.items() if name != "continue_final_message"}
 
 
 def continued_text(messages: Messages, options: Mapping[str, Any]) -> str:
     """Return the text of the last message if completions continue it, else an empty string."""
     if not options.get("continue_final_message") or messages[-1].get("role") != "assistant":
         return ""
-    content = messages[-1].get("content") or ""
+    return _text_of(messages[-1])
+
+
+def with_answer(messages: Messages, answer: Messages, options: Mapping[str, Any]) -> Messages:
+    """Return the conversation of a prompt and an answer, whose first message continues the prompt's last if `options` say so."""
+    if not continued_text(messages, options) or answer[0].get("role") != "assistant":
+        return [*messages, *answer]
+    continued = {**answer[0], "content": _text_of(messages[-1]) + _text_of(answer[0])}
+    return [*messages[:-1], continued, *answer[1:]]
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 

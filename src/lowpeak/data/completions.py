@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lowpeak.data.chat import check_messages, encode_chat
+from lowpeak.data.chat import answer_options, check_messages, encode_chat, prompt_options, with_answer
 from lowpeak.data.row_reader import RowReader, common_prefix_length, read_integers
 from lowpeak.errors import DataError
 from lowpeak.records import Completion, Record
@@ -171,13 +171,14 @@ class CompletionReader(RowReader[tuple[Record, ...]]):
 
     def _encode_chats(self, row: Mapping[str, Any], where: str) -> list[list[int]]:
         prompt, options = self._read_chat(row, row["prompt"], where, "the prompt")
-        chats = [[*prompt, *check_messages(row[side], f"{where}: {side!r}")] for side in self.sides]
-        opened = encode_chat(self._tokenizer, prompt, {"add_generation_prompt": True, **options}, where)
-        return [opened, *(encode_chat(self._tokenizer, chat, options, where) for chat in chats)]
+        answers = [check_messages(row[side], f"{where}: {side!r}") for side in self.sides]
+        opened = encode_chat(self._tokenizer, prompt, prompt_options(prompt, options), where)
+        chats, whole = [with_answer(prompt, answer, options) for answer in answers], answer_options(options)
+        return [opened, *(encode_chat(self._tokenizer, chat, whole, where) for chat in chats)]
 
 
 class PairReader(CompletionReader):
-    """A reader of rows as pairs of records in one group, with advantages above 0 for the chosen one and below 0 for the other."""
+    """A reader of rows as pairs of records in one group. Advantages: above 0 for the chosen one, below 0 for the other."""
 
     sides = _PAIR
 

@@ -41,7 +41,7 @@ VISION_COLUMNS = frozenset({"image", "images"})
 
 
 def check_prompt_columns(row: Any, where: str) -> None:
-    """Raise DataError if the row has neither `prompt` nor `input_ids`, or a column with a reserved name."""
+    """Raise DataError for a row without `prompt` or `input_ids`, or with a reserved column name."""
     if not isinstance(row, Mapping):
         raise DataError(
             f"{where} must be a mapping of columns, got type {type(row).__name__}: set the dataset's format to None."
@@ -64,7 +64,8 @@ def check_text_only(row: Mapping[str, Any], where: str) -> None:
 def environment_datasets(train_dataset: Any, eval_dataset: Any, environment_factory: Any) -> tuple[Any, Any]:
     """Return the datasets with an empty user message for a prompt that rows lack: environments open these conversations.
 
-    Without a `train_dataset` there are 4,096 such rows. Raises DataError if a row names no environment of the factories.
+    Without a `train_dataset` the rows are those of the factory's `dataset`, or 4,096 of such messages. Raises DataError if a row
+    names no environment of the factories.
     """
     if environment_factory is None:
         return train_dataset, eval_dataset
@@ -74,7 +75,14 @@ def environment_datasets(train_dataset: Any, eval_dataset: Any, environment_fact
                 "environment_factory has several environments, and a dataset's column 'environment' chooses among them: pass "
                 "train_dataset, or one factory."
             )
-        train_dataset = Dataset.from_dict({"prompt": [_EMPTY_PROMPT] * _NUM_ENVIRONMENT_ROWS})
+        own = getattr(environment_factory, "dataset", None)
+        if own is not None and not isinstance(own, Dataset):
+            raise DataError(
+                f"the attribute dataset of the environment is a {type(own).__name__}: make it a datasets.Dataset "
+                "(Dataset.from_list takes rows), or pass train_dataset."
+            )
+        is_empty = own is None
+        train_dataset = Dataset.from_dict({"prompt": [_EMPTY_PROMPT] * _NUM_ENVIRONMENT_ROWS}) if is_empty else own
     train_dataset = _with_prompts(train_dataset, environment_factory, "train_dataset")
     if isinstance(eval_dataset, dict):
         names = {key: f"eval_dataset[{key!r}]" for key in eval_dataset}
@@ -126,16 +134,23 @@ class TeacherPrompts:
                     "the column, or pass a teacher_model."
                 )
             return None
-        is_own = not isinstance(prompt, str) and prompt[-1].get("role") == "assistant"
-        last = prompt if isinstance(prompt, str) else prompt[-1].get("content")
-        if is_own or not isinstance(context, str) or not isinstance(last, str):
+        last = last_text(prompt)
+        if last is None or not isinstance(context, str):
             raise DataError(
                 f"{where}: a {PRIVILEGED_CONTEXT!r} is text that is added to a prompt of text, or to the text of a last message "
-                f"that is not the assistant's; got {context!r:.40} for {last!r:.40}: write both as text."
+                f"that is not the assistant's; got {context!r:.40} for {prompt!r:.60}: write both as text."
             )
         combined = self.template.format(prompt=last, privileged_context=context)
         changed = combined if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": combined}]
         return {**row, "prompt": changed}
+
+
+def last_text(prompt: str | list[dict[str, Any]]) -> str | None:
+    """Return the prompt, or the text of its last message; None for the assistant's message, and for other content."""
+    if isinstance(prompt, str):
+        return prompt
+    content = None if prompt[-1].get("role") == "assistant" else prompt[-1].get("content")
+    return content if isinstance(content, str) else None
 
 
 class PromptReader(RowReader[Prompt]):
@@ -143,9 +158,9 @@ class PromptReader(RowReader[Prompt]):
 
     As in TRL, strings are tokenized with the tokenizer's special tokens (a BOS if it adds one), and messages as the chat
     template writes them. `max_prompt_tokens` None means no limit; `limit_reason` names the source of the limit in errors.
-    With `overlong` "drop", a prompt that is too long is dropped. `longest` is the length of the longest prompt read so far.
-    `teacher` makes the prompts that a teacher reads, which are within the same limit; `completions` of the dataset take the place
-    of generated ones.
+    With `overlong` "drop", a prompt that is too long is dropped. `longest` and `longest_of_teacher` are the
+    lengths of the longest prompts read so far. `teacher` makes the prompts that a teacher reads, which are within the same limit;
+    `completions` of the dataset take the place of generated ones.
     """
 
     def __init__(
@@ -167,7 +182,7 @@ class PromptReader(RowReader[Prompt]):
         self._overlong = overlong
         self._limit_reason = limit_reason
         self._conversational: bool | None = None
-        self.longest = 0
+        self.longest = self.longest_of_teacher = 0
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Prompt | None:
         return self._read([row], serial, serial if index is None else index)[0]
@@ -214,6 +229,18 @@ class PromptReader(RowReader[Prompt]):
             for i, ids in zip(combined, found, strict=True):
                 encoded[i] = tuple(ids)
         return encoded
+
+    def teacher_ids(self, prompt: Prompt, context: str) -> tuple[int, ...] | None:
+        """Return the ids that a teacher reads of a prompt with this context; None for too many, and if none can be added."""
+        row, is_ids = (
+            {**prompt.columns, "prompt": prompt.source, PRIVILEGED_CONTEXT: context},
+            "input_ids" in prompt.columns,
+        )
+        if is_ids or last_text(prompt.source) is None:
+            return None
+        self._check_format(prompt.source, "")
+        (ids,) = self._encode_for_teacher([row], [f"row {prompt.serial}"])
+        return None if ids is None or (self._max_tokens is not None and len(ids) > self._max_tokens) else ids
 
     def _read_ids(self, rows: Sequence[Mapping[str, Any]], serial: int, places: Sequence[str]) -> list[Prompt | None]:
         """Return rows of token ids as prompts, with their text for rewards."""
@@ -283,6 +310,7 @@ class PromptReader(RowReader[Prompt]):
                 "shorten it or set overlong_prompts='drop'."
             )
         self.longest = max(self.longest, len(ids))
+        self.longest_of_teacher = max(self.longest_of_teacher, len(teacher_ids or ()))
         columns = {name: value for name, value in row.items() if name != "prompt"}
         prefix = continued_text(row["prompt"], options)
         completion = None if self._completions is None else self._completions.draw(row, ids, serial, where)

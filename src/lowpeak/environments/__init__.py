@@ -1,4 +1,4 @@
-"""Conversations of several turns: tools, environments, and what the chat template writes around turns."""
+"""Conversations of several turns: tools, environments, and the chat template's text around turns."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,3 +1,4 @@
+from lowpeak.environments.adapters import load_environment as load_environment
 from lowpeak.environments.append import USER as USER
 from lowpeak.environments.append import Message as Message
 from lowpeak.environments.append import render as render

@@ -7,6 +7,7 @@ is the end of the assistant's turn; what follows in the second alone are the new
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -53,7 +54,7 @@ class TurnAppender:
     def append(self, last_id: int, messages: Sequence[Message]) -> list[int]:
         """Return the ids of `messages` and of the opening of the next turn, after a turn that ended with `last_id`.
 
-        All messages are a tool's results, or one is the user's. A text in them that looks like a control token stays text.
+        Results of tools come first, then messages of the user or the system. A text like a control token stays text.
         Raises DataError if the template does not render them.
         """
         is_short = sum(len(str(message["content"])) for message in messages) < _SHORT_CONTENT
@@ -88,7 +89,7 @@ class TurnAppender:
         return [token for piece in pieces for token in piece]
 
     def _texts_after(self, marker: str, messages: Sequence[Message]) -> tuple[str, str]:
-        """Return what the template writes after the marker, without and with the messages."""
+        """Return the template's text after the marker, without and with the messages."""
         try:
             return self._render(marker, messages)
         except TEMPLATE_ERRORS:
@@ -108,7 +109,9 @@ class TurnAppender:
             arguments = {marker: marker}
             name = messages[0].get("name", "tool")
             turn["tool_calls"] = [tool_call(name, json.dumps(arguments) if self._arguments_as_text else arguments)]
-            messages = [{**message, "tool_call_id": _CALL_ID} for message in messages]
+            messages = [
+                {**message, "tool_call_id": _CALL_ID} if message["role"] == "tool" else message for message in messages
+            ]
         texts = []
         for conversation, opens in (([USER, turn], False), ([USER, turn, *messages], True)):
             text = render(self._tokenizer, conversation, {**self._options, "add_generation_prompt": opens})
@@ -140,6 +143,20 @@ def render_call(
         return render(tokenizer, [*messages, turn, *results], options)
     except TEMPLATE_ERRORS:
         return render(tokenizer, [*messages, {**turn, "tool_calls": [as_text]}, *results], options)
+
+
+def can_append(messages: Sequence[Message]) -> bool:
+    """Return whether these are messages that `TurnAppender` appends: results of tools, then those of the user or the system."""
+    roles = [message["role"] for message in messages]
+    return bool(roles) and set(itertools.dropwhile(lambda role: role == "tool", roles)) <= {"user", "system"}
+
+
+def after_prompt(row: Mapping[str, Any], observation: str) -> str:
+    """Return the first observation, on a line of its own if the row's prompt has text."""
+    prompt = row.get("prompt") or ""
+    content = prompt if isinstance(prompt, str) else prompt[-1].get("content")
+    is_separate = not observation or not content or (isinstance(content, str) and content[-1].isspace())
+    return observation if is_separate else f"\n{observation}"
 
 
 def tool_call(name: str, arguments: Any) -> dict[str, Any]:

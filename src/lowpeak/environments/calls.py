@@ -316,7 +316,7 @@ def find_call_format(tokenizer: Any, options: Mapping[str, Any]) -> CallFormat:
 
 
 def _turn_opening(tokenizer: Any, previous_role: str, options: Mapping[str, Any]) -> str:
-    """Return what the template writes to open an assistant's turn after a message of `previous_role`."""
+    """Return the template's opening of an assistant's turn after a message of `previous_role`."""
     messages = [USER]
     if previous_role == "tool":
         call = tool_call(_PROBE_CALL.name, dict(_PROBE_CALL.arguments))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ ResultRow = Mapping[str, Any]  # key, name, arguments, result or error, seconds:
 
 @dataclass(eq=False)
 class ToolResults:
-    """The results of the present rollout, and those that an interrupted run left for the rollouts that it did not finish.
+    """Results of a run's rollouts, and those that an interrupted run left for unfinished ones.
 
     A key names all that a call depends on: weights, rollout, conversation, tokens so far and place in the turn. `write` gets each
     new row. `read` returns the rows of the interrupted run by key; None as long as there is no run.
@@ -19,27 +19,34 @@ class ToolResults:
 
     write: Callable[[ResultRow], None] = lambda row: None
     read: Callable[[], Mapping[str, ResultRow] | None] = dict
-    _journaled: dict[str, ResultRow] | None = None
-    _current: dict[str, ResultRow] = field(default_factory=dict)
-    _rollout: str = ""
+    journaled: dict[str, ResultRow] | None = None
+    _last: RolloutResults | None = None
 
-    def begin(self, rollout: str) -> None:
-        """Keep results for this rollout: generated again after an error, it finds them."""
-        if self._journaled is None and (journaled := self.read()) is not None:
-            self._journaled = dict(journaled)
-        if rollout != self._rollout:
-            self._rollout = rollout
-            self._current.clear()
+    def begin(self, rollout: str) -> RolloutResults:
+        """Return the results of this rollout; one that is generated again finds its earlier results."""
+        if self.journaled is None and (journaled := self.read()) is not None:
+            self.journaled = dict(journaled)
+        if self._last is None or self._last.rollout != rollout:
+            self._last = RolloutResults(self, rollout)
+        return self._last
+
+
+@dataclass(eq=False)
+class RolloutResults:
+    """The results of one rollout; `rows` has them by a call's name, which is unique in it."""
+
+    run: ToolResults
+    rollout: str
+    rows: MutableMapping[str, ResultRow] = field(default_factory=dict)
 
     def find(self, name: str) -> ResultRow | None:
-        """Return the row of a call of the present rollout, if its result is known."""
-        key = f"{self._rollout}/{name}"
-        if self._journaled and key in self._journaled:
-            self._current[key] = self._journaled.pop(key)
-        return self._current.get(key)
+        """Return the row of a call, if its result is known."""
+        key = f"{self.rollout}/{name}"
+        if self.run.journaled and key in self.run.journaled:
+            self.rows[name] = self.run.journaled.pop(key)
+        return self.rows.get(name)
 
     def add(self, name: str, row: ResultRow) -> None:
-        """Keep the result of a call of the present rollout, and write it."""
-        key = f"{self._rollout}/{name}"
-        self._current[key] = row
-        self.write({"key": key, **row})
+        """Keep the result of a call, and write it."""
+        self.rows[name] = row
+        self.run.write({"key": f"{self.rollout}/{name}", **row})

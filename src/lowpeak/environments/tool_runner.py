@@ -1,17 +1,20 @@
-"""Calls of tools off the engine's thread, with a time limit and a bounded number of threads."""
+"""Calls of tools off the engine's thread, with a time limit and bounded threads."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from lowpeak.errors import EngineError
+
+_MOST_PROGRAMS = 4096  # at once
 
 
 class ToolTimeoutError(Exception):
@@ -28,7 +31,7 @@ def text_of(error: BaseException) -> str:
 
 @contextmanager
 def exits_as_errors() -> Iterator[None]:
-    """Raise RuntimeError in place of what would end the event loop or the run, as `sys.exit()` in user code does."""
+    """Raise RuntimeError in place of exceptions that end the event loop or the run, such as those of `sys.exit()`."""
     try:
         yield
     except Exception:
@@ -60,6 +63,20 @@ class ToolRunner:
         self._threads = asyncio.Semaphore(num_threads)
         self._abandoned: list[Future[Any]] = []
 
+    @cached_property
+    def for_rewards(self) -> ToolRunner:
+        """A runner with threads of its own, so that rewards do not wait for the calls of rollouts ahead."""
+        runner = copy.copy(self)
+        runner._threads = asyncio.Semaphore(self._num_threads)
+        return runner
+
+    @cached_property
+    def for_programs(self) -> ToolRunner:
+        """A runner of programs that drive conversations: each may have a thread, and its conversation limits its time."""
+        runner = copy.copy(self)
+        runner._timeout, runner._threads = None, asyncio.Semaphore(_MOST_PROGRAMS)
+        return runner
+
     @property
     def num_abandoned(self) -> int:
         """The abandoned threads that still run."""
@@ -76,8 +93,11 @@ class ToolRunner:
             future = _start(call)
             try:
                 return await self._limited(asyncio.shield(asyncio.wrap_future(future)))
+            except asyncio.CancelledError:
+                self._abandoned.append(future)
+                raise
             except ToolTimeoutError:
-                self._abandoned = [each for each in (*self._abandoned, future) if not each.done()]
+                self._abandoned[:] = [each for each in (*self._abandoned, future) if not each.done()]
                 if self.num_abandoned > self._num_threads:
                     raise EngineError(
                         f"{self.num_abandoned} calls of tools exceeded tool_timeout={self._timeout} and still run in their "

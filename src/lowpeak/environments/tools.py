@@ -1,9 +1,9 @@
 """TRL's `tools=` and `environment_factory=` as environments: functions that the policy calls by their schemas.
 
 The contract is TRL's: a tool's result becomes a message with role "tool" and the text of the result, an exception the text of
-{"error": message}. Every public method of an environment is a tool, except those of `_NOT_TOOLS`. Beyond TRL:
-`get_turn_reward` is the reward of the turn whose calls were run, `close` is called at the end, and `reset` gets a `seed` if it
-names one.
+{"error": message}. Every public method of an environment is a tool, except those of `_NOT_TOOLS`. Beyond TRL: `respond` answers
+a turn without calls, `run` drives the conversation in place of both, `get_turn_reward` is the reward of the turn that was
+answered, `close` is called at the end, and `reset` gets a `seed` if it names one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -22,14 +23,15 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from lowpeak.environments.append import Message
 from lowpeak.environments.calls import Call, ParsedTurn
-from lowpeak.environments.tool_results import ResultRow, ToolResults
+from lowpeak.environments.routes import Endpoint
+from lowpeak.environments.tool_results import ResultRow, RolloutResults
 from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError, exits_as_errors, text_of
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.rewards import read_number
 
 logger = logging.getLogger(__name__)
 
-_NOT_TOOLS = ("reset", "get_reward", "get_turn_reward", "close")
+_NOT_TOOLS = ("reset", "run", "respond", "get_reward", "get_turn_reward", "close")
 _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -72,8 +74,15 @@ def named_tools(tools: Sequence[Callable[..., Any]]) -> dict[str, Callable[..., 
     return named
 
 
+def drives(instance: Any) -> bool:
+    """Return whether an environment is a program that asks for turns itself."""
+    return callable(getattr(instance, "run", None))
+
+
 def public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
-    """Return an environment's tools: its public methods, inherited, static and class methods too."""
+    """Return an environment's tools: its public methods, inherited, static and class methods too; none if it drives."""
+    if drives(instance):
+        return {}
     methods = inspect.getmembers(type(instance), lambda member: inspect.isfunction(member) or inspect.ismethod(member))
     names = [name for name, _ in methods]
     return {name: getattr(instance, name) for name in names if not name.startswith("_") and name not in _NOT_TOOLS}
@@ -85,6 +94,14 @@ class Reply:
 
     messages: Sequence[Message] = ()
     reward: float | None = None
+
+
+class MethodError(Exception):
+    """A method of an environment, other than a tool, raised `error`."""
+
+    def __init__(self, method: str, error: Exception) -> None:
+        super().__init__(method, error)
+        self.method, self.error = method, error
 
 
 @dataclass(eq=False)
@@ -105,7 +122,7 @@ class ToolEnvironment:
     runner: ToolRunner
     max_iterations: int | None
     counts: Counter[str]
-    results: ToolResults
+    results: RolloutResults
     _num_iterations: int = 0
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> str:
@@ -116,16 +133,48 @@ class ToolEnvironment:
         return _observation_text(observation, type(self.instance).__name__)
 
     async def step(self, turn: ParsedTurn, name: str) -> Reply:
-        """Run the calls of a turn that the policy ended itself; `name` is the turn's, unique in its rollout."""
-        if not turn.calls or self._num_iterations == self.max_iterations:
+        """Run the calls of a turn that the policy ended itself, or let the environment respond to its text.
+
+        `name` is the turn's, unique in its rollout. Raises MethodError.
+        """
+        responds = hasattr(self.instance, "respond") and not turn.num_malformed
+        if self._num_iterations == self.max_iterations or not (turn.calls or responds):
             return Reply()
         self._num_iterations += 1
-        results = await asyncio.gather(*(self._run(call, f"{name}/{i}") for i, call in enumerate(turn.calls)))
-        named = zip(turn.calls, results, strict=True)
-        messages = [{"role": "tool", "name": call.name, "content": text} for call, text in named]
+        messages = await (self._results(turn.calls, name) if turn.calls else self._response(turn.message))
         if not hasattr(self.instance, "get_turn_reward"):
             return Reply(messages)
-        return Reply(messages, await call_for_number(self.runner, self.instance.get_turn_reward))
+        return Reply(messages, await self._call("get_turn_reward", self._turn_reward()))
+
+    async def drive(self, endpoint: Endpoint) -> None:
+        """Run the environment's program; MethodError if it fails."""
+        await self._call("run", self.runner.for_programs.run(partial(self.instance.run, endpoint), {}))
+
+    async def _results(self, calls: Sequence[Call], name: str) -> list[Message]:
+        texts = await asyncio.gather(*(self._run(call, f"{name}/{i}") for i, call in enumerate(calls)))
+        return [{"role": "tool", "name": call.name, "content": text} for call, text in zip(calls, texts, strict=True)]
+
+    async def _response(self, turn: Message) -> list[Message]:
+        """Return the environment's next message; none if it ends the conversation."""
+        response = await self._call(
+            "respond", self.runner.run(self.instance.respond, {"text": turn.get("content") or ""})
+        )
+        if response is None:
+            return []
+        if not isinstance(response, str):
+            raise MethodError("respond", TypeError(f"it returned {response!r:.80}; return a string, or None"))
+        return [{"role": "user", "content": _readable(response)}]
+
+    async def _turn_reward(self) -> float | None:
+        return await call_for_number(self.runner, self.instance.get_turn_reward)
+
+    async def _call(self, method: str, awaitable: Awaitable[Any]) -> Any:
+        try:
+            return await awaitable
+        except EngineError:
+            raise
+        except Exception as error:
+            raise MethodError(method, error) from error
 
     async def _run(self, call: Call, name: str) -> str:
         """Return the text of a call's result, or of its error; a result that is known is used again."""
@@ -180,7 +229,7 @@ def reset_arguments(instance: Any, seed: int, row: Mapping[str, Any]) -> dict[st
 
 
 def _observation_text(observation: Any, name: str) -> str:
-    """Return what `reset` adds to the prompt; TypeError unless it is a string, parts of text, or None."""
+    """Return `reset`'s addition to the prompt; TypeError unless it is a string, parts of text, or None."""
     if observation is None or isinstance(observation, str):
         return _readable(observation or "")
     parts = observation if isinstance(observation, list) else [observation]

@@ -7,33 +7,62 @@ import functools
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowpeak.arguments import ToolSettings, require
 from lowpeak.data import check_environment_name, fetch_rows, num_rows
 from lowpeak.environments.append import TurnAppender
 from lowpeak.environments.calls import CallParser
+from lowpeak.environments.routes import Routes
 from lowpeak.environments.tool_process import call_in_process, tool_address
-from lowpeak.environments.tool_results import ToolResults
+from lowpeak.environments.tool_results import RolloutResults
 from lowpeak.environments.tool_runner import ToolRunner
 from lowpeak.environments.tools import (
     ToolEnvironment,
     call_for_number,
+    drives,
     named_tools,
     public_methods,
     reset_arguments,
     tool_schemas,
     warn_of_failure,
 )
-from lowpeak.errors import ArgumentError, EngineError, first_line
+from lowpeak.errors import ArgumentError, EngineError, LowpeakError, first_line, require_package
 from lowpeak.records import Conversation, Metric, Turn
 from lowpeak.rewards import BackgroundLoop, FunctionReward
+
+_TOOL_TYPES = ("str", "int", "float", "bool", "list", "dict")
+
+
+@dataclass(eq=False)
+class PoolSlot:
+    """A slot of a pool; its environment is made once and reset for each conversation."""
+
+    instance: Any = None
+
+
+@dataclass(eq=False)
+class WaveEnvironments:
+    """The slots of a wave's conversations; None for a row without an environment.
+
+    `instances` are their environments once they are made: one that could not be made is `_Unavailable` for this wave.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    slots: Sequence[PoolSlot | None]
+    instances: list[Any] = field(default_factory=list)
 
 
 class Toolset:
     """The tools of a run: functions, and the factories of environments, by the name in a row's column `environment`.
 
     Raises ArgumentError for a tool without a schema, two of one name, or an environment without `reset`.
+
+        environments = toolset.reserve(rows)              # the run's thread, in the order of rollouts
+        await toolset.make_environments(environments)     # on the loop
+        toolset.tool_environments(environments, results, counts)
+        toolset.set_current(environments)                 # the run's thread: rewards read them until another wave's are current
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]], environment_factory: Any, settings: ToolSettings) -> None:
@@ -41,23 +70,46 @@ class Toolset:
         if settings.tool_isolation == "process":
             self._tools = {name: _isolated(name, function) for name, function in self._tools.items()}
         self._max_iterations = settings.max_tool_calling_iterations
+        self.max_branches, self.timeout = settings.max_branches, settings.tool_timeout
         self.is_routed = isinstance(environment_factory, Mapping)
         factories = environment_factory if self.is_routed else {None: environment_factory}
         self._factories: dict[str | None, Callable[[], Any]] = {} if environment_factory is None else dict(factories)
-        # Environments are made once and reset for each conversation.
-        self._pool = {name: [make_environment(name, make)] for name, make in self._factories.items()}
+        self._first = {name: make_environment(name, make) for name, make in self._factories.items()}
+        if self.has_programs:
+            require_package("uvicorn", "an environment with a method run", "agents")
+            require(
+                not self._tools,
+                "tools has no effect with an environment that has a method run, which calls functions itself: remove it.",
+            )
+        self._pool = {name: [PoolSlot(instance)] for name, instance in self._first.items()}
+        self._reserved: set[PoolSlot] = set()
+        self._current: WaveEnvironments | None = None
         self._opened: dict[int, Any] = {}  # since they were last closed
-        self._schemas = {name: tool_schemas(self._functions(name, pool[0])) for name, pool in self._pool.items()}
+        self._schemas = {name: tool_schemas(self._functions(name, first)) for name, first in self._first.items()}
         self._schemas.setdefault(None, tool_schemas(self._tools))
         self.runner = ToolRunner(settings.tool_timeout)
-        self.counts = Counter[str]()
         self.loop = BackgroundLoop()
+        self.routes = Routes()
         self.add_metrics: Callable[[dict[str, Metric]], None] = lambda metrics: None
-        self.environments: list[Any] | None = None  # of the last rollout, in the order of its completions
+
+    @property
+    def max_turns(self) -> int | None:
+        """The most turns of a conversation."""
+        return None if self._max_iterations is None else self._max_iterations + 1
+
+    @property
+    def has_programs(self) -> bool:
+        """Whether an environment drives its conversations."""
+        return any(map(drives, self._first.values()))
 
     @property
     def has_environments(self) -> bool:
         return bool(self._factories)
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """Those of the last rollout, in the order of its completions."""
+        return list(self._current.instances) if self._current is not None and self._factories else None
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -67,12 +119,16 @@ class Toolset:
     @property
     def tools(self) -> list[Callable[..., Any]]:
         """All tools: functions, and the methods of each environment."""
-        methods = [method for pool in self._pool.values() for method in public_methods(pool[0]).values()]
+        methods = [method for first in self._first.values() for method in public_methods(first).values()]
         return [*self._tools.values(), *methods]
 
     def schemas_of(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the schemas of the tools that a row's conversation has."""
         return self._schemas[self._name_of(row)]
+
+    def first_of(self, row: Mapping[str, Any]) -> Any:
+        """Return the first environment of a row's factory; None for a row without one."""
+        return self._first.get(self._name_of(row))
 
     def check_template(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
         """Raise DataError if the chat template does not write calls in a form that can be read, or no results."""
@@ -92,13 +148,12 @@ class Toolset:
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ArgumentError if an environment's `reset` does not take the columns of this row."""
         columns = self._columns(row)
-        for pool in self._pool.values():
-            reset = pool[0].reset
+        for first in self._first.values():
             try:
-                inspect.signature(reset).bind(**reset_arguments(pool[0], 0, columns))
+                inspect.signature(first.reset).bind(**reset_arguments(first, 0, columns))
             except TypeError as error:
                 raise ArgumentError(
-                    f"{type(pool[0]).__name__}.reset does not take the columns of a row as its arguments ({error}): define "
+                    f"{type(first).__name__}.reset does not take the columns of a row as its arguments ({error}): define "
                     "reset(self, **row)."
                 ) from error
 
@@ -108,62 +163,77 @@ class Toolset:
         The class is that of a factory's first environment.
         """
         names_of = defaultdict[type[Any], list[str | None]](list)
-        for name, pool in self._pool.items():
-            if any(hasattr(pool[0], method) for method in ("get_reward", "get_turn_reward")):
-                names_of[type(pool[0])].append(name)
+        for name, first in self._first.items():
+            if any(hasattr(first, method) for method in ("get_reward", "get_turn_reward")):
+                names_of[type(first)].append(name)
         return [FunctionReward(self._reward_of(names), cls.__name__) for cls, names in names_of.items()]
 
-    async def make_environments(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Make the environments that these rows need beyond those that there are, off the event loop, at the same time."""
-        needed = Counter(name for name in map(self._name_of, rows) if name in self._factories)
-        calls = [name for name, number in needed.items() for _ in range(number - len(self._pool[name]))]
+    def reserve(self, rows: Sequence[Mapping[str, Any]]) -> WaveEnvironments:
+        """Return free slots for the environments of these rows."""
+        free = {name: iter([slot for slot in pool if slot not in self._reserved]) for name, pool in self._pool.items()}
+        slots: list[PoolSlot | None] = []
+        for row in rows:
+            name, slot = self._name_of(row), None
+            if name in self._factories and (slot := next(free[name], None)) is None:
+                slot = PoolSlot()
+                self._pool[name].append(slot)
+            slots.append(slot)
+        self._reserved.update(slot for slot in slots if slot is not None)
+        return WaveEnvironments(rows, slots)
 
-        async def make(name: str | None) -> Any:
+    def set_current(self, environments: WaveEnvironments | None) -> None:
+        """Make these the environments that rewards read, and free the slots of those before."""
+        if self._current is not None and self._current is not environments:
+            self.free(self._current)
+        self._current = environments
+
+    def free(self, environments: WaveEnvironments) -> None:
+        """Let other conversations use the slots."""
+        self._reserved.difference_update(slot for slot in environments.slots if slot is not None)
+
+    async def make_environments(self, environments: WaveEnvironments) -> None:
+        """Make the environments that these slots lack, off the event loop, at the same time."""
+
+        async def make(row: Mapping[str, Any], slot: PoolSlot | None) -> Any:
+            if slot is None or slot.instance is not None:
+                return slot and slot.instance
+            name = self._name_of(row)
             try:
-                return await self.runner.run(make_environment, {"name": name, "make": self._factories[name]})
+                slot.instance = await self.runner.run(make_environment, {"name": name, "make": self._factories[name]})
             except EngineError:
                 raise
             except Exception as error:
                 return _Unavailable(error)
+            return slot.instance
 
-        for name, instance in zip(calls, await asyncio.gather(*map(make, calls)), strict=True):
-            self._pool[name].append(instance)
+        environments.instances = list(await asyncio.gather(*map(make, environments.rows, environments.slots)))
 
     def _name_of(self, row: Mapping[str, Any]) -> str | None:
         return row.get("environment") if self.is_routed else None
 
-    def start(
-        self, rows: Sequence[Mapping[str, Any]], results: ToolResults
+    def tool_environments(
+        self, environments: WaveEnvironments, results: RolloutResults, counts: Counter[str]
     ) -> list[tuple[ToolEnvironment, dict[str, Any]]]:
         """Return an environment for each row, and the row that its `reset` gets; DataError for a name without a factory.
 
-        `make_environments` has made as many as the rows need.
+        `make_environments` comes before.
         """
-        pools = {name: iter(pool) for name, pool in self._pool.items()}
         started = []
-        for row in rows:
+        for row, instance in zip(environments.rows, environments.instances, strict=True):
             name = self._name_of(row)
             if self.is_routed:
                 check_environment_name(name, self._factories, "a row")
-            instance = next(pools[name]) if name in pools else None
             environment = ToolEnvironment(
                 *(self._functions(name, instance), self._tools.keys(), self._schemas[name], instance),
-                *(self.runner, self._max_iterations, self.counts, results),
+                *(self.runner, self._max_iterations, counts, results),
             )
             started.append((environment, self._columns(row)))
-        self.environments = [each.instance for each, _ in started] if self._factories else None
         self._opened.update({id(each.instance): each.instance for each, _ in started})
-        self._drop_unavailable()
         return started
 
     def _columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `reset` gets of a row."""
+        """Return the arguments of `reset` for a row."""
         return {key: value for key, value in row.items() if not (self.is_routed and key == "environment")}
-
-    def _drop_unavailable(self) -> None:
-        """Let another rollout try again to make the environments that could not be made."""
-        for name, pool in self._pool.items():
-            self._pool[name] = [instance for instance in pool if not isinstance(instance, _Unavailable)]
 
     def _functions(self, name: str | None, instance: Any) -> dict[str, Callable[..., Any]]:
         if instance is None:
@@ -184,7 +254,7 @@ class Toolset:
             reward: float | None = 0.0
             if hasattr(environment, "get_reward"):
                 try:
-                    reward = await call_for_number(self.runner, environment.get_reward)
+                    reward = await call_for_number(self.runner.for_rewards, environment.get_reward)
                 except EngineError:
                     raise
                 except Exception as error:
@@ -195,7 +265,7 @@ class Toolset:
             return _per_token(reward, conversation.turns, num_tokens)
 
         async def read_all(conversations: Sequence[Conversation], completion_ids: Sequence[list[int]]) -> list[Any]:
-            own = {id(instance) for name in names for instance in self._pool[name]}
+            own = {id(slot.instance) for name in names for slot in self._pool[name]}
 
             async def read_own(conversation: Conversation, num_tokens: int) -> float | list[float] | None:
                 is_own = id(conversation.environment) in own and not conversation.has_failed
@@ -211,7 +281,8 @@ class Toolset:
         return get_reward
 
     def close(self) -> None:
-        """Close the environments that were opened and have a method `close`; log those that fail."""
+        """Close the routes, and the environments that were opened and have a method `close`; log those that fail."""
+        self.routes.close()
         closable = [each for each in self._opened.values() if callable(getattr(each, "close", None))]
         self._opened.clear()
 
@@ -244,6 +315,8 @@ def make_environment(name: str | None, make: Callable[[], Any]) -> Any:
     require(callable(make), f"{factory} is {make!r:.80}: pass a class, or a function that returns an environment.")
     try:
         instance = make()
+    except LowpeakError:
+        raise
     except (Exception, SystemExit) as error:
         raise ArgumentError(
             f"{factory} raised {type(error).__name__}: {first_line(error)}; it is called without arguments (functools.partial "
@@ -252,7 +325,39 @@ def make_environment(name: str | None, make: Callable[[], Any]) -> Any:
     returned = "None" if instance is None else f"a {type(instance).__name__}"
     has_reset = callable(getattr(instance, "reset", None))
     require(has_reset, f"{factory} returns {returned}, which has no method reset: return an environment with one.")
+    if drives(instance):
+        _check_program(instance, factory)
+    takes_text = not hasattr(instance, "respond") or _takes_text(instance.respond)
+    require(
+        takes_text, f"{factory} returns {returned}, whose respond does not take a text: define respond(self, text)."
+    )
     return instance
+
+
+def _check_program(instance: Any, factory: str) -> None:
+    """Raise ArgumentError if `run` cannot be a program."""
+    names = f"{factory} returns a {type(instance).__name__}, whose run"
+    is_generator = inspect.isgeneratorfunction(instance.run) or inspect.isasyncgenfunction(instance.run)
+    require(not is_generator, f"{names} is a generator: define async def run(self, endpoint) without yield.")
+    signature = inspect.signature(instance.run)
+    try:
+        bound = signature.bind(None)
+    except TypeError:
+        bound = None
+    kinds = {signature.parameters[name].annotation for name in bound.arguments} if bound is not None else {str}
+    is_program = not any(getattr(kind, "__name__", kind) in _TOOL_TYPES for kind in kinds)
+    require(
+        is_program,
+        f"{names}{signature} does not take an endpoint: a program is run(self, endpoint), and a tool has another name.",
+    )
+
+
+def _takes_text(respond: Any) -> bool:
+    try:
+        inspect.signature(respond).bind(text="")
+    except TypeError:
+        return False
+    return True
 
 
 def _per_token(reward: float | None, turns: Sequence[Turn], num_tokens: int) -> float | list[float] | None:

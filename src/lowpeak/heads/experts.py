@@ -13,19 +13,18 @@ Shapes: E experts, N = B*L tokens of a micro-batch.
 from __future__ import annotations
 
 import sys
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from lowpeak.batching import token_ends
 from lowpeak.errors import ArgumentError
-from lowpeak.records import MicroBatch, Tree
+from lowpeak.records import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -89,27 +88,24 @@ def sequences_per_token(batch: MicroBatch) -> Tensor:
 
 
 def _sequences_per_token(batch: MicroBatch) -> Tensor:
-    counts_N = torch.zeros(batch.input_ids_BL.numel())
+    length = batch.input_ids_BL.numel()
+    counts_N = torch.zeros(length)
     if not batch.record_indices:  # a dummy micro-batch, whose tokens are masked
         return counts_N
-    ends = torch.zeros(batch.tokens.num_sequences, dtype=torch.int64)  # packed sequences have loss tokens
-    ends = ends.scatter_reduce(0, batch.tokens.sequences_T, batch.positions_T, "amax")
-    starts = range(0, counts_N.numel(), batch.input_ids_BL.shape[1])
-    trees = [Tree(start, 0, (0,)) for start in starts] if batch.forest is None else batch.forest.trees
-    for end in ends.tolist():  # the position that predicts the sequence's last counted token
-        tree = trees[bisect_right(trees, end, key=lambda tree: tree.start) - 1]
-        for start, stop in _spans(tree, end):
-            counts_N[start:stop] += 1.0
+    if batch.forest is None:
+        ends_N = torch.arange(1, len(batch.input_ids_BL) + 1).repeat_interleave(batch.input_ids_BL.shape[1])
+        ends_N = ends_N * batch.input_ids_BL.shape[1]
+    else:
+        ends_N = token_ends(batch.forest.nodes, length).long()
+    for positions in batch.positions_T.split(batch.tokens.counts()):
+        # A sequence contains a token that has one of its positions in the token's subtree.
+        predicts_N = torch.zeros(length + 1, dtype=torch.int64)
+        predicts_N[positions + 1] = 1
+        before_N = predicts_N.cumsum(0)
+        counts_N += before_N[ends_N] > before_N[:-1]
+    for row_L, repeated in zip(counts_N.view(batch.input_ids_BL.shape), batch.repeated, strict=False):
+        row_L[:repeated] = 0.0  # counted in an earlier row
     return counts_N
-
-
-def _spans(tree: Tree, end: int) -> list[tuple[int, int]]:
-    """Return the spans of the sequence that ends at position `end`: its prompt's, and its completion's."""
-    prompt_end = tree.start + tree.prompt
-    if end < prompt_end or tree.prompt == 0:
-        return [(tree.start, end + 1)]
-    starts = list(accumulate(tree.completions, initial=prompt_end))
-    return [(tree.start, prompt_end), (starts[bisect_right(starts, end) - 1], end + 1)]
 
 
 def routing_sums(router_logits: Sequence[Tensor], request: RoutingRequest) -> Tensor:

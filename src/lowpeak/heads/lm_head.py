@@ -206,7 +206,7 @@ def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = No
 
 
 def _forward_without_request(causal: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what the model's own forward returns; for a forest its backbone's output alone."""
+    """Return the output of the model's own forward; for a forest its backbone's alone."""
     if kwargs.get("forest") is not None:  # not all families pass it on
         return backbone_of(causal)(*args, **backbone_kwargs(kwargs), use_cache=False)
     if getattr(causal.config.get_text_config(), "output_router_logits", False):

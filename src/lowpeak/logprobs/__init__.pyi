@@ -19,4 +19,5 @@ from lowpeak.logprobs.reference import HeadScale as HeadScale
 from lowpeak.logprobs.reference import TeacherHead as TeacherHead
 from lowpeak.logprobs.reference import head_scale as head_scale
 from lowpeak.logprobs.reference import logprobs_and_entropy as logprobs_and_entropy
+from lowpeak.logprobs.reference import naive_divergence as naive_divergence
 from lowpeak.logprobs.reference import naive_logprobs as naive_logprobs

@@ -15,6 +15,7 @@ With z = scale(hidden @ weight.T + bias) / temperature, p = softmax(z), H = -sum
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def chunked_logprobs(
     Computed in hidden's dtype (autocast's inside autocast, as in a linear layer), returned in fp32. With a
     `inplace_grad_scale` backward adds the head's gradient to its sink if it has one, else to its `.grad`.
     """
-    hidden_TD = cast_for_autocast(hidden_TD)
+    hidden_TD, settings = _cast_states(hidden_TD, settings)
     with no_autocast(hidden_TD.device):
         inputs = (hidden_TD, weight_VD, bias_V, targets_T, settings)
         if _needs_gradient(hidden_TD, weight_VD, bias_V):
@@ -79,7 +80,7 @@ def fused_loss(
     which ends the process. After an error between forward and backward the sum stays changed: zero the gradients, as
     after any step that was aborted between two micro-batches.
     """
-    hidden_TD = cast_for_autocast(hidden_TD)
+    hidden_TD, settings = _cast_states(hidden_TD, settings)
     with no_autocast(hidden_TD.device):
         inputs = (hidden_TD, weight_VD, bias_V, targets_T)
         if _needs_gradient(hidden_TD, weight_VD, bias_V):
@@ -254,7 +255,7 @@ class _ChunkedHead:
         derivatives_T: LossDerivatives,
         gradients: HeadGradients,
     ) -> None:
-        """Compute all logits again, whole chunks or a stripe of each, and add their parts to `gradients`."""
+        """Compute all logits again, in chunks or stripes of chunks, and add their parts to `gradients`."""
         num_tokens = len(self._targets_T)
         num_rows = self._stripe_rows() if gradients.by_stripes else len(self._weight_VD)
         for rows in _ranges(len(self._weight_VD), num_rows):
@@ -302,6 +303,14 @@ class _ChunkedHead:
         inputs = (bias_S, self._settings, self._targets_T[chunk] - rows.start, statistics_C, derivatives_C)
         grad_CS = self._kernels.logits_gradient_(logits_CS, *inputs, narrow_CS, extra_CK)
         gradients.add(chunk, rows, grad_CS, narrow_CS, self._hidden_TD[chunk], self._weight_VD[rows])
+
+
+def _cast_states(hidden_TD: Tensor, settings: ChunkSettings) -> tuple[Tensor, ChunkSettings]:
+    """Return the states that linear heads read, the teacher's too, in autocast's dtype: equal models then diverge by 0."""
+    teacher = settings.teacher
+    if teacher is not None and isinstance(teacher.head, Tensor):
+        settings = replace(settings, teacher=replace(teacher, hidden_TE=cast_for_autocast(teacher.hidden_TE)))
+    return cast_for_autocast(hidden_TD), settings
 
 
 def _ranges(stop: int, step: int) -> list[slice]:

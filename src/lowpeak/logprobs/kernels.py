@@ -121,7 +121,7 @@ def kernel_mismatch(kernels: LogitsKernels, device: torch.device) -> str | None:
 
 
 def _results(kernels: LogitsKernels, settings: ChunkSettings, device: torch.device) -> list[Tensor]:
-    """Return the results of all passes over the same few logits each time, with a teacher of fewer ids for each beta."""
+    """Return the results of all passes over fixed small logits; each beta has a teacher of fewer ids."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((_NUM_TOKENS, _NUM_IDS), (_NUM_IDS,))
     raw, bias = (4 * torch.randn(*shape, generator=generator).to(device) for shape in shapes)

@@ -320,7 +320,7 @@ def _widened(weight_VD: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Iterat
 
 
 def _stripes(matrix_VD: Tensor) -> Iterator[slice]:
-    """Return the rows of a [V, D] matrix in stripes of 16 MB in fp32, which are small beside a chunk's logits.
+    """Return the rows of a [V, D] matrix in stripes of 16 MB in fp32, small next to a chunk's logits.
 
     For fake tensors there is one stripe: each takes the same memory.
     """

@@ -68,7 +68,7 @@ class TeacherLogits(NamedTuple):
 
 
 class PairStatistics(NamedTuple):
-    """Logarithms of student's and teacher's sums of exp(z) over the K ids, and what the divergence's gradient subtracts."""
+    """Log-sums of student's and teacher's exp(z) over the K ids, and the term that the divergence's gradient subtracts."""
 
     log_sum_C: Tensor
     teacher_log_sum_C: Tensor

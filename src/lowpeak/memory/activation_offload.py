@@ -62,14 +62,14 @@ class AsyncHostMover:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def _copy(self, source: Tensor, target: Tensor) -> Any:
-        """Copy on the separate stream, after what the computing stream has begun; return the event of its end."""
+        """Copy on the separate stream, after the computing stream's present work; return the event of its end."""
         self._stream.wait_stream(self._torch.current_stream(self.device))
         with self._torch.stream(self._stream):
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
     def _finish_copies(self, most: int) -> None:
-        """Let the computing stream wait for copies to the host until at most so many are under way, and drop their tensors."""
+        """Let the computing stream wait until at most so many copies to the host are under way; drop their tensors."""
         while len(self._leaving) > most:
             _, event = self._leaving.popleft()
             self._torch.current_stream(self.device).wait_event(event)

@@ -99,7 +99,7 @@ def free_bytes(device: torch.device | str) -> int:
 
 
 def return_cached_memory(device: torch.device) -> None:
-    """Return to the driver what torch's caching allocator of a device holds without using it."""
+    """Return unused memory of torch's caching allocator to the driver."""
     if has_device_memory(device):
         torch.get_device_module(device).empty_cache()
 

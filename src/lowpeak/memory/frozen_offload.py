@@ -45,7 +45,7 @@ def offload_frozen(
 
 
 def most_streamed_bytes(model: nn.Module, layers: Collection[nn.Module], least_bytes: int = LEAST_BYTES) -> int:
-    """Return the most bytes of copied weights on the device at a time, if units run in the order of modules."""
+    """Return the most bytes of copied weights on the device at a time, for units in module order."""
     units, _ = _find_units(model, layers, least_bytes)
     outer = {group for unit in units if unit.has_units for group in unit.groups}
     inner = [unit.groups for unit in units if not unit.has_units]

@@ -20,6 +20,7 @@ class Kind(StrEnum):
     GATHERED = "gathered weights"
     BUCKETS = "buckets"  # of gradients that are reduced, and of weights that are sent or saved
     FROZEN = "frozen models"
+    TEACHER = "teacher's states"  # hidden states of a step, which are kept until its micro-batches have trained
     ENGINE = "engine"
     CHECKPOINT = "checkpoint"  # that one process of a host reads for all of them, in host memory
     MARGIN = "margin"  # the device's context, communicators, and fragmentation

@@ -128,7 +128,7 @@ def _check_tensor_parallel(model: Any, settings: ModelSettings, peft_config: Any
 
 
 def freeze_other_modalities(policy: nn.Module) -> None:
-    """Freeze what a model has for images and sound, which training on text would leave without gradients."""
+    """Freeze a model's parts for images and sound, which training on text leaves without gradients."""
     model = transformers_model(policy)
     if model.config.get_text_config() is model.config:
         return

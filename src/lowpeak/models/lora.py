@@ -141,7 +141,7 @@ def add_training_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
 
 
 def _prepare_quantized(policy: nn.Module) -> nn.Module:
-    """Freeze a quantised policy, and widen to fp32 what is not quantised, except experts: they are most of a mixture."""
+    """Freeze a quantised policy, and widen its other parameters to fp32, except experts: they are most of a mixture."""
     from peft import prepare_model_for_kbit_training
 
     model: Any = policy
@@ -215,7 +215,7 @@ def _unadaptable_layers(model: Any) -> list[str]:
 
 
 def _is_product(layer: nn.Linear, model: nn.Module) -> bool:
-    """Return whether a layer maps [1, inputs] to [1, outputs], as all do but a model's own kinds of linear layers."""
+    """Return whether a layer maps [1, inputs] to [1, outputs], unlike some models' linear layers."""
     if type(layer).__module__ != type(model).__module__:
         return True
     shapes = {"weight": (layer.out_features, layer.in_features), "bias": (layer.out_features,)}

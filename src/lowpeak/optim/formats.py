@@ -1,4 +1,4 @@
-"""Formats of weights and optimizer states in few bits, and AdamW's step on them by torch's operations."""
+"""Formats of weights and optimizer states in few bits, and AdamW's step in torch operations."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class HostMemory:
         return empty_page_locked(size, dtype, self._device)
 
     def add(self, total: Tensor, values: Tensor, overwrite: bool = False) -> None:
-        """Begin to add flat values of the device to a sum in host memory, or to `overwrite` the sum with them."""
+        """Begin to add the device's flat values to a sum in host memory, or `overwrite` it."""
         if not self._slots:
             add_on_host(total, values, overwrite)
             return

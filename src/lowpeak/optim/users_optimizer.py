@@ -33,15 +33,15 @@ def lost_share(weights: Iterable[tuple[Tensor, float]]) -> float | None:
     flat = [(flat_part(tensor), rate) for tensor, rate in weights if tensor.dtype == torch.bfloat16]
     stride = max(1, -(-sum(values.numel() for values, _ in flat) // _SAMPLE))
     generator, first = torch.Generator().manual_seed(0), 0
-    arrived = asked = 0.0
+    applied = exact = 0.0
     for values, rate in flat:
         sample = values[first::stride].float().cpu()
         first = (first - values.numel()) % stride
         updates = torch.randn(len(sample), generator=generator) * (_UPDATE_SIZE * rate)
         moved = (sample + updates).bfloat16().float() - sample
-        arrived += float(updates.double() @ moved.double())
-        asked += float(updates.double().square().sum())
-    return max(0.0, 1 - arrived / asked) if asked else None
+        applied += float(updates.double() @ moved.double())
+        exact += float(updates.double().square().sum())
+    return max(0.0, 1 - applied / exact) if exact else None
 
 
 def _rate(group: Mapping[str, Any]) -> float:
@@ -50,7 +50,7 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def warn_of_lost_updates(optimizer: Any) -> None:
-    """Warn of the updates that a torch optimizer will lose, if they are 1 % or more.
+    """Warn of updates that a torch optimizer will lose, from 1 % on.
 
     None are lost by an optimizer that trains no bf16 weights, or does not round to nearest.
     """

@@ -137,7 +137,7 @@ class DeviceFractions:
 
 
 def sharding_of(accelerator: Accelerator) -> Sharding:
-    """Return the strategy of an accelerator, with what its config keeps in host memory."""
+    """Return the strategy of an accelerator, with its config's offloads to host memory."""
     kind, state = accelerator.distributed_type, accelerator.state
     if kind == DistributedType.DEEPSPEED:
         return _zero_sharding(state.deepspeed_plugin)

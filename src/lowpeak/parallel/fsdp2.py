@@ -111,7 +111,7 @@ def _broadcast_buffers(model: nn.Module, device: torch.device) -> Iterator[None]
 
 
 class PassCollectives:
-    """Counts the collectives of a pass, so that a rank on which it fails can take part in the rest of them.
+    """Counts the collectives of a pass, so that a rank on which it fails can join the rest.
 
     All ranks run the same collectives in a pass, in the same order, whatever their micro-batches are.
     """

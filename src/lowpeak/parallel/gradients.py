@@ -68,6 +68,7 @@ def _updated_shard(name: str, parameter: nn.Parameter, replicas: Ranks | None) -
         local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return UpdatedShard(name, first_position(parameter), 0, local.numel())
     rows = parameter.shape[0] if parameter.dim() else 1
+    # Whole rows, because blocks of 8-bit states end with their row; the last ranks may have none.
     step, numel = -(-rows // replicas.world_size) * (parameter.numel() // max(1, rows)), parameter.numel()
     bounds = [min(rank * step, numel) for rank in range(replicas.world_size + 1)]
     first, last = bounds[replicas.rank], bounds[replicas.rank + 1]
@@ -97,6 +98,7 @@ class GradientAverage:
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Average the gradients of these parameters; a rank without a gradient adds zeros."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        # A rank whose sequences do not use a parameter has no gradient, and still has to run the others' collective.
         anywhere = self._ranks.max([float(gradient_of(parameter) is not None) for parameter in trained])
         gradients = [
             _gradient_or_zeros(parameter) for parameter, is_any in zip(trained, anywhere, strict=True) if is_any
@@ -195,7 +197,7 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, device: 
 
 
 def _sum_of_shards(squares: Tensor, sharding: Any) -> Tensor:
-    """Return the sum of squares of all shards, given this rank's, over the axes of a mesh that shard the parameter."""
+    """Return the sum of squares over the mesh axes that shard the parameter, given this rank's sum."""
     if sharding is None:
         return squares
     mesh, placements = sharding

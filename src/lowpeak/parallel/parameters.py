@@ -257,7 +257,7 @@ def adapter_state_dict(model: nn.Module, exported: Mapping[str, Tensor]) -> dict
 
 
 def unties_head(model: nn.Module, exported_names: Collection[str]) -> bool:
-    """Return whether the `merged` export has a head separate from the embedding although the config ties them."""
+    """Return whether the `merged` export has a separate head although the config ties it."""
     base = transformers_model(model)
     head = base.get_output_embeddings()
     name = next((clean_parameter_name(name) for name, module in base.named_modules() if module is head), "")

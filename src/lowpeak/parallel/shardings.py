@@ -27,7 +27,7 @@ class Reduces(Enum):
 
 @dataclass(frozen=True)
 class Sharding:
-    """A strategy: what a rank stores, and what its passes send.
+    """A strategy: a rank's share of each kind of bytes, and the collectives of its passes.
 
     Under tensor parallelism a "model" is a device's part of it, and ranks are groups of devices.
 
@@ -79,12 +79,12 @@ class Sharding:
         return (ranks // copies if self.gathers else 1), copies
 
     def share(self, kind: Kind, ranks: int, copies: int) -> float:
-        """Return the fraction of a kind's bytes that is a rank's, with so many copies of the model on all ranks."""
+        """Return a rank's fraction of a kind's bytes, with so many copies of the model on all ranks."""
         over = {Kind.WEIGHTS: self.weights, Kind.GRADIENTS: self.gradients, Kind.OPTIMIZER: self.states}
         return 1.0 if over.get(kind, self.frozen) is Over.NONE else copies / ranks
 
     def fraction(self, kind: Kind, ranks: int, copies: int) -> float:
-        """Return the fraction on a rank's device: its share, 0 of what stays in host memory."""
+        """Return the fraction on a rank's device: its share, or 0 for kinds in host memory."""
         return 0.0 if kind in self.on_host else self.share(kind, ranks, copies)
 
     def sends_weights(self, ranks: int) -> bool:

@@ -54,11 +54,11 @@ class TrainingStrategy(Protocol):
 
     @property
     def survives_failed_passes(self) -> bool:
-        """Return whether a rank whose pass fails can take part in the rest of its collectives, so that all ranks try again."""
+        """Return whether a rank whose pass fails can join its remaining collectives, so that all ranks try again."""
         return False
 
     def finish_failed_pass(self, model: nn.Module, run_masked: Callable[[], object]) -> None:
-        """Take part in the rest of the collectives of a pass that has failed on this rank, or has not begun.
+        """Join the remaining collectives of a pass that has failed on this rank, or has not begun.
 
         `run_masked` is the same pass with a masked micro-batch. What it computes is discarded.
         """

@@ -133,7 +133,7 @@ def tensor_parallel_shard(parameter: nn.Parameter, device: torch.device) -> Flat
 
 
 def shard_like(module: nn.Module, model: nn.Module) -> None:
-    """Apply FSDP2 to a module on the data mesh of a model that was sharded while loading; skip other models."""
+    """Apply FSDP2 on the data mesh to a module of a model sharded while loading; skip others."""
     for parameter in model.parameters():
         if _DATA_AXIS in _axes(parameter):
             assert isinstance(parameter, DTensor)

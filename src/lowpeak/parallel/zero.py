@@ -135,7 +135,7 @@ class Zero(AccelerateStrategy):
 
 
 def _gather_whole_layers(model: nn.Module) -> None:
-    """Let ZeRO-3 gather a layer at once if its parts are called differently often on ranks, or read without a call."""
+    """Let ZeRO-3 gather a layer whole if ranks call its parts differently often, or read them without a call."""
     from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 
     # A mixer runs as often as its rank's sequences need; Gemma 3n reads the weights of `altup` without a call.

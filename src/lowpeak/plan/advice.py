@@ -21,7 +21,7 @@ from lowpeak.plan.computed import (
     rollout_copies,
     streamed_bytes,
 )
-from lowpeak.plan.cost import Work, step_seconds
+from lowpeak.plan.cost import Work, step_seconds, total_seconds
 from lowpeak.plan.hardware import Machine
 from lowpeak.plan.plan import Plan
 
@@ -63,7 +63,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting, with estimates of its peak and of the seconds that it adds to a step.
+    """A setting, with estimates of its peak and the seconds added to a step.
 
     `note` says what else it changes.
     """
@@ -79,12 +79,13 @@ def advise(plan: Plan, count: int | None = 3) -> list[Advice]:
 
     A change that makes a step many times slower is left out.
     """
-    before = sum(step_seconds(plan.work, plan.request.machine).values())
+    overlaps = plan.work.overlaps
+    before = total_seconds(step_seconds(plan.work, plan.request.machine), overlaps=overlaps)
     found = []
     for change in _changes(plan, plan.work):
         peak = change.peak(plan.phases)
         if peak < (1 - _LEAST_GAIN) * plan.peak:
-            seconds = sum(step_seconds(change.work, change.machine).values())
+            seconds = total_seconds(step_seconds(change.work, change.machine), overlaps=overlaps)
             if seconds <= _MOST_SLOWER * before:
                 found.append(Advice(change.setting, peak, seconds - before, change.note))
     return sorted(found, key=lambda advice: advice.peak)[:count]
@@ -214,7 +215,7 @@ def _placement_changes(plan: Plan, work: Work, change: Callable[..., Change]) ->
 
 
 def _gathered(plan: Plan) -> dict[str, int]:
-    """Return what passes gather of a sharded model: a layer, the next one, embeddings and head."""
+    """Return the bytes that passes gather of a sharded model: a layer, the next one, embeddings and head."""
     return dict.fromkeys((*_PASSES, "rollout"), gathered_itemsize(plan.inputs) * plan.counts.in_pass)
 
 

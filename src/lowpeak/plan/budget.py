@@ -22,6 +22,7 @@ from lowpeak.plan.computed import casts_weights, margin
 from lowpeak.plan.derived_configs import with_arguments
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.plan import Plan, make_plan
+from lowpeak.plan.planned_batches import longest_record
 from lowpeak.plan.request import PlanRequest
 
 TOKENS, CHUNK, BUCKET = "micro_batch_tokens", "logprob_chunk_size", "vllm_bucket_size"
@@ -122,7 +123,7 @@ class _SizeSearch:
     def _largest_batch(self, tokens: int) -> int:
         """Return the most tokens of a micro-batch with this size: those of a step are even, up to one sequence."""
         batches = [batch.input_ids_BL.numel() for batch in self._inputs.step_batches(tokens)]
-        return min(tokens, max(batches, default=0) + self._inputs.longest_sequence, sum(batches))
+        return min(tokens, max(batches, default=0) + longest_record(self._inputs), sum(batches))
 
     def _set_value(self, name: str) -> int | None:
         if name == BUCKET:  # which has a default

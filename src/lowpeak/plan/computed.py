@@ -13,11 +13,12 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowpeak.arguments import ColocateSettings, MemorySettings, StorageFormat
+from lowpeak.arguments import ColocateSettings, MemorySettings, StorageFormat, is_servable_adapter
 from lowpeak.memory import Kind, PhaseMemory, bytes_outside_allocator, most_streamed_bytes
 from lowpeak.parallel import Sharding, decoder_layers
 from lowpeak.plan.hardware import GB, Machine
 from lowpeak.plan.inputs import RunInputs
+from lowpeak.plan.model_counts import ModelCounts
 from lowpeak.plan.rehearsal import Rehearsal
 from lowpeak.plan.request import PlanRequest
 from lowpeak.records import SLICE_BYTES
@@ -29,6 +30,8 @@ PROCESS_BYTES = 3 * GB
 # vLLM beside weights and KV cache: its context, CUDA graphs and the activations of a profiling forward.
 VLLM_BYTES = int(2.5 * GB)
 VLLM_ASLEEP_BYTES = int(1.2 * GB)
+_SERVER_SHARE = 0.9  # of its device, which a vLLM server takes by default
+_MAX_SERVER_DEVICES = 64  # of one server, which takes as many as its weights need
 ENGINE_AWAKE = ("sync", "rollout", "reward")  # phases in which an engine is awake
 FROZEN_PHASES = ("score", "reward")  # in which frozen models run
 _FORWARDS = ("rollout", "score", "forward", "backward")
@@ -61,7 +64,7 @@ def state_bytes(row: Sharding, storage: StorageFormat | None, counts: Any, *, bf
 def place_by_strategy(
     inputs: RunInputs, rehearsal: Rehearsal, gather_budget: int, num_batches: int
 ) -> Mapping[str, PhaseMemory]:
-    """Return the phases with what a rehearsal on FSDP2 or one device lacks: ZeRO's shares, and shards in host memory."""
+    """Return the phases with bytes that a rehearsal on FSDP2 or one device lacks: ZeRO's shares, shards in host memory."""
     row = inputs.request.sharding
     if not row.has_formats:
         return place_on_ranks(inputs, rehearsal.with_largest_passes(), gather_budget, num_batches)
@@ -102,8 +105,10 @@ def _logits_of_rows(inputs: RunInputs, phase: PhaseMemory) -> dict[Kind, int]:
 
 
 def _gathered_bytes(inputs: RunInputs) -> dict[str, int]:
-    """Return the bytes that the engine gathers in each phase with forwards: a layer, the next one, embeddings and head."""
-    return dict.fromkeys(_FORWARDS, min(gatherable_bytes(inputs), gathered_itemsize(inputs) * inputs.counts.in_pass))
+    """Return the bytes that are gathered in each phase with forwards: a layer, the next one, embeddings, head, a teacher's head."""
+    model = gatherable_bytes(inputs)
+    own = min(model, gathered_itemsize(inputs) * inputs.counts.in_pass)
+    return {name: own + (held_head_bytes(inputs, name) if model else 0) for name in _FORWARDS}
 
 
 def _layerwise_gathers(inputs: RunInputs, gather_budget: int) -> dict[str, tuple[int, int]]:
@@ -111,16 +116,25 @@ def _layerwise_gathers(inputs: RunInputs, gather_budget: int) -> dict[str, tuple
 
     One layer at a time, in addition to `gather_budget` or the head; gloo copies three tensors.
     """
-    model, itemsize, counts = gatherable_bytes(inputs), gathered_itemsize(inputs), inputs.counts
-    engine_scores = inputs.algorithm.needs & {"old", "entropy", "values"} or not inputs.has_separate_reference
-    extra = {} if engine_scores else {"score": itemsize * counts.head}
-    extra |= {} if inputs.rollout(0) is None else {"rollout": gather_budget}
-    copies = itemsize * counts.largest_three_of_layer if model and inputs.request.machine.device == "cpu" else 0
-    return {name: (min(model, itemsize * counts.largest_layer + kept), copies) for name, kept in extra.items()}
+    model, itemsize, on_cpu = (
+        gatherable_bytes(inputs),
+        gathered_itemsize(inputs),
+        inputs.request.machine.device == "cpu",
+    )
+
+    def gathers(counts: ModelCounts, kept: int) -> tuple[int, int]:
+        copies = itemsize * counts.largest_three_of_layer if model and on_cpu else 0
+        return min(model and itemsize * counts.total, itemsize * counts.largest_layer + kept), copies
+
+    found = {} if inputs.rollout(0) is None else {"rollout": gathers(inputs.counts, gather_budget)}
+    if inputs.has_separate_reference and not inputs.scoring_needs & {"old", "entropy", "values"}:
+        reference = inputs.reference_counts
+        found["score"] = gathers(reference, itemsize * reference.head)
+    return found
 
 
 def _absent_state(row: Sharding, phase: str, shares: Mapping[Kind, int], num_batches: int) -> dict[Kind, int]:
-    """Return what a phase has of gradients and states if it does not have a rank's whole share."""
+    """Return a phase's share of gradients and states, if it is not the rank's whole share."""
     kinds = {}
     held = {"backward", "optimizer"} | ({"forward"} if num_batches > 1 else set())
     if phase not in held and (row.has_formats or not row.gathers):  # ZeRO-3 keeps a buffer of gradients
@@ -131,7 +145,7 @@ def _absent_state(row: Sharding, phase: str, shares: Mapping[Kind, int], num_bat
 
 
 def _zero_buckets(inputs: RunInputs) -> dict[str, int]:
-    """Return what DeepSpeed 0.19 takes beside state in a backward and in an update (measured).
+    """Return DeepSpeed 0.19's bytes besides state in a backward and in an update (measured).
 
     A backward has the largest gradient whole, or ZeRO-2's share twice; an update has copies of the gradients.
     """
@@ -143,23 +157,22 @@ def _zero_buckets(inputs: RunInputs) -> dict[str, int]:
 
 
 def casts_weights(inputs: RunInputs) -> bool:
-    """Return whether each rank has the whole model in fp32 and computes in bf16: a rollout then copies what it casts."""
+    """Return whether each rank has the whole model in fp32 and computes in bf16, so that a rollout copies weights."""
     request, model = inputs.request, inputs.settings.model
     in_fp32 = not model.trains_bf16 if request.peft_config is None else inputs.checkpoint_dtype.itemsize == 4
     is_whole = request.sharding.has_formats and request.mesh.shards == request.tensor_parallel == 1
-    generates = inputs.is_online and inputs.settings.vllm is None
-    return generates and is_whole and bool(inputs.args.bf16) and in_fp32
+    return inputs.generates_natively and is_whole and bool(inputs.args.bf16) and in_fp32
 
 
 def gather_budget_of(inputs: RunInputs) -> int:
-    """Return the bytes for a rollout's gathered layers or copied weights: by default half of what the KV cache leaves free."""
+    """Return the bytes for a rollout's gathered layers or copied weights: by default half of those that the KV cache leaves."""
     budget = inputs.settings.memory.gather_budget if inputs.is_online else 0
     free = free_bytes(inputs, gradients=False)
     return max(0, free - inputs.sizes.kv_cache_bytes) // 2 if budget is None else int(budget)
 
 
 def free_bytes(inputs: RunInputs, gradients: bool = True) -> int:
-    """Return what training leaves free of a device, as a run finds out when it starts; or a rollout, without gradients."""
+    """Return the bytes that training leaves free on a device when a run starts; or that a rollout does, without gradients."""
     request, row, storage = inputs.request, inputs.request.sharding, inputs.storage
     held = state_bytes(row, storage, inputs.counts, bf16=bool(inputs.args.bf16))
     if inputs.has_separate_reference and not inputs.settings.memory.offload_frozen_models:
@@ -209,7 +222,8 @@ def engine_bytes(inputs: RunInputs, num_parameters: int) -> tuple[int, int]:
 class EngineMemory:
     """An engine of a run: the devices that it is spread over, the ranks that it generates for, and its KV cache on each device.
 
-    `ranks` is fractional for servers, which share the ranks; their `cache_bytes` is None, since they have devices of their own.
+    `ranks` is fractional for servers, which share the ranks. They are planned on devices like the run's; `cache_bytes` is None if
+    the model exceeds one.
     `has_graphs`: on GPUs it decodes by CUDA graphs.
     """
 
@@ -226,10 +240,19 @@ def engine_memory(inputs: RunInputs) -> EngineMemory:
         cache_bytes = inputs.sizes.kv_cache_bytes if inputs.is_online else 0
         return EngineMemory(inputs.request.tensor_parallel, 1, cache_bytes, inputs.has_graphs)
     if not isinstance(vllm.where, ColocateSettings):
-        return EngineMemory(1, inputs.request.world_size / len(vllm.where.base_urls), None)
+        total, parallel = int(_SERVER_SHARE * inputs.request.machine.total), 1
+        while (room := total - vllm_bytes(inputs.counts.total, parallel)) <= 0 and parallel < _MAX_SERVER_DEVICES:
+            parallel *= 2
+        return EngineMemory(parallel, inputs.request.world_size / len(vllm.where.base_urls), max(0, room))
     parallel = vllm.where.tensor_parallel_size
     awake, _ = engine_bytes(inputs, inputs.counts.total)
     return EngineMemory(parallel, parallel, max(0, awake - vllm_bytes(inputs.counts.total, parallel)))
+
+
+def serves_adapters(inputs: RunInputs) -> bool:
+    """Return whether vLLM servers get adapters in place of merged weights."""
+    vllm, config = inputs.settings.vllm if inputs.is_online else None, inputs.request.peft_config
+    return bool(vllm and config and inputs.colocated is None and vllm.adapters and is_servable_adapter(config))
 
 
 def vllm_bytes(num_parameters: int, parallel: int) -> int:
@@ -238,7 +261,7 @@ def vllm_bytes(num_parameters: int, parallel: int) -> int:
 
 
 def copied_for_rollout(inputs: RunInputs, phases: Mapping[str, PhaseMemory], score_batches: int) -> int:
-    """Return the bytes that a planned run copies over the link to the host for a rollout, with so many scoring passes."""
+    """Return the bytes over the link to the host for a rollout with so many scoring passes."""
     memory, where, engine = inputs.settings.memory, inputs.colocated, 0
     if where is not None and where.sleeps:
         engine = BF16_BYTES * inputs.counts.total // where.tensor_parallel_size
@@ -320,10 +343,16 @@ def streamed_bytes(inputs: RunInputs, phase: str) -> int:
     return inputs.streamed[key]
 
 
+def held_head_bytes(inputs: RunInputs, phase: str) -> int:
+    """Return the bytes of a teacher's head that a step's passes copy, if its weights are elsewhere."""
+    teaches = inputs.algorithm.divergence is not None and inputs.has_separate_reference
+    return _reference_bytes(inputs, inputs.reference_counts.head) if teaches and phase in ("forward", "backward") else 0
+
+
 def host_of_process(
     inputs: RunInputs, phases: Mapping[str, PhaseMemory], model_bytes: int, frozen: int
 ) -> dict[str, dict[Kind, int]]:
-    """Return one process's host memory by phase: what the run moves there, and the process itself.
+    """Return one process's host memory by phase: offloaded tensors, and the process itself.
 
     `frozen` are the bytes of its frozen models.
     """
@@ -343,7 +372,7 @@ def host_of_process(
 def _with_offloaded(
     host: dict[Kind, int], phase: str, memory: MemorySettings, frozen: int, optimizer_bytes: int
 ) -> dict[Kind, int]:
-    """Return host memory with what the settings move there for this phase: frozen models, states of the optimizer."""
+    """Return host memory with this phase's offloads: frozen models, states of the optimizer."""
     offloads_rollout = phase in ENGINE_AWAKE and memory.offload_during_rollout
     if offloads_rollout:
         host = {**host, Kind.OPTIMIZER: host.get(Kind.OPTIMIZER, 0) + optimizer_bytes}

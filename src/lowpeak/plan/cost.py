@@ -16,8 +16,9 @@ import torch
 
 from lowpeak.memory import Kind
 from lowpeak.parallel import SHARDINGS, Reduces, Sharding
-from lowpeak.plan.computed import BF16_BYTES, casts_weights, copied_for_rollout, engine_memory
+from lowpeak.plan.computed import BF16_BYTES, casts_weights, copied_for_rollout, engine_memory, serves_adapters
 from lowpeak.plan.hardware import Card, Machine
+from lowpeak.plan.planned_batches import longest_record, reference_batches
 
 # Shares of the data sheets' numbers that kernels of a step reach.
 FLOPS_SHARE = 0.4
@@ -41,6 +42,7 @@ class Work:
     parameters, trained        of the model
     active_parameters          that one token uses: fewer in a mixture of experts
     teacher_parameters         that one token uses of a teacher; 0 without one
+    teacher_tokens             that a teacher reads of a step
     layers, hidden, kv_bytes   of the model; `kv_bytes` are of one token, on average over a sequence
     prompt, completion         tokens of a sequence
     train_tokens               tokens of the device's micro-batches in a step
@@ -61,6 +63,8 @@ class Work:
     has_graphs                 whether the engine decodes by CUDA graphs
     casts_weights              whether it casts fp32 weights for each token
     gradient_bytes             bytes of a gradient that replicas average
+    pushed_bytes               of weights that a rollout begins with, to servers
+    overlaps                   whether the policy trains while rollouts are generated
     """
 
     parameters: int
@@ -93,6 +97,9 @@ class Work:
     has_graphs: bool = False
     casts_weights: bool = False
     teacher_parameters: int = 0
+    teacher_tokens: int = 0
+    pushed_bytes: int = 0
+    overlaps: bool = False
 
     @property
     def score_batches(self) -> int:
@@ -102,29 +109,40 @@ class Work:
 
 def step_seconds(work: Work, machine: Machine) -> dict[str, float]:
     """Return the seconds of a step by phase; those of a rollout are divided by the steps that it serves."""
+    push = work.pushed_bytes / (LINK_SHARE * min(machine.card.link, machine.network))
     return {
+        **({"sync": push / work.steps} if push else {}),
         "rollout": _rollout(work, machine) / work.steps,
-        "score": _score(work, machine) / work.steps + _teach(work, machine),
+        "score": _score(work, machine) / work.steps + _teacher_seconds(work, machine),
         "train": _train(work, machine),
         "optimizer": _optimizer(work, machine),
     }
+
+
+def total_seconds(seconds: Mapping[str, float], *, overlaps: bool) -> float:
+    """Return the sum of a step's phases; with rollouts ahead max(rollout, all others) + sync."""
+    if not overlaps:
+        return sum(seconds.values())
+    rollout, push = seconds["rollout"], seconds.get("sync", 0.0)
+    return max(rollout, sum(seconds.values()) - rollout - push) + push
 
 
 def seconds_range(work: Work, machine: Machine) -> tuple[float, float]:
     """Return the least and the most seconds of a step, over the shares of a data sheet's numbers that no GPU has confirmed."""
     seconds = []
     for number in (1, 0):
-        network = _LINK_RANGE[number] / LINK_SHARE * machine.network
-        scaled = replace(machine, card=_scaled(machine.card, number), network=network)
-        seconds.append(sum(step_seconds(work, scaled).values()))
+        flops, bandwidth = _FLOPS_RANGE[number] / FLOPS_SHARE, _BANDWIDTH_RANGE[number] / BANDWIDTH_SHARE
+        scaled = scale_machine(machine, flops, bandwidth, _LINK_RANGE[number] / LINK_SHARE)
+        seconds.append(total_seconds(step_seconds(work, scaled), overlaps=work.overlaps))
     return seconds[0], seconds[1]
 
 
-def _scaled(card: Card, number: int) -> Card:
-    flops, bandwidth = _FLOPS_RANGE[number] / FLOPS_SHARE, _BANDWIDTH_RANGE[number] / BANDWIDTH_SHARE
-    link = _LINK_RANGE[number] / LINK_SHARE
+def scale_machine(machine: Machine, flops: float, bandwidth: float, link: float, latency: float = 1.0) -> Machine:
+    """Return the machine with its speeds, and the time that kernels take to start, times these factors."""
+    card = machine.card
     scaled = replace(card, flops=flops * card.flops, bandwidth=bandwidth * card.bandwidth)
-    return replace(scaled, link=link * card.link, host_link=link * card.host_link)
+    scaled = replace(scaled, link=link * card.link, host_link=link * card.host_link)
+    return replace(machine, card=scaled, network=link * machine.network, latency=latency * machine.latency)
 
 
 def _rollout(work: Work, machine: Machine) -> float:
@@ -144,9 +162,9 @@ def _rollout(work: Work, machine: Machine) -> float:
     token = max((weights + cache) / bandwidth, 2 * work.active_parameters / parts * slots / flops)
     sums = 2 * work.layers * _COLLECTIVE_LATENCY if parts > 1 else 0.0
     copies = work.rollout_bytes / (LINK_SHARE * card.host_link)
-    latency = work.layers * _LAYER_LATENCY[machine.device]
+    latency = work.layers * machine.latency * _LAYER_LATENCY[machine.device]
     if work.has_graphs and machine.device == "cuda":
-        latency = work.layers * _GRAPH_LATENCY
+        latency = work.layers * machine.latency * _GRAPH_LATENCY
     # What stays gathered is gathered once.
     return copies + gather + prefill + waves * work.completion * (max(token, latency) + gathers + sums)
 
@@ -163,16 +181,16 @@ def _score(work: Work, machine: Machine) -> float:
     return _overlapped(computing, gathers * _gathered_bytes(work, machine) / _link(machine, work.sharding))
 
 
-def _teach(work: Work, machine: Machine) -> float:
+def _teacher_seconds(work: Work, machine: Machine) -> float:
     """Return the seconds of a teacher's pass over the tokens of a step."""
-    return 2 * work.teacher_parameters * work.train_tokens / _flops(work, machine)
+    return 2 * work.teacher_parameters * work.teacher_tokens / _flops(work, machine)
 
 
 def _train(work: Work, machine: Machine) -> float:
     factor = 2 + (4 if work.trained > 0.5 * work.parameters else 2) + (2 if work.checkpointing else 0)
     flops = factor * work.active_parameters / work.tensor_parallel * work.train_tokens
     passes = 3 + work.checkpointing  # a backward has two forwards' kernels
-    latency = work.num_batches * passes * work.layers * _LAYER_LATENCY[machine.device]
+    latency = work.num_batches * passes * work.layers * machine.latency * _LAYER_LATENCY[machine.device]
     products = flops / _flops(work, machine)
     # A GPU starts kernels while others run; a CPU does one after the other.
     computing = latency + products if machine.device == "cpu" else max(latency, products)
@@ -244,14 +262,11 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
     prompt, completion = request.prompt_tokens, inputs.completion_tokens
     cache_dtype = torch.bfloat16 if inputs.args.bf16 else torch.float32
     kv_bytes = parts * inputs.sequence_bytes(prompt + completion, cache_dtype) // (prompt + completion)
-    needs = inputs.algorithm.needs
-    passes = int(bool(needs & {"old", "entropy", "values"})) + int("reference" in needs)
-    scored = inputs.sequences_of_rank
-    if not inputs.is_online:
-        scored = -(-inputs.rows_per_step // inputs.request.world_size)
-        passes *= 3 if inputs.request.kind == "kto" else 1  # and both models score the mismatched pairs
+    passes = _scoring_passes(inputs)
+    teacher_parameters, teacher_tokens = _teacher_work(inputs)
+    scored = inputs.sequences_of_rank if inputs.is_online else -(-inputs.rows_per_step // inputs.request.world_size)
     engine = engine_memory(inputs)
-    sequences = math.ceil(inputs.sequences_of_rank * engine.ranks)
+    sequences = math.ceil(inputs.generated_share * inputs.sequences_of_rank * engine.ranks)
     slots = sequences
     if engine.cache_bytes is not None:
         slots = engine.parallel * engine.cache_bytes // (kv_bytes * (prompt + completion))
@@ -265,9 +280,10 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
         prompt=prompt,
         completion=completion,
         train_tokens=sum(batch.input_ids_BL.numel() for batch in batches),
-        score_tokens=scored * (prompt + completion) if passes else 0,
+        score_tokens=scored * longest_record(inputs) if passes else 0,
         score_passes=passes,
-        teacher_parameters=0 if inputs.algorithm.divergence is None else inputs.reference_counts.active,
+        teacher_parameters=teacher_parameters,
+        teacher_tokens=teacher_tokens,
         sequences=sequences,
         prompts=-(-sequences // settings.sampling.num_generations) if inputs.is_online else 0,
         slots=max(1, slots),
@@ -280,7 +296,34 @@ def make_work(inputs: Any, batches: Sequence[Any]) -> Work:
         gradient_bytes=_gradient_bytes(inputs.storage),
         engine_parallel=engine.parallel,
         has_graphs=engine.has_graphs,
+        pushed_bytes=_pushed_bytes(inputs),
+        overlaps=inputs.is_online and inputs.settings.max_staleness > 0,
     )
+
+
+def _pushed_bytes(inputs: Any) -> int:
+    """Return the bf16 bytes that servers get for a rollout: all weights, or those of an adapter."""
+    vllm = inputs.settings.vllm if inputs.is_online else None
+    if vllm is None or inputs.colocated is not None:
+        return 0
+    counts: int = inputs.counts.trained if serves_adapters(inputs) else inputs.counts.total
+    return BF16_BYTES * inputs.request.tensor_parallel * counts
+
+
+def _scoring_passes(inputs: Any) -> int:
+    """Return how often a completion of a rollout, or of an offline run's step, is scored."""
+    if inputs.frees_reference:
+        return 0
+    needs = inputs.scoring_needs
+    # Of mismatched pairs the reference scores two completions of each prompt.
+    return bool(needs & {"old", "entropy", "values"}) + ("reference" in needs) * (1 + inputs.scores_mismatched)
+
+
+def _teacher_work(inputs: Any) -> tuple[int, int]:
+    """Return the parameters that one token uses of a teacher, and the tokens that it reads of a step; zeros without one."""
+    if inputs.algorithm.divergence is None:
+        return 0, 0
+    return inputs.reference_counts.active, sum(batch.input_ids_BL.numel() for batch in reference_batches(inputs))
 
 
 def _computes_in_bf16(inputs: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What models of fake tensors need: quantised layers without bitsandbytes, which needs real tensors, and conversions."""
+"""Needs of models of fake tensors: quantised layers without bitsandbytes, and conversions. bitsandbytes needs real tensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_model(auto: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def without_weights(config: Any, auto: Any = AutoModelForCausalLM) -> Any:
-    """Return the model of a config, for what depends on its architecture."""
+    """Return the model of a config, for questions about its architecture."""
     with unset_fake_temporarily(), FakeTensorMode():
         return make_model(auto, copy.deepcopy(config))
 

@@ -24,6 +24,7 @@ from lowpeak.plan.candidate import (
     STATES,
     Candidate,
 )
+from lowpeak.plan.device_split import DeviceSplit, split_devices
 from lowpeak.plan.plan import Plan, make_plan
 from lowpeak.plan.quick_plans import QuickPlan, QuickPlanner, apply_candidate
 from lowpeak.plan.request import PlanRequest
@@ -55,6 +56,7 @@ class Fit:
     rejected: Sequence[tuple[Candidate, str]] = ()
     smallest_change: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    split: DeviceSplit | None = None  # of a run with vLLM servers
 
     def as_dict(self) -> dict[str, Any]:
         """Return the choice for JSON."""
@@ -63,6 +65,7 @@ class Fit:
             "arguments": dict(self.arguments),
             "rejected": [{"settings": str(candidate), "reason": reason} for candidate, reason in self.rejected],
             "smallest_change": self.smallest_change,
+            "split": None if self.split is None else self.split.as_dict(),
         }
 
 
@@ -102,7 +105,8 @@ class Search:
                 known = [e.candidate for e, _ in tried]
                 others = [e for e in _first_by_strategy(fitting) if e.candidate not in known]
                 slower = [(e.candidate, _slower(e, quick)) for e in others]
-                return Fit(plan, quick.candidate, [*slower, *rejected, *too_large], arguments=arguments)
+                split = split_devices(self._planner, self._request, quick.candidate)
+                return Fit(plan, quick.candidate, [*slower, *rejected, *too_large], "", arguments, split)
             rejected.append((quick.candidate, f"rehearsed: {_excess(plan)}"))
         return Fit(None, None, [*rejected, *too_large], self._smallest_change(quick_plans, tried))
 
@@ -273,7 +277,7 @@ class Search:
                 continue
             search = copy.copy(self)
             search._request = replace(self._request, machine=larger)
-            search._planner = self._planner.for_machine(larger)
+            search._planner = self._planner.for_request(search._request)
             if any(each.fits(larger, beyond) for each in search._quick_plans()):
                 return larger.num_devices
         return None

@@ -72,6 +72,7 @@ class Machine:
     host_memory   bytes of each host's memory; None: unknown, so never a limit
     per_host      devices of a host
     network       bytes per second, one way, that a device has to other hosts
+    latency       factor on the cost model's seconds for the start of kernels
     """
 
     num_devices: int
@@ -80,6 +81,7 @@ class Machine:
     per_host: int = 8
     card: Card = CARDS[_DEFAULT]
     network: float = 25e9
+    latency: float = 1.0
     device: Literal["cuda", "cpu"] = "cuda"
     device_memory: int | None = None  # bytes of the whole device, if `memory` is a budget
     sends_by_nccl: bool = False  # weights, to vLLM servers on other devices

@@ -14,13 +14,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import lowpeak
-from lowpeak.algorithms import Algorithm
+from lowpeak.algorithms import Algorithm, Need
 from lowpeak.arguments import (
     CLASS_PREFIXES,
     ColocateSettings,
     ModelParallel,
     StorageFormat,
     check_and_reset_arguments,
+    refuse_teacher_under_tp,
     resolve_critic,
     resolve_dpo,
     resolve_kto,
@@ -29,7 +30,7 @@ from lowpeak.arguments import (
     resolve_supervised,
 )
 from lowpeak.attention import check_spans, install_attention, packing_unsupported_reason
-from lowpeak.batching import TokenBudget, assign_to_ranks, pack
+from lowpeak.batching import TokenBudget
 from lowpeak.errors import ArgumentError
 from lowpeak.heads import load_balance_of, transformers_model
 from lowpeak.models import (
@@ -54,9 +55,10 @@ from lowpeak.plan.fake_models import (
     without_weights,
 )
 from lowpeak.plan.model_counts import ModelCounts
+from lowpeak.plan.planned_batches import longest_record, step_batches
 from lowpeak.plan.rehearsal import RehearsedRollout, RewardPass
 from lowpeak.plan.request import PlanRequest
-from lowpeak.records import Completion, MicroBatch, Prompt, Record
+from lowpeak.records import MicroBatch, Prompt
 from lowpeak.rewards import REWARD_BATCH_TOKENS
 from lowpeak.rollout.native import sequence_bytes
 from lowpeak.setup import attach_critic, describe_generation
@@ -89,7 +91,7 @@ class RunInputs:
         self._batches: dict[tuple[int, str, int, int], list[MicroBatch]] = {}
 
     def share_model_of(self, other: RunInputs) -> None:
-        """Take what depends on the model and the batch alone from a run with the same ones, so that it is not made again."""
+        """Share models and micro-batches with a run that has the same ones, so that neither is made twice."""
         self.counts, self._plain_model = other.counts, other._plain_model
         self._packing_unsupported, self._batches = other._packing_unsupported, other._batches
         self.streamed = other.streamed
@@ -137,6 +139,33 @@ class RunInputs:
         return self.request.kind not in OFFLINE
 
     @property
+    def generated_share(self) -> float:
+        """The share of an online run's prompts whose completions the policy writes; the dataset has the others'."""
+        teacher = self.request.teacher
+        return 1.0 if teacher is None else 1.0 - teacher.dataset_share
+
+    @property
+    def generates_natively(self) -> bool:
+        """Whether the native engine generates completions."""
+        return self.is_online and self.settings.vllm is None and self.generated_share > 0
+
+    @property
+    def scores_mismatched(self) -> bool:
+        """Whether policy and reference score mismatched pairs of a step's prompts and completions, as KTO does."""
+        return self.request.kind == "kto" and bool(self.settings.objective.estimates_kl)
+
+    @property
+    def frees_reference(self) -> bool:
+        """Whether the reference scores the data before the first step, and is freed then."""
+        return bool(getattr(self.settings, "precompute_ref_log_probs", False))
+
+    @property
+    def scoring_needs(self) -> frozenset[Need]:
+        """Return the scores of all passes: those that the algorithm needs in a step, and those of other passes."""
+        mismatched: frozenset[Need] = frozenset({"old"} if self.scores_mismatched else ())
+        return self.algorithm.needs | mismatched | ({"reference"} if self.frees_reference else set())
+
+    @property
     def colocated(self) -> ColocateSettings | None:
         """The settings of a vLLM on the run's devices."""
         where = self.settings.vllm.where if self.is_online and self.settings.vllm is not None else None
@@ -144,7 +173,7 @@ class RunInputs:
 
     @property
     def has_separate_reference(self) -> bool:
-        uses = "reference" in self.algorithm.needs or self.algorithm.divergence is not None
+        uses = "reference" in self.scoring_needs or self.algorithm.divergence is not None
         is_live = self.request.teacher is not None and self.request.teacher.kind == "live"
         return self.request.teacher_config is not None or (uses and self.request.peft_config is None and not is_live)
 
@@ -209,7 +238,7 @@ class RunInputs:
     @property
     def rewards(self) -> list[RewardPass]:
         """Return the largest batch of each reward model; `dtype` is its checkpoint's."""
-        length = self.longest_sequence
+        length = longest_record(self)
         rows = max(1, min(self.sequences_of_rank, REWARD_BATCH_TOKENS // length))
         return [
             RewardPass(partial(make_classifier, config, config.dtype or torch.float32), (rows, length))
@@ -220,7 +249,7 @@ class RunInputs:
 
     @cached_property
     def _plain_model(self) -> Any:
-        """Return the model without weights, for what depends on its architecture."""
+        """Return the model without weights, for questions about its architecture."""
         auto = AutoModelForSequenceClassification if self.request.kind == "reward" else AutoModelForCausalLM
         model = without_weights(self.config, auto)
         if self.is_online:
@@ -231,6 +260,7 @@ class RunInputs:
         """Raise ArgumentError if the model cannot be split over these sizes, MissingPackageError for old transformers."""
         require_tensor_parallel()
         refuse_adapter_under_tp(self.request.peft_config, self.request.quantized_bits is not None)
+        refuse_teacher_under_tp(1 if self.request.teacher is None else sizes.tensor)
         whole = self.request.tensor_parallel == 1
         check_tensor_parallel(self._plain_model if whole else without_weights(self.request.config), sizes)
 
@@ -294,9 +324,9 @@ class RunInputs:
 
     @property
     def token_sizes(self) -> list[int]:
-        """Return the powers of two from the longest sequence to all tokens of a rank in a step."""
+        """Return the powers of two from the longest record to all tokens of a rank in a step."""
         rows = -(-self.rows_per_step // self.request.world_size)
-        longest = self.longest_sequence
+        longest = longest_record(self)
         return [1 << power for power in range(31) if longest <= 1 << power <= 2 * rows * longest]
 
     @property
@@ -305,10 +335,11 @@ class RunInputs:
         if self.is_online:
             return int(self.settings.rollout.rows_per_step)
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.request.world_size
-        return int(rows) * self._group_size
+        return int(rows) * self.group_size
 
     @property
-    def _group_size(self) -> int:
+    def group_size(self) -> int:
+        """Return the sequences of a prompt."""
         if self.is_online:
             return int(self.settings.rollout.num_generations)
         return 2 if self.algorithm.unit == "pair" else 1
@@ -319,7 +350,7 @@ class RunInputs:
         return -(-self.settings.rollout.num_sequences // self.request.world_size) if self.is_online else 0
 
     def step_batches(self, tokens: int | None = None) -> list[MicroBatch]:
-        """Return all micro-batches of rank 0 in a step in which every sequence has its maximal length.
+        """Return all micro-batches of rank 0 in a step of sequences of maximal length.
 
         `tokens` replaces the run's micro_batch_tokens.
         """
@@ -327,43 +358,12 @@ class RunInputs:
         budget = replace(self.budget, max_tokens=tokens or self.sizes.micro_batch_tokens)
         key = (budget.max_tokens, budget.layout, ranks, rows)
         if key not in self._batches:
-            records = self._selected_records(rows)
-            mine = assign_to_ranks(records, range(len(records)), budget, ranks, self.algorithm.unit)[0]
-            self._batches[key] = pack(
-                records, mine, budget, lambda tokens: 1.0 / max(1, tokens), unit=self.algorithm.unit
-            )
+            self._batches[key] = step_batches(self, budget)
         return self._batches[key]
 
-    def scored_batches(self) -> list[MicroBatch]:
-        """Return the micro-batches that rank 0 scores of a rollout, or of an offline run's step."""
-        records = self._selected_records(self.settings.rollout.num_sequences if self.is_online else self.rows_per_step)
-        mine = assign_to_ranks(records, range(len(records)), self.budget, self.request.world_size)[0]
-        return pack(records, mine, self.budget)
-
-    def _selected_records(self, count: int) -> list[Record]:
-        """Return those of `count` records that the algorithm selects: of each group a pair, if it trains on pairs."""
-        records = self._records(count)
-        if self.algorithm.unit != "pair" or not self.is_online:
-            return records
-        return [record for index, record in enumerate(records) if index % self.settings.rollout.num_generations < 2]
-
-    def _records(self, count: int) -> list[Record]:
-        size = self.completion_tokens
-        values, ids = torch.zeros(size), torch.ones(size, dtype=torch.int32)
-        completion = Completion(ids, values, torch.ones(size, dtype=torch.bool), "stop")
-        columns: dict[str, Any] = {name: values for name in self.algorithm.needs}
-        if self.is_online and self.settings.rollout.num_steps == 1:
-            columns.pop("old", None)
-        columns |= {"returns": values} if self.algorithm.values is not None or self.request.kind == "kto" else {}
-        columns |= {"advantages": values} if self.is_online else {}
-        record = Record(0, (), completion, (1.0,), 1.0, **columns)
-        groups = [index // self._group_size for index in range(count)]
-        # Completions of different groups share no prompt.
-        return [replace(record, group=group, prompt_ids=(group,) * self.request.prompt_tokens) for group in groups]
-
     def rollout(self, gather_budget: int) -> RehearsedRollout | None:
-        """Return what rank 0's native engine generates; None for an offline run and for vLLM."""
-        if not self.is_online or self.settings.vllm is not None:
+        """Return the rollout of rank 0's native engine; None if nothing is generated, and for vLLM."""
+        if not self.generates_natively:
             return None
         given, least = self.settings.memory.kv_cache_bytes, self.least_cache_bytes
         if given is not None and given < least:
@@ -391,10 +391,10 @@ class RunInputs:
 def _resolve(request: PlanRequest, args: Any) -> tuple[Any, Algorithm]:
     if request.kind not in CLASS_PREFIXES:
         raise ArgumentError(f"{request.kind!r} is not an algorithm; use one of {', '.join(CLASS_PREFIXES)}.")
-    hardware = request.hardware
-    trainer = getattr(lowpeak, f"{CLASS_PREFIXES[request.kind]}Trainer")
+    hardware, trainer = request.hardware, getattr(lowpeak, f"{CLASS_PREFIXES[request.kind]}Trainer")
     if request.kind in OFFLINE:
         settings = OFFLINE[request.kind](check_and_reset_arguments(args, hardware), hardware)
         return settings, trainer.make_algorithm(settings)
-    online = resolve_online(args, request.world_size, request.num_rewards, hardware)
+    known = request.has_tools, None, request.peft_config is not None
+    online = resolve_online(args, request.world_size, request.num_rewards, hardware, 0, *known)
     return online, trainer.make_algorithm(args, online)

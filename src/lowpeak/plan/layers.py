@@ -22,7 +22,7 @@ _LEAST_LAYERS = 3  # of the smaller model
 
 
 class Extension(NamedTuple):
-    """A model of more layers than `FewLayers.few`: times / divisor of what they add is missing from `few`."""
+    """A model of more layers than `FewLayers.few`, which lacks times / divisor of their bytes."""
 
     layers: tuple[int, ...]
     times: int
@@ -65,7 +65,7 @@ class FewLayers:
 
 
 def _signatures(inputs: RunInputs) -> list[Any]:
-    """Return what tells a policy's layers apart: their parameters, and their kinds by the config."""
+    """Return the kinds of a policy's layers: by their parameters, and by the config."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         layers = decoder_layers(inputs.make_policy())
     kinds = getattr(inputs.config.get_text_config(), "layer_types", None) or ()

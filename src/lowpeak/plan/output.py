@@ -12,6 +12,8 @@ from rich.table import Table
 from lowpeak.arguments import byte_unit, show_bytes, show_seconds
 from lowpeak.memory import Kind
 from lowpeak.plan.advice import Advice
+from lowpeak.plan.computed import engine_memory, vllm_bytes
+from lowpeak.plan.device_split import DeviceSplit
 from lowpeak.plan.fit import Fit
 from lowpeak.plan.plan import Plan
 
@@ -21,7 +23,7 @@ _MUCH_ON_HOST = 8 << 30  # bytes of tensors that a run moves to a host
 
 
 def print_plan(plan: Plan, advice: Sequence[Advice] = (), hourly_price: float | None = None) -> None:
-    """Print a row per phase, the phase that peaks, the run's minutes and dollars, and what would lower the peak."""
+    """Print a row per phase, the highest phase, minutes and dollars, and advice that lowers the peak."""
     console = Console(width=None if Console().is_terminal else 160)
     console.print(plan_table(plan))
     for line in summary(plan, advice, hourly_price):
@@ -29,7 +31,7 @@ def print_plan(plan: Plan, advice: Sequence[Advice] = (), hourly_price: float | 
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return the table: what is alive in each phase, the peak, and the distance to the limit."""
+    """Return the table: bytes by phase and kind, the peak, and the distance to the limit."""
     _, unit = byte_unit(plan.peak)
     kinds = [kind for kind in Kind if any(phase.device.get(kind) for phase in plan.phases.values())]
     table = Table(title=_title(plan))
@@ -71,6 +73,7 @@ def summary(plan: Plan, advice: Sequence[Advice], hourly_price: float | None = N
         lines.append(
             f"Of the quantised model {show_bytes(plan.counts.expert_bytes)} are experts, which stay as they are."
         )
+    lines += _server_lines(plan)
     lines += [_step_line(plan), _duration_line(plan, hourly_price)]
     if advice:
         lines.append(f"What lowers the peak of {peak} most:")
@@ -80,10 +83,26 @@ def summary(plan: Plan, advice: Sequence[Advice], hourly_price: float | None = N
     return [*lines, _sources_line(plan)]
 
 
+def _server_lines(plan: Plan) -> list[str]:
+    """Return a line about the vLLM servers of a run: their number, and the memory of each."""
+    inputs = plan.inputs
+    vllm = inputs.settings.vllm if inputs.is_online else None
+    if vllm is None or inputs.colocated is not None:
+        return []
+    engine, number = engine_memory(inputs), len(vllm.where.base_urls)
+    devices = "1 device" if engine.parallel == 1 else f"{engine.parallel} devices"
+    weights = show_bytes(vllm_bytes(plan.counts.total, engine.parallel))
+    return [
+        f"Servers: {number}, each planned on {devices} of {show_bytes(plan.request.machine.total)}, with {weights} of weights and "
+        f"context and {show_bytes(engine.cache_bytes or 0)} of KV cache on each."
+    ]
+
+
 def _step_line(plan: Plan) -> str:
     seconds = ", ".join(f"{phase} {show_seconds(value)}" for phase, value in plan.seconds.items())
-    step = sum(plan.seconds.values())
-    words = f"A step takes about {show_seconds(step)} by the cost model ({seconds})."
+    step = plan.step_seconds
+    overlap = "; rollouts are generated while the policy trains" if plan.work.overlaps else ""
+    words = f"A step takes about {show_seconds(step)} by the cost model ({seconds}{overlap})."
     return words if step < _LONG_STEP else f"{words} `lowpeak plan --fit` looks for settings that are faster."
 
 
@@ -102,11 +121,12 @@ def _duration_line(plan: Plan, hourly_price: float | None) -> str:
 
 
 def _sources_line(plan: Plan) -> str:
-    """Return which phases of the plan were rehearsed, and which computed."""
+    """Return which phases of the plan were rehearsed, which computed, and for which lengths."""
     computed = [name for name, phase in plan.phases.items() if phase.source == "computed"]
     return (
         f"Rehearsed on fake tensors: {', '.join(name for name in plan.phases if name not in computed) or 'none'}; "
-        f"computed by arithmetic: {', '.join(computed) or 'none'}. Every completion is planned at its full length."
+        f"computed by arithmetic: {', '.join(computed) or 'none'}. Every sequence is planned with a prompt of "
+        f"{plan.inputs.request.prompt_tokens:,} tokens (--prompt_tokens) and {plan.inputs.completion_tokens:,} after it."
     )
 
 
@@ -127,7 +147,7 @@ def host_line(plan: Plan) -> str:
 
 
 def _host_cause(plan: Plan, kind: Kind) -> str:
-    """Return what puts a kind of memory on the host, with the setting that changes it."""
+    """Return the cause of a kind of host memory, with the setting that changes it."""
     if kind == Kind.MARGIN:
         return "the processes themselves (--gpus_per_host sets their number)"
     if kind == Kind.CHECKPOINT:
@@ -136,6 +156,8 @@ def _host_cause(plan: Plan, kind: Kind) -> str:
         return "the slices of weights that are saved"
     if kind == Kind.FROZEN:
         return "frozen models, by offload_frozen_models"
+    if kind == Kind.TEACHER:
+        return "the teacher's hidden states of a step"
     if plan.request.sharding.on_host:
         return f"{kind}, by the offload of --accelerate_config"
     offload = plan.inputs.storage is not None and plan.inputs.storage.offload
@@ -143,19 +165,37 @@ def _host_cause(plan: Plan, kind: Kind) -> str:
 
 
 def fit_lines(fit: Fit, hourly_price: float | None = None) -> list[str]:
-    """Return what a search chose, its plan in words and the nearest alternatives, or what would make the run fit."""
+    """Return a search's choice with its plan and the nearest alternatives, or changes that would make the run fit."""
     lines = []
     if fit.plan is None:
         lines.append(f"No setting fits. {fit.smallest_change}")
     else:
         chosen = ", ".join(f"{name}={value}" for name, value in fit.arguments.items())
         lines.append(f"Chosen: {fit.candidate} ({chosen}).")
-        lines += [*summary(fit.plan, (), hourly_price), *_unchecked_host(fit.plan)]
+        lines += [*summary(fit.plan, (), hourly_price), *_split_lines(fit.split), *_unchecked_host(fit.plan)]
     rejected = [f"  rejected: {candidate}: {reason}" for candidate, reason in fit.rejected]
     lines += rejected[:_MOST_ALTERNATIVES]
     if len(rejected) > _MOST_ALTERNATIVES:
         lines.append(f"  and {len(rejected) - _MOST_ALTERNATIVES} more, which --format json lists")
     return lines
+
+
+def _split_lines(split: DeviceSplit | None) -> list[str]:
+    """Return how many devices should serve, and whether other constants of the cost model change that."""
+    if split is None:
+        return []
+    (least, most), fastest = split.range, split.fastest
+    words = f"Of {split.devices} devices {fastest} should serve and {split.devices - fastest} train: "
+    words += f"{show_seconds(split.seconds[fastest])} a step"
+    if fastest != split.current and split.current in split.seconds:
+        words += f", with {split.current} servers as given {show_seconds(split.seconds[split.current])}"
+    around = "half to twice the cost model's constants, which no GPU has confirmed"
+    if least == most:
+        return [f"{words}. This holds over {around}."]
+    return [
+        f"{words}.",
+        f"Warning: over {around}, the fastest number is from {least} to {most}: measure a few steps of each.",
+    ]
 
 
 def _unchecked_host(plan: Plan) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from lowpeak.plan.computed import (
     gather_budget_of,
     gatherable_bytes,
     gathered_itemsize,
+    held_head_bytes,
     host_of_process,
     margin,
     place_by_strategy,
@@ -31,10 +33,11 @@ from lowpeak.plan.computed import (
     streamed_bytes,
     sync_bytes,
 )
-from lowpeak.plan.cost import add_planned_bytes, make_work, step_seconds
+from lowpeak.plan.cost import add_planned_bytes, make_work, step_seconds, total_seconds
 from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
 from lowpeak.plan.model_counts import ModelCounts
+from lowpeak.plan.planned_batches import reference_batches, scored_batches, teacher_prompt_tokens
 from lowpeak.plan.rehearsal import Rehearsal, RehearsalInputs, rehearse
 from lowpeak.plan.request import PlanRequest
 from lowpeak.records import MicroBatch
@@ -103,6 +106,11 @@ class Plan:
         return replace(self, seconds={phase: factors.get(phase, 1.0) * value for phase, value in self.seconds.items()})
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds of a step, in which phases may overlap."""
+        return total_seconds(self.seconds, overlaps=self.work.overlaps)
+
+    @property
     def planned_steps(self) -> int:
         """Steps that `minutes` covers: max_steps, or 1,000 if it is unset."""
         steps = int(self.request.args.max_steps)
@@ -111,7 +119,7 @@ class Plan:
     @property
     def minutes(self) -> float:
         """Minutes of `planned_steps` steps, without start and evaluation."""
-        return self.planned_steps * sum(self.seconds.values()) / 60
+        return self.planned_steps * self.step_seconds / 60
 
     @property
     def tokens_per_second(self) -> float:
@@ -119,7 +127,7 @@ class Plan:
         inputs = self.inputs
         tokens = inputs.completion_tokens if inputs.is_online else inputs.longest_sequence
         rows = inputs.settings.rollout.num_sequences / self.work.steps if inputs.is_online else inputs.rows_per_step
-        return float(rows * tokens / sum(self.seconds.values()))
+        return float(rows * tokens / self.step_seconds)
 
     def dollars(self, hourly_price: float) -> float:
         """Return the price of `minutes`, in dollars; `hourly_price` covers all GPUs."""
@@ -147,6 +155,7 @@ class Plan:
             "host_peak": self.host_peak,
             "fits": self.fits,
             "seconds_per_step": dict(self.seconds),
+            "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "steps": self.planned_steps,
             "minutes": self.minutes,
@@ -170,12 +179,13 @@ def check_context(request: PlanRequest) -> str:
     prompts, completion = inputs.settings.prompts, inputs.completion_tokens
     policy: Any = SimpleNamespace(config=request.config)
     limit = max_prompt_tokens(policy, None, completion, prompts.vllm_max_model_length)
-    if limit is None or request.prompt_tokens <= limit:
+    name = max("prompt_tokens", "teacher_prompt_tokens", key=partial(getattr, request))
+    if limit is None or getattr(request, name) <= limit:
         return ""
     return (
-        f"prompt_tokens={request.prompt_tokens} and max_completion_length={completion} exceed the model's context of "
+        f"{name}={getattr(request, name)} and max_completion_length={completion} exceed the model's context of "
         f"{limit + completion} tokens: the run {'drops' if prompts.overlong_prompts == 'drop' else 'refuses'} prompts of more "
-        f"than {limit} tokens; lower prompt_tokens or max_completion_length."
+        f"than {limit} tokens; lower {name} or max_completion_length."
     )
 
 
@@ -197,9 +207,10 @@ def make_plan(request: PlanRequest, report: Callable[[str], object] = lambda tex
 def complete_plan(inputs: RunInputs, batches: list[MicroBatch], placed: Rehearsal) -> Plan:
     """Return the plan of a run whose tensors are placed on ranks: with engines, host memory, the margin, and its seconds."""
     rehearsed = max(1, min(len(batches), _REHEARSED_BATCHES))
+    phases = _with_teacher_states(inputs, placed.phases, batches, placed.teacher_token_bytes)
     plan = Plan(
         inputs.request,
-        _complete(inputs, placed.phases),
+        _complete(inputs, phases),
         inputs.sizes.as_dict(),
         inputs.counts,
         len(batches),
@@ -253,7 +264,7 @@ def rehearse_step(
 
 
 def _gathered_in_rollout(inputs: RunInputs) -> tuple[int, int]:
-    """Return the gather budget for a model of few layers, and the bytes that layers of the whole one keep gathered beyond it."""
+    """Return a few-layer model's gather budget, and the bytes that the whole model keeps gathered beyond it."""
     if inputs.rollout(0) is None:
         return 0, 0
     budget = gather_budget_of(inputs)
@@ -271,21 +282,29 @@ def _gathered_in_rollout(inputs: RunInputs) -> tuple[int, int]:
 def _rehearsal_inputs(inputs: RunInputs, batches: list[MicroBatch]) -> RehearsalInputs:
     """Return a planned run's step for `rehearse`, without its rollout, with the largest of rank 0's micro-batches."""
     request = inputs.request
-    largest = sorted(batches, key=lambda batch: -batch.input_ids_BL.numel())[:_REHEARSED_BATCHES]
+    needs, teaches = inputs.scoring_needs, inputs.algorithm.divergence is not None
+    reads_others = inputs.scores_mismatched or teacher_prompt_tokens(inputs) > 0
     return RehearsalInputs(
         inputs.make_policy,
-        largest,
-        inputs.algorithm,
+        _largest(batches, _REHEARSED_BATCHES),
+        replace(inputs.algorithm, needs=needs),
         inputs.logprobs,
         mesh_shape=request.mesh,
         compute=inputs.compute,
         storage=inputs.storage,
-        scored=inputs.scored_batches()[:1] if inputs.algorithm.needs else None,
+        scored=_largest(scored_batches(inputs), 1) if needs else None,
+        reference_batches=_largest(reference_batches(inputs), _REHEARSED_BATCHES if teaches else 1)
+        if reads_others
+        else None,
         make_reference=inputs.make_reference if inputs.has_separate_reference else None,
         rewards=inputs.rewards,
         activation_offloading=inputs.settings.memory.activation_offloading,
         device=request.machine.device,
     )
+
+
+def _largest(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
+    return sorted(batches, key=lambda batch: -batch.input_ids_BL.numel())[:count]
 
 
 def _complete(inputs: RunInputs, placed: Mapping[str, PhaseMemory]) -> PhaseMemories:
@@ -303,8 +322,28 @@ def _complete(inputs: RunInputs, placed: Mapping[str, PhaseMemory]) -> PhaseMemo
     return {name: replace(phases[name], host=hosts[name]) for name in PHASES if name in phases}
 
 
+def _with_teacher_states(
+    inputs: RunInputs, phases: Mapping[str, PhaseMemory], batches: list[MicroBatch], token_bytes: int
+) -> Mapping[str, PhaseMemory]:
+    """Add a teacher's states of a step's micro-batches in host memory; on a CPU in device memory, of those not rehearsed."""
+    if not token_bytes:
+        return phases
+    kept = {name: phases[name] for name in ("score", "forward", "backward")}
+    num_bytes = token_bytes * _loss_tokens(batches)
+    if inputs.request.machine.device == "cpu":
+        others = {Kind.TEACHER: num_bytes - token_bytes * _loss_tokens(_largest(batches, _REHEARSED_BATCHES))}
+        kept = {name: replace(phase, device={**phase.device, **others}) for name, phase in kept.items()}
+    else:
+        kept = {name: replace(phase, host={**phase.host, Kind.TEACHER: num_bytes}) for name, phase in kept.items()}
+    return {**phases, **kept}
+
+
+def _loss_tokens(batches: Sequence[MicroBatch]) -> int:
+    return sum(len(batch.targets_T) for batch in batches)
+
+
 def _with_buckets(inputs: RunInputs, phases: dict[str, PhaseMemory]) -> dict[str, PhaseMemory]:
-    """Add sync and save, and the rollout of an engine and rewards by functions, to what is in memory between steps."""
+    """Add sync, save, an engine's rollout and rewards by functions, from the memory between steps."""
     between_steps = phases.pop("sync")
     if inputs.is_online:
         phases["sync"] = _add_buckets(between_steps, sync_bytes(inputs))
@@ -317,15 +356,17 @@ def _with_buckets(inputs: RunInputs, phases: dict[str, PhaseMemory]) -> dict[str
 
 
 def _offloaded_kinds(inputs: RunInputs, phase: str, frozen: int) -> dict[Kind, int]:
-    """Return what stays on the device, during a phase, of the kinds that the run's offloads keep in host memory."""
+    """Return the bytes of offloaded kinds that stay on the device during a phase."""
     memory = inputs.settings.memory
-    left = {}
+    left = {Kind.FROZEN: 0} if inputs.frees_reference and phase not in ("load", "score") else {}
     if phase in ENGINE_AWAKE and memory.offload_during_rollout:
-        left = dict.fromkeys((Kind.GRADIENTS, Kind.OPTIMIZER), 0)
+        left |= dict.fromkeys((Kind.GRADIENTS, Kind.OPTIMIZER), 0)
         if phase != "reward":
             left[Kind.FROZEN] = 0
     if memory.offload_frozen_models:
         left[Kind.FROZEN] = min(frozen, streamed_bytes(inputs, phase))
+        if not inputs.request.sharding.sends_weights(inputs.request.world_size):
+            left[Kind.FROZEN] += held_head_bytes(inputs, phase)
     return left
 
 

@@ -67,6 +67,7 @@ def planned_request(run: RunDescription) -> PlanRequest:
         run.quantized_bits,
         run.num_rewards,
         teacher_config=run.teacher_config,
+        teacher_prompt_tokens=run.teacher_prompt_tokens,
     )
 
 

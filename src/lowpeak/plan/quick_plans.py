@@ -36,6 +36,7 @@ from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
 from lowpeak.plan.model_counts import ModelCounts
 from lowpeak.plan.plan import Plan, complete_plan, largest_batch, rehearse_step
+from lowpeak.plan.planned_batches import longest_record
 from lowpeak.plan.rehearsal import Rehearsal
 from lowpeak.plan.request import PlanRequest
 from lowpeak.records import MicroBatch
@@ -57,7 +58,7 @@ class QuickPlan:
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return sum(self.plan.seconds.values())
+        return self.plan.step_seconds
 
     def fits(self, machine: Machine, beyond: float = 1.0) -> bool:
         """Return whether the device and the host have room, the peak multiplied by `beyond`."""
@@ -82,15 +83,15 @@ class QuickPlanner:
     def __init__(
         self, request: PlanRequest, report: Callable[[str], object], factors: Mapping[str, float] | None = None
     ) -> None:
-        self._request, self._report, self._factors = request, report, factors or {}
+        self._request, self._report, self.factors = request, report, factors or {}
         self._given: frozenset[str] = frozenset(request.args.given)
         self._rehearsals: dict[tuple[bool, bool, bool, int], tuple[int, Rehearsal]] = {}
         self._parts: dict[int, RunInputs] = {}
 
-    def for_machine(self, machine: Machine) -> QuickPlanner:
-        """Return a planner for another machine, with the same rehearsals."""
+    def for_request(self, request: PlanRequest) -> QuickPlanner:
+        """Return a planner for the run on another machine, or with another batch, with the same rehearsals."""
         other = copy.copy(self)
-        other._request = replace(self._request, machine=machine)
+        other._request = request
         other._parts = {}
         other.__dict__.pop("inputs", None)
         return other
@@ -113,7 +114,7 @@ class QuickPlanner:
         if given is not None:
             return [int(given)]
         sizes = [size for size in self.inputs.token_sizes if _LEAST_TOKENS <= size <= _MOST_TOKENS]
-        return sizes or [self.inputs.longest_sequence]
+        return sizes or [longest_record(self.inputs)]
 
     @cached_property
     def frozen_bytes(self) -> int:
@@ -148,7 +149,7 @@ class QuickPlanner:
         plan, sizes = self._plan(apply_candidate(self._request, candidate, {})[0]), list[dict[str, Any]]()
         if self.inputs.colocated is not None:
             sizes = [self._engine_share(candidate, plan)]
-        elif self.inputs.is_online and self.inputs.settings.vllm is None:
+        elif self.inputs.generates_natively:
             sizes = list(self._native_sizes(plan))
         if not any(sizes):
             return QuickPlan(candidate, plan, {})
@@ -161,7 +162,7 @@ class QuickPlanner:
             inputs.share_model_of(self._part(request))
             batches = inputs.step_batches()
             rehearsal = self._placed(inputs, batches)
-            return complete_plan(inputs, batches, rehearsal).calibrated(self._factors)
+            return complete_plan(inputs, batches, rehearsal).calibrated(self.factors)
 
     def _part(self, request: PlanRequest) -> RunInputs:
         """Return the run with one device's part of the model, its parameters counted."""
@@ -262,7 +263,7 @@ class QuickPlanner:
         return int((USABLE_SHARE * machine.memory - margin(machine, 0)) / (1 + fragmentation))
 
     def _native_sizes(self, plan: Plan) -> Iterator[dict[str, Any]]:
-        """Yield KV caches from one sequence's to all sequences'; what a cache leaves keeps layers gathered."""
+        """Yield KV caches from one sequence's to all sequences'; the remaining bytes keep layers gathered."""
         inputs, work, held = plan.inputs, plan.work, plan.phases["rollout"].device
         memory, model = inputs.settings.memory, gatherable_bytes(inputs)
         kept = min(gather_budget_of(inputs), model)

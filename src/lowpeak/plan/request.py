@@ -29,6 +29,9 @@ class PlanRequest:
     quantized_bits    4 or 8 for a frozen base that bitsandbytes quantises
     num_rewards       functions and models
     teacher_config    transformers config of a separate teacher; its arguments of loading are in `args`
+    has_tools         whether the policy talks to tools or environments; None: unknown
+
+    A teacher's prompts, which have privileged contexts, have `teacher_prompt_tokens` tokens; 0: `prompt_tokens`.
     """
 
     kind: str
@@ -43,6 +46,8 @@ class PlanRequest:
     quantized_bits: Any = None
     num_rewards: int = 1
     teacher_config: Any = None
+    teacher_prompt_tokens: int = 0
+    has_tools: bool | None = None
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for distillation without a teacher, or with two."""
@@ -56,7 +61,7 @@ class PlanRequest:
 
     @property
     def acting_args(self) -> Any:
-        """Return a copy of the arguments, with what the config chooses on the planned device."""
+        """Return a copy of the arguments, with the config's choices on the planned device."""
         args = copy.copy(self.args)
         if self.machine.device == "cuda" and "bf16" not in args.given:
             args.bf16 = True

@@ -26,12 +26,18 @@ _CURVES = {
     "Gradient norm": r"grad_norm",
     "Engine-trainer mismatch": r"sampling/sampling_logp_difference/mean",
     "Tokens per second": r"tokens_per_second",
+    "Staleness of tokens in steps": r"staleness/(mean|max)",
+    "Effective sample size": r"(eval_)?sampling/effective_sample_size",
+    "Idle shares of servers and trainer": r"idle/(servers|trainer)",
+    "Seconds of rollouts ahead": r"time/(generate|wait_rollout)",
 }
-_NOT_METRICS = r"step|epoch|step_time|memory_limit|(time|peak_memory|reserved_memory|planned_memory)/.*"
-_COLORS = ("#1f77b4", "#d95f02", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#7f7f7f")
+_NOT_METRICS = r"step|epoch|step_time|hours|memory_limit|(time|peak_memory|reserved_memory|planned_memory)/.*"
+# Of equal lightness: on white and on black.
+_COLORS = ("#3b82f6", "#e8710a", "#22a06b", "#a855f7", "#e5484d", "#0ea5b7", "#d946a0", "#a16207")
+_WHOLE = "#84858c"
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _LIMIT = "#c00000"
-_BETWEEN_STEPS = ("evaluate", "save")
+_NOT_IN_STEP = ("evaluate", "save", "generate", "wait_rollout")  # between steps, in the background, or part of rollout
 
 
 def curve_figures(runs: Sequence[RunData]) -> list[Figure]:
@@ -49,12 +55,13 @@ def other_figures(runs: Sequence[RunData]) -> list[Figure]:
 
 def phase_figures(runs: Sequence[RunData]) -> list[Figure]:
     """Return each run's seconds and peak memory by phase, with the plan and the limit if the journal has them."""
-    return [figure for run in runs for figure in (_times(run), _memory(run)) if figure is not None]
+    numbered = list(enumerate(runs))
+    return [each for index, run in numbered for each in (_times(index, run), _memory(index, run)) if each is not None]
 
 
 def phase_table(run: RunData) -> list[list[str]]:
     """Return a row of texts per phase: name, mean seconds, share of all time, peak, plan, and the peak's share of the limit."""
-    phases = _phases(run, "time", "peak_memory", "planned_memory")
+    phases = [each for each in _phases(run, "time", "peak_memory", "planned_memory") if each not in _NOT_IN_STEP[2:]]
     total = sum(second for phase in phases for second in _values(run.steps, f"time/{phase}"))
     rows = []
     for phase in phases:
@@ -80,34 +87,37 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 
 def _curves(title: str, names: Sequence[str], runs: Sequence[RunData]) -> Figure:
+    """Return a figure with a colour by run, or for one run by metric."""
     traces: list[Row] = []
-    for run, color in zip(runs, itertools.cycle(_COLORS), strict=False):
-        for name, dash in zip(names, itertools.cycle(_DASHES), strict=False):
+    for index, run in enumerate(runs):
+        for number, name in enumerate(names):
             rows = run.evaluations if name.startswith("eval_") else run.steps
             label = " ".join([run.name] * (len(runs) > 1) + [name] * (len(names) > 1)) or name
-            traces += _line(rows, name, label, {"color": color, "dash": dash})
+            color = _COLORS[(index if len(runs) > 1 else number) % len(_COLORS)]
+            dash = _DASHES[number % len(_DASHES)] if len(runs) > 1 else "solid"
+            traces += _line(index, rows, name, label, {"color": color, "dash": dash})
     events = [
         {"type": "line", "x0": event["step"], "x1": event["step"], "yref": "paper", "y0": 0, "y1": 1}
-        | {"line": {"color": color, "dash": "dot", "width": 1}}
-        for run, color in zip(runs, itertools.cycle(_COLORS), strict=False)
+        | {"line": {"color": color, "dash": "dot", "width": 1}, "name": str(index)}
+        for index, (run, color) in enumerate(zip(runs, itertools.cycle(_COLORS), strict=False))
         for event in run.events
     ]
     return _figure(title, traces, shapes=events)
 
 
-def _times(run: RunData) -> Figure | None:
-    """Return a figure of the phases within a step, which evaluations and saves are not."""
-    phases = [phase for phase in _phases(run, "time") if phase not in _BETWEEN_STEPS]
+def _times(index: int, run: RunData) -> Figure | None:
+    """Return a figure of the phases within a step."""
+    phases = [phase for phase in _phases(run, "time") if phase not in _NOT_IN_STEP]
     traces = [
         trace | {"stackgroup": "time"}
         for phase, color in zip(phases, itertools.cycle(_COLORS), strict=False)
-        for trace in _line(run.steps, f"time/{phase}", phase, {"color": color, "width": 1})
+        for trace in _line(index, run.steps, f"time/{phase}", phase, {"color": color, "width": 1})
     ]
-    traces += _line(run.steps, "step_time", "whole step", {"color": "#000000", "width": 1})
+    traces += _line(index, run.steps, "step_time", "whole step", {"color": _WHOLE, "width": 1})
     return _figure(f"{run.name}: seconds of a step", traces) if traces else None
 
 
-def _memory(run: RunData) -> Figure | None:
+def _memory(index: int, run: RunData) -> Figure | None:
     phases = _phases(run, "peak_memory", "planned_memory")
     peaks = [
         value
@@ -118,22 +128,22 @@ def _memory(run: RunData) -> Figure | None:
     unit, factor = ("GiB", 1 << 30) if max(peaks, default=0) >= 1 << 30 else ("MiB", 1 << 20)
     traces: list[dict[str, Any]] = []
     for phase, color in zip(phases, itertools.cycle(_COLORS), strict=False):
-        traces += _line(run.steps, f"peak_memory/{phase}", phase, {"color": color}, factor)
+        traces += _line(index, run.steps, f"peak_memory/{phase}", phase, {"color": color}, factor)
         planned = {"color": color, "dash": "dash"}
-        traces += _line(run.steps, f"planned_memory/{phase}", f"{phase}, planned", planned, factor)
-    traces += _line(run.steps, "memory_limit", "limit", {"color": _LIMIT, "dash": "dot"}, factor)
+        traces += _line(index, run.steps, f"planned_memory/{phase}", f"{phase}, planned", planned, factor)
+    traces += _line(index, run.steps, "memory_limit", "limit", {"color": _LIMIT, "dash": "dot"}, factor)
     return _figure(f"{run.name}: peak memory in {unit}", traces) if traces else None
 
 
 def _line(
-    rows: Iterable[Row], name: str, label: str, line: Mapping[str, Any], factor: float = 1
+    index: int, rows: Iterable[Row], name: str, label: str, line: Mapping[str, Any], factor: float = 1
 ) -> Iterator[dict[str, Any]]:
-    """Yield the trace of a metric; none if no row has it."""
-    points = [(row["step"], row[name] / factor) for row in rows if name in row]
+    """Yield the trace of a metric of run number `index`, by steps; none if no row has it."""
+    points = [(row["step"], float(f"{row[name] / factor:.6g}")) for row in rows if name in row]
     if points:
         x, y = zip(*points, strict=True)
         # plotly reads tags in labels: names stand there as they are.
-        shown = {"name": html.escape(label, quote=False), "line": dict(line)}
+        shown = {"name": html.escape(label, quote=False), "line": dict(line), "meta": index}
         yield {"type": "scatter", "x": x, "y": y, "mode": "lines" if len(x) > 1 else "markers", **shown}
 
 
@@ -143,9 +153,9 @@ def _figure(title: str, traces: Sequence[Row], shapes: Sequence[Row] = ()) -> Fi
 
     layout = {
         "title": {"text": html.escape(title, quote=False), "font": {"size": 14}},
-        "xaxis": {"title": {"text": "step", "standoff": 2, "font": {"size": 11}}, "gridcolor": "#e8e8e8"},
-        "yaxis": {"gridcolor": "#e8e8e8", "zerolinecolor": "#c8c8c8"},
-        "margin": {"l": 55, "r": 15, "t": 35, "b": 90},
+        "xaxis": {"title": {"text": "step", "standoff": 2, "font": {"size": 11}}},
+        "yaxis": {"exponentformat": "e"},
+        "margin": {"l": 55, "r": 15, "t": 35, "b": 90 if len(traces) <= 4 else 120},
         "height": 330,
         "showlegend": len(traces) > 1 or any(trace["name"] != html.escape(title, quote=False) for trace in traces),
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "font": {"size": 11}},

@@ -19,6 +19,7 @@ from lowpeak.journal import (
     EVENTS,
     FORMAT,
     ROLLOUTS,
+    RUN,
     STEPS,
     TOKENS,
     conversation_text,
@@ -36,8 +37,9 @@ Value = TypeVar("Value")
 Position = tuple[int, int]  # of a completion: the rollout's first step, and the index of its line
 
 _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')  # with which the journal begins each line
+_GROUP = re.compile(rb'"group": ?(\d+)')
 # In format 1, rewards and the values of `log_extra` stand next to these.
-_NAMES_OF_FORMAT_1 = ("step", "prompt", "completion", "reward", "advantage", "num_tokens", "finish_reason")
+_NAMES_OF_FORMAT_1 = ("step", "group", "prompt", "completion", "reward", "advantage", "num_tokens", "finish_reason")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class RunData:
     """A run's numbers by step, its events, and a sample of its completions.
 
     `num_steps` are those of the journal, `seconds` what they took, `quote` what `lowpeak plan --prices` wrote (None: nothing).
+    `facts` are those of the run's last start. Each step has the `hours` until its end.
     """
 
     name: str
@@ -66,14 +69,20 @@ class RunData:
     events: list[dict[str, Any]]
     completions: Completions
     num_steps: int
+    facts: dict[str, Any]
     seconds: float = 0.0
     quote: dict[str, Any] | None = None
+
+
+def has_journal(folder: Path) -> bool:
+    """Return whether a run has written a step or a completion."""
+    return any(journal_files(folder / "journal", name) for name in (STEPS, ROLLOUTS))
 
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is not a folder: pass the output_dir of a run.")
-    if not any(journal_files(folder / "journal", name) for name in (STEPS, ROLLOUTS)):
+    if not has_journal(folder):
         raise ArgumentError(
             f"{folder} has no journal/{STEPS}.jsonl: pass the output_dir of a run that has finished a step."
         )
@@ -87,25 +96,37 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
     """
     for folder in folders:
         _check_folder(folder)
-    names = [folder.resolve().name for folder in folders]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
+    names = _run_names(folders)
     journals = [folder / "journal" for folder in folders]
     num_online = sum(bool(journal_files(journal, ROLLOUTS)) for journal in journals)
     return [_read_run(name, journal, max(1, num_online)) for name, journal in zip(names, journals, strict=True)]
 
 
+def _run_names(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the folders' paths that tell them apart."""
+    paths = [folder.resolve().parts for folder in folders]
+    names = [path[-1] for path in paths]
+    for length in range(2, max(map(len, paths)) + 1):
+        if len(set(names)) == len(names):
+            break
+        names = ["/".join(path[-length:]) for path in paths]
+    return names
+
+
 def _read_run(name: str, journal: Path, num_online: int) -> RunData:
     """Return a run's data, with its share of the completions if `num_online` runs have some."""
     steps = list(read_rows(journal, STEPS))
+    seconds = [*itertools.accumulate(_number(row.get("step_time")) or 0.0 for row in steps)]
+    timed = [row | {"hours": until / 3600} for row, until in zip(steps, seconds, strict=True)]
     return RunData(
         name,
-        [_numbers(row) for row in sample_evenly(steps, MAX_STEPS)],
+        [_numbers(row) for row in sample_evenly(timed, MAX_STEPS)],
         [_numbers(row) for row in read_rows(journal, EVALUATIONS)],
         [_event(row) for row in read_rows(journal, EVENTS)],
         read_completions(journal, *(most // num_online for most in (MAX_COMPLETIONS, MAX_TOKEN_ROWS, MAX_TEXT_LENGTH))),
         len(steps),
-        sum(_number(row.get("step_time")) or 0.0 for row in steps),
+        ([*read_rows(journal, RUN)] or [{}])[-1],
+        seconds[-1] if seconds else 0.0,
         _read_quote(journal.parent / "quote.json"),
     )
 
@@ -124,17 +145,22 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _event(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an event as texts: its time, what happened, and its details."""
+    """Return an event as texts: its time, kind and details."""
     details = {name: value for name, value in row.items() if name not in ("step", "time", "event")}
-    seconds = _number(row.get("time"))
-    known = seconds is not None and 0 <= seconds < 1e11
-    when = f"{datetime.fromtimestamp(seconds or 0, UTC):%Y-%m-%d %H:%M:%S} UTC" if known else ""
     return {
         "step": row["step"],
-        "time": when,
+        "time": time_text(row.get("time")),
         "event": str(row.get("event", "")),
         "details": ", ".join(f"{name} {value}" for name, value in details.items() if value != 0),
     }
+
+
+def time_text(value: Any) -> str:
+    """Return a time in seconds since 1970 as text; none for another value."""
+    seconds = _number(value)
+    if seconds is None or not 0 <= seconds < 1e11:
+        return ""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def sample_evenly(items: Sequence[Value], most: int) -> Sequence[Value]:
@@ -145,38 +171,55 @@ def sample_evenly(items: Sequence[Value], most: int) -> Sequence[Value]:
 
 
 def read_completions(journal: Path, most: int, most_with_tokens: int, most_characters: int) -> Completions:
-    """Return an even sample of a run's completions, first of those with token values, then of all others.
+    """Return an even sample of a run's groups, first of those with token values, then of all others.
 
     If their text is longer than `most_characters`, the sample is smaller.
     """
-    positions = [position for position, _ in _lines(journal)]
-    lengths = {position: len(row["pieces"]) for position, row in _token_rows(journal, {*positions})}
-    valued = dict.fromkeys(
-        _fitting([*lengths.items()], min(most, most_with_tokens), MAX_TOKENS * most // MAX_COMPLETIONS)
-    )
-    others = [position for position in positions if position not in valued]
-    chosen = {*valued, *sample_evenly(others, most - len(valued))}
-    parsed = [(position, _parse(line)) for position, line in _lines(journal) if position in chosen]
+    groups = _groups(journal)
+    positions = {*itertools.chain(*groups)}
+    lengths = {position: len(row["pieces"]) for position, row in _token_rows(journal, positions)}
+    chosen = _sample_groups(groups, lengths, most)
+    wanted = {*itertools.chain(*chosen)}
+    parsed = [(position, _parse(line)) for position, line in _lines(journal) if position in wanted]
     rows = {position: row for position, row in parsed if row is not None}  # without damaged lines
-    sizes = [
-        (position, len(str(row.get("completion"))) + len(str(row.get("prompt")))) for position, row in rows.items()
-    ]
-    tokens = dict(_token_rows(journal, valued))
+    sizes = [(group, sum(_length(rows.get(each, {})) for each in group)) for group in chosen]
+    shown = [each for each in itertools.chain(*_fitting(sizes, most, most_characters)) if each in rows]
+    values = [(position, lengths[position]) for position in shown if position in lengths]
+    tokens = dict(_token_rows(journal, {*_fitting(values, most_with_tokens, MAX_TOKENS * most // MAX_COMPLETIONS)}))
     prompts: dict[str, int] = {}
-    shown = [
-        _completion(rows[position], prompts, tokens.get(position))
-        for position in _fitting(sizes, most, most_characters)
-    ]
-    return Completions(shown, [*prompts], len(positions), len(lengths))
+    completions = [_completion(rows[position], prompts, tokens.get(position)) for position in shown]
+    return Completions(completions, [*prompts], len(positions), len(lengths))
 
 
-def _fitting(sizes: Sequence[tuple[Position, int]], most: int, most_in_all: int) -> list[Position]:
-    """Return an even sample of at most `most` positions, and fewer if their sizes sum to more than `most_in_all`."""
+def _groups(journal: Path) -> list[list[Position]]:
+    """Return the positions of the completions of each prompt."""
+    groups: dict[tuple[int, bytes], list[Position]] = {}
+    for position, line in _lines(journal):
+        found = _GROUP.search(line)
+        groups.setdefault((position[0], found[1] if found else b""), []).append(position)
+    return [*groups.values()]
+
+
+def _sample_groups(groups: Sequence[list[Position]], valued: Collection[Position], most: int) -> list[list[Position]]:
+    """Return an even sample of groups in order, those with `valued` completions first, of at most `most` completions."""
+    most_groups = max(1, most // max(map(len, groups), default=1))
+    first = [group for group in groups if any(each in valued for each in group)]
+    others = [group for group in groups if not any(each in valued for each in group)]
+    chosen = [*sample_evenly(first, most_groups)]
+    return sorted([*chosen, *sample_evenly(others, most_groups - len(chosen))])
+
+
+def _length(row: Mapping[str, Any]) -> int:
+    return len(str(row.get("completion"))) + len(str(row.get("prompt")))
+
+
+def _fitting(sizes: Sequence[tuple[Value, int]], most: int, most_in_all: int) -> list[Value]:
+    """Return an even sample of at most `most` values, and fewer if their sizes sum to more than `most_in_all`."""
     chosen = sample_evenly(sizes, most)
     total = sum(size for _, size in chosen)
     if total > most_in_all:
         chosen = sample_evenly(chosen, max(1, len(chosen) * most_in_all // total))
-    return [position for position, _ in chosen]
+    return [value for value, _ in chosen]
 
 
 def _token_rows(journal: Path, positions: Collection[Position]) -> Iterator[tuple[Position, dict[str, Any]]]:
@@ -218,16 +261,18 @@ def _completion(row: Mapping[str, Any], prompts: dict[str, int], tokens: Mapping
     turns = _turns(row)
     shown: dict[str, Any] = {
         "step": row["step"],
+        "group": "/".join(_text(row[name]) for name in ("rollout", "group") if name in row),
         "prompt": prompts.setdefault(_text(row.get("prompt")), len(prompts)),
         "completion": turns or _text(row.get("completion")),
         "reward": _number(row.get("reward")),
         "advantage": _number(row.get("advantage")),
         "length": _number(row.get("num_tokens")),
         "finish": _text(row.get("finish_reason")),
+        "rewards": {name: _number(value) for name, value in _mapping(row, "rewards").items()},
         "facts": [[name, _text(value)] for name, value in _facts(row) if name != "turns" or not turns],
     }
     if tokens is not None:
-        values = {name: [*map(_number, tokens[name])] for name in ("logprobs", "entropy", "mismatch", "loss_mask")}
+        values = {name: [*map(_rounded, tokens[name])] for name in ("logprobs", "entropy", "mismatch", "loss_mask")}
         shown["tokens"] = {"pieces": [*map(_text, tokens["pieces"])], **values}
     return shown
 
@@ -252,7 +297,7 @@ def _turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _facts(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the other values of a completion by name: group, policy versions, rewards, extras, dataset columns."""
+    """Yield the other values of a completion by name: policy versions, extras, dataset columns."""
     # In format 1, a reward of this name is a float.
     row_format = row["format"] if type(row.get("format")) is int else 1
     if row_format > FORMAT:
@@ -263,21 +308,32 @@ def _facts(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if row_format == 1:
         yield from ((name, value) for name, value in row.items() if name not in _NAMES_OF_FORMAT_1)
         return
-    yield "group", f"{row.get('rollout')}/{row.get('group')}"
     yield "policy version", row.get("policy_version")
     if "turns" in row:
         yield "turns", row["turns"]
-    for kind in ("rewards", "extra", "columns"):
-        values = row.get(kind)
-        yield from values.items() if isinstance(values, dict) else ()
+    for kind in ("extra", "columns"):
+        yield from _mapping(row, kind).items()
+
+
+def _mapping(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = row.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _number(value: Any) -> float | None:
     return value if type(value) in (int, float) and math.isfinite(value) else None
 
 
+def _rounded(value: Any) -> float | None:
+    """Return a number with four significant digits."""
+    number = _number(value)
+    return number if number is None or type(number) is int else float(f"{number:.4g}")
+
+
 def _text(value: Any) -> str:
     """Return a column of a completion as text; messages as their roles and contents, with their tool calls."""
+    if type(value) is float and math.isfinite(value):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     if _are_messages(value):
         return conversation_text(value)
     if isinstance(value, list | dict):

@@ -72,7 +72,7 @@ class FunctionReward:
             raise
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise RewardError for a parameter that is no column, and what a built-in reward raises without completions."""
+        """Raise RewardError for a parameter that is no column, and a built-in reward's errors without completions."""
         keywords = self._select_keywords(dict.fromkeys([*columns, *REWARD_KEYWORDS], ()))
         if getattr(self.function, "__module__", "") == f"{__package__}.builtin":
             self.function(**keywords)

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 _NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 _MAX_CHARACTERS = 1_000  # of a column's value in the journal
 
+# Returns the records with prompts for a teacher, given their groups and the texts of their completions.
+AddContexts = Callable[[Sequence[Group], Sequence[Record], Sequence[str]], tuple[Record, ...]]
+
 
 @dataclass(frozen=True)
 class RewardSettings:
@@ -122,7 +125,13 @@ class RewardPanel:
         ArgumentError: there is not one weight for each reward.
     """
 
-    def __init__(self, rewards: Sequence[Reward], settings: RewardSettings, decode: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        settings: RewardSettings,
+        decode: Callable[[list[int]], str],
+        add_contexts: AddContexts | None = None,
+    ) -> None:
         if len(settings.weights) != len(rewards):
             raise ArgumentError(
                 f"There are {len(settings.weights)} reward weights for {len(rewards)} rewards; give one for each."
@@ -132,7 +141,7 @@ class RewardPanel:
             _with_settings(reward, name, settings.timeout) for reward, name in zip(rewards, self.names, strict=True)
         )
         self.settings = settings
-        self._decode = decode
+        self._decode, self._add_contexts = decode, add_contexts
         self._loop = BackgroundLoop()
 
     @property
@@ -153,6 +162,10 @@ class RewardPanel:
         self._run_calls(calls, len(inputs))
         records = self._records(groups, inputs, calls)
         metrics = metrics_by_function(self.names, records)
+        if self._add_contexts is not None:
+            records = self._add_contexts(groups, records, inputs.texts)
+            with_context = sum(record.teacher_prompt_ids is not None for record in records)
+            metrics["teacher/context_share"] = Metric(float(with_context), float(len(records)))
         extra: dict[str, list[Any]] = {}
         for call in calls:
             metrics = merge_metrics(metrics, call.log.metrics)
@@ -314,7 +327,7 @@ def _in_format_of(prompt: Prompt, completion: Completion, text: str) -> str | li
 
 
 def _cut(value: Any) -> Any:
-    """Return the value, or the start of its text if that is too long for the journal."""
+    """Return the value, or the start of a text that is too long for the journal."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return value if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 

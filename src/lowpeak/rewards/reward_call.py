@@ -24,6 +24,22 @@ NO_REWARD = float("nan")  # a reward's None, in records
 # Advantages are fp32, and so are the sums, differences and squares of rewards.
 MAX_REWARD = math.sqrt(torch.finfo(torch.float32).max)
 
+# Metrics that no reward may overwrite.
+_OWN_METRICS = frozenset(
+    {"loss", "grad_norm", "learning_rate", "epoch", "reward", "reward_std", "frac_reward_zero_std", "entropy", "kl"}
+    | {"step_time", "num_tokens", "divergence", "teacher_kl", "tokens_per_second"}
+)
+_OWN_PREFIXES = (
+    "rewards/",
+    "completions/",
+    "time/",
+    "peak_memory/",
+    "sampling/",
+    "clip_ratio/",
+    "useful_tokens/",
+    "staleness/",
+)
+
 # Folders of code that calls rewards; its lines are not named in errors.
 _CALLERS = (Path(__file__).parent, Path(concurrent.futures.__file__).parent)
 
@@ -80,7 +96,11 @@ class RewardLog:
         self.columns.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number; several of one name are averaged."""
+        """Log a number; several of one name are averaged. ValueError for a name that is no text, or one of lowpeak's."""
+        if not isinstance(name, str) or not name or name in _OWN_METRICS or name.startswith(_OWN_PREFIXES):
+            raise ValueError(
+                f"log_metric({name!r}, ...): the name must be text that lowpeak does not log, as 'mine/score'."
+            )
         self.metrics = merge_metrics(self.metrics, {name: Metric(float(value))})
 
 

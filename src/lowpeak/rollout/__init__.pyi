@@ -1,8 +1,14 @@
+from lowpeak.rollout.engine import BackgroundTurnEngine as BackgroundTurnEngine
+from lowpeak.rollout.engine import ReplayEngine as ReplayEngine
 from lowpeak.rollout.engine import RolloutEngine as RolloutEngine
 from lowpeak.rollout.engine import SliceForm as SliceForm
 from lowpeak.rollout.engine import TurnEngine as TurnEngine
+from lowpeak.rollout.engine import TurnWork as TurnWork
 from lowpeak.rollout.engine import check_lengths as check_lengths
 from lowpeak.rollout.function import FunctionEngine as FunctionEngine
+from lowpeak.rollout.pending import BackgroundEngine as BackgroundEngine
+from lowpeak.rollout.pending import BackgroundPending as BackgroundPending
+from lowpeak.rollout.pending import BackgroundWork as BackgroundWork
 from lowpeak.rollout.pending import GeneratedOnResult as GeneratedOnResult
 from lowpeak.rollout.pending import Pending as Pending
 from lowpeak.rollout.sampling import TokenDraw as TokenDraw

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from lowpeak.arguments import Sampling
-from lowpeak.errors import EngineError
-from lowpeak.records import SLICE_BYTES, Prompt, Weights, WeightSlice
-from lowpeak.rollout.pending import Pending
+from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.records import SLICE_BYTES, Group, Prompt, Weights, WeightSlice
+from lowpeak.rollout.pending import BackgroundEngine, Pending
 from lowpeak.rollout.turns import TurnQueue
 
 
@@ -88,4 +88,46 @@ class TurnEngine(RolloutEngine, Protocol):
 
         Turns have the temperature and filters of `sampling`, and their own lengths and keys. On an error all unanswered
         requests fail.
+        """
+
+
+class TurnWork(Protocol):
+    """The sampling of a queue's turns in a thread; `lengths` are those of the turns so far."""
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+    def run(self) -> LostEngineError | None:
+        """Sample until the queue is closed; return the error of a part of the engine that was lost, if others took over."""
+
+
+@runtime_checkable
+class BackgroundTurnEngine(BackgroundEngine, Protocol):
+    """The part of a TurnEngine that samples turns in a thread, if it is `in_background`.
+
+    work = engine.prepare_turns(queue, sampling)     # the owner's thread; errors are those of `sample_turns`
+    lost = work.run()                                # any thread
+    engine.note_turns(work.lengths)                  # the owner's thread
+    """
+
+    def prepare_turns(self, queue: TurnQueue, sampling: Sampling) -> TurnWork: ...
+
+    def note_turns(self, lengths: Sequence[int]) -> None:
+        """Expect later turns to be about as long as these."""
+
+
+@runtime_checkable
+class ReplayEngine(Protocol):
+    """An engine whose completions need live objects, such as environments, until they are rewarded."""
+
+    def replay(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        finished: Mapping[int, Group],
+        results: MutableMapping[str, Mapping[str, Any]],
+    ) -> Pending:
+        """Submit prompts of which some groups, by serial, have been generated before; `results` are those of their functions.
+
+        What they called is called again, and their tokens are taken as they are, as far as the answers are the same.
         """

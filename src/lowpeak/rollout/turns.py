@@ -23,11 +23,15 @@ Key = tuple[int, int]  # two 32-bit words of the counter of a turn's random numb
 
 
 class SampledTurn(NamedTuple):
-    """The tokens of one turn, its end token among them, with their log-probs."""
+    """The tokens of one turn, its end token among them, with their log-probs.
+
+    `policy_version` is that of the weights; None: the rollout's.
+    """
 
     ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
+    policy_version: int | None = None
 
 
 @dataclass(eq=False)
@@ -42,10 +46,16 @@ class TurnRequest:
     max_tokens: int
     key: Key
     answer: Future[SampledTurn] = field(default_factory=Future)
+    is_cancelled: bool = False
+
+    def resolve(self, turn: SampledTurn) -> None:
+        """Answer the request, unless it was cancelled."""
+        if not self.is_cancelled:
+            self.answer.set_result(turn)
 
 
 class Arrivals(NamedTuple):
-    """What has arrived since the last look: new requests, and conversations that have ended."""
+    """Arrivals since the last look: new requests, and conversations that have ended."""
 
     requests: list[TurnRequest]
     ended: list[Key]
@@ -61,7 +71,7 @@ class TurnQueue:
     with queue.answering():                 # the engine's thread; `wake` ends a `take` that waits
         while not (arrivals := queue.take(wait=not running)).is_closed:
             ...
-            request.answer.set_result(turn)
+            request.resolve(turn)
     """
 
     is_shared = False  # whether several processes sample each turn together
@@ -90,9 +100,17 @@ class TurnQueue:
         return request.answer
 
     def end(self, conversation: Key) -> None:
-        """Tell the engine that a conversation makes no further request, so that it can drop what it kept of it."""
+        """Tell the engine that a conversation has ended, so that it drops the conversation's cache."""
         with self._changed:
             self._arrivals.ended.append(conversation)
+            self._changed.notify()
+
+    def cancel(self, request: TurnRequest) -> None:
+        """Tell the engine that nobody waits for the answer any more."""
+        with self._changed:
+            request.is_cancelled = not self.is_shared  # processes that sample together take it to its end
+            self._open.pop(id(request), None)
+            self._is_woken = True
             self._changed.notify()
 
     def close(self) -> None:
@@ -108,7 +126,7 @@ class TurnQueue:
             self._changed.notify()
 
     def take(self, wait: bool, seconds: float | None = None) -> Arrivals:
-        """Return what has arrived; with `wait` not before something has, or `seconds` have passed."""
+        """Return the arrivals; with `wait` not before there is one, or `seconds` have passed."""
         with self._changed:
             if wait:
                 self._changed.wait_for(self._has_changed, seconds)
@@ -209,22 +227,22 @@ def answer_in_rounds(queue: TurnQueue, sample: Callable[[Sequence[TurnRequest]],
 
     A round waits until every conversation that began has a request or has ended. A turn is cut to its `max_tokens`.
     """
-    waiting: dict[Key, TurnRequest] = {}
+    waiting: list[TurnRequest] = []
     begun: set[Key] = set()
     live: set[Key] = set()
     while True:
         arrivals = queue.take(wait=True)
-        waiting |= {request.conversation: request for request in arrivals.requests}
-        begun |= waiting.keys() | set(arrivals.ended)
-        live = (live | waiting.keys()) - set(arrivals.ended)
-        if waiting and waiting.keys() >= live and len(begun) >= queue.num_conversations:
-            requests = list(waiting.values())
-            waiting.clear()
+        waiting = [request for request in (*waiting, *arrivals.requests) if not request.is_cancelled]
+        asking = {request.conversation for request in waiting}
+        begun |= asking | set(arrivals.ended)
+        live = (live | asking) - set(arrivals.ended)
+        if waiting and asking >= live and len(begun) >= queue.num_conversations:
+            requests, waiting = waiting, []
             turns = sample(requests)
             queue.check_processes()
             for request, turn in zip(requests, turns, strict=True):
                 room = request.max_tokens
                 reason: FinishReason = turn.finish_reason if len(turn) <= room else "length"
-                request.answer.set_result(SampledTurn(turn.ids.tolist()[:room], turn.logprobs.tolist()[:room], reason))
+                request.resolve(SampledTurn(turn.ids.tolist()[:room], turn.logprobs.tolist()[:room], reason))
         elif arrivals.is_closed:
             return

@@ -32,7 +32,7 @@ _ARGUMENTS: Mapping[str, Any] = {
 
 @dataclass
 class _Check:
-    """The trainer under check, with the user's arguments for its config, and what the checks so far have made with it."""
+    """The trainer under check, the user's arguments for its config, and results of earlier checks."""
 
     trainer_class: type[OnlineTrainer]
     output_dir: str

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import random
-import re
 import statistics
 import threading
 import time
@@ -27,30 +25,27 @@ from transformers import GenerationConfig, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from lowpeak.arguments import Sampling, ToolSettings, make_settings, require
-from lowpeak.data import common_prefix_length, environment_datasets
+from lowpeak.data import environment_datasets
 from lowpeak.environments import (
-    USER,
     EnvironmentEngine,
     Message,
     ToolResults,
     ToolRunner,
     Toolset,
     ToolTimeoutError,
-    render,
-    render_call,
     tool_call,
 )
 from lowpeak.errors import ArgumentError
 from lowpeak.models import load_tokenizer
-from lowpeak.records import Completion, Prompt, Record
+from lowpeak.records import Prompt, Record
 from lowpeak.rewards import TimeLimitExceeded, call_with_timeout
-from lowpeak.rollout import Key, SliceForm, TurnQueue, TurnRequest, answer_in_rounds
 from lowpeak.selftest.checks import TINY_RUN, Check, explain, files_of, run_check
 from lowpeak.selftest.models import make_chat_tokenizer, make_model
+from lowpeak.selftest.random_turns import RandomTurns
 from lowpeak.trainers import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-_NUM_PROMPTS, _NUM_CALLS, _MAX_TOKENS = 8, 3, 1 << 15  # calls and tokens of a conversation
-_GRPO = {"max_steps": 1000, "per_device_train_batch_size": 16, "learning_rate": 1e-4}
+_NUM_PROMPTS, _MAX_TOKENS = 8, 1 << 15  # tokens of a conversation
+_GRPO = {"max_steps": 1000, "per_device_train_batch_size": 16, "learning_rate": 1e-4, "max_tool_calling_iterations": 8}
 
 
 class _TimedRunner(ToolRunner):
@@ -64,75 +59,16 @@ class _TimedRunner(ToolRunner):
 
     async def run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         start = time.perf_counter()
+        name = getattr(function, "func", function).__name__  # a program is a partial
         try:
             return await super().run(function, arguments)
         except Exception as error:
-            self.num_failed[function.__name__] += 1
-            if isinstance(error, ToolTimeoutError) or function.__name__ not in self.errors:
-                self.errors[function.__name__] = error
+            self.num_failed[name] += 1
+            if isinstance(error, ToolTimeoutError) or name not in self.errors:
+                self.errors[name] = error
             raise
         finally:
-            self.seconds[function.__name__].append(time.perf_counter() - start)
-
-
-class _RandomCalls:
-    """A TurnEngine whose turns are random calls, then a text; with `are_equal` alike in all completions of a prompt.
-
-    `schemas` are those of the prompt with each serial number.
-    """
-
-    policy_version, slice_form = 0, SliceForm()
-
-    def __init__(self, engine: EnvironmentEngine, schemas: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        self.tokenizer, self.template, self.schemas = engine.tokenizer, engine.template, schemas
-        self.end_ids = engine.end_ids(Sampling(1, 1))
-        self.are_equal, self.num_drawn = False, 0
-
-    def sample_turns(self, queue: TurnQueue, sampling: Sampling) -> None:
-        turns = Counter[Key]()
-        with queue.answering():
-            answer_in_rounds(queue, lambda requests: [self._turn(each, turns) for each in requests])
-
-    def _turn(self, request: TurnRequest, turns: Counter[Key]) -> Completion:
-        turns[request.conversation] += 1
-        (serial, completion), number = request.conversation, turns[request.conversation]
-        if number <= _NUM_CALLS and self.schemas[serial]:
-            draw = random.Random(f"{serial} {0 if self.are_equal else completion} {number}")
-            words = re.findall(r"\w+", self.tokenizer.decode(request.ids, skip_special_tokens=True))
-            self.num_drawn += 1
-            function = draw.choice(self.schemas[serial])["function"]
-            call = tool_call(function["name"], _random_value(function["parameters"], draw, words))
-            whole = self.ids(serial, call, [])
-            ids = whole[common_prefix_length(self.ids(serial, None, []), whole) :]
-        else:
-            ids = self.tokenizer("done", add_special_tokens=False)["input_ids"] + sorted(self.end_ids)[:1]
-        end = next((i for i, token in enumerate(ids) if token in self.end_ids), len(ids))
-        turn = torch.tensor(ids[: end + 1], dtype=torch.int32)
-        return Completion(turn, torch.zeros(len(turn)), turn >= 0, "stop")
-
-    def ids(self, serial: int, call: Message | None, results: Sequence[Message]) -> list[int]:
-        """Return the ids of a user's message, with a call and its results, as the template writes them."""
-        options = {**self.template, "tools": self.schemas[serial], "add_generation_prompt": True}
-        parts = (self.tokenizer, [USER], *((call, results) if call else ()), options)
-        text = render_call(*parts) if call else render(*parts)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _random_value(schema: Mapping[str, Any], draw: random.Random, words: Sequence[str]) -> Any:
-    """Return a value of a JSON schema, with texts and numbers from `words`, at times without an optional property."""
-    value = partial(_random_value, draw=draw, words=words)
-    kinds = schema.get("type", "string")
-    kind = kinds[0] if isinstance(kinds, list) else kinds
-    if "enum" in schema:
-        return draw.choice(schema["enum"])
-    if kind == "object":
-        required, properties = schema.get("required", ()), schema.get("properties", {})
-        return {name: value(each) for name, each in properties.items() if name in required or draw.random() < 0.5}
-    if kind == "array":
-        return [value(each) for each in schema.get("prefixItems") or [schema.get("items", {})] * draw.randint(1, 3)]
-    seen = [int(word) for word in words if re.fullmatch("[0-9]{1,9}", word)]
-    number = draw.choice([*seen, *range(10)])
-    return {"integer": number, "number": number / 2, "boolean": number % 2 == 0}.get(kind, draw.choice([*words, "a"]))
+            self.seconds[name].append(time.perf_counter() - start)
 
 
 @dataclass(eq=False)
@@ -154,7 +90,7 @@ class EnvironmentCheck:
     runner: _TimedRunner = field(init=False)
     trainer: GRPOTrainer = field(init=False)
     engine: EnvironmentEngine = field(init=False)
-    calls: _RandomCalls = field(init=False)
+    calls: RandomTurns = field(init=False)
     prompts: list[Prompt] = field(init=False)
     records: Sequence[Record] = ()
     failures: list[tuple[Any, ...]] = field(default_factory=list)
@@ -242,19 +178,21 @@ def _template(check: EnvironmentCheck) -> str:
     check.engine, reader = cast(EnvironmentEngine, collector.engine), collector.new_reader()
     rows = list(itertools.islice(iter(check.dataset), _NUM_PROMPTS))
     check.prompts = [prompt for i, row in enumerate(rows) if (prompt := reader.read(row, i)) is not None]
-    check.calls = _RandomCalls(check.engine, [check.engine.toolset.schemas_of(row) for row in rows])
+    check.calls = RandomTurns(check.engine, rows)
     check.engine.engine, check.engine.toolset.runner = check.calls, check.runner  # type: ignore[assignment]
     return f"{check.model or 'a built-in one'} writes the tools' calls and results"
 
 
 def _conversations(check: EnvironmentCheck) -> str:
     check.records = check.play(_NUM_PROMPTS, 2, are_equal=True)
-    num_calls = sum("tool_calls" in message for record in check.records for message in _messages(record))
+    turns = [each for record in check.records for each in _messages(record) if each["role"] == "assistant"]
+    num_calls = sum("tool_calls" in turn for turn in turns)
     require(
         num_calls == check.calls.num_drawn,
         "not every call is read back from the template's text: set tokenizer.response_template.",
     )
-    return f"{len(check.records)} with {num_calls} random calls, and their rewards"
+    drawn = f"{num_calls} random calls" if num_calls else f"{len(turns)} random texts"
+    return f"{len(check.records)} with {drawn}, and their rewards"
 
 
 def _time(check: EnvironmentCheck) -> str:
@@ -271,8 +209,11 @@ def _time(check: EnvironmentCheck) -> str:
 
 def _tokens(check: EnvironmentCheck) -> str:
     control = [token for token in check.calls.tokenizer.get_added_vocab() if len(token) > 1]
+    _require_replies(check)
     num_turns = num_tokens = 0
     for serial, record in enumerate(check.records):
+        if record.completion.branches:
+            continue  # the messages between two turns may open a branch
         ids, is_sampled = record.completion.ids.tolist(), record.completion.loss_mask.tolist()
         messages = _messages(record)
         turns = [i for i in range(len(ids) - 1) if is_sampled[i] and not is_sampled[i + 1]]
@@ -280,13 +221,28 @@ def _tokens(check: EnvironmentCheck) -> str:
             # A text like a control token is one in the template's ids, and text in the appended ones.
             if not any(token in result["content"] for token in control):
                 appended = ids[last + 1 : is_sampled.index(True, last + 1)]
-                call = turn["tool_calls"][0]["function"]
-                whole = check.calls.ids(serial // 2, tool_call(call["name"], call["arguments"]), [result])
+                whole = _template_ids(check, serial // 2, turn, result)
                 is_equal = whole[-len(appended) - 1 :] == ids[last : last + 1] + appended
                 require(is_equal, f"{result!r:.200} is appended as other ids than the template's.")
                 num_turns, num_tokens = num_turns + 1, num_tokens + len(appended)
     longest = max(len(record.completion) for record in check.records)
     return f"the {num_tokens} appended in {num_turns} turns are the template's; the longest conversation has {longest}"
+
+
+def _require_replies(check: EnvironmentCheck) -> None:
+    has_replies = any(len(_messages(record)) > 1 for record in check.records)
+    require(
+        has_replies or not any(hasattr(each, "respond") for each in check.calls.environments),
+        "respond ended every conversation at its first random text, so no reply was compared: give the environment an "
+        "`action_space` whose sample() is a text that it answers.",
+    )
+
+
+def _template_ids(check: EnvironmentCheck, serial: int, turn: Message, reply: Message) -> list[int]:
+    """Return the template's ids of a user's message, a turn and its reply."""
+    if "tool_calls" not in turn:
+        return check.calls.ids(serial, None, [turn, reply])
+    return check.calls.ids(serial, tool_call(**turn["tool_calls"][0]["function"]), [reply])
 
 
 def _seeds(check: EnvironmentCheck) -> str:
@@ -379,10 +335,14 @@ def _train(check: EnvironmentCheck) -> str:
     check.raise_failure()
     steps = [row for row in trainer.state.log_history if "loss" in row]
     require(bool(steps), f"no step ended in {check.seconds / 2:g} seconds: raise --seconds.")
-    calls, rewards = ([row.get(name, torch.nan) for row in steps] for name in ("tools/call_frequency", "reward"))
+    rewards = [row.get("reward", torch.nan) for row in steps]
+    name, what = ("programs/turns", "turns") if "programs/turns" in steps[0] else ("tools/call_frequency", "calls")
+    number = statistics.fmean(row.get(name, torch.nan) for row in steps)
+    shares = [row.get("frac_reward_zero_std", torch.nan) for row in steps]
+    idle = "; nothing was learned, since all completions of each prompt had the same reward" if min(shares) == 1 else ""
     return (
-        f"{len(steps)} steps of GRPO after supervised ones, {statistics.fmean(calls):.2g} calls per completion, reward "
-        f"{rewards[0]:.3g} at first and {rewards[-1]:.3g} at last"
+        f"{len(steps)} steps of GRPO after supervised ones, {number:.2g} {what} per completion, reward {rewards[0]:.3g} at first "
+        f"and {rewards[-1]:.3g} at last{idle}"
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,15 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 from lowpeak.attention import attention_mismatch
-from lowpeak.logprobs import ChunkSettings, HeadScale, fused_loss, naive_logprobs, triton_mismatch
+from lowpeak.logprobs import (
+    ChunkSettings,
+    HeadScale,
+    TeacherHead,
+    fused_loss,
+    naive_divergence,
+    naive_logprobs,
+    triton_mismatch,
+)
 from lowpeak.optim import MOMENTS, CompactAdamW, step_kernel
 from lowpeak.selftest.memory import peak_of
 from lowpeak.selftest.models import mib
@@ -79,6 +88,42 @@ def large_head(bench: Bench) -> str:
     return _compare_head(bench, "bf16", torch.bfloat16, _PLAIN, *bench.pick((3584, 151_936), (112, 5_003)))
 
 
+@row("divergence of a teacher", seconds=120)
+def teacher_divergence(bench: Bench) -> str:
+    """Compare the fused head's divergences and gradients with fp64 logits of both models: forward KL, JSD, reverse KL."""
+    torch.manual_seed(0)
+    cases = [(beta, dtype) for beta in (0.0, 0.5, 1.0) for dtype in (torch.float32, torch.bfloat16)]
+    return "; ".join(_compare_divergence(bench, *case) for case in cases)
+
+
+def _compare_divergence(bench: Bench, beta: float, dtype: torch.dtype) -> str:
+    width, num_ids = bench.pick((1024, 151_936), (32, 5_003))
+    teacher_width = 2 * width
+    student_TD, teacher_TE = (torch.randn(64, size, device=bench.device).to(dtype) for size in (width, teacher_width))
+    weight_VD, head_VE = (
+        (torch.randn(num_ids, size, device=bench.device) * 3 / size**0.5).to(dtype) for size in (width, teacher_width)
+    )
+    targets_T = torch.randint(num_ids, (64,), device=bench.device)
+    settings = replace(_PLAIN, teacher=TeacherHead(teacher_TE, head_VE), beta=beta)
+    leaves = [student_TD.requires_grad_(), weight_VD.requires_grad_()]
+    loss, *results = fused_loss(leaves[0], leaves[1], None, targets_T, lambda *values: values[-1].sum(), settings)
+    gradients = torch.autograd.grad(loss, leaves)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact_T = naive_divergence(wide[0] @ wide[1].T, teacher_TE.double() @ head_VE.double().T, beta)
+    expected = torch.autograd.grad(exact_T.sum(), wide)
+    found_T = results[-1]
+    assert found_T is not None, "the settings have a teacher"
+    error = float((found_T - exact_T.detach()).abs().max())
+    gradient_error = _relative_error(gradients, expected)
+    name = f"beta {beta:g} in {str(dtype).removeprefix('torch.')}"
+    require(error <= _LOGPROB_TOLERANCE, f"{name}: divergences have an error of {error:.1e} nats")
+    require(
+        gradient_error <= _GRADIENT_TOLERANCE[dtype], f"{name}: gradients have a relative error of {gradient_error:.1e}"
+    )
+    bench.record(**{name: {"error": error, "gradient_error": gradient_error}})
+    return f"{name}: within {error:.0e}, gradients {gradient_error:.0e}"
+
+
 def _compare_head(
     bench: Bench, name: str, dtype: torch.dtype, settings: ChunkSettings, width: int, num_ids: int
 ) -> str:
@@ -90,7 +135,7 @@ def _compare_head(
     wide = (hidden_TD[:64].double(), weight_VD.double(), targets_T[:64])
     exact, expected = _gradients(_full_logits, wide, settings)
     logprob_error = float((logprobs - exact).abs().max())
-    gradient_error = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(gradients, expected, strict=True))
+    gradient_error = _relative_error(gradients, expected)
     require(logprob_error <= _LOGPROB_TOLERANCE, f"log-probs in {dtype} have an error of {logprob_error:.1e} nats")
     require(
         gradient_error <= _GRADIENT_TOLERANCE[dtype],
@@ -106,6 +151,11 @@ def _compare_head(
         f"log-probs within {logprob_error:.0e}, gradients {gradient_error:.0e}, {ms:.1f} ms and {mib(peak)} "
         f"(full logits {full_ms:.1f} ms and {mib(full_peak)})"
     )
+
+
+def _relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return the largest norm of a difference from the exact tensor, over that tensor's norm."""
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
 
 
 def _gradients(way: Way, head: Head, settings: ChunkSettings) -> tuple[Tensor, list[Tensor]]:

@@ -83,7 +83,7 @@ def loading(bench: Bench) -> str:
 
 @row("memory_budget", seconds=300, quick=True)
 def memory_budget(bench: Bench) -> str:
-    """Run two steps within a budget of bytes, compare the peaks with it, and on a GPU try to allocate more."""
+    """Run two steps within a budget and compare the peaks; on a GPU, try to allocate more."""
     budget = bench.pick(8 << 30, psutil.Process().memory_info().rss + (2 << 30))
     model = make_model(*bench.pick((32_000, 512, 8, (8, 2)), (13, 32, 2, (4, 2))))
     # Sizes that are left out take a plan several times as long.

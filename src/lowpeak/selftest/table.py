@@ -109,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a row ("ok", "FAILED" or "not run"), its text or the reason, and a failed row's last output."""
+    """The result of a row ("ok", "FAILED", "not run"), its text or reason, and a failed row's output."""
 
     result: str
     text: str

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from lowpeak.arguments import MemorySettings, RunFacts
 from lowpeak.attention import check_spans
 from lowpeak.checkpoint import converts_weights
-from lowpeak.data import DatasetCompletions, LabelReader, PromptReader, padding_id
+from lowpeak.data import PromptReader, padding_id
 from lowpeak.errors import ModelError
 from lowpeak.heads import (
     LoadBalance,
@@ -47,12 +47,22 @@ from lowpeak.memory import (
 from lowpeak.models import LOGPROB_HEAD, HeadKind, Reference, adapter_reference, materialize_meta_params, own_teacher
 from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, is_sharded, states_on_host
 from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings
-from lowpeak.setup.engines import make_engine, why_adapters_idle, why_no_graphs
+from lowpeak.setup.engines import make_engines, why_adapters_idle, why_no_graphs
 from lowpeak.setup.prepare_run import OnlineParts, RunParts, needs_reference
-from lowpeak.setup.prompts import check_end_tokens, context_name, max_prompt_tokens, prompt_cursor, teacher_prompts
+from lowpeak.setup.prompts import (
+    chat_options,
+    check_end_tokens,
+    context_name,
+    dataset_completions,
+    max_prompt_tokens,
+    prompt_cursor,
+    report_idle_template,
+    teacher_prompts,
+)
 from lowpeak.setup.storage import acting_storage, add_idle_storage, set_optimizer, storage_fractions
 from lowpeak.sizes import (
     LayoutChoice,
+    LongestPrompts,
     PlannedMemory,
     StartPlan,
     budget_bytes,
@@ -68,6 +78,7 @@ from lowpeak.training import (
     RolloutStats,
     Run,
     RunContext,
+    SuccessfulSiblings,
     WeightSync,
 )
 
@@ -77,8 +88,8 @@ def connect_online(
     parts: OnlineParts,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
     start_plan: StartPlan,
-) -> tuple[Run, RolloutCollector]:
-    """Return the run and the rollout collector of an online trainer that has its accelerator."""
+) -> tuple[Run, tuple[RolloutCollector, ...]]:
+    """Return the run of an online trainer that has its accelerator, and a rollout collector for each engine."""
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(context.accelerator)
     with strategy.ranks.propagate_errors():
@@ -93,7 +104,7 @@ def connect_online(
     new_reader = partial(
         PromptReader,
         parts.tokenizer,
-        chat_template_kwargs=_template_options(parts),
+        chat_template_kwargs=chat_options(parts),
         max_prompt_tokens=limit,
         overlong=prompts.overlong_prompts,
         limit_reason=f"{context_name(prompts, critic)} less max_completion_length {max_new_tokens}",
@@ -102,54 +113,26 @@ def connect_online(
         report_idle=parts.row_effects.add,
         teacher=teacher_prompts(parts.teacher),
     )
-    reader = new_reader(completions=_dataset_completions(parts))
+    reader = new_reader(completions=dataset_completions(parts))
     with strategy.ranks.propagate_errors():
         cursor = prompt_cursor(context.train_dataset, reader, settings, args)
-        longest = reader.longest
+        # A stream has read no row yet.
+        longest = LongestPrompts(reader.longest, reader.longest_of_teacher) if reader.longest else None
         parts.row_effects.report()
+        report_idle_template(parts, reader, cursor.rows_per_epoch)
     is_offloadable = _has_frozen_models(parts) or not states_on_host(context.accelerator.state)
     offloads = settings.memory.offload_during_rollout and is_offloadable
     offloader = make_rollout_offloader(context, parts.policy, strategy) if offloads else None
     freeze = _freezer(context, parts, strategy, offloader)
     reference = _reference(parts, freeze) if needs_reference(parts.algorithm, settings) else None
     _freeze_reward_models(parts.rewards, freeze, strategy, context.accelerator.device)
-    run = make_run(context, parts, strategy, start_plan, reference, prompt_tokens=longest)
-    stats = RolloutStats()
-    collector = RolloutCollector(
-        context=context,
-        settings=settings,
-        engine=make_engine(context, parts, run, stats, rollout_func),
-        weight_sync=WeightSync(context),
-        panel=_panel(parts),
-        cursor=cursor,
-        new_reader=new_reader,
-        stats=stats,
-        # A function may need all entries of a group, and environments stay in their process.
-        splits_groups=rollout_func is None and not (parts.toolset is not None and parts.toolset.has_environments),
-        offloader=offloader,
-    )
-    return run, collector
-
-
-def _dataset_completions(parts: OnlineParts) -> DatasetCompletions | None:
-    """Return the dataset's completions that distillation trains on, if any."""
-    if parts.teacher is None or not parts.teacher.dataset_share:
-        return None
-    reader = LabelReader(
-        parts.tokenizer,
-        chat_template_kwargs=_template_options(parts),
-        num_embeddings=num_embeddings(parts.policy),
-        media_token_ids=media_token_ids(parts.policy),
-    )
-    return DatasetCompletions(
-        reader, parts.teacher.dataset_share, parts.args.seed, parts.settings.sampling.max_new_tokens
-    )
-
-
-def _template_options(parts: OnlineParts) -> dict[str, Any]:
-    """Return the run's arguments of the chat template, the tools' schemas among them."""
-    options = dict(parts.settings.prompts.chat_template_kwargs)
-    return options if parts.toolset is None else {**options, "tools": parts.toolset.schemas}
+    run = make_run(context, parts, strategy, start_plan, reference, longest=longest)
+    stats, panel = RolloutStats(), _panel(parts, new_reader)
+    # A function may need all entries of a group, and environments stay in their process.
+    splits_groups = rollout_func is None and not (parts.toolset is not None and parts.toolset.has_environments)
+    shared = (panel, cursor, new_reader, stats, splits_groups, offloader)
+    engines = make_engines(context, parts, run, stats, rollout_func)
+    return run, tuple(RolloutCollector(context, settings, engine, WeightSync(context), *shared) for engine in engines)
 
 
 def make_run(
@@ -159,12 +142,12 @@ def make_run(
     start_plan: StartPlan,
     reference: Reference | None = None,
     head: HeadKind = LOGPROB_HEAD,
-    prompt_tokens: int | None = None,
+    longest: LongestPrompts | None = None,
 ) -> Run:
     """Install the log-prob head in the policy, check it against the model's logits, and return the run.
 
     A separate `reference` gets the policy's layout of sequences. The checks run as sharded models do. With a memory budget,
-    sizes follow from a plan for prompts of up to `prompt_tokens`.
+    sizes follow from a plan for prompts of these lengths at most.
     """
     device, ranks = context.accelerator.device, strategy.ranks
     args, settings, algorithm, policy = parts.args, parts.settings, parts.algorithm, parts.policy
@@ -181,7 +164,7 @@ def make_run(
     storage = acting_storage(settings.model, policy)
     shares = storage_fractions(context, storage)
     sizes, memory_budget, planned = resolve_sizes(
-        context, settings, policy, strategy, choice, shares, storage, prompt_tokens, start_plan
+        context, settings, policy, strategy, choice, shares, storage, longest, start_plan
     )
     materialize_meta_params(policy)
     if storage is not None:
@@ -368,7 +351,7 @@ def report_effects(parts: RunParts, facts: RunFacts) -> None:
 
 def _run_facts(context: BuildContext, parts: OnlineParts, strategy: Strategy) -> RunFacts:
     """Return the facts of a run whose models and devices are known."""
-    why_merged = why_adapters_idle(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
+    why_merged = why_adapters_idle(parts.settings.vllm, parts.policy)
     why_eager = why_no_graphs(parts.policy, parts.toolset is not None) if parts.settings.cuda_graphs else ""
     facts, idle = parts.settings.facts, {"vllm_adapters=False": why_merged, "cuda_graphs=True": why_eager}
     return replace(
@@ -384,7 +367,11 @@ def _run_facts(context: BuildContext, parts: OnlineParts, strategy: Strategy) ->
     )
 
 
-def _panel(parts: OnlineParts) -> RewardPanel:
+def _panel(parts: OnlineParts, new_reader: Callable[[], PromptReader]) -> RewardPanel:
     settings, tokenizer = parts.settings, parts.tokenizer
+    siblings = SuccessfulSiblings(parts.success.is_met, lambda: new_reader().teacher_ids)
+    add_contexts = siblings.add_contexts if parts.teacher is not None and parts.teacher.reads_successes else None
     reward_settings = RewardSettings(settings.reward_weights, settings.reward_failures, settings.reward_timeout)
-    return RewardPanel(parts.rewards, reward_settings, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    return RewardPanel(
+        parts.rewards, reward_settings, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), add_contexts
+    )

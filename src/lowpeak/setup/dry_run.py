@@ -1,7 +1,8 @@
-"""The dry run: the resolved arguments in words and numbers, without training."""
+"""The dry run: the resolved arguments in words and numbers, and a rendered prompt, without training."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -12,6 +13,7 @@ from lowpeak.arguments import VllmSettings
 from lowpeak.batching import plan_micro_batches
 from lowpeak.data import DatasetCursor
 from lowpeak.environments import EnvironmentEngine
+from lowpeak.records import Record
 from lowpeak.rollout import FunctionEngine
 from lowpeak.setup.engines import describe_generation
 from lowpeak.training import BuildContext, RolloutCollector, Run
@@ -38,25 +40,34 @@ def describe_run(context: BuildContext, model: nn.Module, collector: RolloutColl
             **asdict(settings.rollout),
             "completions": settings.rollout.num_sequences,
             "steps": settings.rollout.num_steps,
+            **_staleness(settings.max_staleness, settings.rollout.num_steps),
         },
-        "sampling": asdict(settings.sampling),
+        "sampling": {name: value for name, value in asdict(settings.sampling).items() if name != "first_completion"},
         **({} if settings.vllm is None else {"vllm": describe_vllm(settings.vllm)}),
         "sizes": run.sizes.as_dict(),
         "generation": describe_generation(
             model, settings.vllm, by_function=isinstance(collector.engine, FunctionEngine)
         ),
-        **_conversation(context, collector),
+        **_rendered(context, collector),
         "layout": str(run.sizes.layout_choice),
         "micro_batches": _rollout_plan(context, collector),
     }
 
 
-def _conversation(context: BuildContext, collector: RolloutCollector) -> Report:
-    """Return a conversation with the tools, rendered for the first prompt."""
-    if not isinstance(collector.engine, EnvironmentEngine):
-        return {}
+def _staleness(ahead: int, num_steps: int) -> Report:
+    """Return the rollouts that are generated ahead, and how many steps old their tokens are when they are trained on."""
+    oldest = (ahead + 1) * num_steps - 1
+    return {"generated_ahead": ahead, "token_age_in_steps": [ahead * num_steps, oldest]} if ahead else {}
+
+
+def _rendered(context: BuildContext, collector: RolloutCollector) -> Report:
+    """Return the first prompt as the policy reads it; with tools, a conversation from it."""
     prompt = collector.new_reader().read(next(iter(context.train_dataset)), 0)
-    return {} if prompt is None else {"conversation": collector.engine.example(prompt)}
+    if prompt is None:
+        return {}
+    if isinstance(collector.engine, EnvironmentEngine):
+        return {"conversation": collector.engine.example(prompt)}
+    return {"first_prompt": context.processing_class.decode(prompt.ids)}
 
 
 def describe_vllm(settings: VllmSettings) -> Report:
@@ -75,10 +86,12 @@ def describe_offline(
     num_steps: int | None,
     rows: int,
     longest: int | None,
+    first: Record,
 ) -> Report:
     """Return the dry run of an offline trainer: model, data, sizes and micro-batches.
 
-    A step takes `rows` of the dataset, of `longest` tokens at most; `num_steps` is the number of steps of an epoch.
+    A step takes `rows` of the dataset, of `longest` tokens at most; `num_steps` is the number of steps of an epoch. `first` is the
+    first row's sequence.
     """
     run = context.run
     plan: Report = {"rows_per_step": rows}
@@ -91,6 +104,7 @@ def describe_offline(
         "data": {"usable_rows": cursor.rows_per_epoch, **_data(context, num_steps)},
         "algorithm": {"name": run.algorithm.name, "unit": run.algorithm.unit},
         "sizes": run.sizes.as_dict(),
+        "first_row": context.processing_class.decode([*first.prompt_ids, *first.completion.ids.tolist()]),
         "layout": str(run.sizes.layout_choice),
         "micro_batches": plan,
     }
@@ -116,8 +130,9 @@ def _optimizers_storage(model: nn.Module) -> str:
 
 
 def _data(context: BuildContext, num_steps: int | None) -> Report:
-    columns = getattr(context.train_dataset, "column_names", None)
-    return {"steps_per_epoch": num_steps, "columns": list(columns) if columns else []}
+    columns, args = getattr(context.train_dataset, "column_names", None), context.args
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * (num_steps or 0))
+    return {"steps": steps, "steps_per_epoch": num_steps, "columns": list(columns) if columns else []}
 
 
 def _reference(run: Run) -> str:
@@ -128,13 +143,13 @@ def _reference(run: Run) -> str:
 
 
 def _rollout_plan(context: BuildContext, collector: RolloutCollector) -> Report:
-    """Return the most micro-batches that a step can need: every completion has the maximal length."""
+    """Return the most micro-batches of a rank's step: every completion has the maximal length, in all its branches."""
     run, settings = context.run, collector.settings
     reader = collector.new_reader()
     rows = islice(iter(context.train_dataset), settings.rollout.num_prompts)
     prompts = [reader.read(row, i) for i, row in enumerate(rows)]
     longest = max((len(prompt.ids) for prompt in prompts if prompt is not None), default=0)
-    length = settings.sampling.max_new_tokens
+    length = settings.tools.max_branches * settings.sampling.max_new_tokens
     groups = [i // settings.rollout.num_generations for i in range(settings.rollout.rows_per_step)]
     pairs = None
     if run.algorithm.unit == "pair":  # two completions of each group are trained on, in one micro-batch
@@ -144,9 +159,14 @@ def _rollout_plan(context: BuildContext, collector: RolloutCollector) -> Report:
 
 
 def _micro_batches(run: Run, prompts: list[tuple[int, ...]], completion: int, pairs: list[int] | None) -> Report:
-    batches = plan_micro_batches(prompts, [completion] * len(prompts), run.budget, pairs)
+    num_ranks = run.strategy.ranks.world_size
+    rows = -(-len(prompts) // num_ranks)
+    rows += rows % 2 if pairs else 0  # a pair is in one micro-batch
+    batches = plan_micro_batches(prompts[:rows], [completion] * rows, run.budget, pairs and pairs[:rows])
     return {
         "rows_per_step": len(prompts),
+        "ranks": num_ranks,
+        "rows_per_rank_at_most": rows,
         "micro_batch_tokens": run.budget.max_tokens,
         "micro_batches_at_most": len(batches),
         "rows_per_micro_batch_at_least": min((sum(map(len, parts)) for parts in batches), default=0),

@@ -25,7 +25,7 @@ _TIMEOUT = timedelta(seconds=300)
 
 
 def renew_master_port() -> None:
-    """After a restart by torchrun, let rank 0 host a new store on another MASTER_PORT, which the old store passes on.
+    """After a restart by torchrun, let rank 0 host a new store; the old store passes the new MASTER_PORT on.
 
     Call it before the process group is made. It does nothing in a first start, or without torchrun.
     """

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.arguments import ColocateSettings, Sampling, ServerSettings, VllmSettings
+from lowpeak.arguments import (
+    ColocateSettings,
+    Sampling,
+    ServerSettings,
+    VllmSettings,
+    check_server_groups,
+    is_servable_adapter,
+)
 from lowpeak.data import PromptReader
 from lowpeak.environments import EnvironmentEngine, ResultRow, ToolResults
 from lowpeak.errors import ArgumentError, EngineError
@@ -46,6 +53,7 @@ from lowpeak.vllm import (
     PolicyFacts,
     Vllm,
     VllmEngine,
+    check_adapters,
     check_colocated,
     check_same_model,
     option_name,
@@ -62,7 +70,7 @@ _LEAST_CACHE_BYTES = 1 << 24
 _TURN_LAG = 8
 
 
-def why_adapters_idle(settings: VllmSettings | None, policy: nn.Module, num_ranks: int) -> str:
+def why_adapters_idle(settings: VllmSettings | None, policy: nn.Module) -> str:
     """Return why `vllm_adapters=False` has no effect (merged weights are sent anyway); empty if it has one."""
     if settings is None or settings.adapters:
         return ""
@@ -73,8 +81,6 @@ def why_adapters_idle(settings: VllmSettings | None, policy: nn.Module, num_rank
         return "vLLM cannot serve this adapter, and merged weights are sent; remove it"
     if isinstance(where, ColocateSettings) and not where.engine_kwargs.get("enable_lora"):
         return "a colocated engine gets merged weights unless vllm_engine_kwargs has enable_lora; remove it"
-    if isinstance(where, ServerSettings) and num_ranks > 1:
-        return "servers that several ranks share get merged weights; remove it"
     return ""
 
 
@@ -99,6 +105,42 @@ def describe_generation(policy: nn.Module, vllm: VllmSettings | None, *, by_func
         return "decode loop"
     equal = ", in batches of prompts of one length" if needs_equal_lengths(policy) else ""
     return f"model.generate(){equal}, which is slower and takes more memory: {reason}"
+
+
+def make_engines(
+    context: RunContext,
+    parts: OnlineParts,
+    run: Run,
+    stats: RolloutStats,
+    rollout_func: Callable[..., Mapping[str, Any]] | None,
+) -> list[RolloutEngine]:
+    """Return the run's engine, or with `max_staleness` one for each group of servers.
+
+    Servers that hold an adapter per version of the weights are one group.
+    """
+    staleness, vllm = parts.settings.max_staleness, parts.settings.vllm
+    if not staleness:
+        return [make_engine(context, parts, run, stats, rollout_func)]
+    assert vllm is not None and isinstance(vllm.where, ServerSettings), "rollouts ahead need servers"  # noqa: PT018
+    _log_path(parts, by_function=False)
+    device, urls = context.accelerator.device, vllm.where.base_urls
+    has_adapters = vllm.adapters and _servable_adapter(parts.policy) is not None
+    check_server_groups(staleness, vllm.where, has_adapters)
+    num_groups = 1 if has_adapters else staleness
+    groups = [replace(vllm, where=replace(vllm.where, base_urls=urls[i::num_groups])) for i in range(num_groups)]
+    engines = [
+        replace(
+            vllm_engine(context, parts, run, device, stats, group), in_background=True, deadline=_stop_time(context)
+        )
+        for group in groups
+    ]
+    return [
+        each if parts.toolset is None else _environment_engine(context, parts, run, each, stats) for each in engines
+    ]
+
+
+def _stop_time(context: RunContext) -> Callable[[], float]:
+    return lambda: context.run.interrupts.deadline
 
 
 def make_engine(
@@ -133,13 +175,13 @@ def make_engine(
     else:
         if rollout_func is not None:
             check_function(parts.settings.vllm)
-        engine = vllm_engine(context, parts, run, device, stats)
+        engine = vllm_engine(context, parts, run, device, stats, parts.settings.vllm)
         gather_for_function = partial(gather_policy, 0)
-    if parts.toolset is None and rollout_func is None:
-        return engine
-    group_size = parts.args.model_parallel.tensor
-    processes = strategy.ranks.processes.subgroup(group_size) if group_size > 1 else None
-    return _engine_of_user_code(context, parts, engine, stats, rollout_func, gather_for_function, processes)
+    if rollout_func is not None:
+        template = parts.settings.prompts.chat_template_kwargs
+        reader = partial(_new_reader(parts), parts.tokenizer, chat_template_kwargs=template)
+        return FunctionEngine(rollout_func, context, engine, gather_for_function, _end_ids(parts), reader)
+    return engine if parts.toolset is None else _environment_engine(context, parts, run, engine, stats)
 
 
 def _log_path(parts: OnlineParts, *, by_function: bool) -> None:
@@ -148,46 +190,37 @@ def _log_path(parts: OnlineParts, *, by_function: bool) -> None:
     _logger.log(logging.WARNING if is_slow else logging.INFO, "Generation: %s.", path)
 
 
-def _engine_of_user_code(
-    context: RunContext,
-    parts: OnlineParts,
-    engine: TurnEngine,
-    stats: RolloutStats,
-    rollout_func: Callable[..., Mapping[str, Any]] | None,
-    gather_for_function: Callable[[], AbstractContextManager[nn.Module]],
-    processes: Ranks | None,
-) -> RolloutEngine:
-    """Return the engine of a user's tools, environments or function over `engine`."""
-    policy, tokenizer, template = causal_lm(parts.policy), parts.tokenizer, parts.settings.prompts.chat_template_kwargs
-    new_reader = partial(
-        PromptReader, tokenizer, num_embeddings=num_embeddings(policy), report_idle=parts.row_effects.add
+def _end_ids(parts: OnlineParts) -> Callable[[Sampling], frozenset[int]]:
+    return partial(end_token_ids, causal_lm(parts.policy), parts.tokenizer)
+
+
+def _new_reader(parts: OnlineParts) -> Callable[..., PromptReader]:
+    return partial(
+        PromptReader, num_embeddings=num_embeddings(causal_lm(parts.policy)), report_idle=parts.row_effects.add
     )
-    teacher = teacher_prompts(parts.teacher)
 
-    def end_ids(sampling: Sampling) -> frozenset[int]:
-        return end_token_ids(policy, tokenizer, sampling)
 
-    if rollout_func is not None:
-        new_prompt_reader = partial(new_reader, chat_template_kwargs=template)
-        return FunctionEngine(rollout_func, context, engine, gather_for_function, end_ids, new_prompt_reader)
+def _environment_engine(
+    context: RunContext, parts: OnlineParts, run: Run, engine: TurnEngine, stats: RolloutStats
+) -> EnvironmentEngine:
+    """Return the engine of the run's tools and environments over `engine`."""
     assert parts.toolset is not None, "the run has tools"
-    max_new_tokens, max_model_length = (
-        parts.settings.sampling.max_new_tokens,
-        parts.settings.prompts.vllm_max_model_length,
-    )
-    longest = max_prompt_tokens(policy, critic_classifier(policy), max_new_tokens, max_model_length)
+    policy, prompts = causal_lm(parts.policy), parts.settings.prompts
+    max_new_tokens, max_model_length = parts.settings.sampling.max_new_tokens, prompts.vllm_max_model_length
+    group_size = parts.args.model_parallel.tensor
     return EnvironmentEngine(
         engine,
-        tokenizer,
+        parts.tokenizer,
         parts.toolset,
-        template,
-        lambda options: new_reader(chat_template_kwargs=options, teacher=teacher),
-        end_ids,
+        prompts.chat_template_kwargs,
+        partial(_new_reader(parts), teacher=teacher_prompts(parts.teacher)),
+        _end_ids(parts),
         stats.add_conversations,
         stats.add_prompts,
-        longest,
-        processes,
+        max_prompt_tokens(policy, critic_classifier(policy), max_new_tokens, max_model_length),
+        run.strategy.ranks.processes.subgroup(group_size) if group_size > 1 else None,
         _tool_results(context),
+        num_embeddings(policy),
     )
 
 
@@ -214,11 +247,15 @@ def _decode_graphs(parts: OnlineParts, device: torch.device, sharded: bool) -> D
 
 
 def vllm_engine(
-    context: RunContext, parts: OnlineParts, run: Run, device: torch.device, stats: RolloutStats
+    context: RunContext,
+    parts: OnlineParts,
+    run: Run,
+    device: torch.device,
+    stats: RolloutStats,
+    settings: VllmSettings,
 ) -> VllmEngine:
     """Return the engine over vLLM in this process, or over servers."""
-    settings, policy, tokenizer = parts.settings.vllm, causal_lm(parts.policy), parts.tokenizer
-    assert settings is not None, "the run has vLLM"
+    policy, tokenizer = causal_lm(parts.policy), parts.tokenizer
     settings = replace(settings, where=within_rotations(settings.where, longrope_switch_length(policy)))
     ranks, where = run.strategy.ranks, settings.where
     if is_peft(parts.policy) and unties_head(parts.policy, run.strategy.layout(parts.policy)):
@@ -240,7 +277,8 @@ def vllm_engine(
         connect = partial(_colocated, spec, settings, sharing.engine_ranks, lambda: context.run.sizes)
     else:
         sharing = EngineSharing(ranks.subgroup(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
-        connect = partial(connect_checked, where, policy, tokenizer, lambda: run.interrupts.stopping)
+        staleness = parts.settings.max_staleness if adapter is not None and settings.adapters else 0
+        connect = partial(connect_checked, where, policy, tokenizer, lambda: run.interrupts.stopping, staleness)
 
     def most_bucket_bytes() -> int:
         limit = context.run.sizes.sync_bytes  # of a memory budget, or after an out-of-memory error
@@ -261,15 +299,23 @@ def _colocated(
 
 
 def connect_checked(
-    where: ServerSettings, policy: nn.Module, tokenizer: Any, stopping: Callable[[], bool] = lambda: False
+    where: ServerSettings,
+    policy: nn.Module,
+    tokenizer: Any,
+    stopping: Callable[[], bool] = lambda: False,
+    staleness: int = 0,
 ) -> Sequence[Vllm]:
-    """Return the servers when all answer; EngineError if one has another model or tokenizer than the policy."""
+    """Return the servers when all answer; EngineError if one has another model or tokenizer than the policy.
+
+    Also if one holds too few adapters for rollouts that are `staleness` versions of the policy's adapter ahead.
+    """
     vllms = connect_servers(where, stopping)
     for vllm in vllms:
         info = vllm.info()
         warn_unsupported(info.version)
         check_same_model(info, policy, tokenizer)
         _check_rotations(info, longrope_switch_length(policy), where)
+        check_adapters(info, staleness)
     return vllms
 
 
@@ -298,9 +344,8 @@ def _servable_adapter(policy: Any) -> dict[str, Any] | None:
     """Return the settings of the policy's adapter if vLLM can serve it: one plain LoRA, and nothing else is trained."""
     if not is_peft(policy) or len(policy.active_adapters) != 1:
         return None
-    config = adapter_config(policy)
-    plain = config.get("peft_type") == "LORA" and config.get("bias", "none") == "none"
-    return config if plain and not config.get("modules_to_save") and not config.get("use_dora") else None
+    config = policy.peft_config[policy.active_adapters[0]]
+    return adapter_config(policy) if is_servable_adapter(config) else None
 
 
 def _model_spec(

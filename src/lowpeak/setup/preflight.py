@@ -67,7 +67,7 @@ def check_online_row(reward_funcs: Any, rollout_func: Any, has_tools: bool, row:
 
 
 def check_outputs(args: Any) -> None:
-    """Raise an error for a folder that rank 0 cannot write, an upload with the hub switched off, or an unknown tracker."""
+    """Raise an error for an unwritable folder (rank 0), an upload with the hub switched off, or an unknown tracker."""
     if args.process_index == 0:
         check_writable(Path(args.output_dir))
     try:
@@ -118,7 +118,7 @@ def _check_adapter_numbers(peft_config: Any) -> None:
 
 
 def _check_adapter_fits(peft_config: Any, model: str, auto: Any, args: Any) -> None:
-    """Add the adapter to a model on the meta device, which raises if a name or a layer in it fits nothing."""
+    """Add the adapter to a model on the meta device: peft raises if one of its names fits no layer."""
     if any(getattr(peft_config, name, None) for name in ("target_parameters", "trainable_token_indices")):
         return
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -150,7 +150,7 @@ _PER_RANK = frozenset(
 
 
 def require_same_arguments(args: Any, ranks: Ranks) -> None:
-    """Raise ArgumentError if an argument differs between ranks, by another file on a host or a seed from the clock.
+    """Raise ArgumentError if an argument differs between ranks: another file on a host, a seed from the clock.
 
     Such ranks would wait for each other forever, or train silently on each other's numbers.
     """

@@ -92,7 +92,7 @@ class RunParts:
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineParts(RunParts):
-    """Settings and loaded parts of an online run; `success` is what an evaluation counts as a success.
+    """Settings and loaded parts of an online run; `success` defines an evaluation's successes.
 
     `toolset` is None if completions are single turns.
     """
@@ -128,6 +128,8 @@ def prepare_online(
         num_own_rewards=len(own_rewards),
         has_tools=toolset is not None,
         has_turns=inputs.has_turns,
+        has_adapter=inputs.peft_config is not None or is_peft(inputs.model),
+        has_programs=toolset is not None and toolset.has_programs,
     )
     args = reset_idle_arguments(user_args, settings.facts)
     algorithm = make_algorithm(args, settings)
@@ -174,20 +176,33 @@ def _load_frozen(
     algorithm: Algorithm,
     teacher: TeacherSettings | None,
 ) -> tuple[nn.Module | None, int | None]:
-    """Return the separate reference or teacher, if any, and the number of ids that a teacher shares with the policy."""
+    """Return the separate reference or teacher, if any, and the number of ids shared with a teacher."""
     if teacher is None:
         return load_run_reference(policy, inputs, settings, args, tokenizer, algorithm), None
     given, placed = inputs.ref_model, {"model_parallel": args.model_parallel, "device": args.device}
     model = load_teacher(policy, inputs.model, given, teacher, settings.model, **placed)
     if model is not None:
         check_embedded_tokens("the teacher", model, policy, tokenizer, "use a teacher with the policy's tokenizer")
-    return model, shared_ids(policy, tokenizer, model, given or teacher.name, settings.model)
+    loaded = None if teacher.kind is not None else model  # the policy's own teacher has its ids
+    return model, shared_ids(policy, tokenizer, loaded, given or teacher.name, settings.model)
 
 
 def _make_toolset(inputs: OnlineInputs, args: Any) -> Toolset | None:
     if not inputs.tools and inputs.environment_factory is None:
         return None
-    return Toolset(inputs.tools, inputs.environment_factory, make_settings(ToolSettings, args))
+    toolset = Toolset(inputs.tools, inputs.environment_factory, make_settings(ToolSettings, args))
+    require(
+        not (toolset.has_programs and args.full_determinism),
+        "full_determinism=True with an environment that has a method run: when its requests arrive decides which turns share a "
+        "forward; leave full_determinism out (token ids in fp32 do not depend on it).",
+    )
+    credit = getattr(args, "turn_credit", "outcome")
+    require(
+        not toolset.has_programs or toolset.max_branches == 1 or credit == "outcome",
+        f"turn_credit={credit!r} with max_branches={toolset.max_branches}: turns of different branches have no order; "
+        "set turn_credit='outcome', or max_branches=1.",
+    )
+    return toolset
 
 
 def _make_rewards(
@@ -207,7 +222,7 @@ def _make_rewards(
 
 
 def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1, *, connects: bool = False) -> None:
-    """Raise an error for vLLM that is not installed, or with `connects` for servers that do not answer in time.
+    """Raise an error if vLLM is not installed, or with `connects` if a server does not answer in time.
 
     Raises ArgumentError for vLLM with a policy whose tensors are sharded over `tensor_parallel` processes.
     """

@@ -8,10 +8,12 @@ from typing import Any
 from torch import nn
 
 from lowpeak.arguments import OnlineSettings, PromptSettings, TeacherSettings
-from lowpeak.data import DatasetCursor, PromptReader, TeacherPrompts, make_cursor
+from lowpeak.data import DatasetCompletions, DatasetCursor, LabelReader, PromptReader, TeacherPrompts, make_cursor
 from lowpeak.errors import ArgumentError, DataError
+from lowpeak.heads import media_token_ids, num_embeddings
 from lowpeak.models import context_length
 from lowpeak.records import Prompt
+from lowpeak.setup.prepare_run import OnlineParts
 
 
 def context_name(prompts: PromptSettings, critic: nn.Module | None) -> str:
@@ -60,6 +62,36 @@ def prompt_cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, 
     return cursor
 
 
+def report_idle_template(parts: OnlineParts, reader: PromptReader, rows: int | None) -> None:
+    """Report a given teacher_prompt_template if the dataset's `rows` were read (None: a stream), and nothing is put into it."""
+    if parts.teacher is None or parts.teacher.reads_successes or rows is None or reader.longest_of_teacher:
+        return
+    if "teacher_prompt_template" in parts.user_args.given:
+        remedy = "no row has a 'privileged_context'; add the column, or remove it"
+        parts.effects.add(f"teacher_prompt_template={parts.teacher.prompt_template!r}", remedy)
+
+
 def teacher_prompts(teacher: TeacherSettings | None) -> TeacherPrompts | None:
     """Return how a teacher's prompts are made; None for a run without a teacher."""
     return None if teacher is None else TeacherPrompts(teacher.prompt_template, required=teacher.needs_context)
+
+
+def dataset_completions(parts: OnlineParts) -> DatasetCompletions | None:
+    """Return the dataset's completions that distillation trains on, if any."""
+    if parts.teacher is None or not parts.teacher.dataset_share:
+        return None
+    reader = LabelReader(
+        parts.tokenizer,
+        chat_template_kwargs=chat_options(parts),
+        num_embeddings=num_embeddings(parts.policy),
+        media_token_ids=media_token_ids(parts.policy),
+    )
+    return DatasetCompletions(
+        reader, parts.teacher.dataset_share, parts.args.seed, parts.settings.sampling.max_new_tokens
+    )
+
+
+def chat_options(parts: OnlineParts) -> dict[str, Any]:
+    """Return the run's arguments of the chat template, the tools' schemas among them."""
+    options = dict(parts.settings.prompts.chat_template_kwargs)
+    return options if parts.toolset is None else {**options, "tools": parts.toolset.schemas}

@@ -1,4 +1,4 @@
-"""The storage format that acts in a run: the share of each device, and what of its arguments has no effect."""
+"""The storage format that acts in a run: each device's share, and arguments without effect."""
 
 from __future__ import annotations
 

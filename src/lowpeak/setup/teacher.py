@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lowpeak.arguments import ModelSettings, TeacherSettings, check_teacher_kind, require
+from lowpeak.arguments import ModelSettings, TeacherSettings, check_teacher_kind, refuse_teacher_under_tp, require
 from lowpeak.errors import ArgumentError, LowpeakError
 from lowpeak.heads import causal_lm, is_peft, num_embeddings
 from lowpeak.models import load_reference, load_tokenizer
@@ -28,11 +28,7 @@ def load_teacher(
         given is None or teacher.name is None,
         "teacher_model and teacher_model_name_or_path both name a teacher: pass one.",
     )
-    require(
-        placed["model_parallel"].tensor == 1,
-        "distillation does not go with tensor parallelism, under which no device has the teacher's whole head: shard with fsdp2 "
-        "or zero3.",
-    )
+    refuse_teacher_under_tp(placed["model_parallel"].tensor)
     model = teacher.name if given is None else given
     require(
         not teacher.loading or isinstance(model, str),

@@ -1,4 +1,4 @@
-"""Sizes of a run from the memory that is free, from a memory budget, or from a plan of its memory."""
+"""Sizes of a run from free memory, from a memory budget, or from a plan."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,5 +1,6 @@
 from lowpeak.sizes.memory_budget import budget_bytes as budget_bytes
 from lowpeak.sizes.memory_budget import resolve_sizes as resolve_sizes
+from lowpeak.sizes.planned_memory import LongestPrompts as LongestPrompts
 from lowpeak.sizes.planned_memory import PlannedMemory as PlannedMemory
 from lowpeak.sizes.planned_memory import RunDescription as RunDescription
 from lowpeak.sizes.planned_memory import StartPlan as StartPlan

@@ -23,7 +23,13 @@ from lowpeak.errors import ArgumentError
 from lowpeak.memory import attainable_bytes, cap_allocator, free_bytes, has_device_memory, total_bytes
 from lowpeak.parallel import DeviceFractions, Strategy
 from lowpeak.ranks import Ranks
-from lowpeak.sizes.planned_memory import RunDescription, StartPlan, bytes_beside_tensors, run_description
+from lowpeak.sizes.planned_memory import (
+    LongestPrompts,
+    RunDescription,
+    StartPlan,
+    bytes_beside_tensors,
+    run_description,
+)
 from lowpeak.sizes.run_sizes import SYNC_BYTES, LayoutChoice, Sizes
 
 logger = logging.getLogger(__name__)
@@ -61,7 +67,7 @@ def resolve_sizes(
     choice: LayoutChoice,
     shares: DeviceFractions,
     storage: StorageFormat | None,
-    prompt_tokens: int | None,
+    longest: LongestPrompts | None,
     start_plan: StartPlan,
 ) -> tuple[Sizes, int | None, Mapping[str, float]]:
     """Return the run's sizes, its budget in bytes (None: it has none), and the bytes by phase of a plan that was made for it.
@@ -70,7 +76,7 @@ def resolve_sizes(
     """
     device, args, memory = context.accelerator.device, context.acting_args, settings.memory
     budget = budget_bytes(memory, device, strategy.ranks)
-    plan = plan_sizes(context, policy, strategy, budget, prompt_tokens, start_plan)
+    plan = plan_sizes(context, policy, strategy, budget, longest, start_plan)
     if budget is not None and memory.memory_budget != "auto" and device.type == "cuda":
         vllm = settings.vllm if isinstance(settings, OnlineSettings) else None
         sends_by_nccl = vllm is not None and vllm.may_use_nccl
@@ -107,18 +113,18 @@ def plan_sizes(
     policy: nn.Module,
     strategy: Strategy,
     budget: int | None,
-    prompt_tokens: int | None,
+    longest: LongestPrompts | None,
     start_plan: StartPlan,
 ) -> BudgetPlan:
-    """Return the sizes that keep the run within the budget, from a plan that rank 0 has made in another process.
+    """Return sizes that keep the run within the budget, planned by rank 0 in another process.
 
     Raises ArgumentError if the smallest sizes exceed the budget. Without a budget, or after a warning that no plan could be made
-    in ten minutes, there are none. `prompt_tokens` is the length of the longest prompt.
+    in ten minutes, there are none. `longest` are the lengths of the dataset's longest prompts.
     """
     if budget is None:
         return BudgetPlan({}, {})
     memory = total_bytes(context.accelerator.device)
-    description = run_description(context, policy, strategy, memory, {}, prompt_tokens)
+    description = run_description(context, policy, strategy, memory, {}, longest)
     unplanned_bytes = int(strategy.ranks.processes.max([bytes_beside_tensors(context, policy)])[0])
     found = strategy.ranks.call_on_first(
         lambda: _planned(replace(description, budget=budget, unplanned_bytes=unplanned_bytes), start_plan)

@@ -1,4 +1,4 @@
-"""The plan of a run's memory beside what is measured: another process makes the plan while the run trains, or before.
+"""The plan of a run's memory, compared with measured peaks. Another process makes it while the run trains, or before.
 
 Its phases are in the journal as `planned_memory/<phase>`, next to `peak_memory/<phase>`, with the device's memory as
 `memory_limit`. One warning names a phase that took more than a tenth beyond its plan.
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 from torch import nn
@@ -33,15 +33,22 @@ _KINDS = {f"{prefix}Config": kind for kind, prefix in CLASS_PREFIXES.items()}
 _MORE = 1.1  # of the planned bytes, from which a measured peak is named
 
 
+class LongestPrompts(NamedTuple):
+    """Tokens of the longest prompt of a dataset, and of the longest one with a privileged context; 0 without one."""
+
+    policy: int
+    teacher: int = 0
+
+
 @dataclass(frozen=True)
 class RunDescription:
-    """What a plan needs of a run: its arguments with the run's sizes, configs of its models, and where it is placed.
+    """Inputs of a run's plan: its arguments with the run's sizes, its models' configs, and its placement.
 
     kind, args               the command, and the trainer's config
     config                   the policy's; `peft_config` of its adapter, `reward_configs` of reward models, `teacher_config`
     quantized_bits           4 or 8 of a base that bitsandbytes has quantised
     strategy                 a name in SHARDINGS
-    prompt_tokens            length of the longest prompt
+    prompt_tokens            length of the longest prompt; `teacher_prompt_tokens` with a privileged context, or 0
     num_devices, per_host    of the run, and on each of its hosts; `memory` are bytes of a device of type `device`
     budget                   bytes that the run may take of a device; None: the plan is of the sizes that `args` has
     unplanned_bytes          bytes of a process that the plan does not count
@@ -64,6 +71,7 @@ class RunDescription:
     budget: int | None = None
     unplanned_bytes: int = 0
     teacher_config: Any = None
+    teacher_prompt_tokens: int = 0
 
 
 # Starts a process that plans the described run, in a folder for its files; returns it and the file that it prints to.
@@ -71,7 +79,7 @@ StartPlan = Callable[[RunDescription, Path], tuple[subprocess.Popen[bytes], Path
 
 
 class PlannedMemory:
-    """The plan of one run, started with its first finished step; `row` returns what is known of it so far.
+    """The plan of one run, started with its first finished step; `row` returns its present entries.
 
     `planned` are the bytes by phase of a plan that is made already.
     """
@@ -147,7 +155,7 @@ class PlannedMemory:
 
 
 def bytes_beside_tensors(context: Any, policy: nn.Module) -> int:
-    """Return what a process on a CPU has resident beside its models; 0 on a device, whose allocator counts tensors alone."""
+    """Return a CPU process's resident bytes besides its models; 0 on a device, whose allocator counts tensors alone."""
     if has_device_memory(context.accelerator.device):
         return 0
     reference = context.parts.reference_model
@@ -166,9 +174,10 @@ def run_description(
     strategy: Any,
     memory: int,
     sizes: Mapping[str, Any],
-    prompt_tokens: int | None = None,
+    longest: LongestPrompts | None = None,
 ) -> RunDescription:
-    """Return what a plan needs of a run; `prompt_tokens` is used if there is no rollout to read the longest prompt from."""
+    """Return the inputs of a run's plan; `longest` has the longest prompts if there is no rollout yet."""
+    longest = longest or _longest_prompts(context)
     ranks, args = strategy.ranks, copy.copy(context.acting_args)
     names = [name for name in sizes if hasattr(args, name)]
     for name in names:
@@ -185,11 +194,12 @@ def run_description(
         num_rewards=max(1, len(context.parts.rewards)),
         strategy=sharding_of(context.accelerator).name,
         tensor_parallel=processes // ranks.world_size,
-        prompt_tokens=prompt_tokens or _longest_prompt(context),
+        prompt_tokens=longest.policy,
         num_devices=processes,
         memory=memory,
         per_host=int(os.environ.get("LOCAL_WORLD_SIZE") or processes),
         teacher_config=_teacher_config(context.parts),
+        teacher_prompt_tokens=longest.teacher,
         device="cuda" if has_device_memory(context.accelerator.device) else "cpu",
     )
 
@@ -235,8 +245,9 @@ def _quantized_bits(policy: nn.Module) -> int | None:
     )
 
 
-def _longest_prompt(context: Any) -> int:
+def _longest_prompts(context: Any) -> LongestPrompts:
     rollout = getattr(context, "rollout", None)
     if rollout is None:
-        return max(1, (getattr(context.acting_args, "max_length", None) or 1024) // 2)
-    return max(len(record.prompt_ids) for record in rollout.records)
+        return LongestPrompts(max(1, (getattr(context.acting_args, "max_length", None) or 1024) // 2))
+    policy = max(len(record.prompt_ids) for record in rollout.records)
+    return LongestPrompts(policy, max(len(record.teacher_prompt_ids or ()) for record in rollout.records))

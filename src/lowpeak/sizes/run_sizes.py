@@ -1,4 +1,4 @@
-"""The sizes that bound memory and the layout of sequences, with `auto` resolved from free memory and the model's shape.
+"""The sizes that bound memory and the layout of sequences; `auto` follows from free memory and the model's shape.
 
 They are checkpointed, so that a resumed run computes the same sums. Automatic sizes are rounded down to powers of two: free
 memory varies a little from run to run, and different sizes would round sums differently."""

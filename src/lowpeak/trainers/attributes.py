@@ -1,4 +1,4 @@
-"""What users and callbacks read or change on a trainer: TRL's attributes, and the arguments that it was made with."""
+"""A trainer's attributes for users and callbacks: TRL's names, and the arguments that it was made with."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lowpeak.algorithms import with_effective_size
 from lowpeak.checkpoint import (
     ARGUMENTS,
     RunState,
     capture_rng_state,
-    check_none_in_flight,
     check_run_identity,
     learning_arguments,
     load_run_state,
@@ -69,6 +69,7 @@ from lowpeak.training import (
     require_finite_step,
     run_step,
     run_teacher,
+    shorten_console,
     usage_metrics,
 )
 from lowpeak.watchdog import detect_failures
@@ -122,6 +123,7 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
         self.run, self.scratch = run, StepScratch()
         self.algorithm_state, self.unlogged_metrics = dict(run.algorithm.state), {}
         self.model.add_model_tags(["lowpeak", run.algorithm.name])
+        shorten_console(self.callback_handler.callbacks, self.parts.settings.log_all)
         self.add_callback(StepCallback(lambda: self.run, self.finish_step))
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -178,7 +180,6 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
         if checkpoint is not None:
             with ranks.propagate_errors():
                 self.resumed = load_run_state(checkpoint, self.args.process_index)
-                check_none_in_flight(self.resumed, checkpoint)
                 check_checkpoint_name(checkpoint, output_dir, self.resumed.policy_version)
                 check_training_state(checkpoint, self.run)
                 check_run_identity(self.resumed, self.run_state(), checkpoint, strict=self.resumes_strictly)
@@ -189,7 +190,7 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
 
     @contextmanager
     def _save_when_run_fails(self, output_dir: Path) -> Iterator[None]:
-        """Save if memory ran out with the smallest sizes, or if a rank is asked to stop while it waits for an engine.
+        """Save if the smallest sizes ran out of memory, or a rank that waits for an engine must stop.
 
         The saved state is that before the step under way. Prompts of a rollout that is not complete are drawn again on resume.
         """
@@ -214,7 +215,7 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
             raise
 
     def _stop_in_step(self, output_dir: Path) -> None:
-        """Save the state before the step under way, unless it is saved, and end the run as after a request to stop."""
+        """Save the state before the present step, unless it is saved; end the run as after a request to stop."""
         step = self.state.global_step
         self.run.interrupts.agreed = True
         if step and not self.run.strategy.ranks.call_on_first(lambda: (output_dir / f"checkpoint-{step}").is_dir()):
@@ -282,7 +283,11 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
         algorithm = step.observer.attach(run.algorithm)
         teacher = run_teacher(self, batches, guard, step.records)
         with run.tracker.phase(Phase.TRAIN):
-            return run_step(model, batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard, teacher)
+            found = run_step(
+                model, batches, algorithm, run.logprob_settings, run.strategy, coefficients, guard, teacher
+            )
+            del teacher  # its head and states, before the update
+            return found
 
     def state_before_step(self) -> RunState:
         """Return the state with which a resumed run takes the step under way again."""
@@ -327,7 +332,7 @@ class StepTrainer(TrainerAttributes, CheckpointingTrainer):
         measured = scratch.measured
         assert measured is not None
         used = usage_metrics(self._agree_to_stop(scratch.seconds), scratch.num_new)
-        metrics = merge_metrics(merge_metrics(scratch.metrics, measured.metrics), used)
+        metrics = with_effective_size(merge_metrics(merge_metrics(scratch.metrics, measured.metrics), used))
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
         self.algorithm_state = self.run.algorithm.next_state(self.algorithm_state, values)

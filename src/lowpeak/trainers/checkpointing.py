@@ -20,7 +20,7 @@ from lowpeak.memory import Phase
 from lowpeak.optim import clear_low_bits, loading_states
 from lowpeak.parallel import has_shards
 from lowpeak.setup import clear_output_dir, num_restarts, warn_of_overridden_arguments
-from lowpeak.trainers.model_card import ModelCardMixin
+from lowpeak.trainers.model_card import ModelCardMixin, describe_start
 from lowpeak.training import (
     Run,
     apply_recorded_sizes,
@@ -59,6 +59,10 @@ class CheckpointingTrainer(ModelCardMixin, Trainer):
     def run_state(self) -> RunState:
         """Return the state that a checkpoint needs beside weights, optimizer and schedule."""
         raise AssertionError("a trainer defines its state")
+
+    def with_in_flight(self, state: RunState) -> RunState:
+        """Return the state with the rollouts under generation, if there are any; all ranks call it."""
+        return state
 
     def save_extra(self, folder: Path) -> None:
         """Write other files of a checkpoint into its staged folder."""
@@ -111,12 +115,16 @@ class CheckpointingTrainer(ModelCardMixin, Trainer):
         step = None if resumed is None else resumed.policy_version
         if step is not None and step >= max_steps:
             raise FinishedRunError
-        ranks.call_on_first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
+        ranks.call_on_first(lambda: self._begin_files(step))
         apply_recorded_sizes(self, is_new=step is None and not num_restarts())
         return prepared
 
+    def _begin_files(self, step: int | None) -> None:
+        clear_output_dir(Path(self.args.output_dir), self.run.journal, step)
+        self.run.journal.write_run(step or 0, describe_start(self))
+
     def restore_finished(self) -> TrainOutput:
-        """Restore what the run ended with, the best weights if it loads them, and say that no step is left."""
+        """Restore the run's last state, or its best weights if it loads them; say that no step is left."""
         assert self.resumed is not None
         restore_rng_state(self.resumed.random)
         self.resumed, self.was_finished = None, True
@@ -176,6 +184,7 @@ class CheckpointingTrainer(ModelCardMixin, Trainer):
     def write_checkpoint(self, trial: Any, state: RunState) -> None:
         with self.run.strategy.ranks.propagate_errors():
             self._check_weights()
+        state = self.with_in_flight(state)
         with self.run.tracker.phase(Phase.SAVE):
             self.run.journal.sync()
             save_checkpoint(self, trial, state)

@@ -143,7 +143,7 @@ def _name_argument_in_errors(args: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_compiling(args: Any) -> Iterator[None]:
-    """Undo what transformers sets for torch_compile: a backend, and the environment variables that accelerate reads."""
+    """Undo transformers' settings for torch_compile: a backend, and environment variables that accelerate reads."""
     names = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE")
     before = {name: os.environ[name] for name in names if name in os.environ}
     backend = args.torch_compile_backend

@@ -53,10 +53,10 @@ class KTOTrainer(PreferenceTrainer):
         check_label_columns(row, where)
 
     def with_scores(self, records: Sequence[Record], phase: Phase) -> tuple[Sequence[Record], dict[str, Metric]]:
-        records = _with_label_shares(records)
-        if self.parts.settings.objective.loss_type == "apo_zero_unpaired":
+        if not self.parts.settings.objective.estimates_kl:
             scored, metrics = super().with_scores(records, phase)
-            return _with_kl(scored, 0.0), metrics
+            return _with_kl(_with_label_shares(scored), 0.0), metrics
+        records = _with_label_shares(records)
         limit = self.reader.max_length
         # The reference scores a prompt's two completions together, so the prompt is forwarded once.
         mismatched = [

@@ -1,4 +1,4 @@
-"""Model cards: algorithm and paper, data, command, arguments and last metrics of a run."""
+"""Model cards, and the facts of a run for its journal: algorithm and paper, data, command, arguments, last metrics."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCardData
 
 import lowpeak
 from lowpeak.arguments import HIDDEN, hide_secrets, is_secret
+from lowpeak.data import num_rows
+from lowpeak.memory import has_device_memory, total_bytes
 
 # By the algorithm's name: its usual spelling, and the paper's title and number on arXiv.
 _PAPERS: dict[str, tuple[str, str, str]] = {
@@ -116,18 +119,50 @@ def _sections(trainer: Any, name: str, base: str | None, dataset: str | None) ->
     paper = f" ([{title}](https://huggingface.co/papers/{arxiv_id}))" if title else ""
     model = f"[{base}](https://huggingface.co/{base})" if base else "a local model"
     rows = f"[{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else "a local dataset"
-    args = trainer.user_args
-    given = {name: getattr(args, name) for name in sorted(args.given) if not name.startswith(_LOCAL_ARGUMENTS)}
-    plain = {name: value for name, value in hide_secrets(given).items() if isinstance(value, bool | int | float | str)}
-    versions = {"lowpeak": lowpeak.__version__, **{package: version(package) for package in _PACKAGES}}
     return [
         f"# {name}",
         f"Trained from {model} on {rows} with {algorithm}{paper}, for {trainer.state.global_step} steps.",
         f"## Training\n\n```\n{_command(sys.argv)}\n```",
-        _table("argument", plain),
+        _table("argument", _given_arguments(trainer.user_args)),
         f"## Metrics\n\n{_table('last value of', _last_metrics(trainer.state.log_history))}",
-        f"## Versions\n\n{_table('package', versions)}",
+        f"## Versions\n\n{_table('package', _versions())}",
     ]
+
+
+def describe_start(trainer: Any) -> dict[str, Any]:
+    """Return the facts of a run for its journal: algorithm, model, data, arguments that were set, devices, versions."""
+    algorithm, named = trainer.run.algorithm.name, trainer.model.config._name_or_path
+    device, dataset = trainer.args.device, trainer.train_dataset
+    files = getattr(getattr(dataset, "info", None), "download_checksums", None) or ()
+    return {
+        "algorithm": _PAPERS.get(algorithm, (algorithm,))[0],
+        "model": (Path(named).name if Path(named).exists() else named) or type(trainer.model).__name__,
+        "data": _dataset_id(dataset) or ", ".join(Path(file).name for file in files),
+        "rows": num_rows(dataset),
+        "rewards": list(trainer.collector.panel.names) if hasattr(trainer, "collector") else [],
+        "arguments": _given_arguments(trainer.user_args),
+        "device": _device_name(device),
+        "devices": trainer.args.world_size,
+        "device_memory": total_bytes(device),
+        "versions": _versions(),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    """Return the name of the device's card, or of its kind if torch knows no more."""
+    named = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(named(device)) if named is not None and has_device_memory(device) else device.type.upper()
+
+
+def _given_arguments(args: Any) -> dict[str, Any]:
+    """Return the arguments that the user set, lists and mappings as text, without secrets and names of this machine."""
+    given = {name: getattr(args, name) for name in sorted(args.given) if not name.startswith(_LOCAL_ARGUMENTS)}
+    shown = {name: value for name, value in hide_secrets(given).items() if value is not None}
+    return {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in shown.items()}
+
+
+def _versions() -> dict[str, str]:
+    return {"lowpeak": lowpeak.__version__, **{package: version(package) for package in _PACKAGES}}
 
 
 def _table(title: str, values: Mapping[str, Any]) -> str:

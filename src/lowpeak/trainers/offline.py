@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -155,6 +156,7 @@ class OfflineTrainer(ReferenceTrainer):
             ref_model=ref_model,
         )
         reject_virtual_tokens(model, peft_config)
+        self.note_reference(ref_model)
 
         def check_inputs(args: Any, settings: Any) -> None:
             check_data(train_dataset, eval_dataset, args, self.columns, partial(self.check_row, settings=settings))
@@ -222,13 +224,15 @@ class OfflineTrainer(ReferenceTrainer):
         return self._step_batches(records)
 
     def with_scores(self, records: Sequence[Record], phase: Phase) -> tuple[Sequence[Record], dict[str, Metric]]:
-        """Return a step's records with the scores and the step's values that the loss reads, and metrics of the passes."""
+        """Return a step's records with the scores and values that the loss reads, and the passes' metrics."""
         return score_records(self, tuple(records), self.run.algorithm.needs, phase)
 
     def dry_run(self) -> dict[str, Any]:
         """Return the resolved arguments, without training: model, data, sizes, micro-batches."""
         steps, longest = self.num_steps_per_epoch(), self.reader.max_length
-        return describe_offline(self, self.model, self.cursor, steps, self.rows_per_step, longest)
+        items = map(self.reader.read, without_prepared_columns(self.train_dataset), count())
+        first = self.records_of([next(item for item in items if item is not None)])[0]
+        return describe_offline(self, self.model, self.cursor, steps, self.rows_per_step, longest, first)
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         return self._measure_and_predict(data, prefix, predicts=self.compute_metrics is not None).metrics or {}

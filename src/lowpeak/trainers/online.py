@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineSettings, Sampling, require
-from lowpeak.checkpoint import RunState, SavedRollout, capture_rng_state
+from lowpeak.checkpoint import RunState, SavedRollout, capture_rng_state, check_none_in_flight
 from lowpeak.data import environment_datasets, read_eval_prompts
 from lowpeak.errors import ArgumentError, CheckpointError, RewardError
 from lowpeak.plan import start_plan
@@ -53,9 +54,12 @@ from lowpeak.training import (
     records_of_step,
     run_with_sizes,
     score_rollout,
+    staleness_metrics,
+    start_pipeline,
     token_rows,
     track_completions,
     trained_records,
+    warn_of_small_size,
 )
 
 logger = logging.getLogger(__name__)
@@ -75,6 +79,10 @@ class OnlineTrainer(ReferenceTrainer):
     """
 
     config_class: ClassVar[type[OnlineConfig]]
+    has_warned_of_size: bool = False  # of a small effective sample size
+    last_table_span: int | None = None  # number of the last span of log_completions_steps with a table
+
+    rollout_func_sampling: Sampling | None = None  # of the call, while a rollout_func runs
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
@@ -103,8 +111,9 @@ class OnlineTrainer(ReferenceTrainer):
         **unsupported: Any,
     ) -> None:
         reject_unsupported(self, unsupported)
-        check_kinds(reward_processing_classes=reward_processing_classes, callbacks=callbacks, optimizers=optimizers)
-        check_kinds(rollout_func=rollout_func, ref_model=ref_model)
+        check_kinds(reward_processing_classes=reward_processing_classes, rollout_func=rollout_func, ref_model=ref_model)
+        check_kinds(callbacks=callbacks, optimizers=optimizers)
+        self.note_reference(ref_model)
         has_tools = bool(tools) or environment_factory is not None
         require(not (rollout_func and has_tools), "rollout_func generates: remove it, tools and environment_factory.")
         reject_virtual_tokens(model, peft_config)
@@ -117,8 +126,8 @@ class OnlineTrainer(ReferenceTrainer):
             check_optimizer(args, optimizers)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
             models = model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model
-            turns = as_list(tools), environment_factory, has_tools or rollout_func is not None
-            parts = prepare_online(OnlineInputs(*models, *turns), args, self.make_algorithm, self.attach_extra_modules)
+            inputs = OnlineInputs(*models, as_list(tools), environment_factory, has_tools or rollout_func is not None)
+            parts = prepare_online(inputs, args, self.make_algorithm, self.attach_extra_modules)
             if parts.toolset is not None:
                 parts.toolset.check_rows(train_dataset, eval_dataset)
         check_optimized(optimizers[0], parts.policy)
@@ -134,13 +143,12 @@ class OnlineTrainer(ReferenceTrainer):
         )
         self.watch_arguments(passed, parts)
         self.parts = parts
-        run, self.collector = connect_online(self, parts, rollout_func, start_plan)
+        run, collectors = connect_online(self, parts, rollout_func, start_plan)
+        self.collector, self.pipeline = collectors[0], start_pipeline(collectors)
         self.rows_per_step = self.collector.settings.rollout.rows_per_step
         self.keep_rewards(self.collector.panel, run.reference, rollout_func)
-        self.rollout_func_sampling: Sampling | None = None  # of the call, while a rollout_func runs
         self.rollout: Rollout | None = None
         self.steps_used = 0
-        self.last_table_span: int | None = None  # number of the last span of log_completions_steps with a table
         self.observed: tuple[int, ...] = ()  # records of the step under way whose token values go into the journal
         self.start_run(run)
 
@@ -169,6 +177,8 @@ class OnlineTrainer(ReferenceTrainer):
         except RewardError as error:
             raise error.with_traceback(None) from error.__cause__  # lowpeak's frames would hide the reward's
         finally:
+            if self.pipeline is not None:
+                self.pipeline.close()
             self.collector.engine.close()
             self.parts.close_environments()
 
@@ -189,13 +199,21 @@ class OnlineTrainer(ReferenceTrainer):
         self.steps_used += 1
         indices = records_of_step(rollout, settings, self.acting_args.seed, step, run.algorithm.unit)
         self.observed, num_new = (self._choose_observed(rollout, indices), rollout.num_tokens) if step == 0 else ((), 0)
+        if self.pipeline is not None:
+            records = [rollout.records[i] for i in indices]
+            self.scratch.metrics = self.scratch.metrics | staleness_metrics(records, self.state.global_step)
         return StepBatches.pack(run, rollout.records, indices, num_new, self.observed)  # stage 10
 
     def _collect_rollout(self) -> None:
         number = 0 if self.rollout is None else self.rollout.number + 1
         self.rollout = None
         self.model.train()
-        self.rollout = self.collector.collect(number, self.state.global_step, self.state, self.coefficients())
+        if self.pipeline is None:
+            self.rollout = self.collector.collect(number, self.state.global_step, self.state, self.coefficients())
+        else:
+            num_steps = self.collector.settings.rollout.num_steps
+            last = number - 1 + math.ceil((self.state.max_steps - self.state.global_step) / num_steps)
+            self.rollout = self.pipeline.collect(number, self.state.global_step, last, self.state, self.coefficients())
         self.steps_used = 0
         self.scratch.metrics = self.rollout.metrics
         self.run.journal.write_rollout(self.state.global_step + 1, self.rollout.rows)
@@ -235,6 +253,7 @@ class OnlineTrainer(ReferenceTrainer):
             records = {index: rollout.records[index] for index in self.observed}
             rows = token_rows(records, rollout.selected, measured.tokens, self._decode_tokens)
             self.run.journal.write_tokens(self.state.global_step, rows)
+        self.has_warned_of_size = self.has_warned_of_size or warn_of_small_size(values, self.state.global_step)
         if self.run.algorithm.stop_early(values):
             self.steps_used = self.collector.settings.rollout.num_steps
         return values
@@ -285,9 +304,8 @@ class OnlineTrainer(ReferenceTrainer):
             with ranks.propagate_errors():
                 prompts = read_eval_prompts(data, self.collector.new_reader())
             try:
-                return evaluate_prompts(
-                    self.collector, prompts, self.parts.success, prefix, self.state, self.coefficients()
-                )
+                collector = self.collector if self.pipeline is None else self.pipeline.evaluator()
+                return evaluate_prompts(collector, prompts, self.parts.success, prefix, self.state, self.coefficients())
             except RewardError as error:
                 raise error.with_traceback(None) from error.__cause__
             finally:
@@ -322,6 +340,11 @@ class OnlineTrainer(ReferenceTrainer):
         }
 
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
+        next_number = 0 if state.rollout is None else state.rollout.number + 1
+        if self.pipeline is None:
+            check_none_in_flight(state, checkpoint)
+        else:
+            self.pipeline.restore(state.in_flight, next_number)
         self.collector.cursor.load_state_dict(state.cursor)
         start, saved = self.run.algorithm.state, state.algorithm_state
         self.algorithm_state = {name: saved.get(name, value) for name, value in start.items()}
@@ -341,15 +364,22 @@ class OnlineTrainer(ReferenceTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.collector.weight_sync.weights_changed = True
+        self._note_changed_weights()
+
+    def _note_changed_weights(self) -> None:
+        for collector in (self.collector,) if self.pipeline is None else self.pipeline.collectors:
+            collector.weight_sync.weights_changed = True
+
+    def with_in_flight(self, state: RunState) -> RunState:
+        return state if self.pipeline is None else replace(state, in_flight=self.pipeline.save())
 
     def load_states(self, checkpoint: Path) -> None:
         super().load_states(checkpoint)
-        self.collector.weight_sync.weights_changed = True
+        self._note_changed_weights()
 
     def load_best(self, best: Path) -> None:
         super().load_best(best)
-        self.collector.weight_sync.weights_changed = True
+        self._note_changed_weights()
 
     def _check_records(self, records: tuple[Record, ...], checkpoint: Path) -> None:
         """Raise CheckpointError if the checkpoint's rollout lacks a score that the algorithm needs with these arguments."""

@@ -94,7 +94,7 @@ class PPOTrainer(OnlineTrainer):
         self.load_extra_weights(best)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the policy, and a critic that is a separate model into the folder `critic` in it."""
+        """Write the policy, and a separate critic model into its folder `critic`."""
         export_critic(self, Path(output_dir or self.args.output_dir) / CRITIC_FOLDER)
         super().save_model(output_dir, _internal_call)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from lowpeak.checkpoint import ARGUMENTS
 from lowpeak.parallel import has_shards
 from lowpeak.trainers.base import StepTrainer
 from lowpeak.training import REFERENCE_FOLDER, load_extra_weights, save_extra_weights
@@ -14,6 +16,17 @@ from lowpeak.training import REFERENCE_FOLDER, load_extra_weights, save_extra_we
 
 class ReferenceTrainer(StepTrainer):
     """A trainer that updates its reference every few steps, if `settings.reference_sync` asks for it, and saves it then."""
+
+    given_reference = ""  # name of the reference or teacher that the constructor got; of a path its last part
+
+    def identity(self) -> dict[str, Any]:
+        identity = super().identity()
+        identity[ARGUMENTS]["reference"] = self.given_reference
+        return identity
+
+    def note_reference(self, given: Any) -> None:
+        """Keep the name of a reference, which a resumed run must have, too; not the model, which may be freed."""
+        self.given_reference = Path(given).name if isinstance(given, str) else ""
 
     def finish_step(self) -> dict[str, float]:
         """Stage 13; then update the reference if that is due."""

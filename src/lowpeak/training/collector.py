@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lowpeak.algorithms import Selection, call_select, with_loss_masks
 from lowpeak.arguments import OnlineSettings, Sampling
-from lowpeak.batching import assign_completions, balanced_partition
 from lowpeak.data import DatasetCursor, PromptReader
-from lowpeak.errors import AgreedMemoryError, LocalMemoryError, MemoryExhaustedError, RewardError
 from lowpeak.heads import causal_lm
 from lowpeak.memory import Phase, RolloutOffloader, has_device_memory, total_bytes
 from lowpeak.models import context_length
 from lowpeak.ranks import Ranks
-from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
+from lowpeak.records import Group, Metric, Prompt, Record, merge_metrics
 from lowpeak.rewards import (
     RewardedCompletions,
     RewardPanel,
@@ -24,14 +22,16 @@ from lowpeak.rewards import (
     metrics_by_function,
     warn_of_unrewarded,
 )
-from lowpeak.rollout import Pending, RolloutEngine
+from lowpeak.rollout import RolloutEngine
 from lowpeak.rollout.native import sequence_bytes
 from lowpeak.training.journal_rows import completion_rows
 from lowpeak.training.memory_errors import explain_out_of_memory
 from lowpeak.training.recovery import Demand, attempts
-from lowpeak.training.rollout import Rollout, RolloutStats, length_metrics, score_rollout
+from lowpeak.training.rollout import Rollout, score_rollout
+from lowpeak.training.rollout_metrics import RolloutStats, length_metrics
 from lowpeak.training.run import RunContext
-from lowpeak.training.weight_sync import WeightSync
+from lowpeak.training.wave import Wave, local_memory_errors, make_wave, merge_in_prompt_order
+from lowpeak.training.weight_sync import Connection, WeightSync
 
 
 @dataclass
@@ -58,7 +58,7 @@ class RolloutCollector:
     offloader: RolloutOffloader | None = None
 
     @property
-    def _ranks(self) -> Ranks:
+    def ranks(self) -> Ranks:
         return self.context.run.strategy.ranks
 
     def collect(
@@ -68,23 +68,62 @@ class RolloutCollector:
 
         `coefficients` are the algorithm's present numbers (None: those at the start of a run).
         """
-        algorithm, settings = self.context.run.algorithm, self.settings.rollout
-        groups = SelectedGroups(settings.num_prompts, settings.max_refills)
-        self._reset_counters()
+        groups = self._begin()
         with self.engine_awake():
             self.sync_weights(policy_version)  # stages 2 and 3
-            for num_missing in groups.refills():
-                prompts = self._draw(num_missing)  # stage 1
-                rewarded = self.generate_and_reward(  # stages 4 and 5
-                    prompts, self._sampling(number), trainer_state, groups.num_generated, Phase.ROLLOUT
-                )
-                groups.add(rewarded, call_select(algorithm.select, rewarded.records))  # stage 6
+            self._fill(groups, number, trainer_state)  # stages 1, 4 to 6
+        return self._finish(number, policy_version, groups, coefficients)  # stages 7 to 9
+
+    def hand_over(
+        self,
+        number: int,
+        wave: Wave,
+        policy_version: int,
+        submit_next: Callable[[], None],
+        trainer_state: Any,
+        coefficients: Mapping[str, float],
+    ) -> Rollout:
+        """Return rollout `number`, whose wave the engine already generates.
+
+        In between the engine gets the weights of `policy_version`, and `submit_next()` gives it the next wave.
+        """
+        groups = self._begin()
+        with self.engine_awake():
+            self.weight_sync.policy_version = policy_version
+            self._generate(wave, under_way=wave.is_submitted)  # stage 4
+            self.sync_weights(policy_version)  # stages 2 and 3, while the engine is idle
+            submit_next()  # stage 1 of the next wave
+            self._add(groups, self._reward(wave, trainer_state, 0))  # stages 5 and 6
+            self._fill(groups, number, trainer_state)  # dynamic sampling
+        return self._finish(number, wave.policy_version, groups, coefficients)
+
+    def _begin(self) -> SelectedGroups:
+        settings = self.settings.rollout
+        self._reset_counters()
+        return SelectedGroups(settings.num_prompts, settings.max_refills)
+
+    def _fill(self, groups: SelectedGroups, number: int, trainer_state: Any) -> None:
+        """Stages 1 and 4 to 6: generate and reward groups until none is missing or the rounds are used up."""
+        for num_missing in groups.refills():
+            prompts = self.draw(num_missing)
+            sampling = self.sampling(number)
+            rewarded = self.generate_and_reward(prompts, sampling, trainer_state, groups.num_generated, Phase.ROLLOUT)
+            self._add(groups, rewarded)
+
+    def _add(self, groups: SelectedGroups, rewarded: RewardedCompletions) -> None:
+        groups.add(rewarded, call_select(self.context.run.algorithm.select, rewarded.records))
+
+    def _finish(
+        self, number: int, policy_version: int, groups: SelectedGroups, coefficients: Mapping[str, float] | None
+    ) -> Rollout:
+        """Stages 7 to 9, and the report."""
         rewarded, selected = groups.merge()
-        warn_of_unrewarded(self.panel.names, rewarded)
+        if self.context.run.algorithm.loss is not None:  # rewards train the policy
+            warn_of_unrewarded(self.panel.names, rewarded)
         records = with_loss_masks([rewarded.records[i] for i in selected], self.settings.mask_truncated)
         if coefficients is None:
-            coefficients = algorithm.coefficients()
-        records, score_metrics = score_rollout(self.context, records, coefficients, settings)  # stages 7 to 9
+            coefficients = self.context.run.algorithm.coefficients()
+        records, score_metrics = score_rollout(self.context, records, coefficients, self.settings.rollout)
         return self._report(number, policy_version, rewarded, selected, records, score_metrics)
 
     def _report(
@@ -96,7 +135,7 @@ class RolloutCollector:
         records: tuple[Record, ...],
         score_metrics: Mapping[str, Metric],
     ) -> Rollout:
-        """Return the rollout with its metrics and journal rows: of all that was generated, not only of what was selected."""
+        """Return the rollout with metrics and journal rows of all completions, also of those that were not selected."""
         metrics = merge_metrics(merge_metrics(rewarded.metrics, length_metrics(rewarded.records)), score_metrics)
         metrics = merge_metrics(metrics, self.stats.pop_pushes() | self._offload_metrics() | self._overlong_metrics())
         reported = list(rewarded.records)
@@ -113,24 +152,24 @@ class RolloutCollector:
         if self.offloader is not None:
             self.offloader.pop_usage()
 
-    def _draw(self, count: int) -> Sequence[Prompt]:
-        with self._ranks.propagate_errors():
+    def draw(self, count: int) -> Sequence[Prompt]:
+        with self.ranks.propagate_errors():
             return self.cursor.take(count)
 
-    def _sampling(self, rollout: int) -> Sampling:
+    def sampling(self, rollout: int) -> Sampling:
         return replace(self.settings.sampling, rollout=rollout)
 
     @contextmanager
     def engine_awake(self) -> Iterator[None]:
         """Offload tensors that a rollout does not need and wake the engine for the block; undo both after it."""
         with ExitStack() as stack:
-            with self._ranks.propagate_errors():
+            with self.ranks.propagate_errors():
                 if self.offloader is not None:
                     stack.enter_context(self.offloader.offloaded())
             self._wake_engine()
             yield
             self.engine.sleep()
-            with self._ranks.propagate_errors():
+            with self.ranks.propagate_errors():
                 stack.close()
 
     def _wake_engine(self) -> None:
@@ -138,7 +177,7 @@ class RolloutCollector:
             if attempt.is_retry:
                 self.engine.close()
             explained = explain_out_of_memory(Phase.ROLLOUT, self.context)
-            with attempt, self._ranks.propagate_errors(), _local_memory_errors(), explained:
+            with attempt, self.ranks.propagate_errors(), local_memory_errors(), explained:
                 self.engine.wake()
 
     def sync_weights(self, policy_version: int) -> None:
@@ -162,26 +201,42 @@ class RolloutCollector:
             if attempt.is_retry:
                 self._restart_engine()
             with attempt:
-                shares = self._gather_shares(prompts, sampling, state, phase)
-        return with_reward_statistics(merge_in_prompt_order(shares, first_group), self.panel.names)
+                rewarded = self._reward(self.make_wave(prompts, sampling, phase), state, first_group)
+        return rewarded
 
-    def _gather_shares(
-        self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, phase: Phase
-    ) -> list[tuple[Sequence[int], RewardedCompletions]]:
-        """Return, of each rank, the indices of the prompts that it owns, with their rewarded groups."""
-        ranks = self._ranks
-        owners = balanced_partition([len(prompt.ids) for prompt in prompts], ranks.world_size)
-        owned = owners[ranks.rank]
-        # A rank without prompts submits, too: generation under a sharded strategy takes all ranks.
-        share = OwnedShare(self, [prompts[i] for i in owned], sampling, phase, state)
-        if self.splits_groups and 0 < len(prompts) < ranks.world_size:
-            groups = self._generate_split_groups(prompts, sampling, phase)
-            share.groups = [groups[i] for i in owned]
-        with share.aborted_on_error():
-            for connection in self.weight_sync.connections(self.engine, self._restart_engine):
+    def make_wave(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        phase: Phase,
+        known: Mapping[int, Group] | None = None,
+        results: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Wave:
+        """Return a wave of these prompts, with the groups that are known already, by serial, and results of their functions."""
+        splits, parts = self.splits_groups, (prompts, sampling, phase, self.ranks)
+        return make_wave(self, *parts, splits=splits, known=known or {}, results=results or {})
+
+    def _reward(self, wave: Wave, state: Any, first_group: int) -> RewardedCompletions:
+        """Stages 4, if it has not run, and 5: return all ranks' groups with their rewards."""
+        if wave.parts is not None and wave.share.groups is None:
+            with wave.generated.aborted_on_error():
+                self._generate(wave)
+        wave.share.state = state
+        with wave.share.aborted_on_error():
+            for connection in self._connections():
                 with connection:
-                    rewarded = ranks.call_on_all(share.reward)
-        return list(zip(owners, rewarded, strict=True))
+                    rewarded = self.ranks.call_on_all(wave.share.reward)
+        merged = merge_in_prompt_order(list(zip(wave.owners, rewarded, strict=True)), first_group)
+        return with_reward_statistics(merged, self.panel.names)
+
+    def _generate(self, wave: Wave, *, under_way: bool = False) -> None:
+        """Stage 4: wait on all ranks for the wave's groups, which the ranks that own them then have."""
+        for connection in self._connections(under_way=under_way):
+            with connection:
+                wave.generate(self.ranks)
+
+    def _connections(self, *, under_way: bool = False) -> Iterator[Connection]:
+        return self.weight_sync.connections(self.engine, self._restart_engine, under_way=under_way)
 
     def _demand(self, prompts: Sequence[Prompt], sampling: Sampling) -> Demand:
         """Return the KV cache that these sequences would fill on a rank."""
@@ -190,7 +245,7 @@ class RolloutCollector:
         policy = self._policy()
         most = max(self.stats.most_prompt_tokens, *(len(prompt.ids) for prompt in prompts))
         tokens = most + sampling.max_new_tokens
-        num_sequences = -(-len(prompts) * sampling.num_generations // self._ranks.world_size)
+        num_sequences = -(-len(prompts) * sampling.num_generations // self.ranks.world_size)
         per_sequence = sequence_bytes(policy, tokens)
         return Demand(cache_bytes=num_sequences * per_sequence, sequence_bytes=per_sequence)
 
@@ -208,24 +263,6 @@ class RolloutCollector:
     def _policy(self) -> Any:
         return causal_lm(self.context.accelerator.unwrap_model(self.context.model_wrapped))
 
-    def _generate_split_groups(self, prompts: Sequence[Prompt], sampling: Sampling, phase: Phase) -> list[Group]:
-        """Return all groups on every rank; several ranks generate completions of each group."""
-        ranks = self._ranks
-        parts = assign_completions(len(prompts), sampling.num_generations, ranks.world_size)
-        number, part = parts[ranks.rank]
-        part_sampling = replace(sampling, num_generations=len(part), first_completion=part.start)
-        share = OwnedShare(self, [prompts[number]] if part else [], part_sampling, phase)
-        with share.aborted_on_error():
-            for connection in self.weight_sync.connections(self.engine, self._restart_engine):
-                with connection:
-                    generated = ranks.call_on_all(share.generate)
-        completions: list[list[Completion]] = [[] for _ in prompts]
-        in_order = sorted(zip(parts, generated, strict=True), key=lambda pair: (pair[0][0], pair[0][1].start))
-        for (number, _), groups in in_order:
-            for group in groups:
-                completions[number] += group.completions
-        return [Group(prompt, tuple(own)) for prompt, own in zip(prompts, completions, strict=True)]
-
     def _overlong_metrics(self) -> dict[str, Metric]:
         count = self.cursor.num_dropped
         return {"num_overlong_prompts": Metric(float(count), 1.0, "max")} if count else {}
@@ -234,63 +271,8 @@ class RolloutCollector:
         """Return bytes offloaded for the rollout and seconds of both ways, of the rank where they are most."""
         if self.offloader is None:
             return {}
-        num_bytes, seconds = self._ranks.max([float(number) for number in self.offloader.pop_usage()])
+        num_bytes, seconds = self.ranks.max([float(number) for number in self.offloader.pop_usage()])
         return {"offload/bytes": Metric(num_bytes, 1.0, "max"), "time/offload": Metric(seconds)}
-
-
-@dataclass
-class OwnedShare:
-    """One rank's prompts with their groups and rewards, which are kept while a lost engine is awaited."""
-
-    collector: RolloutCollector
-    prompts: Sequence[Prompt]
-    sampling: Sampling
-    phase: Phase
-    state: Any = None  # of the trainer, for rewards
-    groups: list[Group] | None = None
-    rewarded: RewardedCompletions | None = None
-    pending: Pending | None = None
-
-    def generate(self) -> list[Group]:
-        """Stage 4: return this rank's groups."""
-        if self.groups is None:
-            with _local_memory_errors(), self.collector.context.run.tracker.phase(self.phase):
-                unwritten = [prompt for prompt in self.prompts if prompt.completion is None]
-                self.pending = self.pending or self.collector.engine.submit(unwritten, self.sampling)
-                self.groups = self.pending.result()
-            if len(unwritten) < len(self.prompts):
-                generated = iter(self.groups)
-                self.groups = [
-                    next(generated) if prompt.completion is None else Group(prompt, (prompt.completion,))
-                    for prompt in self.prompts
-                ]
-        return self.groups
-
-    @contextmanager
-    def aborted_on_error(self) -> Iterator[None]:
-        """Abort the pending groups if an error leaves the block; the next attempt submits new ones."""
-        try:
-            yield
-        except BaseException:
-            if self.pending is not None:
-                self.pending.abort()
-            raise
-
-    def reward(self) -> RewardedCompletions:
-        """Stages 4 and 5: return this rank's groups with their rewards."""
-        if self.rewarded is not None:
-            return self.rewarded
-        panel, run = self.collector.panel, self.collector.context.run
-        ranks, is_training = run.strategy.ranks, self.phase is Phase.ROLLOUT
-        # If rewards take all ranks, every rank raises for an engine that one of them lost, before they meet there.
-        with ranks.propagate_errors() if panel.needs_all_ranks else nullcontext():
-            groups = self.generate()
-        with _reward_errors(), run.tracker.phase(Phase.REWARD if is_training else self.phase):
-            rewarded = panel.compute_rewards(groups if ranks.is_tp_leader else [], trainer_state=self.state)
-        stats = self.collector.stats
-        useful = stats.pop_useful_share() if is_training else {}
-        self.rewarded = replace(rewarded, metrics=rewarded.metrics | useful | stats.pop_conversations())
-        return self.rewarded
 
 
 class SelectedGroups:
@@ -330,39 +312,6 @@ class SelectedGroups:
         counts = {"dropped_groups": self._num_dropped, "asked_groups": self.num_generated}
         metrics = {name: Metric(float(count), 1.0, "sum") for name, count in counts.items()}
         return replace(merged, metrics=merge_metrics(merged.metrics, metrics)), selected
-
-
-@contextmanager
-def _local_memory_errors() -> Iterator[None]:
-    """Raise LocalMemoryError when an engine runs out of memory: the other ranks finish generating, then agree on the error."""
-    try:
-        yield
-    except AgreedMemoryError:
-        raise
-    except MemoryExhaustedError as error:
-        raise LocalMemoryError(str(error), error.reason) from error
-
-
-@contextmanager
-def _reward_errors() -> Iterator[None]:
-    """Raise RewardError for memory that ran out in a reward: generating again, in smaller waves, would not help."""
-    try:
-        yield
-    except MemoryExhaustedError as error:
-        raise RewardError(str(error)) from error
-
-
-def merge_in_prompt_order(
-    shares: Sequence[tuple[Sequence[int], RewardedCompletions]], first_group: int
-) -> RewardedCompletions:
-    """Merge the ranks' rewarded records in the order of the prompts; groups are numbered from `first_group`.
-
-    A share is the indices of the prompts that a rank owns, and its records, whose group g is of the g-th of these.
-    """
-    rewarded = merge_rewarded_completions(
-        [part.renumber_groups([first_group + i for i in owned]) for owned, part in shares]
-    )
-    return rewarded.rows(sorted(range(len(rewarded.records)), key=lambda row: rewarded.records[row].group))
 
 
 def with_reward_statistics(rewarded: RewardedCompletions, names: Sequence[str]) -> RewardedCompletions:

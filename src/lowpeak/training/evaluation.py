@@ -20,6 +20,7 @@ from lowpeak.algorithms import (
     call_select,
     indices_by_group,
     reward_metrics,
+    with_effective_size,
     with_loss_masks,
 )
 from lowpeak.arguments import Sampling
@@ -32,12 +33,12 @@ from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.journal_rows import completion_rows
 from lowpeak.training.recovery import attempts
 from lowpeak.training.rollout import (
-    length_metrics,
     make_step_batches,
     score_records,
     with_advantages,
     with_step_shares,
 )
+from lowpeak.training.rollout_metrics import length_metrics
 from lowpeak.training.run import Run, RunContext
 from lowpeak.training.step import loss_of_outputs, measure_step
 from lowpeak.training.step_metrics import StepMetrics, gather_metrics
@@ -158,7 +159,7 @@ def _loss_metrics(
 def _divergence_metrics(
     context: RunContext, records: Sequence[Record], coefficients: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return the loss and metrics of completions with a pass of the teacher, which records do not keep, over all ranks."""
+    """Return the loss and metrics of completions over all ranks, with a pass of the teacher."""
     records, _ = score_records(context, tuple(records), context.run.algorithm.needs, Phase.EVALUATE)
     rows = with_advantages(records, call_advantages(context.run.algorithm.advantages, records, coefficients))
     for attempt in attempts(context, Phase.SCORE):
@@ -203,7 +204,7 @@ def _outputs(batch: MicroBatch, rows: Sequence[Record]) -> dict[str, torch.Tenso
 
 
 def _numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    values = {name: metric.value() for name, metric in metrics.items()}
+    values = {name: metric.value() for name, metric in with_effective_size(metrics).items()}
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 

@@ -1,4 +1,4 @@
-"""Passes of a rank that may run out of memory while the other ranks wait in the same pass's collectives."""
+"""Passes that may run out of memory on a rank while others wait in its collectives."""
 
 from __future__ import annotations
 

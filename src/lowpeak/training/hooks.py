@@ -1,4 +1,4 @@
-"""The memory tracker that shows the phase and explains memory errors, and the callback at transformers' hooks."""
+"""The memory tracker, which shows phases and explains memory errors, and the callback at transformers' hooks."""
 
 from __future__ import annotations
 

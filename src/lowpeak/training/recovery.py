@@ -263,7 +263,7 @@ def _describe(sizes: Sizes) -> str:
 
 
 def _describe_memory(context: RunContext) -> str:
-    """Return the bytes of weights, gradients and optimizer states on this rank's device, with what is free."""
+    """Return the bytes of weights, gradients, optimizer states and free memory on this rank's device."""
     device, strategy, model = context.accelerator.device, context.run.strategy, context.model_wrapped
     kinds = {
         "weights": strategy.shards(model).values(),

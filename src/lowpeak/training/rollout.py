@@ -1,12 +1,11 @@
-"""A rollout: its records as micro-batches, and its report.
+"""A rollout: its records as micro-batches.
 
-Stages 7 to 9 score the records without gradients and compute their advantages, stage 10 forms the micro-batches of a step. The
-report is metrics of lengths and of the engine.
+Stages 7 to 9 score the records without gradients and compute their advantages, stage 10 forms the micro-batches of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import accumulate
@@ -18,15 +17,17 @@ from torch import Tensor
 from lowpeak.algorithms import Advantages, Algorithm, Need, StepCounts, call_advantages, indices_by_group
 from lowpeak.arguments import RolloutSettings
 from lowpeak.batching import TokenBudget, assign_to_ranks, masked_batch, num_loss_tokens, pack, scatter
+from lowpeak.errors import ArgumentError
+from lowpeak.heads import num_embeddings
 from lowpeak.memory import Phase
+from lowpeak.models import Reference
 from lowpeak.ranks import Ranks
-from lowpeak.records import Metric, MicroBatch, Prompt, Record, Unit, merge_metrics
+from lowpeak.records import Metric, MicroBatch, Record, Unit, merge_metrics
 from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.recovery import attempts
 from lowpeak.training.run import Run, RunContext
 from lowpeak.training.step import score
 from lowpeak.training.token_values import TokenObserver
-from lowpeak.vllm.weight_sync import PushReport
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,34 @@ def score_rollout(
 ) -> tuple[tuple[Record, ...], dict[str, Metric]]:
     """Stages 7 to 9: return a rollout's records with scores and advantages, and metrics of both.
 
-    Within the run's present sizes; the policy must be the one that generated them.
+    Within the run's present sizes; the policy is the one before the rollout's first step.
     """
     algorithm = context.run.algorithm
     records, metrics = score_records(context, records, algorithm.needs, Phase.SCORE)
     advantages = call_advantages(algorithm.advantages, records, coefficients)  # stage 9
     records = with_advantages(records, advantages)
-    if settings.num_steps == 1:  # old is the policy's own log-prob in the step
-        records = tuple(replace(record, old=None) for record in records)
-    return records, merge_metrics(advantages.metrics, metrics)
+    return with_old_logprobs(records, algorithm, settings.num_steps), merge_metrics(advantages.metrics, metrics)
+
+
+def with_old_logprobs(records: Sequence[Record], algorithm: Algorithm, num_steps: int) -> tuple[Record, ...]:
+    """Return scored records with the old log-probs of their losses: the sampler's, or the policy's before the first step.
+
+    None if a rollout serves one step: old is then the policy's own log-prob in the step.
+    """
+    if algorithm.old_policy == "sampler":
+        return tuple(replace(record, old=_sampled(record)) for record in records)
+    return tuple(replace(record, old=record.old if num_steps > 1 else None) for record in records)
+
+
+def _sampled(record: Record) -> Tensor:
+    """Return the log-probs that the tokens were sampled with; ArgumentError if one is unknown."""
+    sampled = record.completion.logprobs
+    if bool(sampled[record.completion.loss_mask].isnan().any()):
+        raise ArgumentError(
+            "old_policy='sampler' needs the log-prob of each sampled token, but rollout_func returned None for some: return all, "
+            "or set old_policy='policy'."
+        )
+    return sampled
 
 
 def score_records(
@@ -257,7 +277,7 @@ def trained_records(records: Sequence[Record], indices: Sequence[int], algorithm
 
 
 def with_step_shares(batches: Sequence[MicroBatch], counts: StepCounts, num_ranks: int) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a step with the share of the step that a token, a sequence and a micro-batch have."""
+    """Yield a step's micro-batches with the share of a token, a sequence and a micro-batch in it."""
     for batch in batches:
         is_masked = not batch.record_indices
         tokens = replace(
@@ -280,13 +300,36 @@ def pad_batches_across_ranks(
 def pack_for_teacher(run: Run, batches: Sequence[MicroBatch], records: Sequence[Record]) -> Sequence[MicroBatch]:
     """Pack the sequences of a rank's micro-batches after their teacher's prompts; every rank has the same number.
 
-    `records` are those of all ranks. Without prompts of a teacher the micro-batches stay as they are.
+    `records` are those of all ranks. Without prompts of a teacher the micro-batches stay as they are. ArgumentError for an id that
+    a separate reference or teacher does not embed: the policy's head may have more rows, beyond the tokenizer's ids; and for a
+    completion with branches after another prompt of its teacher.
     """
+    _check_embedded(run.reference, records)
     if all(record.teacher_prompt_ids is None for record in records):
         return batches
+    if any(
+        record.completion.branches and record.teacher_prompt_ids not in (None, record.prompt_ids) for record in records
+    ):
+        raise ArgumentError(
+            "a conversation has branches, and its teacher reads another prompt (privileged_context or "
+            "use_successful_as_teacher), in which they have no place: set max_branches=1, or remove the teacher's context."
+        )
     read = [replace(record, prompt_ids=record.teacher_prompt_ids or record.prompt_ids) for record in records]
     indices = [index for batch in batches for index in batch.record_indices]
     return pad_batches_across_ranks(pack(read, indices, run.budget), run.budget, run.strategy.ranks, least=1)
+
+
+def _check_embedded(reference: Reference | None, records: Sequence[Record]) -> None:
+    rows = None if reference is None else num_embeddings(reference.model)
+    if rows is None or not records:
+        return
+    most = max(max(max(record.prompt_ids), *record.completion.ids.tolist()) for record in records)
+    if most >= rows:
+        raise ArgumentError(
+            f"a sequence has the token id {most}, and the teacher or reference embeds only {rows} ids: the policy's head has more "
+            "rows, beyond the tokenizer's ids, and wrote one. Load that model, call its resize_token_embeddings with the policy's "
+            "number of rows, and pass it."
+        )
 
 
 def observe_records(batches: Sequence[MicroBatch], observed: Collection[int]) -> TokenObserver:
@@ -301,76 +344,3 @@ def observe_records(batches: Sequence[MicroBatch], observed: Collection[int]) ->
 
 def _has_zero_advantages(record: Record) -> bool:
     return record.advantages is not None and not bool(record.advantages.any())
-
-
-@dataclass
-class RolloutStats:
-    """Counts of the engine's work since they were last popped.
-
-    useful              tokens that the engine added to completions
-    computed            positions that its forwards computed for them
-    pushes              metrics of the weights that were sent to it
-    turns               metrics of conversations with tools
-    most_prompt_tokens  of all conversations, whose environments may lengthen prompts
-    """
-
-    useful: int = 0
-    computed: int = 0
-    pushes: dict[str, Metric] = field(default_factory=dict)
-    turns: dict[str, Metric] = field(default_factory=dict)
-    most_prompt_tokens: int = 0
-
-    def add(self, useful: int, computed: int) -> None:
-        self.useful += useful
-        self.computed += computed
-
-    def pop_useful_share(self) -> dict[str, Metric]:
-        """Return the share of useful tokens since the last call; empty for an engine that does not count."""
-        metric = Metric(float(self.useful), float(self.computed))
-        self.useful = self.computed = 0
-        return {"useful_tokens/rollout": metric} if metric.count else {}
-
-    def add_conversations(self, metrics: dict[str, Metric]) -> None:
-        self.turns = merge_metrics(self.turns, metrics)
-
-    def add_prompts(self, prompts: Iterable[Prompt]) -> None:
-        """Note the longest prompt, which bounds the memory of a conversation."""
-        self.most_prompt_tokens = max([self.most_prompt_tokens, *(len(prompt.ids) for prompt in prompts)])
-
-    def pop_conversations(self) -> dict[str, Metric]:
-        """Return the metrics of conversations since the last call."""
-        turns, self.turns = self.turns, {}
-        return turns
-
-    def add_push(self, report: PushReport) -> None:
-        sums = {"bytes": report.num_bytes, "seconds": report.seconds, "proof_seconds": report.proof_seconds}
-        new = {f"push/{name}": Metric(float(value), 1.0, "sum") for name, value in sums.items()}
-        self.pushes = merge_metrics(self.pushes, new)
-
-    def pop_pushes(self) -> dict[str, Metric]:
-        """Return bytes and seconds of the pushes since the last call; empty on ranks that push nothing."""
-        pushes, self.pushes = self.pushes, {}
-        return pushes
-
-
-def length_metrics(records: Sequence[Record]) -> dict[str, Metric]:
-    """Return TRL's `completions/*`: lengths of all and of terminated completions, and the share of truncated ones.
-
-    A length counts the tokens that the policy wrote.
-    """
-    lengths = [float(record.completion.num_written) for record in records]
-    ended = [float(r.completion.num_written) for r in records if r.completion.finish_reason == "stop"]
-    metrics = {f"completions/{name}": metric for name, metric in _spread("length", lengths).items()}
-    metrics |= {f"completions/{name}": metric for name, metric in _spread("terminated_length", ended).items()}
-    num_truncated = float(len(lengths) - len(ended))
-    return metrics | {"completions/clipped_ratio": Metric(num_truncated, float(len(lengths)))}
-
-
-def _spread(name: str, values: Sequence[float]) -> dict[str, Metric]:
-    if not values:
-        return {}
-    return {
-        f"mean_{name}": Metric(sum(values), float(len(values))),
-        f"min_{name}": Metric(min(values), 1.0, "min"),
-        f"max_{name}": Metric(max(values), 1.0, "max"),
-    }

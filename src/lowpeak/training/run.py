@@ -1,4 +1,4 @@
-"""The wiring of a run, the numbers of the step under way, and the part of a trainer that the pipeline uses."""
+"""The wiring of a run, the present step's numbers, and the part of a trainer that the pipeline uses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Run:
         return self.loads_only_shards or self.storage is not None
 
     def memory_row(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return what a step's row has of the budget and of the plan, which is compared with the measured `values`."""
+        """Return the entries of budget and plan in a step's row; the plan is compared with the measured `values`."""
         row = {} if self.memory_budget is None else {"memory_budget": float(self.memory_budget)}
         return row if self.planned is None else {**row, **self.planned.row(values)}
 
@@ -114,9 +114,10 @@ class RunContext(Protocol):
 
 
 class BuildContext(RunContext, Protocol):
-    """The part of a trainer that a run is built from; `optimizer_cls_and_kwargs` is what transformers makes the optimizer of."""
+    """The part of a trainer that a run is built from; transformers makes the optimizer of `optimizer_cls_and_kwargs`."""
 
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     lr_scheduler: Any
     train_dataset: Any
+    processing_class: Any
     callback_handler: Any

@@ -6,9 +6,11 @@ Launchers pass signals on to all ranks, which may be in different steps then: th
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
+_WAIT_SECONDS = 20.0  # a launcher kills a process 30 s after its SIGTERM
 STOP_FLAGS = ("should_training_stop", "should_epoch_stop")
 CONTROL_FLAGS = (*STOP_FLAGS, "should_log", "should_evaluate", "should_save")
 
@@ -28,16 +31,18 @@ class Interrupts:
 
     stopping    this rank was asked to stop
     agreed      some rank was asked to stop, which all ranks learn at the end of a step
+    deadline    after SIGTERM, until when the run may wait for completions, on the monotonic clock
     """
 
     def __init__(self) -> None:
         self.stopping = False
         self.agreed = False
+        self.deadline = math.inf
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Handle both signals in the block, and restore their handlers after it."""
-        self.stopping = self.agreed = False
+        self.stopping, self.agreed, self.deadline = False, False, math.inf
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -50,6 +55,8 @@ class Interrupts:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         # SIGTERM may come twice, from a scheduler and from the launcher in between: only Ctrl-C stops at once.
+        if signum == signal.SIGTERM:
+            self.deadline = min(self.deadline, time.monotonic() + _WAIT_SECONDS)
         if not self.stopping:
             self.stopping = True
             reason, again = "Interrupted", "press Ctrl-C again"

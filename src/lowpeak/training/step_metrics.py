@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowpeak.algorithms import EFFECTIVE_SIZE
 from lowpeak.checkpoint import last_checkpoint
 from lowpeak.device_kind import widest_float
 from lowpeak.errors import NonFiniteError, shorten_names
@@ -20,6 +22,10 @@ from lowpeak.optim import gradient_of
 from lowpeak.parallel import Strategy, trained_parameters
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, merge_metrics
+
+logger = logging.getLogger(__name__)
+
+_LEAST_EFFECTIVE_SIZE = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class StepUsage:
-    """Seconds and peak memory of a step, the most of any rank, and whether any rank was asked to stop."""
+    """Seconds and peak memory of a step, the most of any rank, and a rank's request to stop."""
 
     seconds: float
     phases: dict[str, PhaseUse]
@@ -68,7 +74,7 @@ def gather_metrics(measured: StepMetrics, grad_norm: Any, ranks: Ranks) -> StepM
 def _read(
     measured: StepMetrics, grad_norm: Any
 ) -> tuple[float, float, dict[str, Metric], dict[int, tuple[Sequence[float], ...]]]:
-    """Return this rank's loss, gradient norm (0 for None), metrics and token values as numbers, by one read of the device."""
+    """Return this rank's loss, gradient norm (0 for None), metrics and token values, by one device read."""
     if hasattr(grad_norm, "full_tensor"):  # under FSDP2 each rank has a part of it
         grad_norm = grad_norm.full_tensor()
     scalars: list[Any] = [measured.loss, grad_norm if grad_norm is not None else 0.0]
@@ -154,7 +160,7 @@ def _not_finite(numbers: StepMetrics) -> str | None:
 
 
 def require_finite_weights(model: nn.Module, strategy: Strategy, step: int, output_dir: Path) -> None:
-    """Raise NonFiniteError if a trained weight of any rank is NaN or infinite, so that it is never saved as a good one."""
+    """Raise NonFiniteError if a trained weight of any rank is NaN or infinite, before it is saved as a good one."""
     shards = strategy.shards(model)
     names = _merged(
         strategy.ranks.gather(_not_finite_names({name: shards[name] for name in trained_parameters(model)}))
@@ -194,3 +200,16 @@ def usage_metrics(usage: StepUsage, num_new: int) -> dict[str, Metric]:
         if use.reserved_bytes is not None:
             metrics[f"reserved_memory/{phase}"] = Metric(float(use.reserved_bytes), 1.0, "max")
     return metrics
+
+
+def warn_of_small_size(values: Mapping[str, float], step: int) -> bool:
+    """Warn, and return True, if the effective sample size of a step is below one half."""
+    size = values.get(EFFECTIVE_SIZE, 1.0)
+    if size >= _LEAST_EFFECTIVE_SIZE:
+        return False
+    logger.warning(
+        "Step %d: the effective sample size is %.2f: the policy is far from the sampler of its completions. Lower the "
+        "learning rate, the number of steps per rollout, or max_staleness if it is set. Logged once.",
+        *(step, size),
+    )
+    return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from lowpeak.heads import SameHeadStates, Teaching, eval_mode, teacher_head
 from lowpeak.memory import AsyncHostMover, Phase, has_device_memory
 from lowpeak.models import Reference
 from lowpeak.parallel import is_sharded
-from lowpeak.records import MicroBatch, Record
+from lowpeak.records import Group, MicroBatch, Prompt, Record
 from lowpeak.training.guarded_passes import GuardedPasses
 from lowpeak.training.rollout import pack_for_teacher
 from lowpeak.training.run import RunContext
@@ -112,10 +112,48 @@ def _warn_of_other_ids(teacher: Teaching, settings: LogprobSettings) -> None:
 
 
 def _held_head(model: nn.Module, num_ids: int | None, device: torch.device) -> Callable[[Tensor], Teaching]:
-    """Return what makes a teacher of states with a head that stays on the device after the block of `ready()`."""
-    head = teacher_head(model, torch.empty(0), num_ids)
-    if isinstance(head.head, Tensor):
-        copies = is_sharded(model)
-        bias = None if head.bias_W is None else head.bias_W.to(device, copy=copies)
-        head = replace(head, head=head.head.to(device, copy=copies), bias_W=bias)
+    """Return a maker of teachers from states, whose head stays on the device after the block of `ready()`."""
+    head, leaves = teacher_head(model, torch.empty(0), num_ids), is_sharded(model)
+    if isinstance(head.head, Tensor) and (leaves or head.head.device.type != device.type):
+        bias = None if head.bias_W is None else head.bias_W.to(device, copy=True)
+        head = replace(head, head=head.head.to(device, copy=True), bias_W=bias)
     return lambda states_TE: replace(head, hidden_TE=states_TE)
+
+
+@dataclass
+class SuccessfulSiblings:
+    """Completions that succeed are the privileged context of their prompt's others (SDPO, arXiv 2601.20802).
+
+    `make_encoder()(prompt, text)` returns the ids of a prompt with a completion's text as context, or None if they do not fit.
+    """
+
+    is_success: Callable[[Record], bool]
+    make_encoder: Callable[[], Callable[[Prompt, str], tuple[int, ...] | None]]
+    has_warned: bool = False
+
+    def add_contexts(
+        self, groups: Sequence[Group], records: Sequence[Record], texts: Sequence[str]
+    ) -> tuple[Record, ...]:
+        """Return the records; one without a context reads the next success of its group, beginning again at its end."""
+        encode: Callable[[Prompt, str], tuple[int, ...] | None] = self.make_encoder()
+        changed: list[Record] = []
+        for group in groups:
+            start, size = len(changed), len(group.completions)
+            for i, record in enumerate(records[start : start + size]):
+                others = (start + (i + step) % size for step in range(1, size))
+                success = next((k for k in others if self.is_success(records[k])), None)
+                if success is not None and record.teacher_prompt_ids is None and record.prompt_ids == group.prompt.ids:
+                    record = replace(record, teacher_prompt_ids=encode(group.prompt, texts[success]))
+                changed.append(record)
+        self._warn_of_no_context(changed)
+        return tuple(changed)
+
+    def _warn_of_no_context(self, records: Sequence[Record]) -> None:
+        if self.has_warned or not records or any(record.teacher_prompt_ids is not None for record in records):
+            return
+        self.has_warned = True
+        logger.warning(
+            "use_successful_as_teacher: none of %d completions has a context: no other one of its prompt reached "
+            "success_threshold, or the prompt is one of token ids, was changed, or would be too long. Logged once.",
+            len(records),
+        )

@@ -28,7 +28,7 @@ def choose_evenly(indices: Sequence[int], most: int, offset: int = 0) -> tuple[i
 
 
 class TokenObserver:
-    """Keeps what a step computes for the loss tokens of some records.
+    """Keeps a step's values of the loss tokens of some records.
 
     `ranges` has the range [start, stop) of each record's loss tokens by its index, for each micro-batch. `values` then has
     their log-probs, and their entropies if the step computes them. A record whose forward pass the step skips is missing.

@@ -57,17 +57,22 @@ class WeightSync:
         self.policy_version = policy_version
         next(self.connections(engine, restart_engine))
 
-    def connections(self, engine: RolloutEngine, restart_engine: Callable[[], None]) -> Iterator[Connection]:
+    def connections(
+        self, engine: RolloutEngine, restart_engine: Callable[[], None], *, under_way: bool = False
+    ) -> Iterator[Connection]:
         """Yield connections to the engine, each with current weights in it, until none is lost in its block.
 
         for connection in weight_sync.connections(engine, restart_engine):
             with connection:
                 groups = ranks.call_on_all(pending.result)
+
+        While a wave is `under_way` the engine gets weights only after it was lost: a push would abort the requests.
         """
         for reconnects in range(MAX_RECONNECTS + 1):
             connection = Connection(is_last=reconnects == MAX_RECONNECTS)
             with connection:
-                self._push_in_fitting_buckets(engine, restart_engine)
+                if reconnects or not under_way:
+                    self._push_in_fitting_buckets(engine, restart_engine)
             if connection.error_text is None:
                 yield connection
             if connection.error_text is None:

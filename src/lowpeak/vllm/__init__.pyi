@@ -1,6 +1,7 @@
 from lowpeak.vllm.colocated import ColocatedModelSpec as ColocatedModelSpec
 from lowpeak.vllm.colocated import ColocatedVllm as ColocatedVllm
 from lowpeak.vllm.colocated import check_colocated as check_colocated
+from lowpeak.vllm.compatibility import check_adapters as check_adapters
 from lowpeak.vllm.compatibility import check_same_model as check_same_model
 from lowpeak.vllm.compatibility import require_vllm as require_vllm
 from lowpeak.vllm.compatibility import warn_unsupported as warn_unsupported

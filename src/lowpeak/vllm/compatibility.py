@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowpeak.errors import EngineError, require_package
 from lowpeak.vllm.protocol import EngineInfo
+from lowpeak.vllm.serving import SERVES_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,9 +113,20 @@ def read_engine_info(config: Any) -> EngineInfo:
         max_model_len=int(model.max_model_len),
         max_num_seqs=int(config.scheduler_config.max_num_seqs),
         kv_tokens=int(cache.num_gpu_blocks or 0) * int(cache.block_size),
-        serves_adapters=config.lora_config is not None,
+        max_loras=0 if config.lora_config is None else int(config.lora_config.max_loras),
         speculates=config.speculative_config is not None,
+        serves_tokens=SERVES_TOKENS in os.environ,
     )
+
+
+def check_adapters(info: EngineInfo, staleness: int) -> None:
+    """Raise EngineError for a server that cannot hold an adapter per version; one version ahead, merged weights will do."""
+    if staleness and info.max_loras <= staleness and not (staleness == 1 and not info.max_loras):
+        raise EngineError(
+            f"max_staleness={staleness} needs {staleness + 1} versions of the adapter at once, but the server of {info.model} "
+            f"holds {info.max_loras}: start it with `lowpeak serve --enable-lora --max-loras {staleness + 1}`, or set "
+            "vllm_adapters=False, which needs a server per version."
+        )
 
 
 def check_same_model(info: EngineInfo, model: Any, tokenizer: Any) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -18,7 +19,9 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import SLICE_BYTES, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout import Pending, SliceForm, TurnQueue, TurnRequest, check_lengths
 from lowpeak.vllm.engine_args import option_name
-from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Vllm, call_concurrently, call_workers
+from lowpeak.vllm.pending import VllmPending, WaveRequests
+from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Vllm, call_workers
+from lowpeak.vllm.pushes import Pushes, base_names
 from lowpeak.vllm.requests import (
     CompletionLengths,
     PartialAnswers,
@@ -26,19 +29,10 @@ from lowpeak.vllm.requests import (
     check_answers,
     form_waves,
     sequence_requests,
-    split_wave,
-    to_completion,
     wave_capacity,
 )
 from lowpeak.vllm.turns import TurnLoop
-from lowpeak.vllm.weight_sync import (
-    PushReport,
-    TrainerGroup,
-    exhaust_slices,
-    leave_group,
-    push_weights,
-    verify_unchanged,
-)
+from lowpeak.vllm.weight_sync import PushReport, exhaust_slices, verify_unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -76,21 +70,27 @@ class EngineSharing:
 class LoadedWeights:
     """Weights that all vLLMs have committed and verified.
 
-    `policy_version` is None until then. `has_base` means that the vLLMs have an adapter's base weights, `adapters` are the
-    adapters of the last push, one per vLLM. `identities` are those of the workers in the first call after the load.
+    `policy_version` is None until then. `has_base` means that the vLLMs have an adapter's base weights. `identities` are those of
+    the workers in the first call after the load.
     """
 
     policy_version: int | None = None
     has_base: bool = False
-    adapters: Sequence[Adapter | None] = ()
     identities: Any = None
+
+    @property
+    def adapters(self) -> list[Adapter | None]:
+        """The adapters of the last push, one per vLLM, which requests name."""
+        found = [workers[0]["adapter"] for workers in self.identities]
+        return [None if adapter is None else Adapter(**adapter) for adapter in found]
 
 
 @dataclass(eq=False, repr=False)
 class VllmEngine:
     """Rollout engine over vLLMs, which `connect()` returns at the first `wake` and at the first after `close`.
 
-    `on_push` receives each push's report; `bucket_limit()` bounds the bytes of its buckets.
+    `on_push` receives each push's report; `bucket_limit()` bounds the bytes of its buckets. `in_background`: the vLLMs are
+    servers, and a thread waits for the answers of a wave from `submit` on; at the time `deadline()` a wait for it ends.
     """
 
     connect: Callable[[], Sequence[Vllm]]
@@ -99,14 +99,18 @@ class VllmEngine:
     sharing: EngineSharing
     on_push: Callable[[PushReport], None] = lambda report: None
     bucket_limit: Callable[[], float] = lambda: math.inf
+    in_background: bool = False
+    deadline: Callable[[], float] = lambda: math.inf
 
     def __post_init__(self) -> None:
         self._vllms: Sequence[Vllm] = ()
         self._engine_infos: list[EngineInfo] = []
         self._weights = LoadedWeights()
+        self._pending: WeakSet[VllmPending | TurnLoop] = WeakSet()
         self._asleep = False
         self._lengths = CompletionLengths()
-        self._nccl_group = TrainerGroup()
+        policy = self.policy
+        self._pushes = Pushes(self.settings, policy.adapter, policy.unchanged, self.on_push, self.bucket_limit)
 
     @property
     def policy_version(self) -> int | None:
@@ -127,10 +131,16 @@ class VllmEngine:
     def submit(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:
         """Return the groups to be; raise EngineError for a sequence that cannot fit."""
         with self.sharing.engine_ranks.propagate_errors():
-            self._known_version()
+            version = self._known_version()
             self._check_lengths(prompts, sampling)
             self._check_speculation(sampling)
-        return VllmPending(self, prompts, sampling)
+        settings, end_ids = self.settings, self.policy.end_ids(sampling)
+        own = sequence_requests(prompts, sampling, end_ids, settings.structured_regex, settings.sampling_kwargs)
+        # The ranks that an engine is sharded over generate the same sequences together.
+        sequences = [each for rank in self.sharing.engine_ranks.gather(own) for each in rank]
+        pending = VllmPending(self, prompts, sampling, own, sequences, version)
+        self._pending.add(pending)
+        return pending
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Return the groups of a wave that is waited for."""
@@ -142,35 +152,74 @@ class VllmEngine:
         Raise LostEngineError if a vLLM died, restarted or has other weights, EngineError before the first `load` and for invalid
         answers. Completed answers are added before an error is raised.
         """
+        with self._forgotten_if_lost():
+            work = self.prepare_requests(sequences, answers)
+            work.run()
+        self.note_lengths([sequence for wave in work.waves for sequence in wave], answers)
+
+    def prepare_requests(self, sequences: Sequence[SequenceRequest], answers: PartialAnswers) -> WaveRequests:
+        """Return the waves of the sequences without an answer, after a check of the vLLMs; errors are those of `answer`.
+
+        Answers by weights of another version are dropped, unless the completions tell their versions.
+        """
         version = self._known_version()
+        self._check_identities()
+        if not self.in_background:
+            answers.drop_other_versions(version)
+        missing = answers.missing(sequences)
+        size = len(missing)
+        if missing:
+            size = self._capacity(missing) if not self._limits_to_cache else self.settings.batch_size or size
+        waves = form_waves(missing, size) if missing else []
+        vllms = tuple(zip(self._vllms, self._weights.adapters, strict=True))
+        return WaveRequests(vllms, waves, answers, version, self.settings.wave_timeout, self.policy.num_tokens)
+
+    def note_lengths(self, sequences: Sequence[SequenceRequest], answers: PartialAnswers) -> None:
+        """Expect later completions to be about as long as these."""
+        self._lengths.add([len(completion) for completion, _ in answers.of(sequences)])
+
+    @contextmanager
+    def _forgotten_if_lost(self) -> Iterator[None]:
         try:
-            self._check_identities()
-            missing = answers.missing(sequences, version)
-            if not missing:
-                return
-            size = (self.settings.batch_size or len(missing)) if self._limits_to_cache else self._capacity(missing)
-            for wave in form_waves(missing, size):
-                self._answer_wave(wave, answers, version)
-            self._lengths.add([len(answer.ids) for answer in answers.of(missing)])
+            yield
         except LostEngineError:
-            self._weights = LoadedWeights()
+            self.forget_weights()
             raise
 
+    def forget_weights(self) -> None:
+        """Forget the vLLMs' weights, so that the next push replaces them."""
+        self._weights = LoadedWeights()
+
+    def interrupt(self) -> None:
+        """Abort all requests that run on the vLLMs, as far as these answer."""
+        for vllm in self._vllms:
+            with suppress(EngineError), vllm.paused():
+                pass
+
     def sample_turns(self, queue: TurnQueue, sampling: Sampling) -> None:
-        with queue.answering():
-            self._known_version()
-            self._check_speculation(sampling)
-            vllms = list(zip(self._vllms, self._weights.adapters, strict=True))
-            make, timeout = partial(self._turn_sequence, sampling), self.settings.wave_timeout
-            ranks, in_process = self.sharing.engine_ranks, self._limits_to_cache
-            loop = TurnLoop(queue, ranks, vllms, in_process, make, self._capacity, self._check, timeout)
-            try:
-                self._check_identities()
-                loop.run()
-            except LostEngineError:
-                self._weights = LoadedWeights()
-                raise
+        with queue.answering(), self._forgotten_if_lost():
+            loop = self.prepare_turns(queue, sampling)
+            loop.run()
             self._lengths.add(loop.lengths)
+
+    def prepare_turns(self, queue: TurnQueue, sampling: Sampling) -> TurnLoop:
+        version = self._known_version()
+        self._check_speculation(sampling)
+        self._check_identities()
+        vllms = list(zip(self._vllms, self._weights.adapters, strict=True))
+        loop = TurnLoop(
+            *(queue, self.sharing.engine_ranks, vllms, self._limits_to_cache),
+            make=partial(self._turn_sequence, sampling),
+            capacity=self._capacity,
+            check=partial(self._check, version, self._weights.identities),
+            timeout=self.settings.wave_timeout,
+            version=version if self.in_background else None,
+        )
+        self._pending.add(loop)
+        return loop
+
+    def note_turns(self, lengths: Sequence[int]) -> None:
+        self._lengths.add(lengths)
 
     def _known_version(self) -> int:
         if self.policy_version is None:
@@ -180,23 +229,24 @@ class VllmEngine:
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Wait for the vLLMs, push the slices and verify them.
 
-        A rank that does not push still consumes its slices.
+        A base goes to the vLLMs that lack it. An adapter touches neither running requests nor adapters that these need. A rank
+        that does not push still consumes its slices.
         """
-        has_base = self._weights.has_base and weights == "adapter"
-        self._weights = LoadedWeights(has_base=has_base, adapters=(None,) * len(self._vllms))
+        self.forget_weights()
         remaining = iter(slices)
-        adapters = self._weights.adapters
         try:
             if self.sharing.pushes:
-                config = self.policy.adapter if weights == "adapter" else None
-                report = self._push(remaining, policy_version, config)
-                adapters = adapters if config is None else report.adapters
+                self._prepare_vllms()
+                vllms = {vllm: info.in_process for vllm, info in zip(self._vllms, self._engine_infos, strict=True)}
+                # Ranks submit and collect together, so a version that is awaited on any of them is awaited here.
+                awaited = {pending.awaited_version for pending in self._pending}
+                self._pushes.push(remaining, vllms, policy_version, weights, awaited)
         except Exception:
             # Slices are broadcast: the other ranks wait for this one to take them.
             exhaust_slices(remaining)
             raise
         exhaust_slices(remaining)
-        self._weights = LoadedWeights(None if weights == "base" else policy_version, weights != "merged", adapters)
+        self._weights = LoadedWeights(None if weights == "base" else policy_version, weights != "merged")
 
     def sleep(self) -> None:
         where = self.settings.where
@@ -224,35 +274,15 @@ class VllmEngine:
         survived = (self.policy_version is not None or has_base) and self._weights_survived()
         if has_base or not survived:
             self._weights = LoadedWeights()
+            self._pushes.forget_bases()
 
     def close(self) -> None:
         """Free the vLLMs of this process; servers keep running."""
         vllms, self._vllms, self._engine_infos = self._vllms, (), []
         self._weights, self._asleep = LoadedWeights(), False
-        leave_group(vllms, self._nccl_group)
+        self._pushes.leave(vllms)
         for vllm in vllms:
             vllm.close()
-
-    def _push(
-        self, slices: Iterable[WeightSlice], policy_version: int, adapter: Mapping[str, Any] | None
-    ) -> PushReport:
-        """Push to paused vLLMs, which all resume, also after an error."""
-        self._prepare_vllms()
-        with ExitStack() as stack:
-            for vllm in self._vllms:
-                stack.enter_context(vllm.paused())
-            bucket_bytes = int(min(self.settings.bucket_bytes, self.bucket_limit()))
-            settings = replace(self.settings, bucket_bytes=bucket_bytes)
-            unchanged = self.policy.unchanged
-            report = push_weights(
-                *(slices, self._vllms, settings, policy_version),
-                unchanged=unchanged,
-                adapter=adapter,
-                in_process=[info.in_process for info in self._engine_infos],
-                nccl_group=self._nccl_group,
-            )
-        self.on_push(report)
-        return report
 
     def _prepare_vllms(self) -> None:
         """Wait for each vLLM within the settings' timeout and patch its log-probs, which a restart undoes."""
@@ -262,12 +292,9 @@ class VllmEngine:
         call_workers(self._vllms, "lowpeak_score_at_temperature", {}, _CALL_SECONDS)
 
     def _serves_adapter(self) -> bool:
-        """Return whether every engine can serve the policy's LoRA adapter.
-
-        False if several ranks share the engines: only the pushing rank knows the adapter's name.
-        """
-        wanted = self.settings.adapters and self.policy.adapter is not None and self.sharing.num_callers == 1
-        return wanted and all(info.serves_adapters for info in self._engine_infos)
+        """Return whether every engine can serve the policy's LoRA adapter."""
+        wanted = self.settings.adapters and self.policy.adapter is not None
+        return wanted and all(info.max_loras > 0 for info in self._engine_infos)
 
     def _weights_survived(self) -> bool:
         """Return whether the weights are unchanged, by the same checksums as after a push."""
@@ -295,14 +322,6 @@ class VllmEngine:
             self._engine_infos = [vllm.info() for vllm in self._vllms]
         self._weights = replace(self._weights, identities=identities)
 
-    def _answer_wave(self, wave: Sequence[SequenceRequest], answers: PartialAnswers, version: int) -> None:
-        shares = [[wave[i] for i in indices] for indices in split_wave(wave, len(self._vllms))]
-        calls = zip(self._vllms, self._weights.adapters, shares, strict=True)
-        results = call_concurrently([partial(self._complete, *call, answers, version) for call in calls if call[2]])
-        failures = [failure for failure in results if failure is not None]
-        if failures:
-            raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
-
     def _capacity(self, sequences: Sequence[SequenceRequest]) -> int:
         """Return how many of these sequences may run at once; raise EngineError for one that can never fit."""
         requests, callers = [sequence.request for sequence in sequences], self.sharing.num_callers
@@ -325,35 +344,15 @@ class VllmEngine:
         )
         return replace(sequence, serial=turn.conversation[0], number=turn.conversation[1])
 
-    def _check(self, index: int, sequences: Sequence[SequenceRequest], answers: Sequence[Answer]) -> list[Answer]:
-        """Return the answers of a vLLM if they are valid and it has not restarted since the loop began."""
+    def _check(
+        self, version: int, known: Any, index: int, sequences: Sequence[SequenceRequest], answers: Sequence[Answer]
+    ) -> list[Answer]:
+        """Return the answers of a vLLM if they are valid and it has not restarted since its identity was `known`."""
         if not self._limits_to_cache:
             identities = call_workers([self._vllms[index]], "lowpeak_identity", {}, _CALL_SECONDS)
-            if identities != [self._weights.identities[index]]:
+            if base_names(identities) != base_names([known[index]]):
                 raise LostEngineError("vLLM was restarted, or loaded by another client, in mid-conversation.")
-        return check_answers(sequences, answers, self._known_version(), self.policy.num_tokens)
-
-    def _complete(
-        self,
-        vllm: Vllm,
-        adapter: Adapter | None,
-        sequences: Sequence[SequenceRequest],
-        answers: PartialAnswers,
-        version: int,
-    ) -> EngineError | None:
-        """Keep one vLLM's valid answers; return its error, after which other engines' answers are still kept."""
-        failure: EngineError | None = None
-        try:
-            requests = [replace(sequence.request, adapter=adapter) for sequence in sequences]
-            completed = vllm.complete(requests, self.settings.wave_timeout)
-            valid = dict(enumerate(check_answers(sequences, completed, version, self.policy.num_tokens)))
-        except LostEngineError as lost:
-            valid = {i: answer for i, answer in lost.finished.items() if not answer.policy_versions - {version}}
-            failure = lost
-        except EngineError as error:
-            valid, failure = {}, error
-        answers.add(sequences, valid)
-        return failure
+        return check_answers(sequences, answers, version, self.policy.num_tokens)
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         context, where = min(info.max_model_len for info in self._engine_infos), self.settings.where
@@ -369,31 +368,3 @@ class VllmEngine:
                 f"vLLM's speculative decoding returns log-probs at temperature 1, but temperature={sampling.temperature}: start "
                 "vLLM without speculative_config, or sample at temperature 1."
             )
-
-
-class VllmPending:
-    """Groups of an engine over vLLMs, and the valid answers so far: another `result` requests only the others."""
-
-    def __init__(self, engine: VllmEngine, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        settings = engine.settings
-        self._engine, self._prompts, self._sampling = engine, prompts, sampling
-        self._requests = sequence_requests(
-            prompts, sampling, engine.policy.end_ids(sampling), settings.structured_regex, settings.sampling_kwargs
-        )
-        # The ranks that an engine is sharded over generate the same sequences together.
-        self._sequences = [each for rank in engine.sharing.engine_ranks.gather(self._requests) for each in rank]
-        self._answers = PartialAnswers()
-        self._groups: list[Group] | None = None
-
-    def result(self) -> list[Group]:
-        if self._groups is None:
-            self._engine.answer(self._sequences, self._answers)
-            completions = [to_completion(answer) for answer in self._answers.of(self._requests)]
-            size = self._sampling.num_generations
-            parts = [tuple(completions[i * size : (i + 1) * size]) for i in range(len(self._prompts))]
-            self._groups = [Group(prompt, part) for prompt, part in zip(self._prompts, parts, strict=True)]
-            self._answers = PartialAnswers()
-        return self._groups
-
-    def abort(self) -> None:
-        self._answers, self._groups = PartialAnswers(), None

@@ -67,13 +67,13 @@ class Http:
     def post(self, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
         return run_on_loop(self._send("POST", path, body, deadline(timeout)))
 
-    async def generate(self, path: str, body: Mapping[str, Any], until: float | None) -> Any:
+    async def generate(self, path: str, body: Mapping[str, Any], until: float | None, *, as_bytes: bool = False) -> Any:
         """Post as one of a bounded number of requests; the server aborts one that is cancelled."""
         async with self._slots:
-            return await self._send("POST", path, body, until)
+            return await self._send("POST", path, body, until, as_bytes=as_bytes)
 
-    def exchange(self, verb: str, path: str, body: Any, until: float | None) -> tuple[int, str]:
-        """Return status and text of one request; no status is an error."""
+    def exchange(self, verb: str, path: str, body: Any, until: float | None) -> tuple[int, bytes]:
+        """Return status and content of one request; no status is an error."""
         return run_on_loop(self._exchange(verb, path, body, until))
 
     def is_healthy(self) -> bool:
@@ -87,8 +87,11 @@ class Http:
             return False
         return status == 200
 
-    async def _send(self, verb: str, path: str, body: Any, until: float | None) -> Any:
-        status, text = await self._exchange(verb, path, body, until)
+    async def _send(self, verb: str, path: str, body: Any, until: float | None, *, as_bytes: bool = False) -> Any:
+        status, content = await self._exchange(verb, path, body, until)
+        if status == 200 and as_bytes:
+            return content
+        text = content.decode(errors="replace")
         if status != 200:
             raise await self._refusal(path, status, text)
         try:
@@ -98,7 +101,7 @@ class Http:
                 f"the server at {self.url} answered {path} with {text[:80]!r}, which is not JSON: check that it is vLLM."
             ) from None
 
-    async def _exchange(self, verb: str, path: str, body: Any, until: float | None) -> tuple[int, str]:
+    async def _exchange(self, verb: str, path: str, body: Any, until: float | None) -> tuple[int, bytes]:
         # One client per request: a pool scans all of its connections whenever one changes. The explicit transport ignores the
         # environment's proxies.
         transport = httpx2.AsyncHTTPTransport(self._ssl, socket_options=_KEEP_ALIVE)
@@ -108,7 +111,7 @@ class Http:
                 httpx2.AsyncClient(transport=transport, timeout=_TIMEOUT, trust_env=False) as client,
             ):
                 response = await client.request(verb, self.url + path, json=body, headers=self._headers())
-                return response.status_code, response.text
+                return response.status_code, response.content
         except TimeoutError:
             raise LostEngineError(f"the server at {self.url} did not answer {path} within the time limit.") from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:

@@ -21,18 +21,22 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA adapter loaded in a vLLM: vLLM's `LoRARequest(name, number, folder)`; the folder is on vLLM's host."""
+    """LoRA adapter loaded in a vLLM: vLLM's `LoRARequest(name, number, folder)`; the folder is on vLLM's host.
+
+    `incarnation` is that of the worker which loaded it.
+    """
 
     name: str
     number: int
     folder: str
+    incarnation: str = ""
 
 
 @dataclass(frozen=True)
 class Request:
     """Request for one completion: prompt ids and vLLM's sampling parameters by name (without `n`).
 
-    The base model answers with the `adapter` of the last push, if any.
+    `adapter` is one of the last pushes, which is applied to the base model; None: no adapter.
     """
 
     prompt_ids: tuple[int, ...]
@@ -61,8 +65,9 @@ class EngineInfo:
     `model` is the name or path that vLLM loaded, `fingerprint` a hash of the configuration's sizes and of the
     tokenizer's vocabulary, `dtype` torch's name of the weights' dtype, `kv_tokens` the KV cache's capacity. With
     `limits_to_cache` vLLM starts no more sequences than its cache is expected to hold, so a wave may have any size.
-    `speculates` means speculative decoding. With `in_process` the workers run in this process, so that arguments of calls
-    may be tensors; otherwise they are JSON.
+    `max_loras` is how many LoRA adapters it serves at once. `speculates` means speculative decoding, `serves_tokens` a server with
+    the route of `serving/token_route.py`. With `in_process` the workers run in this process, so that arguments of calls may be
+    tensors; otherwise they are JSON.
     """
 
     version: str
@@ -72,9 +77,10 @@ class EngineInfo:
     max_model_len: int
     max_num_seqs: int
     kv_tokens: int
-    serves_adapters: bool = False
+    max_loras: int = 0
     limits_to_cache: bool = False
     speculates: bool = False
+    serves_tokens: bool = False
     in_process: bool = False
 
 

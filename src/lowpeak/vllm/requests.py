@@ -1,14 +1,15 @@
 """Requests to vLLM, their distribution over waves and engines, and the validation of the answers.
 
-Each completion has a separate request with a separate seed. vLLM's server has two routes that take token ids and return token ids
-and log-probs: `/inference/v1/generate` also returns the weight version of each token; `/v1/completions` exists without
-`--enable-scale-out`.
+Each completion has a separate request with a separate seed. Three routes take token ids and return token ids and log-probs: that
+of `lowpeak serve`, and vLLM's `/inference/v1/generate`, which also return the weight version of each token; `/v1/completions`
+exists without `--enable-scale-out`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -22,8 +23,10 @@ from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Completion, Prompt
 from lowpeak.vllm.engine_args import Location, cache_size_remedy
 from lowpeak.vllm.protocol import Answer, EngineInfo, Request
+from lowpeak.vllm.serving import TOKEN_ROUTE, decode_completions
 
-Route = Literal["/inference/v1/generate", "/v1/completions"]
+Route = Literal["/lowpeak_tokens", "/inference/v1/generate", "/v1/completions"]
+TOKENS: Route = TOKEN_ROUTE
 GENERATE: Route = "/inference/v1/generate"
 COMPLETIONS: Route = "/v1/completions"
 
@@ -43,29 +46,30 @@ class SequenceRequest:
 
     @property
     def key(self) -> Key:
-        """Return the sequence's identity within one policy version and sampling."""
+        """Return the sequence's identity within one wave."""
         return self.serial, self.number, self.request.prompt_ids
 
 
 @dataclass
 class PartialAnswers:
-    """Answers to the requests of a wave, by weights of one policy version, kept while a lost engine is awaited."""
+    """Completions of a wave's requests, each with its policy version, kept while others are awaited: 9 bytes a token."""
 
-    _answers: dict[Key, Answer] = field(default_factory=dict)
-    _policy_version: int | None = None
+    _answers: dict[Key, tuple[Completion, int]] = field(default_factory=dict)
 
-    def missing(self, sequences: Iterable[SequenceRequest], policy_version: int) -> list[SequenceRequest]:
-        """Return the sequences that have no answer by this version; drop the answers of another one."""
-        if policy_version != self._policy_version:
-            self._answers, self._policy_version = {}, policy_version
+    def missing(self, sequences: Iterable[SequenceRequest]) -> list[SequenceRequest]:
+        """Return the sequences that have no answer."""
         return [sequence for sequence in sequences if sequence.key not in self._answers]
 
-    def add(self, sequences: Sequence[SequenceRequest], answers: Mapping[int, Answer]) -> None:
-        """Keep the answers, which are given by the indices of their sequences."""
-        self._answers.update({sequences[i].key: answer for i, answer in answers.items()})
+    def drop_other_versions(self, policy_version: int) -> None:
+        self._answers = {key: each for key, each in self._answers.items() if each[1] == policy_version}
 
-    def of(self, sequences: Iterable[SequenceRequest]) -> list[Answer]:
-        """Return the answers to these sequences."""
+    def add(self, sequences: Sequence[SequenceRequest], answers: Mapping[int, Answer], policy_version: int) -> None:
+        """Keep the answers, which are given by the indices of their sequences."""
+        completions = {sequences[i].key: (to_completion(answer), policy_version) for i, answer in answers.items()}
+        self._answers.update(completions)
+
+    def of(self, sequences: Iterable[SequenceRequest]) -> list[tuple[Completion, int]]:
+        """Return the completions of these sequences, and the versions of the weights that generated them."""
         return [self._answers[sequence.key] for sequence in sequences]
 
 
@@ -141,24 +145,26 @@ def request_body(request: Request, route: Route) -> dict[str, Any]:
 def parse_answer(answer: Any, route: Route, url: str) -> Answer:
     """Return the answer to a `request_body`; raise EngineError if its form is wrong. `check_answers` checks its values."""
     try:
-        (choice,) = answer["choices"]
+        (choice,) = decode_completions(answer) if route == TOKENS else answer["choices"]
         ids = tuple(choice["token_ids"])
         logprobs = _logprobs(choice["logprobs"], route)
         reason = choice["finish_reason"]
         versions = _versions(choice.get("weight_versions") or ())
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, struct.error) as error:
         raise EngineError(
             f"the server at {url} returned a malformed answer to {route} ({type(error).__name__}: {error}); check that its "
             "vLLM version is in the supported range."
         ) from None
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+    if route != TOKENS and not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
         raise EngineError(f"the server at {url} returned token ids that are not integers.")
     return Answer(ids, logprobs, str(reason), versions)
 
 
-def _logprobs(values: Mapping[str, Any] | None, route: Route) -> tuple[float, ...]:
+def _logprobs(values: Any, route: Route) -> tuple[float, ...]:
     if values is None:
         return ()
+    if route == TOKENS:
+        return tuple(values)
     if route == COMPLETIONS:
         return tuple(float(each) for each in values["token_logprobs"])
     return tuple(float(each["logprob"]) for each in values["content"] or ())

@@ -19,7 +19,7 @@ from lowpeak.arguments import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run_on_loop, start_on_loop
 from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Request, Vllm, check_worker_answers, resumed_after
-from lowpeak.vllm.requests import COMPLETIONS, GENERATE, Route, parse_answer, request_body
+from lowpeak.vllm.requests import COMPLETIONS, GENERATE, TOKENS, Route, parse_answer, request_body
 from lowpeak.vllm.serving import ADAPTER_ROUTE
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class ServerVllm(Vllm):
         self._stopping = stopping
         self._route: Route | None = None
         self._incarnation: str | None = None
-        self._adapter: Adapter | None = None
+        self._registered: set[Adapter] = set()
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
         """Call the method through vLLM's `/collective_rpc`, which returns mappings, lists and None as JSON, other
@@ -83,22 +83,24 @@ class ServerVllm(Vllm):
     def info(self, wait_seconds: float | None = None) -> EngineInfo:
         if wait_seconds is not None:
             self.wait(wait_seconds)
-        self._route = self._adapter = None
+        self._route, self._registered = None, set()
         self._incarnation = self.read_incarnation()
         properties = self.call("lowpeak_engine_info", {}, _CALL_SECONDS)[0]
         try:
-            return EngineInfo(**properties)
+            info = EngineInfo(**properties)
         except TypeError as error:
             raise EngineError(
                 f"the server at {self.url} returned properties that this lowpeak does not know ({error}): install the same "
                 "version of lowpeak on both hosts."
             ) from None
+        self._route = TOKENS if info.serves_tokens else None
+        return info
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """Complete one wave, all requests concurrently; a LostEngineError has the finished answers."""
         if not requests:
             return []
-        self._check_incarnation()
+        self._check_incarnation(requests)
         futures = [self.start(request, timeout) for request in requests]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
@@ -112,7 +114,7 @@ class ServerVllm(Vllm):
                 error.finished = finished
             if error is not None:
                 raise error
-        self._check_incarnation()
+        self._check_incarnation(requests)
         return list(finished.values())
 
     def start(self, request: Request, timeout: float | None = None) -> Future[Answer]:
@@ -167,12 +169,12 @@ class ServerVllm(Vllm):
             run_on_loop(asyncio.sleep(min(_POLL_SECONDS, until - now)), self._stopping)
 
     async def _answer(self, request: Request, until: float | None) -> Answer:
-        """Return the answer by the route with weight versions, if the server has it."""
+        """Return the answer by the route of arrays or the one with weight versions, if the server has them."""
         route = self._route or GENERATE
         try:
-            answer = await self._http.generate(route, request_body(request, route), until)
+            answer = await self._http.generate(route, request_body(request, route), until, as_bytes=route == TOKENS)
         except NoRouteError:
-            if route == COMPLETIONS:
+            if route != GENERATE:
                 raise
             self._route = COMPLETIONS
             return await self._answer(request, until)
@@ -182,12 +184,16 @@ class ServerVllm(Vllm):
         return parsed
 
     def _register(self, adapter: Adapter | None) -> None:
-        """Register the adapter that requests may name; the workers loaded it in the last push."""
-        if adapter is not None and adapter != self._adapter:
+        """Register an adapter that requests may name; the workers loaded it in a push."""
+        if adapter is not None and adapter not in self._registered:
             self._http.post(ADAPTER_ROUTE, asdict(adapter), _CALL_SECONDS)
-            self._adapter = adapter
+            self._registered.add(adapter)
 
-    def _check_incarnation(self) -> None:
-        """Raise LostEngineError if the server restarted since `info` was called."""
-        if self._incarnation is not None and self.read_incarnation() != self._incarnation:
+    def _check_incarnation(self, requests: Sequence[Request]) -> None:
+        """Raise LostEngineError if the server restarted since `info` was called, or since it got the requests' adapters."""
+        if self._incarnation is None:
+            return
+        incarnation = self.read_incarnation()
+        with_adapters = {request.adapter.incarnation for request in requests if request.adapter is not None}
+        if incarnation != self._incarnation or with_adapters - set(incarnation.split("/")):
             raise LostEngineError(f"the server at {self.url} was restarted and has the checkpoint's weights.")

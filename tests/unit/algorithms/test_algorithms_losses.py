@@ -8,17 +8,20 @@ from typing import get_args
 
 import pytest
 import torch
-from algorithm_cases import CISPO, GRPO, RLOO, SETTINGS, assert_same, ragged_rows, token_batch, trained_loss
+from algorithm_cases import CISPO, GRPO, RLOO, SETTINGS, assert_same, ragged_rows, record, token_batch, trained_loss
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowpeak.algorithms.distillation import make_distillation
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.loss_terms import clipped_surrogate, importance_ratio, off_policy_mask, product_ratio
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.arguments.distillation import DistillationSettings
 from lowpeak.arguments.grpo import EntropyBonus, GRPOLossType
+from lowpeak.logprobs.reference import naive_divergence
 from lowpeak.records import TokenBatch
 from lowpeak.training.step import weighted_loss
-from naive_losses import plain_grpo, plain_rloo
+from naive_losses import Row, plain_grpo, plain_rloo
 
 LOSS_TYPES = get_args(GRPOLossType)
 LEVELS = ["token", "sequence"]
@@ -110,6 +113,23 @@ def test_rloo_is_its_definition_on_ragged_off_policy_rows():
     for seed in range(3):
         rows = ragged_rows((3, 1, 6, 2, 0, 4, 1, 1), seed)
         assert_same(trained_loss(make_rloo(RLOO), rows), plain_rloo(RLOO, rows), rows)
+
+
+def test_sampled_divergences_have_the_gradient_of_the_reverse_kl_in_expectation():
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(2, 1, 12, generator=generator, dtype=torch.float64)
+    logp, logq = logits.requires_grad_().log_softmax(-1)[0], teacher.log_softmax(-1)[0]
+    algorithm = make_distillation(DistillationSettings(1.0, "sampled_token", 1.0, replace(GRPO, loss_type="dapo")))
+    # Each id is the completion of one record, weighted by its probability: the expectation without sampling.
+    records = [
+        replace(record(i, 0.0, length=1), old=logp[i : i + 1].detach(), reference=logq[i : i + 1]) for i in range(12)
+    ]
+    rows = [Row(logp[i : i + 1], logp[:1] * 0, r.old, r.reference, r.old, 0.0) for i, r in enumerate(records)]
+    advantages_T = torch.cat(algorithm.advantages(records, {}).per_token)
+    tokens = token_batch(rows, algorithm.reduction, "token", advantages_T=advantages_T, weights_U=logp.exp().detach())
+    (found,) = torch.autograd.grad((tokens.weights_U * algorithm.loss(logp, tokens)).sum(), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(naive_divergence(logits, teacher, 1.0).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_sequence_ratio_past_float32_has_a_zero_gradient_instead_of_nan():

@@ -72,12 +72,12 @@ def test_records_are_compared_by_reward_less_penalty(changes, records, expected)
 def test_selection_metrics_are_over_all_records():
     records = [record(0, 1.0, finish_reason="length"), record(0, 0.0), record(0, 0.5), record(1, 0.5), record(1, NAN)]
     metrics = make_online_dpo(replace(DPO, missing_eos_penalty=0.25)).select(records).metrics
-    said = {name: metric.value() for name, metric in metrics.items()}
-    assert said["objective/scores"] == pytest.approx((0.75 + 0.0 + 0.5 + 0.5) / 4)
-    assert said["objective/scores_margin"] == pytest.approx(0.75)
-    assert said["val/contain_eos_token"] == pytest.approx(0.8)
-    assert said["reward"] == pytest.approx(0.5)
-    assert said["frac_reward_zero_std"] == pytest.approx(0.4)
+    values = {name: metric.value() for name, metric in metrics.items()}
+    assert values["objective/scores"] == pytest.approx((0.75 + 0.0 + 0.5 + 0.5) / 4)
+    assert values["objective/scores_margin"] == pytest.approx(0.75)
+    assert values["val/contain_eos_token"] == pytest.approx(0.8)
+    assert values["reward"] == pytest.approx(0.5)
+    assert values["frac_reward_zero_std"] == pytest.approx(0.4)
 
 
 def pair_batch(rows, **changes):
@@ -136,7 +136,7 @@ def test_metrics_are_over_weighted_pairs_only():
     logprobs_T = torch.cat([row.logprobs for row in rows]).detach()
     tokens = pair_batch(rows, weights_U=torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
     measured = make_online_dpo(DPO).measure(logprobs_T, None, tokens)
-    said = {name: metric.value() for name, metric in measured.items()}
+    values = {name: metric.value() for name, metric in measured.items()}
     ratios = [float((row.logprobs - row.reference).detach().sum()) for row in rows]
     sums = [float(row.logprobs.detach().sum()) for row in rows]
     margins = [0.3 * (ratios[0] - ratios[3]), 0.3 * (ratios[1] - ratios[2])]
@@ -152,4 +152,4 @@ def test_metrics_are_over_weighted_pairs_only():
         "objective/non_score_reward": -0.3 * sum(ratios[:4]) / 4,
         "beta": 0.3,
     }
-    assert said == pytest.approx(expected)
+    assert values == pytest.approx(expected)

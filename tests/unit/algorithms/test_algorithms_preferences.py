@@ -92,6 +92,37 @@ def test_a_loss_of_pairs_is_the_papers_in_value_and_every_gradient(name):
     torch.testing.assert_close(both, 0.5 * loss_U + 2.0 * alone)
 
 
+def f_of(kind, ratio):
+    """The f of an f-divergence at a ratio of probabilities (f-DPO, table 1); of alpha by its integral from 1."""
+    return {
+        "forward_kl": lambda: ratio - torch.log(ratio),  # its slope is 1 - 1 / ratio
+        "js_divergence": lambda: ratio * torch.log(ratio) - (ratio + 1) * torch.log((ratio + 1) / 2),
+        "alpha_divergence": lambda: (ratio**0.7 / 0.7 - ratio) / (0.7 - 1),
+    }[kind]()
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "sft"])
+@pytest.mark.parametrize("kind", ["forward_kl", "js_divergence", "alpha_divergence"])
+def test_an_f_divergence_replaces_log_ratios_by_the_slope_of_f(kind, loss_type):
+    rows = ragged_rows(LENGTHS)
+    logprobs_T = torch.cat([row.logprobs for row in rows])
+    settings = replace(SETTINGS, losses=((loss_type, 1.0),), ld_alpha=1.0, f_divergence=kind, f_alpha=0.7)
+    signs = torch.repeat_interleave(torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, -1.0]).double(), torch.tensor(LENGTHS))
+    loss_U = dpo_loss(settings, logprobs_T, token_batch(rows, advantages_T=signs))
+    for loss, (chosen, rejected) in zip(loss_U, PAIRS, strict=True):
+        slopes = []
+        for i in (chosen, rejected):
+            ratio = (rows[i].logprobs.detach() - rows[i].reference).sum().exp().requires_grad_()
+            slopes.append(torch.autograd.grad(f_of(kind, ratio), ratio)[0])
+        difference, means = slopes[0] - slopes[1], slopes[0] / LENGTHS[chosen] - slopes[1] / LENGTHS[rejected]
+        expected = {
+            "sigmoid": -torch.log(s(0.3 * difference)),
+            "ipo": (means - 1 / 0.6) ** 2,
+            "sft": plain_pair("sft", rows, chosen, rejected),
+        }[loss_type]
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+
+
 def test_metrics_of_pairs_are_over_weighted_pairs_with_weighted_log_ratios():
     rows = ragged_rows(LENGTHS)
     tokens = token_batch(rows, weights_U=torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))

@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import HfArgumentParser
 
 import lowpeak
+from architecture.arguments_page import PAGE, text
 from lowpeak.arguments.base import run_facts
 from lowpeak.arguments.validation import idle_arguments
 from lowpeak.cli.parser import parse_arguments
@@ -188,11 +189,15 @@ def test_the_page_for_trls_users_has_every_field():
     assert len(TRL["GRPOConfig"].keys() - defaults_of("GRPOConfig").keys()) <= 10
 
 
+def test_the_page_of_arguments_is_that_of_the_arguments():
+    assert PAGE.read_text(encoding="utf-8") == text(), "run python tests/architecture/arguments_page.py"
+
+
 def test_a_file_with_trls_defaults_is_read(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("dataset_kwargs: null\ntruncation_mode: keep_start\nlearning_rate: 1e-5\nloss_type: nll\n")
-    told = parse_arguments([lowpeak.SFTConfig], ["--config", str(path)], "lowpeak sft")
-    assert told == {"learning_rate": 1e-5, "loss_type": "nll"}
+    arguments = parse_arguments([lowpeak.SFTConfig], ["--config", str(path)], "lowpeak sft")
+    assert arguments == {"learning_rate": 1e-5, "loss_type": "nll"}
 
 
 @pytest.mark.parametrize(

@@ -59,16 +59,16 @@ def test_tensor_parallelism_is_asked_of_accelerate():
 
 
 @pytest.mark.parametrize(
-    ("changes", "beside", "told"),
+    ("changes", "others", "pattern"),
     [
         ({"WORLD_SIZE": "4"}, "", "tp_size=2.* dp_shard_size=4 .* 4 .* 8, .*2 x 2.*4 x 1"),
         ({}, "DeepSpeed", "DeepSpeed"),
         ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "", "dp_replicate_size"),
     ],
 )
-def test_tensor_parallelism_fills_the_processes_with_fsdp2_alone(changes, beside, told):
-    with pytest.raises(ArgumentError, match=told):
-        resolve_model_parallel(TENSORS | changes, None, beside)
+def test_tensor_parallelism_fills_the_processes_with_fsdp2_alone(changes, others, pattern):
+    with pytest.raises(ArgumentError, match=pattern):
+        resolve_model_parallel(TENSORS | changes, None, others)
 
 
 def test_beside_tensor_parallelism_fsdp_is_not_accelerate_s():
@@ -80,15 +80,15 @@ def test_beside_tensor_parallelism_fsdp_is_not_accelerate_s():
 
 
 @pytest.mark.parametrize(
-    ("environ", "loading", "told"),
+    ("environ", "loading", "pattern"),
     [
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, "Megatron-LM"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {}, "mixed_precision: fp8"),
         ({}, {"tp_plan": "auto"}, "model_init_kwargs .*tp_plan"),
     ],
 )
-def test_what_of_accelerate_or_of_loading_lowpeak_does_not_run_is_refused(environ, loading, told):
-    with pytest.raises(ArgumentError, match=told):
+def test_what_of_accelerate_or_of_loading_lowpeak_does_not_run_is_refused(environ, loading, pattern):
+    with pytest.raises(ArgumentError, match=pattern):
         refuse_unsupported_parallelism(environ, loading)
 
 

@@ -14,7 +14,7 @@ OLDER = {"disable_unwrapping_for_generation": True}
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("arguments", "expected"),
     [
         ({}, None),
         ({"gather_budget": "auto"}, None),
@@ -32,18 +32,18 @@ OLDER = {"disable_unwrapping_for_generation": True}
         ({"gather_budget": "much"}, ArgumentError),
     ],
 )
-def test_one_budget_is_said_in_three_ways_that_agree(tmp_path, said, expected):
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **said)
+def test_one_budget_is_said_in_three_ways_that_agree(tmp_path, arguments, expected):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **arguments)
     if expected is not ArgumentError:
         assert resolve_gather_budget(args) == expected
         return
     with pytest.raises(ArgumentError) as error:
         resolve_gather_budget(args)
-    assert all(f"{name}={value!r}" in str(error.value) for name, value in said.items())
+    assert all(f"{name}={value!r}" in str(error.value) for name, value in arguments.items())
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("arguments", "expected"),
     [
         (None, None),
         (4096, 4096),
@@ -52,18 +52,18 @@ def test_one_budget_is_said_in_three_ways_that_agree(tmp_path, said, expected):
         *((value, ArgumentError) for value in (0, 1.5, True, "much")),
     ],
 )
-def test_a_cache_is_as_large_as_a_number_or_a_size_says(tmp_path, said, expected):
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, kv_cache_bytes=said)
+def test_a_cache_is_as_large_as_a_number_or_a_size_says(tmp_path, arguments, expected):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, kv_cache_bytes=arguments)
     if expected is not ArgumentError:
         assert resolve_online(args, 1, 1).memory.kv_cache_bytes == expected
         return
-    with pytest.raises(ArgumentError, match=f"kv_cache_bytes={said!r}"):
+    with pytest.raises(ArgumentError, match=f"kv_cache_bytes={arguments!r}"):
         resolve_online(args, 1, 1)
 
 
 def test_mini_batches_that_hold_no_whole_groups_are_named_as_the_user_did(tmp_path):
-    said = {"num_mini_batches": 3, "num_generations": 16, "gradient_accumulation_steps": 3}
-    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, **said)
+    arguments = {"num_mini_batches": 3, "num_generations": 16, "gradient_accumulation_steps": 3}
+    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, **arguments)
     with pytest.raises(ArgumentError, match=r"num_mini_batches=2\b"):
         resolve_online(args, 1, 1)
 

@@ -32,7 +32,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "pattern"),
     [
         (b"a: \xff\xfe\x00", ""),
         (b"- a\n- b\n", "list"),
@@ -47,9 +47,9 @@ def test_exponents_without_a_dot_are_numbers(tmp_path):
         (b"a: " + b"[" * 3000 + b"]" * 3000, ""),
     ],
 )
-def test_a_file_that_is_not_settings_is_an_error_with_its_name_and_line(tmp_path, content, told):
+def test_a_file_that_is_not_settings_is_an_error_with_its_name_and_line(tmp_path, content, pattern):
     (tmp_path / "run.yaml").write_bytes(content)
-    with pytest.raises(ArgumentError, match=rf"run\.yaml.*{told}"):
+    with pytest.raises(ArgumentError, match=rf"run\.yaml.*{pattern}"):
         load_yaml(tmp_path / "run.yaml")
 
 
@@ -63,8 +63,8 @@ def test_each_unknown_name_is_named_with_its_remedy_or_the_closest_known_one():
     known, rejected = {"beta", "num_generations", "label_names"}, {"max_prompt_length": "set overlong_prompts"}
     check_names(known, known, rejected)
     names = ["num_generation", "beta", "zzz", "model_name", "max_prompt_length"]
-    told = r"'num_generation'.*'num_generations'.*'zzz'.*'model_name'.*'max_pro.*overlong_prompts"
-    with pytest.raises(ArgumentError, match=told) as refused:
+    pattern = r"'num_generation'.*'num_generations'.*'zzz'.*'model_name'.*'max_pro.*overlong_prompts"
+    with pytest.raises(ArgumentError, match=pattern) as refused:
         check_names(names, known, rejected)
     assert "label_names" not in str(refused.value)  # far from `model_name`
 

@@ -15,6 +15,7 @@ from datasets import Dataset
 import lowpeak
 from changed_arguments import CHANGED, SERVED, VLLM
 from lowpeak import (
+    DistillationConfig,
     DPOConfig,
     GRPOConfig,
     GRPOTrainer,
@@ -53,6 +54,7 @@ OF_COMMAND = {
     "online-dpo": OnlineDPOConfig,
     "sft": SFTConfig,
     "reward": RewardConfig,
+    "distillation": DistillationConfig,
     "dpo": DPOConfig,
     "kto": KTOConfig,
 }
@@ -62,12 +64,12 @@ OTHERWISE = {
     if config is GRPOConfig and others in (VLLM, SERVED)
     for name, value in values.items()
 }
-RAISES = "vllm_structured_outputs_regex"  # without vLLM
+RAISES = ("vllm_structured_outputs_regex", "max_staleness")  # without vLLM
 
 
-def resolved(folder, config=GRPOConfig, **said):
+def resolved(folder, config=GRPOConfig, **arguments):
     """The settings without the facts, and what has no effect in a run that shards nothing and computes in fp32."""
-    args = config(output_dir=str(folder), use_cpu=True, **said)
+    args = config(output_dir=str(folder), use_cpu=True, **arguments)
     if config in RESOLVE:
         online = resolve_online(args, 1, 1)
         facts = online.facts
@@ -84,7 +86,7 @@ def resolved(folder, config=GRPOConfig, **said):
 @pytest.mark.parametrize(
     ("config", "others", "idle", "reason"),
     [
-        *((GRPOConfig, {}, {name: value}, "use_vllm") for name, value in OTHERWISE.items() if name != RAISES),
+        *((GRPOConfig, {}, {name: value}, "use_vllm") for name, value in OTHERWISE.items() if name not in RAISES),
         *((GRPOConfig, SERVED, {name: OTHERWISE[name]}, "lowpeak serve") for name in (
             "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
             "vllm_engine_kwargs")),
@@ -96,6 +98,9 @@ def resolved(folder, config=GRPOConfig, **said):
          {"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_correction"),
         *((GRPOConfig, {}, {name: value}, "num_iterations") for name, value in (
             ("epsilon", 0.1), ("epsilon_high", 0.28), ("delta", 0.5), ("importance_sampling_level", "sequence"))),
+        *((GRPOConfig, {**VLLM, "old_policy": "sampler"}, {f"vllm_importance_sampling_{name}": value}, "old_policy")
+          for name, value in (("correction", False), ("mode", "token_mask"), ("clip_max", 2.0), ("clip_min", 0.5))),
+        *((config, {}, {"old_policy": "sampler"}, "ratio") for config in (RLOOConfig, OnlineDPOConfig)),
         (GRPOConfig, VLLM, {"importance_sampling_level": "sequence"}, "num_iterations"),
         (GRPOConfig, {"beta": 0.1, "use_bias_correction_kl": False}, {"importance_sampling_level": "sequence"}, "num_iterations"),
         (GRPOConfig, {"loss_type": "cispo", "epsilon_high": 5.0}, {"epsilon": 0.1}, "epsilon_high"),
@@ -166,7 +171,7 @@ LAYERS = {"every_n_layers": 2}
 
 
 @pytest.mark.parametrize(
-    ("others", "said", "idle"),
+    ("others", "arguments", "idle"),
     [
         ({"max_steps": 4}, {"num_train_epochs": 1.0}, True),
         ({}, {"num_train_epochs": 1.0}, False),
@@ -200,7 +205,7 @@ LAYERS = {"every_n_layers": 2}
         *(({"optim": name}, {"optim_args": "a=1"}, False) for name in ("sgd", "rmsprop", "adamw_torch_8bit", "galore_adamw")),
         ({}, {"optim_target_modules": "all-linear"}, True),
         ({"optim": "apollo_adamw"}, {"optim_target_modules": "all-linear"}, False),
-        *(({"lr_scheduler_type": "constant"}, said, True) for said in ({"warmup_steps": 3}, {"lr_scheduler_kwargs": {"a": 1}})),
+        *(({"lr_scheduler_type": "constant"}, idle, True) for idle in ({"warmup_steps": 3}, {"lr_scheduler_kwargs": {"a": 1}})),
         ({"lr_scheduler_type": "constant_with_warmup"}, {"lr_scheduler_kwargs": {"a": 1}}, True),
         ({"lr_scheduler_type": "constant_with_warmup"}, {"warmup_steps": 3}, False),
         ({"lr_scheduler_type": "constant", "optim": "schedule_free_adamw"}, {"warmup_steps": 3}, False),
@@ -216,14 +221,14 @@ LAYERS = {"every_n_layers": 2}
     ],
     ids=str,
 )  # fmt: skip
-def test_an_inherited_argument_that_does_not_act_is_named_and_no_other_is(tmp_path, others, said, idle):
-    _, found = resolved(tmp_path, **others, **said)
+def test_an_inherited_argument_that_does_not_act_is_named_and_no_other_is(tmp_path, others, arguments, idle):
+    _, found = resolved(tmp_path, **others, **arguments)
     assert len(found) == idle, found
-    assert all(name in shown for name, shown in zip(said, found, strict=False))
+    assert all(name in shown for name, shown in zip(arguments, found, strict=False))
 
 
 @pytest.mark.parametrize(
-    "said",
+    "arguments",
     [
         *({name: "foo"} for name in (
             "lr_scheduler_type", "optim", "eval_strategy", "save_strategy", "logging_strategy", "hub_strategy", "debug",
@@ -239,9 +244,9 @@ def test_an_inherited_argument_that_does_not_act_is_named_and_no_other_is(tmp_pa
     ],
     ids=str,
 )  # fmt: skip
-def test_what_transformers_cannot_read_is_named(tmp_path, said):
-    with pytest.raises(ArgumentError, match=next(iter(said))) as refused:
-        check_values(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **said))
+def test_what_transformers_cannot_read_is_named(tmp_path, arguments):
+    with pytest.raises(ArgumentError, match=next(iter(arguments))) as refused:
+        check_values(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **arguments))
     assert "\n" not in str(refused.value)
 
 
@@ -268,7 +273,7 @@ def test_defaults_and_copies_of_them_name_nothing(tmp_path, config):
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "arguments"),
     [
         *((GRPOConfig, {name: value}) for name, value in (
             ("save_strategy", "best"), ("ddp_backend", "gloo"),
@@ -278,6 +283,13 @@ def test_defaults_and_copies_of_them_name_nothing(tmp_path, config):
         (GRPOConfig, {"vllm_server_base_url": "http://a:1", **VLLM}),
         (GRPOConfig, {"vllm_server_host": "a", "vllm_server_base_url": "http://a:1", **SERVED}),
         (GRPOConfig, {"vllm_gpu_memory_utilization": 0.5, "kv_cache_bytes": 1 << 20, **VLLM}),
+        *((GRPOConfig, {"max_staleness": 1, **others}) for others in ({}, VLLM)),
+        (GRPOConfig, {"offload_during_rollout": True, "max_staleness": 1, **SERVED}),
+        (GRPOConfig, {"max_staleness": 1, "old_policy": "policy", "vllm_importance_sampling_correction": False, **SERVED}),
+        (RLOOConfig, {"max_staleness": 1, "vllm_importance_sampling_correction": False, **SERVED}),
+        *((config, {"max_staleness": 2, "vllm_server_base_url": ["http://a:1", "http://b:1"], **level, **SERVED})
+          for config, level in ((RLOOConfig, {}), (GRPOConfig, {"importance_sampling_level": "sequence", "num_iterations": 2}))),
+        (GRPOConfig, {"max_staleness": 2, **SERVED}),
         (GRPOConfig, {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}),
         (GRPOConfig, {"sync_ref_model": True, "offload_frozen_models": True, "beta": 0.1}),
         (PPOConfig, {"dynamic_sampling_rounds": 2}),
@@ -288,19 +300,19 @@ def test_defaults_and_copies_of_them_name_nothing(tmp_path, config):
     ],
     ids=str,
 )  # fmt: skip
-def test_an_argument_without_which_a_run_would_mislead_raises(tmp_path, config, said):
-    name = next(iter(said))
+def test_an_argument_without_which_a_run_would_mislead_raises(tmp_path, config, arguments):
+    name = next(iter(arguments))
     with pytest.raises(ArgumentError, match=name):
-        resolved(tmp_path, config, **said)
+        resolved(tmp_path, config, **arguments)
 
 
 THREE = {"epsilon": 0.1, "kl_estimator": "k1", "dataloader_num_workers": 4}
 
 
-def train(folder, optimizers=(None, None), model=None, **said):
+def train(folder, optimizers=(None, None), model=None, **arguments):
     tokenizer = char_tokenizer()
     sizes = {"per_device_train_batch_size": 8, "max_completion_length": 4}
-    args = GRPOConfig(output_dir=str(folder), use_cpu=True, report_to="none", **sizes, **said)
+    args = GRPOConfig(output_dir=str(folder), use_cpu=True, report_to="none", **sizes, **arguments)
     return GRPOTrainer(
         model=model or tiny_model(len(tokenizer)),
         reward_funcs=lambda completions, **columns: [0.0] * len(completions),
@@ -314,12 +326,12 @@ def train(folder, optimizers=(None, None), model=None, **said):
 def test_idle_arguments_are_named_in_one_warning_with_their_reasons(tmp_path, caplog):
     train(tmp_path, **THREE)
     (record,) = [each for each in caplog.records if "strict_arguments" in each.getMessage()]
-    told = record.getMessage()
+    message = record.getMessage()
     assert record.levelname == "WARNING"
     assert record.name.startswith("lowpeak")
-    assert "\n" not in told
-    assert [name in told for name in ("epsilon=0.1", "kl_estimator='k1'", "dataloader_num_workers=4")] == [True] * 3
-    assert [word in told for word in ("num_iterations", "beta", "cursor")] == [True] * 3
+    assert "\n" not in message
+    assert [name in message for name in ("epsilon=0.1", "kl_estimator='k1'", "dataloader_num_workers=4")] == [True] * 3
+    assert [word in message for word in ("num_iterations", "beta", "cursor")] == [True] * 3
     caplog.clear()
     train(tmp_path)
     assert "strict_arguments" not in caplog.text
@@ -342,12 +354,12 @@ def test_arguments_of_an_optimizer_and_a_schedule_do_not_act_if_those_are_passed
     model = tiny_model(len(char_tokenizer()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    said = {"learning_rate": 0.5, "optim": "adamw_torch", "weight_decay": 0.1, "adam_beta1": 0.5, "lr_scheduler_type": "cosine",
-        "warmup_steps": 3}  # fmt: skip
-    train(tmp_path, (optimizer, schedule), model, **said)
-    assert [name for name in said if f"{name}=" not in caplog.text] == []
+    arguments = {"learning_rate": 0.5, "optim": "adamw_torch", "weight_decay": 0.1, "adam_beta1": 0.5,
+        "lr_scheduler_type": "cosine", "warmup_steps": 3}  # fmt: skip
+    train(tmp_path, (optimizer, schedule), model, **arguments)
+    assert [name for name in arguments if f"{name}=" not in caplog.text] == []
     caplog.clear()
-    train(tmp_path, **said)
+    train(tmp_path, **arguments)
     assert "strict_arguments" not in caplog.text
 
 
@@ -373,9 +385,9 @@ def test_the_configurations_of_readme_and_examples_name_nothing(tmp_path):
         known = {f.name for f in dataclasses.fields(config)}
         found.append((config, {name: value for name, value in load_yaml(path).items() if name in known}))
     assert len(found) >= 21
-    for config, said in found:
-        args = config(**{**said, "output_dir": str(tmp_path), "use_cpu": True})
-        assert not idle_arguments(args, run_facts(args)), said
+    for config, arguments in found:
+        args = config(**{**arguments, "output_dir": str(tmp_path), "use_cpu": True})
+        assert not idle_arguments(args, run_facts(args)), arguments
 
 
 def test_torch_compile_without_effect_leaves_transformers_no_backend_to_compile_with(tmp_path):
@@ -404,3 +416,9 @@ def test_an_argument_that_has_no_effect_on_later_rows_is_reported_once(tmp_path,
         "1 argument has no effect in this run: chat_template_kwargs={'a': 1} (dataset row 3 is text)"
         in record.getMessage()
     )
+
+
+@pytest.mark.parametrize("name", ["max_staleness", "max_steps", "learning_rate"])
+def test_a_boolean_is_no_number(tmp_path, name):
+    with pytest.raises(ArgumentError, match=f"{name}=True"):
+        check_values(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **{name: True}))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from packaging.version import Version
 
-from lowpeak import GRPOConfig, RLOOConfig
+from lowpeak import GRPOConfig, PPOConfig, RLOOConfig
 from lowpeak.arguments import vllm as vllm_arguments
 from lowpeak.arguments.correction import Correction
 from lowpeak.arguments.grpo import resolve_grpo
 from lowpeak.arguments.online import resolve_online
+from lowpeak.arguments.ppo import resolve_ppo
 from lowpeak.arguments.rloo import resolve_rloo
 from lowpeak.arguments.validation import reset_idle_arguments
 from lowpeak.arguments.vllm import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
@@ -37,17 +38,17 @@ def test_without_vllm_there_are_no_settings_and_with_it_trls_defaults(tmp_path):
 
 
 def test_a_colocated_engine_takes_its_share_its_lengths_and_its_ranks(tmp_path):
-    said = {
+    arguments = {
         "vllm_gpu_memory_utilization": 0.5, "vllm_max_model_length": 4096, "vllm_tensor_parallel_size": 2,
         "vllm_model_impl": "transformers", "vllm_enable_sleep_mode": True, "vllm_engine_kwargs": '{"enforce_eager": true}',
     }  # fmt: skip
-    found = settings(tmp_path, 4, use_vllm=True, **said).where
+    found = settings(tmp_path, 4, use_vllm=True, **arguments).where
     assert found == ColocateSettings(2, 0.5, 4096, "transformers", True, None, {"enforce_eager": True})
     assert settings(tmp_path, use_vllm=True, kv_cache_bytes=1 << 20).where == ColocateSettings(kv_cache_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(
-    ("said", "urls"),
+    ("arguments", "urls"),
     [
         ({"vllm_server_host": "node7", "vllm_server_port": 8011}, ("http://node7:8011",)),
         ({"vllm_server_host": "::1"}, ("http://[::1]:8000",)),
@@ -55,13 +56,13 @@ def test_a_colocated_engine_takes_its_share_its_lengths_and_its_ranks(tmp_path):
         ({"vllm_server_base_url": ["http://a:1", "http://b:2"]}, ("http://a:1", "http://b:2")),
     ],
 )
-def test_servers_are_named_by_url_or_by_host_and_port(tmp_path, said, urls):
-    assert settings(tmp_path, **SERVER, **said).where.base_urls == urls
+def test_servers_are_named_by_url_or_by_host_and_port(tmp_path, arguments, urls):
+    assert settings(tmp_path, **SERVER, **arguments).where.base_urls == urls
 
 
 def test_a_server_has_its_time_its_port_and_its_token(tmp_path):
-    said = {"vllm_server_timeout": 30.0, "vllm_group_port": 4000, "vllm_server_token": "secret"}
-    found = settings(tmp_path, **SERVER, **said)
+    arguments = {"vllm_server_timeout": 30.0, "vllm_group_port": 4000, "vllm_server_token": "secret"}
+    found = settings(tmp_path, **SERVER, **arguments)
     assert found.where == ServerSettings(("http://127.0.0.1:8000",), 30.0, "secret", 4000)
     args = config(tmp_path, **SERVER)
     assert resolve_vllm(args, 1, {"LOWPEAK_SERVER_TOKEN": "key"}).where.token == "key"
@@ -70,19 +71,19 @@ def test_a_server_has_its_time_its_port_and_its_token(tmp_path):
 
 
 def test_weights_waves_and_completions_are_said_for_both_modes(tmp_path):
-    said = {
+    arguments = {
         "vllm_batch_size": 7, "vllm_wave_timeout": 9.0, "vllm_bucket_size": "2MiB", "vllm_verify_weights": False,
         "vllm_adapters": False, "vllm_structured_outputs_regex": "[0-9]+",
         "generation_kwargs": {"seed": 3, "min_tokens": 2, "logit_bias": {"7": 1}},
     }  # fmt: skip
     for mode, transport in (("colocate", "process"), ("server", "tcp")):
-        found = settings(tmp_path, use_vllm=True, vllm_mode=mode, vllm_transport=transport, **said)
+        found = settings(tmp_path, use_vllm=True, vllm_mode=mode, vllm_transport=transport, **arguments)
         more = {"logit_bias": {7: 1.0}}
         assert found == VllmSettings(found.where, 7, 9.0, 2 << 20, transport, False, False, "[0-9]+", more)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "pattern"),
     [
         ({"vllm_tensor_parallel_size": 3}, "vllm_tensor_parallel_size=3 .* 1 or 2 or 4"),
         ({"vllm_max_model_length": 512}, "vllm_max_model_length=512 .*max_completion_length=512"),
@@ -96,12 +97,12 @@ def test_weights_waves_and_completions_are_said_for_both_modes(tmp_path):
             ("http://1.2.3.999", "999"), (8000, "8000"))),
         *(({"vllm_server_host": host, "vllm_mode": "server"}, f"vllm_server_host='{host}'") for host in ("http://a", "a b")),
         *(({"vllm_bucket_size": size}, f"vllm_bucket_size={size!r}") for size in ("64 sheep", 0, "1.5")),
-        *(({"generation_kwargs": {name: 4}}, f"generation_kwargs.*{told}") for name, told in (
+        *(({"generation_kwargs": {name: 4}}, f"generation_kwargs.*{pattern}") for name, pattern in (
             ("banana", "banana.*min_tokens"), ("ignore_eos", "max_completion_length"), ("n", "num_generations"),
             ("repetition_detection", "repetition_detection"), ("logprobs", "logprobs"))),
         *(({"generation_kwargs": {"logit_bias": bias}}, "generation_kwargs.*logit_bias=") for bias in (
             {"a": 1}, {"1": "x"}, {"1": None})),
-        *(({"vllm_engine_kwargs": said}, f"vllm_engine_kwargs.*{told}") for said, told in (
+        *(({"vllm_engine_kwargs": arguments}, f"vllm_engine_kwargs.*{pattern}") for arguments, pattern in (
             ({"tensor_parallel_size": 2}, "vllm_tensor_parallel_size"), ({"load_format": "auto"}, "load_format"), ("banana", ""),
             ("[1]", ""))),
         ({"vllm_mode": "sever"}, "vllm_mode='sever'.*'colocate', 'server'"),
@@ -112,8 +113,8 @@ def test_weights_waves_and_completions_are_said_for_both_modes(tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_contradicts_itself_or_is_out_of_range_raises(tmp_path, changes, told):
-    with pytest.raises(ArgumentError, match=told):
+def test_what_contradicts_itself_or_is_out_of_range_raises(tmp_path, changes, pattern):
+    with pytest.raises(ArgumentError, match=pattern):
         settings(tmp_path, 4, use_vllm=True, **changes)
 
 
@@ -152,6 +153,8 @@ BOUNDS = {"clip_max": 2.0, "clip_min": 0.5}
         ((), {"mode": "token_mask", **BOUNDS}, Correction(False, True, 0.5, 2.0)),
         ((), {"mode": "sequence_truncate", **BOUNDS}, Correction(True, False, 0.5, 2.0)),
         ((), {"mode": "sequence_mask", **BOUNDS}, Correction(True, True, 0.5, 2.0)),
+        ((), {"mode": "sequence_geometric_mask"}, Correction(True, True, 0.99, 1.01, True)),
+        ((), {"mode": "sequence_geometric_mask", **BOUNDS}, Correction(True, True, 0.5, 2.0, True)),
         ((), {"clip_min": 3.0}, r"clip_min=3\.0 .*clip_max=3\.0"),
         ((), {"mode": "token_truncate", "clip_max": None}, "mode='token_truncate'.*clip_max"),
         (RLOO, {"mode": "token_mask"}, "vllm_importance_sampling_mode='token_mask'.*sequence_mask"),
@@ -168,6 +171,36 @@ def test_the_correction_is_trls_in_four_modes_with_bounds_that_bind(tmp_path, ki
         return
     with pytest.raises(ArgumentError, match=expected):
         correction(tmp_path, *kind, use_vllm=True, **named)
+
+
+STALE = {**SERVER, "max_staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "old_policy", "expected"),
+    [
+        ((), {}, "sampler", None),
+        ((), {"vllm_importance_sampling_mode": "sequence_geometric_mask"}, "sampler", Correction(True, True, 0.99, 1.01, True)),
+        ((), {"vllm_importance_sampling_correction": False}, "sampler", None),
+        ((), {"old_policy": "policy"}, "policy", Correction(False, False, None, 2.0)),
+        ((), {"old_policy": "policy", "vllm_importance_sampling_mode": "sequence_mask"}, "policy",
+         Correction(True, True, None, 3.0)),
+        ((), {"old_policy": "policy", "vllm_importance_sampling_cap": 3.0}, "policy", Correction(False, False, None, 3.0)),
+        ((), {"importance_sampling_level": "sequence", "num_iterations": 2}, "policy", Correction(True, False, None, 3.0)),
+        ((), {"importance_sampling_level": "sequence"}, "policy", Correction(True, False, None, 3.0)),
+        ((), {"vllm_importance_sampling_mode": "sequence_geometric_mask", "vllm_importance_sampling_clip_max": 3.0}, "sampler",
+         Correction(True, True, 0.99, 3.0, True)),
+        (RLOO, {"old_policy": "sampler"}, "policy", Correction(True, False, None, 3.0)),
+        (RLOO, {}, "policy", Correction(True, False, None, 3.0)),
+        ((PPOConfig, resolve_ppo), {}, "sampler", None),
+    ],
+)  # fmt: skip
+def test_stale_rollouts_are_clipped_around_the_sampler_or_truncated(tmp_path, kind, changes, old_policy, expected):
+    kind, resolve = kind or (GRPOConfig, resolve_grpo)
+    args = config(tmp_path, kind, **STALE, **changes)
+    online = resolve_online(args, 1, 1)
+    found = resolve(reset_idle_arguments(args, online.facts), online)
+    assert (found.old_policy, found.correction, online.max_staleness) == (old_policy, expected, 1)
 
 
 class _GroupMade(Exception):

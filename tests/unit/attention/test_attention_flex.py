@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
-from forest_cases import forest_of, length_of
+from forest_cases import forest_of, length_of, random_forest
 from lowpeak.attention.flex import BLOCK, attend_flex, block_mask, kernel_options
 from lowpeak.attention.scores import PLAIN, ScoreModifiers
 from lowpeak.attention.self_check import dense_attention, forest_mask
@@ -18,6 +18,10 @@ FORESTS = {
     "less than a block": forest_of((5, (3, 1, 4)), (0, (6,)), padding=2),
     "several blocks": forest_of((5, (3, 1)), (0, (6,)), (300, (600, 33, 200)), (1, (1,))),
     "whole blocks, then padding": forest_of((256, (128, 128)), (0, (128,)), padding=140),
+    "branches": forest_of(
+        (100, (60, (40, ((30, (300, 5)), 20)), 150)), (1, ((1, (1, 1)), 1)), (256, ((128, (128, 256)), 128))
+    ),
+    "random tries": random_forest(0, 30, 60),
     "plain sequences": forest_of((0, (200,)), (0, (300,)), (0, (12,))),
 }
 CPU = torch.device("cpu")
@@ -38,7 +42,7 @@ def test_the_forward_is_the_definitions(name, span, scores):
     length = length_of(forest)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, length, w) for h, w in ((6, 16), (2, 16), (2, 12)))
-    out = attend_flex(query, key, value, block_mask(forest.trees, length, CPU, span), 0.3, scores, compiled=False)
+    out = attend_flex(query, key, value, block_mask(forest.nodes, length, CPU, span), 0.3, scores, compiled=False)
     mask = forest_mask(forest, length, span=span)
     real = mask.any(1)
     mask = mask | ~real[:, None]
@@ -52,7 +56,7 @@ def test_the_forward_is_the_definitions(name, span, scores):
 def test_blocks_hold_every_pair_that_sees_and_few_that_do_not_and_full_ones_are(name, span, full_share):
     forest = FORESTS[name]
     length = length_of(forest)
-    mask, ours = forest_mask(forest, length, span=span), block_mask(forest.trees, length, CPU, span)
+    mask, ours = forest_mask(forest, length, span=span), block_mask(forest.nodes, length, CPU, span)
     meant = create_block_mask(lambda b, h, i, j: mask[i, j], None, None, length, length, device="cpu")
     ours_NN, meant_NN = ours.to_dense()[0, 0].bool(), meant.to_dense()[0, 0].bool()
     assert (ours_NN | ~meant_NN).all()
@@ -68,7 +72,7 @@ def test_blocks_hold_every_pair_that_sees_and_few_that_do_not_and_full_ones_are(
 def test_a_block_mask_is_built_of_tensors_without_numbers_too():
     forest = FORESTS["several blocks"]
     with FakeTensorMode():
-        mask = block_mask(forest.trees, length_of(forest), CPU)
+        mask = block_mask(forest.nodes, length_of(forest), CPU)
     assert mask.shape == (1, 1, length_of(forest), length_of(forest))
 
 

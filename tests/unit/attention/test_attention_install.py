@@ -111,12 +111,12 @@ def together(model):
 def test_generation_and_padded_rows_with_their_gradients_are_unchanged_to_the_bit(name):
     model, rows = model_of(name), ids_of(3, 9)
     ids, mask = ids_of(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
-    asked = {"attention_mask": mask, "max_new_tokens": 6, "output_scores": True, "return_dict_in_generate": True}
+    keywords = {"attention_mask": mask, "max_new_tokens": 6, "output_scores": True, "return_dict_in_generate": True}
 
     def run():
         model.zero_grad()
         model(rows, labels=rows).loss.backward()
-        generated = model.generate(ids, do_sample=False, **asked)
+        generated = model.generate(ids, do_sample=False, **keywords)
         return [generated.sequences, *generated.scores, *(p.grad for p in model.parameters() if p.grad is not None)]
 
     before = run()

@@ -12,8 +12,8 @@ from forest_cases import NUM_IDS, SIZES, forest_of, length_of, rows_of
 from lowpeak.attention.install import forward_arguments, install_attention, uninstall_attention
 from lowpeak.attention.mixers import MixerCalls, mixers_of
 
-# Prompts of 5, 0, 1 and 9 tokens; completions of one token, and none.
-FOREST = forest_of((5, (3, 1, 4)), (0, (6,)), (1, (2, 7)), (9, (1,)), padding=2)
+# Prompts of 5, 0, 1 and 9 tokens; completions of one token; one that forks.
+FOREST = forest_of((5, (3, 1, 4)), (0, (6,)), (1, (2, 7)), (9, (1,)), (4, ((3, (2, 5)), 1)), padding=2)
 MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
 SMALL = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2}
 LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
@@ -98,9 +98,9 @@ def test_a_deep_copy_runs_its_own_weights_and_uninstalling_restores_the_forward(
 
 
 def test_a_prompt_is_computed_once_unless_the_mixer_takes_no_state():
-    trees = forest_of((64, (8,) * 8)).trees
+    nodes = forest_of((64, (8,) * 8)).nodes
     num_tokens = {
-        takes_state: sum(len(call.indices) for call in MixerCalls(trees, 128, torch.device("cpu"), takes_state).calls)
+        takes_state: sum(len(call.indices) for call in MixerCalls(nodes, 128, torch.device("cpu"), takes_state).calls)
         for takes_state in (True, False)
     }
     assert num_tokens == {True: 64 + 8 * 8, False: 8 * 72}

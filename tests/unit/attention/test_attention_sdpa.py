@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from forest_cases import forest_of, length_of
+from forest_cases import forest_of, length_of, random_forest
 from lowpeak.attention.install import ForestAttention, attend_forest
 from lowpeak.attention.scores import PLAIN, ScoreModifiers
 from lowpeak.attention.self_check import dense_attention, forest_mask
@@ -27,6 +27,10 @@ FORESTS = {
     "mixed, with padding": forest_of(*[(5, (3, 1, 4, 4)), (5, (2, 4))] * 4, (0, (6,)), (2, (4, 3)), padding=5),
     "longer than the kernel's blocks": forest_of((70, (600, 33)), (530, (2, 40)), padding=3),
     "short beside long": forest_of((600, (3, 4, 4, 5, 540, 3)), *[(6, (530, 4))] * 2, padding=2),
+    "branches": forest_of(
+        (9, (6, (4, ((3, (30, 5)), 2)), 15)), (1, ((1, (1, 1)), 1)), (5, (3, 4)), (2, (1, (7, (8, 9)))), padding=2
+    ),
+    **{f"random tries {seed}": random_forest(seed, 20, 9) for seed in range(4)},
 }
 PADDED = FORESTS["mixed, with padding"]
 
@@ -81,7 +85,9 @@ SPANS = [Span(1), Span(2), Span(5), Span(64), Span(700), Span(4, is_chunk=True),
 
 @pytest.mark.parametrize("kind", ["plain", "capped", "with sinks"])
 @pytest.mark.parametrize("span", SPANS, ids=str)
-@pytest.mark.parametrize("name", ["mixed, with padding", "longer than the kernel's blocks", "short beside long"])
+@pytest.mark.parametrize(
+    "name", ["mixed, with padding", "longer than the kernel's blocks", "short beside long", "branches"]
+)
 def test_windows_chunks_caps_and_sinks_are_the_definitions_too(name, span, kind):
     forest = FORESTS[name]
     tensors = heads(forest, 6, 2)
@@ -129,8 +135,9 @@ def test_rounding_is_no_worse_than_a_dense_masks(name, dtype):
 
 
 def test_the_mask_says_who_sees_whom():
-    rows = ["100000", "110000", "111000", "110100", "110110", "000000"]
-    assert ["".join(str(int(x)) for x in row) for row in forest_mask(forest_of((2, (1, 2)), padding=1), 6)] == rows
+    rows = ["1000000", "1100000", "1110000", "1111000", "1110100", "1100010", "0000000"]
+    mask = forest_mask(forest_of((2, ((1, (1, 1)), 1)), padding=1), 7)
+    assert ["".join(str(int(x)) for x in row) for row in mask] == rows
 
 
 def test_what_another_completion_says_changes_no_bit():

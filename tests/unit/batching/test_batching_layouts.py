@@ -5,46 +5,44 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from batching_cases import make_record
 
+from forest_cases import draw_branches, rows_of, shared_of, tokens_before
 from lowpeak.batching.loss_tokens import num_loss_tokens
 from lowpeak.batching.packing import TokenBudget, assign_to_ranks, masked_batch, pack
-from lowpeak.records import Tree
+from lowpeak.records import Node
 
 SHARED, ROWS = TokenBudget(64, layout="shared"), TokenBudget(64, layout="rows")
 
 
 def draw(seed):
-    """Return records of groups and single sequences: completions of one token, masks with holes, empty masks."""
+    """Return records of groups and single sequences: completions of one token, with branches, masks with holes, empty masks."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(2, 50) for _ in range(rng.randint(1, 12))] for _ in range(4)]
     records = []
     for prompt in prompts:
         for _ in range(rng.randint(1, 6)):
             ids = [rng.randrange(2, 50) for _ in range(rng.choice([1, 1, 2, 5, 11]))]
-            records.append(make_record(prompt, ids, [rng.random() < 0.8 for _ in ids]))
+            branches = draw_branches(len(prompt), len(ids), torch.Generator().manual_seed(rng.randrange(1 << 30)))
+            roots = {branch.start for branch in branches if branch.after < 0}
+            mask = [i not in roots and rng.random() < 0.8 for i in range(len(ids))]
+            records.append(make_record(prompt, ids, mask, branches=branches if rng.random() < 0.5 else ()))
     rng.shuffle(records)
     return records
 
 
 def predicted(batch):
     """Return the ids of each sequence of a forest and their positions in the row."""
-    (forest, ids) = (batch.forest, batch.input_ids_BL[0].tolist())
-    sequences = []
-    for tree in forest.trees:
-        prompt, start = ids[tree.start : tree.start + tree.prompt], tree.start + tree.prompt
-        for length in tree.completions:
-            where = [*range(tree.start, tree.start + tree.prompt), *range(start, start + length)]
-            sequences.append((prompt + ids[start : start + length], where))
-            start += length
-    return sequences
+    ids = batch.input_ids_BL[0].tolist()
+    return [([ids[i] for i in row], row) for row in rows_of(batch.forest)]
 
 
 def test_a_prompt_is_packed_once_and_predicts_every_completions_first_token():
     records = [make_record([7, 8], [3, 4, 5]), make_record([7, 8], [6, 9])]
     (batch,) = pack(records, [0, 1], SHARED)
     assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4, 6]]
-    assert batch.forest.trees == (Tree(0, 2, (2, 1)),)
+    assert batch.forest.nodes == (Node(0, 2), Node(2, 2, 0, 2), Node(4, 1, 0, 2))
     assert batch.forest.position_ids_1L.tolist() == [[0, 1, 2, 3, 2]]
     assert batch.positions_T.tolist() == [1, 2, 3, 1, 4]
     assert batch.targets_T.tolist() == [3, 4, 5, 6, 9]
@@ -56,7 +54,7 @@ def test_plain_sequences_are_concatenated():
     records = [make_record([7, 8], [3, 4, 5]), make_record([7, 8], [6, 9])]
     (batch,) = pack(records, [0, 1], ROWS)
     assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4, 7, 8, 6]]
-    assert batch.forest.trees == (Tree(0, 0, (4,)), Tree(4, 0, (3,)))
+    assert batch.forest.nodes == (Node(0, 4), Node(4, 3))
     assert batch.positions_T.tolist() == [1, 2, 3, 5, 6]
     assert batch.num_useful == 7 - 2
 
@@ -64,10 +62,10 @@ def test_plain_sequences_are_concatenated():
 def test_completions_of_one_token_are_not_branches():
     (batch,) = pack([make_record([7], [3]), make_record([7], [4]), make_record([7], [5, 6])], [0, 1, 2], SHARED)
     assert batch.input_ids_BL.tolist() == [[7, 5]]
-    assert batch.forest.trees == (Tree(0, 0, (2,)),)
+    assert batch.forest.nodes == (Node(0, 2),)
     assert batch.positions_T.tolist() == [0, 0, 0, 1]
     (batch,) = pack([make_record([7, 8], [3]), make_record([7, 8], [4])], [0, 1], SHARED)
-    assert batch.forest.trees == (Tree(0, 0, (2,)),)
+    assert batch.forest.nodes == (Node(0, 2),)
     assert batch.positions_T.tolist() == [1, 1]
 
 
@@ -87,13 +85,13 @@ def test_padding_is_at_the_end_and_not_useful():
 def test_a_different_prompt_keeps_a_sequence_out_of_the_tree():
     records = [make_record([7, 8], [3, 4]), make_record([7, 9], [3, 4]), make_record([7, 8], [5, 6])]
     (batch,) = pack(records, range(3), SHARED)
-    assert sorted(tree.prompt for tree in batch.forest.trees) == [0, 2]
+    assert shared_of(batch.forest) == [2]
 
 
 def test_a_group_larger_than_the_budget_is_split_with_the_prompt_in_each_part():
     records = [make_record([7] * 6, [3] * 5) for _ in range(8)]
     batches = pack(records, range(8), TokenBudget(20, layout="shared"))
-    assert [tree.prompt for batch in batches for tree in batch.forest.trees] == [6, 6, 6]
+    assert [length for batch in batches for length in shared_of(batch.forest)] == [6, 6, 6]
     assert sum(batch.num_useful for batch in batches) == 6 + 8 * 4
     assert all(batch.input_ids_BL.numel() <= 20 for batch in batches)
 
@@ -122,7 +120,7 @@ def test_every_loss_token_is_predicted_from_its_sequence(seed, max_tokens, multi
             positions = batch.positions_T[batch.tokens.sequences_T == mine]
             ids = [*record.prompt_ids, *record.completion.ids.tolist()]
             for position, place in zip(positions.tolist(), where.tolist(), strict=True):
-                before = ids[: len(record.prompt_ids) + place]
+                before = [ids[i] for i in tokens_before(record, len(record.prompt_ids) + place)]
                 assert batch.forest.position_ids_1L[0, position] == len(before) - 1
                 assert any(
                     tokens[: len(before)] == before and at[len(before) - 1] == position for tokens, at in sequences
@@ -155,7 +153,7 @@ def test_a_zero_weight_batch_has_the_layout_of_the_others():
         batch = masked_batch(TokenBudget(8, pad_id=5, layout=layout))
         assert (batch.input_ids_BL.tolist(), batch.record_indices) == ([[5, 5]], ())
         assert batch.tokens.weights_U.sum() == 0
-        assert (batch.forest and batch.forest.trees) == (None if layout == "padded" else (Tree(0, 0, (2,)),))
+        assert (batch.forest and batch.forest.nodes) == (None if layout == "padded" else (Node(0, 2),))
 
 
 @pytest.mark.parametrize("unit", ["token", "pair"])

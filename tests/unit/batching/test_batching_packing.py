@@ -41,12 +41,12 @@ def test_padding_to_a_multiple_counts_against_the_budget():
 def test_positions_are_before_each_loss_token():
     records = [make_record([7, 8], [3, 4, 5], mask=[1, 0, 1]), make_record([9], [6])]
     (batch,) = pack(records, [0, 1], TokenBudget(64, pad_id=0))
-    assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4, 5], [9, 6, 0, 0, 0]]
-    flat = batch.input_ids_BL.flatten()
-    assert flat[batch.positions_T + 1].tolist() == batch.targets_T.tolist() == [3, 5, 6]
+    assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4], [9, 0, 0, 0]]
+    assert batch.positions_T.tolist() == [1, 3, 4]
+    assert batch.targets_T.tolist() == [3, 5, 6]
     assert batch.tokens.sequences_T.tolist() == [0, 0, 1]
     assert batch.tokens.sampling_T.tolist() == [-1.0, -3.0, -1.0]
-    assert batch.num_useful == 7
+    assert batch.num_useful == 5
 
 
 def test_constants_follow_their_tokens_through_sorting():

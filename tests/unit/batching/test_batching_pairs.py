@@ -8,6 +8,7 @@ import pytest
 import torch
 from batching_cases import make_record
 
+from forest_cases import shared_of
 from lowpeak.algorithms.loss_terms import sum_per_pair
 from lowpeak.batching.packing import TokenBudget, pack
 
@@ -57,4 +58,4 @@ def test_a_shared_prompt_is_forwarded_once_per_pair():
     records = [replace(record, prompt_ids=(1, 2, 3)) for record in pairs()]
     (batch,) = pack(records, range(12), TokenBudget(1000, layout="shared"), float, unit="pair")
     assert batch.forest is not None
-    assert len(batch.forest.trees) == 6
+    assert shared_of(batch.forest) == [3] * 6

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.extended
 def test_a_critics_layout_is_the_trainer_that_it_says(tmp_path, name):
     shapes.make_model(64, 1).save_pretrained(tmp_path / "start")
     shapes.make_tokenizer().save_pretrained(tmp_path / "start")
-    asked = critic_layouts.request_of(critic_layouts.parse(["--quick"]), name, 0, tmp_path / "start", tmp_path)
-    trainer = critics.make_trainer(critics.CriticRequest(**asked))
+    inputs = critic_layouts.request_of(critic_layouts.parse(["--quick"]), name, 0, tmp_path / "start", tmp_path)
+    trainer = critics.make_trainer(critics.CriticRequest(**inputs))
     critic, lora = critic_layouts.LAYOUTS[name]
     trained = [n for n, p in trainer.model.named_parameters() if p.requires_grad]
     assert any("critic" in n.split(".") for n in trained) == (critic is not None)
@@ -73,11 +73,11 @@ def test_both_sides_get_the_same_canned_completions():
     owner = SimpleNamespace(processing_class=shapes.make_tokenizer())
     pairs = pairing.our_countdowns(["w400 <start>"] * 4, owner, [2, 1, 3, 1])["completion_ids"]
     plan = online_dpo.parse(["--prompts", "2", "--at_once", "2"])
-    asked = pairing.PairRequest(**online_dpo.request_of(plan, "trl", [[2, 1, 3, 1]], Path("a"), Path("b")))
-    _, _, rows, mask, _ = pairing.canned_batch(owner, ["w400 <start>"] * 2, next(pairing.portions(asked)))
+    inputs = pairing.PairRequest(**online_dpo.request_of(plan, "trl", [[2, 1, 3, 1]], Path("a"), Path("b")))
+    _, _, rows, mask, _ = pairing.canned_batch(owner, ["w400 <start>"] * 2, next(pairing.portions(inputs)))
     theirs = [row[: int(count)] for row, count in zip(rows.tolist(), mask.sum(1), strict=True)]
     assert [theirs[0], theirs[2], theirs[1], theirs[3]] == pairs
-    assert pairing.settings_of(asked)["max_new_tokens"] == shapes.LONGEST
+    assert pairing.settings_of(inputs)["max_new_tokens"] == shapes.LONGEST
 
 
 def test_curves_agree_within_two_deviations_of_the_peers_seeds(tmp_path):

@@ -81,9 +81,9 @@ def write_with_torch_through_python(path):
 )
 def test_a_full_disk_is_one_error_however_the_file_is_written(tmp_path, write):
     last = write_checkpoint(tmp_path, 4)
-    told = f"checkpoint-5: {os.strerror(errno.ENOSPC)}.* {last} "
+    pattern = f"checkpoint-5: {os.strerror(errno.ENOSPC)}.* {last} "
     with (
-        pytest.raises(CheckpointError, match=told) as caught,
+        pytest.raises(CheckpointError, match=pattern) as caught,
         stage_checkpoint(tmp_path / "checkpoint-5", Ranks()) as stage,
     ):
         write(on_a_full_disk(stage / "weights"))

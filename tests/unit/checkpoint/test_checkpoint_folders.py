@@ -147,8 +147,8 @@ def test_an_invalid_checkpoint_is_named_with_a_valid_one(tmp_path):
         (run, 1, "folder.* 1"),
         *((run, leftover, f"{leftover} .* {last}") for leftover in leftovers),
     ]
-    for run_dir, request, told in cases:
-        with pytest.raises(CheckpointError, match=told):
+    for run_dir, request, pattern in cases:
+        with pytest.raises(CheckpointError, match=pattern):
             resolve_checkpoint(run_dir, request)
 
 

@@ -88,13 +88,13 @@ def contents(folder):
 def test_a_resume_that_fails_leaves_the_folder_as_it_was(tmp_path, finished):
     finished(tmp_path)
     before, first = contents(tmp_path), str(tmp_path / "checkpoint-1")
-    told = {
+    message = {
         r"checkpoint-1 .* momentum.*optim, optim_args ": {"optim": "sgd"},
         r"checkpoint-1 .*embed_tokens.* model, ": {"hidden": 64},
         r"checkpoint-1 .*they lack model\.layers\.2\..*9 more.* model, ": {"layers": 3},
         r"checkpoint-1 .*model lacks model\.layers\.1\..*9 more.* model, ": {"layers": 1},
     }
-    for pattern, changes in told.items():
+    for pattern, changes in message.items():
         with pytest.raises(CheckpointError, match=pattern):
             run(tmp_path, **changes).train(resume_from_checkpoint=first)
         assert contents(tmp_path) == before
@@ -122,8 +122,8 @@ def test_arguments_that_a_checkpoints_states_overrule_are_named_in_one_warning(t
         run(tmp_path, "PPO", **changed, max_steps=3, strict_arguments=True).train(True)
     last = run(tmp_path, "PPO", **changed, max_steps=3)
     last.train(True)
-    (told,) = [record.getMessage() for record in caplog.records if " acts)" in record.getMessage()]
-    named = re.findall(r"(\w+)=([\d.]+) \(([\d.]+) acts\)", told)
+    (message,) = [record.getMessage() for record in caplog.records if " acts)" in record.getMessage()]
+    named = re.findall(r"(\w+)=([\d.]+) \(([\d.]+) acts\)", message)
     assert sorted(named) == sorted((key, str(changed[key]), str(first[key])) for key in first)
     assert last.lr_scheduler.base_lrs[0] == 0.0625
 
@@ -159,11 +159,11 @@ def test_other_arguments_that_change_what_is_learned_are_named_in_one_warning(tm
     check_run_identity(replace(saved, identity=algorithm), now, tmp_path)  # an earlier version saved no more
     assert " was " not in caplog.text
     check_run_identity(saved, now, tmp_path)
-    (told,) = [record.getMessage() for record in caplog.records if " was " in record.getMessage()]
+    (message,) = [record.getMessage() for record in caplog.records if " was " in record.getMessage()]
     renamed = {"per_device_train_batch_size": "rows of a step"}
-    assert sorted(re.findall(r"([a-z_ ]+) was ", told)) == sorted(f" {renamed.get(name, name)}" for name in others)
-    assert "max_grad_norm was 1.0 and is 0.5" in told
-    assert "lr_scheduler_type was 'linear' and is 'cosine'" in told
+    assert sorted(re.findall(r"([a-z_ ]+) was ", message)) == sorted(f" {renamed.get(name, name)}" for name in others)
+    assert "max_grad_norm was 1.0 and is 0.5" in message
+    assert "lr_scheduler_type was 'linear' and is 'cosine'" in message
 
 
 @pytest.mark.extended

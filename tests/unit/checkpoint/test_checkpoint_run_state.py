@@ -28,7 +28,7 @@ from lowpeak.checkpoint.run_state import (
     save_run_state,
 )
 from lowpeak.errors import CheckpointError
-from lowpeak.records import Completion, Record
+from lowpeak.records import Branch, Completion, Record
 
 FILES = (STATE_FILE, ROLLOUT_FILE, "lowpeak_random_0.pt")
 
@@ -45,7 +45,8 @@ def completion(num_tokens, reason="stop", **more):
 
 
 def records():
-    """Records of all kinds: empty, partly scored, with another prompt, extra fields and policy versions."""
+    """Records of all kinds: empty, partly scored, with another prompt, branches, extra fields and policy versions."""
+    branches = (Branch(1, -1), Branch(2, 0))
     versions = torch.tensor([7, 2**31 - 1], dtype=torch.int32)
     tokens = torch.tensor([0.1, -math.inf, math.nan, 1e-45])
     extra = {"tool": ["a", {"b": None}], "score": 0.5}
@@ -61,7 +62,7 @@ def records():
             reference=torch.zeros(2),
             values=torch.ones(2),
         ),
-        Record(2**40, (1,), completion(3, prompt_ids=(9, 8), extra=extra), (1 / 3, 2.0, 3.0), 1e300),
+        Record(2**40, (1,), completion(3, prompt_ids=(9, 8), extra=extra, branches=branches), (1 / 3, 2.0, 3.0), 1e300),
     )
 
 
@@ -141,10 +142,11 @@ def test_a_state_of_format_1_is_loaded(tmp_path):
     assert "in_flight" not in plain
     (tmp_path / STATE_FILE).write_text(json.dumps({**plain, "format": 1}))
     tensors = safetensors.torch.load_file(tmp_path / ROLLOUT_FILE)
-    former = {name: values for name, values in tensors.items() if "policy_versions" not in name}
-    assert len(former) == len(tensors) - 2
+    former = {name: values for name, values in tensors.items() if "versions" not in name and "branches" not in name}
+    assert len(former) == len(tensors) - 4
     safetensors.torch.save_file(former, tmp_path / ROLLOUT_FILE)
-    expected = [replace(each, completion=replace(each.completion, policy_versions=None)) for each in records()]
+    plain = {"policy_versions": None, "branches": ()}
+    expected = [replace(each, completion=replace(each.completion, **plain)) for each in records()]
     assert bits(load_run_state(tmp_path).rollout.records) == bits(tuple(expected))
 
 
@@ -190,8 +192,8 @@ def test_a_missing_or_truncated_file_is_named(tmp_path, name, share):
     (tmp_path / name).unlink()
     if share is not None:
         (tmp_path / name).write_bytes(whole[: int(len(whole) * share)])
-    told = f"{tmp_path}.*{name}" if share is None else f"{tmp_path / name}.* damaged"
-    with pytest.raises(CheckpointError, match=told):
+    pattern = f"{tmp_path}.*{name}" if share is None else f"{tmp_path / name}.* damaged"
+    with pytest.raises(CheckpointError, match=pattern):
         load_run_state(tmp_path)
 
 
@@ -200,9 +202,12 @@ def test_a_state_that_lacks_an_entry_is_damaged_and_one_of_a_newer_format_is_not
     plain = json.loads((tmp_path / STATE_FILE).read_text())
     lacking = {name: plain[name] for name in plain if name != "cursor"}
     newer = {**plain, "format": FORMAT_VERSION + 1}
-    for changed, told in ((lacking, f"{STATE_FILE}.* damaged"), (newer, f"{FORMAT_VERSION + 1}.*{FORMAT_VERSION}\\.")):
+    for changed, pattern in (
+        (lacking, f"{STATE_FILE}.* damaged"),
+        (newer, f"{FORMAT_VERSION + 1}.*{FORMAT_VERSION}\\."),
+    ):
         (tmp_path / STATE_FILE).write_text(json.dumps(changed))
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=pattern):
             load_run_state(tmp_path)
 
 

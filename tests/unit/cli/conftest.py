@@ -18,17 +18,17 @@ class RecordingTrainer:
 
     def __init__(self, **keywords):
         self.keywords = keywords
-        self.asked = []
+        self.calls = []
         type(self).made.append(self)
 
     def train(self):
-        self.asked.append("train")
+        self.calls.append("train")
 
     def save_model(self):
-        self.asked.append("save_model")
+        self.calls.append("save_model")
 
     def push_to_hub(self, dataset_name):
-        self.asked.append(("push_to_hub", dataset_name))
+        self.calls.append(("push_to_hub", dataset_name))
 
     def dry_run(self):
         return {"model": {"parameters": 7, "device": object}, "sizes": (1, 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -210,3 +211,63 @@ def test_a_check_needs_a_class_or_tools_and_time(capsys, world):
     for arguments, named in ((["--seconds", "1"], "--tools"), ([f"{world}:Guess", "--seconds", "0"], "--seconds is 0")):
         assert main(["check", *arguments]) == 2
         assert named in capsys.readouterr().err
+
+
+TEXTS = """
+class Guess:
+    def reset(self, seed, **row):
+        self.number, self.num_guesses = seed % 4, 0
+        return f" Guess 0, 1, 2 or 3 near {seed % 3}"
+
+    def respond(self, text):
+        self.num_guesses += 1
+        self.is_right = str(self.number) in text
+        return None if self.is_right or self.num_guesses == 3 else f"not {text}"
+
+    def get_turn_reward(self):
+        return float(self.is_right)
+"""
+
+
+SPACE = """
+from gymnasium.spaces import Text
+
+
+class Digits(Guess):
+    def reset(self, seed, **row):
+        super().reset(seed)
+        return " Guess one of four digits"
+
+    action_space = Text(2, charset="0123")
+
+    is_right = False
+
+    def respond(self, text):
+        return super().respond(text) if self.action_space.contains(text) else None
+
+
+class Short(Guess):
+    def respond(self, text):
+        super().respond(text)
+"""
+
+
+def test_an_environment_of_texts_is_checked_by_random_texts_and_their_tokens(tmp_path, capsys):
+    (tmp_path / "game.py").write_text(TEXTS + SPACE)
+    for name, arguments in (("Guess", ("--seconds", 2)), ("Digits", SHORT)):
+        status, results = checked(capsys, f"{tmp_path}/game.py:{name}", *arguments)
+        texts = {name: text for _, name, text in results}
+        assert (status, {result for result, _, _ in results}) == (0, {"ok"})
+        assert int(texts["conversations"].split(" random texts")[0].split()[-1]) > 20
+        assert int(texts["tokens"].split()[1]) > 0
+    _, results = checked(capsys, f"{tmp_path}/game.py:Short", *SHORT)
+    assert [(result, "action_space" in text) for result, name, text in results if name == "tokens"] == [("FAIL", True)]
+
+
+@pytest.mark.extended
+def test_a_program_is_checked_by_random_texts(capsys):
+    status, results = checked(capsys, EXAMPLE.parent / "agents" / "graph.py:CheckedAnswer", "--seconds", 2)
+    texts = {name: text for _, name, text in results}
+    assert (status, {result for result, _, _ in results}) == (0, {"ok"})
+    assert " run " in texts["time"]
+    assert 1 <= float(re.search(r"([\d.]+) turns", texts["training"])[1]) <= 3

@@ -42,3 +42,10 @@ def test_a_process_of_its_own_ends_without_a_search_for_cycles():
     program = f"import atexit, gc, sys; from lowpeak.cli.commands import main; {last}; {command}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == [lowpeak.__version__, "frozen: True"]
+
+
+def test_a_command_does_not_warn_of_a_kernel_that_no_run_uses():
+    pytest.importorskip("bitsandbytes")
+    program = "from lowpeak.cli.commands import main; main(['--version']); import bitsandbytes"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "gemm_4bit" not in done.stderr

@@ -53,7 +53,7 @@ def test_a_row_becomes_a_chat_that_the_system_opens_and_the_assistant_answers(ro
 
 
 @pytest.mark.parametrize(
-    ("row", "answers", "told"),
+    ("row", "answers", "pattern"),
     [
         ({"prompt": None}, [], "None"),
         ({"prompt": []}, [], r"\[\]"),
@@ -62,6 +62,6 @@ def test_a_row_becomes_a_chat_that_the_system_opens_and_the_assistant_answers(ro
         ({"chosen": "1+1?2", "rejected": "1+1?3"}, ["chosen", "rejected"], "'prompt'.*prompt_column"),
     ],
 )
-def test_a_row_that_makes_no_chat_is_told(row, answers, told):
-    with pytest.raises(DataError, match=told):
+def test_a_row_that_makes_no_chat_is_told(row, answers, pattern):
+    with pytest.raises(DataError, match=pattern):
         to_chat(row, "Yours.", answers)

@@ -29,19 +29,24 @@ def test_versions_and_hardware_are_one_line_each():
     assert facts["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "not set")
 
 
+def test_the_same_facts_are_one_json_object(capsys):
+    assert main(["env", "--format", "json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["lowpeak"], facts["torch"]) == (lowpeak.__version__, installed("torch"))
+
+
 def test_a_package_that_is_missing_is_said_to_be():
     assert installed_version("a-package-that-nobody-wrote") == "not installed"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "pattern"),
     [
         (["--verbose"], "verbose"),
         (["--gpu"], "--selftest"),
         (["--gpu", "h100", "run.yaml"], "needs --selftest"),
         (["--quick"], "`lowpeak env --quick` needs --selftest"),
         (["run.yaml", "--rows=decode"], "`lowpeak env --rows` needs --selftest"),
-        (["--format", "json"], "`lowpeak env --format` needs --selftest"),
         (["--selftest", "--rows", "decode,decoding"], "'decoding'"),
         (["--selftest", "--rows", "decode", "--quick"], "--quick"),
         (["--selftest", "--format", "xml"], "--format"),
@@ -53,21 +58,21 @@ def test_a_package_that_is_missing_is_said_to_be():
         ),
     ],
 )
-def test_a_self_test_that_cannot_run_is_one_line_and_nothing_else(words, told, capsys):
+def test_a_self_test_that_cannot_run_is_one_line_and_nothing_else(words, pattern, capsys):
     assert main(["env", *words]) == 2
-    said = capsys.readouterr()
-    assert told in said.err
-    assert said.err.count("\n") == 1
-    assert not said.out
+    output = capsys.readouterr()
+    assert pattern in output.err
+    assert output.err.count("\n") == 1
+    assert not output.out
 
 
 def test_the_result_for_an_issue_is_one_document_and_the_table_is_on_stderr(capsys):
     assert main(["env", "--selftest", "--rows", "ddp", "--format", "json"]) == 0
-    said = capsys.readouterr()
-    document = json.loads(said.out)
+    output = capsys.readouterr()
+    document = json.loads(output.out)
     assert document["environment"]["lowpeak"] == lowpeak.__version__
     assert [(each["row"], each["result"]) for each in document["rows"]] == [("ddp", "not run")]
-    assert "| ddp | not run | needs 2 GPUs |" in said.err
+    assert "| ddp | not run | needs 2 GPUs |" in output.err
 
 
 FAKE_SMI = """#!/bin/sh
@@ -119,16 +124,16 @@ def test_a_window_has_a_line_and_a_generation_path_its_reason(tmp_path, capsys):
     for family in ("gpt-oss", "Bloom"):
         make_config(family).save_pretrained(tmp_path / family)
         assert main(["env", str(tmp_path / family)]) == 0
-    said = capsys.readouterr().out
-    assert "cache bytes per token of the last 5: 128\n" in said
-    assert "generation: model.generate(), which is slower and takes more memory: its forward does not accept" in said
-    assert "layout: padded: " in said
+    output = capsys.readouterr().out
+    assert "cache bytes per token of the last 5: 128\n" in output
+    assert "generation: model.generate(), which is slower and takes more memory: its forward does not accept" in output
+    assert "layout: padded: " in output
 
 
 def test_a_name_without_a_model_is_one_sentence(tmp_path, capsys):
     T5Config().save_pretrained(tmp_path / "t5")
-    for name, told in (("no/such/model", "no/such/model"), (str(tmp_path / "t5"), "no AutoModelForCausalLM for t5")):
+    for name, pattern in (("no/such/model", "no/such/model"), (str(tmp_path / "t5"), "no AutoModelForCausalLM for t5")):
         assert main(["env", name]) == 2
-        said = capsys.readouterr()
-        assert told in said.err
-        assert said.err.count("\n") == 1
+        output = capsys.readouterr()
+        assert pattern in output.err
+        assert output.err.count("\n") == 1

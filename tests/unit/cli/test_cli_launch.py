@@ -38,8 +38,8 @@ def environment(monkeypatch):
     os.environ.update(before)
 
 
-def launch(name, on_cpu=True, **told):
-    return launch_or_join(LaunchArguments(accelerate_config=name, **told), COMMAND, Path("out"), on_cpu=on_cpu)
+def launch(name, on_cpu=True, **settings):
+    return launch_or_join(LaunchArguments(accelerate_config=name, **settings), COMMAND, Path("out"), on_cpu=on_cpu)
 
 
 def as_rank(world_size=2):
@@ -182,7 +182,7 @@ def test_a_file_of_the_users_keeps_its_sizes_and_port(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "message"),
+    ("name", "settings", "message"),
     [
         ("fsdp3", {"num_processes": 2}, rf"'fsdp3'.*{', '.join(PRESETS)}"),
         ("ddp", {}, "--num_processes .*CPUs"),
@@ -200,9 +200,9 @@ def test_a_file_of_the_users_keeps_its_sizes_and_port(tmp_path):
         (None, {"max_restarts": 2}, "--max_restarts 2 .*--accelerate_config"),
     ],
 )
-def test_a_launch_that_cannot_work_is_refused_with_its_argument(name, told, message):
+def test_a_launch_that_cannot_work_is_refused_with_its_argument(name, settings, message):
     with pytest.raises(ArgumentError, match=message):
-        launch(name, **told)
+        launch(name, **settings)
 
 
 @pytest.mark.parametrize(
@@ -286,18 +286,18 @@ def test_a_rank_of_another_launcher_and_one_process_take_the_config_over(name, w
 
 
 @pytest.mark.parametrize(
-    ("told", "environ", "message"),
+    ("settings", "environ", "message"),
     [
         ({"num_processes": 3}, {}, "--num_processes 3 .*2"),
         ({"machine_rank": 1}, {}, "--machine_rank 1"),
         ({}, {"ACCELERATE_MIXED_PRECISION": "no"}, "`accelerate launch`.*--accelerate_config"),
     ],
 )
-def test_what_the_other_launcher_has_settled_is_refused(told, environ, message):
+def test_what_the_other_launcher_has_settled_is_refused(settings, environ, message):
     as_rank()
     os.environ.update(environ)
     with pytest.raises(ArgumentError, match=message):
-        launch("ddp", **told)
+        launch("ddp", **settings)
 
 
 def test_a_port_that_is_taken_is_reported_with_its_number():
@@ -313,11 +313,11 @@ def test_a_port_that_is_taken_is_reported_with_its_number():
 
 
 @pytest.mark.parametrize(
-    ("kind", "failed_on", "told"),
+    ("kind", "failed_on", "lines"),
     [(RewardError, None, 1), (RewardError, 0, 0), (RewardError, 5, 1), (RankError, 0, 1)],
     ids=["its own", "of a rank beside it", "of another host's rank", "of a rank that is gone"],
 )
-def test_an_error_is_told_by_the_rank_that_raised_it(kind, failed_on, told, monkeypatch, capsys):
+def test_an_error_is_printed_by_the_rank_that_raised_it(kind, failed_on, lines, monkeypatch, capsys):
     """Others of its host stay silent; if that rank cannot speak, they speak."""
 
     def fail(words):
@@ -329,7 +329,7 @@ def test_an_error_is_told_by_the_rank_that_raised_it(kind, failed_on, told, monk
     os.environ.update(RANK="1", LOCAL_RANK="1")
     monkeypatch.setitem(COMMANDS, "env", fail)
     assert main(["env"]) == 2
-    assert capsys.readouterr().err.count("lowpeak: error: ") == told
+    assert capsys.readouterr().err.count("lowpeak: error: ") == lines
 
 
 # ranks under way: a program takes the place of a run

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from transformers.trainer_utils import IntervalStrategy
 
-from lowpeak.cli.arguments import ModelArguments
+from lowpeak.cli.arguments import ModelArguments, RewardArguments
 from lowpeak.cli.output import to_yaml
 from lowpeak.cli.parser import HELP_GROUPS, argument_names, parse_arguments
 from lowpeak.errors import ArgumentError
+from lowpeak.rewards.factory import BUILTIN_REWARDS, REWARD_FACTORIES
 from lowpeak.trainers.configs import GRPOConfig
 
 KINDS = (ModelArguments, GRPOConfig)
@@ -88,15 +90,15 @@ def test_what_cannot_be_meant_is_one_clear_error(argv, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "pattern"),
     [
         ("learning_rte: 1", "'learning_rte'.*'learning_rate'"),
         ("num_generations: 2.5", r"num_generations.*2\.5"),
         ("num_generations: [2]", "num_generations"),
     ],
 )
-def test_an_error_in_the_file_names_the_file(tmp_path, text, told):
-    with pytest.raises(ArgumentError, match=rf"run\.yaml.*{told}"):
+def test_an_error_in_the_file_names_the_file(tmp_path, text, pattern):
+    with pytest.raises(ArgumentError, match=rf"run\.yaml.*{pattern}"):
         given("--config", write(tmp_path, text))
 
 
@@ -107,12 +109,33 @@ def test_help_lists_every_argument_in_its_group(capsys):
     shown = capsys.readouterr().out
     places = [shown.index(f"\n{title}:\n") for title in HELP_GROUPS if title not in ("data", "rewards")]
     assert places == sorted(places)
-    assert all(f"--{name} " in shown for kind in KINDS for name in argument_names(kind))
+    inert = {"do_train", "fp16", "dataloader_num_workers", "dataset_num_proc", "remove_unused_columns"}
+    assert not any(f"--{name} " in shown for name in inert)
+    assert all(
+        f"--{name} " in shown for name in ("bf16", "seed", "dataloader_pin_memory", *argument_names(ModelArguments))
+    )
+    assert "%%" not in shown
     assert "  Colocated: fraction of the device's" in shown
     assert "  vLLM" not in shown.partition("generation:")[0]
     generation = shown[shown.index("\ngeneration:\n") : shown.index("\nalgorithm:\n")]
     assert "--num_generations INT" in generation
     assert "--beta" not in generation
+
+
+def test_help_all_lists_every_argument(capsys):
+    for word in ("--help-all", "--help_all"):
+        with pytest.raises(SystemExit):
+            given(word)
+        shown = capsys.readouterr().out
+        assert all(f"--{name} " in shown for kind in KINDS for name in argument_names(kind))
+    assert "~20% slower" in shown
+
+
+def test_help_names_every_built_in_reward(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments((RewardArguments,), ["--help"], "lowpeak grpo")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(re.search(rf"\b{name}\b", shown) for name in (*BUILTIN_REWARDS, *REWARD_FACTORIES))
 
 
 @dataclasses.dataclass

@@ -268,11 +268,13 @@ def test_too_little_memory_of_host_or_device_is_the_verdict(settings, cause, on_
     assert device.startswith(on_device)
 
 
-def test_prompts_beyond_the_context_are_a_warning(model, capsys):
-    requested(words(model, {"--prompt_tokens": 32760})[1:])
+@pytest.mark.parametrize("name", ["prompt_tokens", "teacher_prompt_tokens"])
+def test_prompts_beyond_the_context_are_a_warning(model, capsys, name):
+    distills = {"--algorithm": "distillation", "--teacher_model_kind": "live"} if name != "prompt_tokens" else {}
+    requested(words(model, {f"--{name}": 32760, **distills})[1:])
     warning = capsys.readouterr().err
-    assert "prompt_tokens=32760 and max_completion_length=32 exceed the model's context of 32768 tokens" in warning
-    assert "the run refuses prompts of more than 32736 tokens; lower prompt_tokens" in warning
+    assert f"warning: {name}=32760 and max_completion_length=32 exceed the model's context of 32768 tokens" in warning
+    assert f"the run refuses prompts of more than 32736 tokens; lower {name}" in warning
     requested(words(model, {"--prompt_tokens": 100})[1:])
     assert "exceed" not in capsys.readouterr().err
 
@@ -283,6 +285,7 @@ def test_prompts_beyond_the_context_are_a_warning(model, capsys):
         ({"--gpu": "h1000", "--gpu_memory": "8GiB"}, "h1000"),
         ({"--gpu_memory": "much"}, "gpu_memory"),
         ({"--gpus": 0}, "gpus"),
+        ({"--teacher_prompt_tokens": 600}, "teacher_prompt_tokens"),
         ({"--format": "xml"}, "format"),
         ({"--price_per_hour": 0}, "price_per_hour .*0"),
         ({"--emit": "slurm"}, "emit"),
@@ -299,7 +302,7 @@ def test_prompts_beyond_the_context_are_a_warning(model, capsys):
         ({"--gpus": 12}, "12 GPUs are not a multiple of 8 per host: set --gpus 8 or 16, or --gpus_per_host 6"),
         ({"--max_completion_length": 32768}, "leaves no room for a prompt in the model's context of 32768"),
         ({"--journal": "nothing-here"}, "journal"),
-        ({"--model": "not/here"}, "not/here"),
+        ({"--model": "not/here"}, "not/here.*config.json is enough"),
         ({"--learning_rates": 1}, "learning_rate"),
         ({"--gpu_memory": None, "--prices": "h1oo=2"}, "h1oo, which is not in the table of cards: "),
         ({"--gpu_memory": None, "--prices": "h100"}, "neither a file nor name=price"),

@@ -44,9 +44,10 @@ def planned(command, argv, folder, capsys):
     return yaml.safe_load(capsys.readouterr().out)
 
 
-def test_a_run_leaves_its_model_and_its_results_with_what_its_journal_measured(folder):
+def test_a_run_leaves_its_model_and_its_results_with_what_its_journal_measured(folder, capsys):
     more = ["--num_generations", "4", "--hub_token", "S3CRET", "--eval_dataset", f"{folder}/rows.jsonl"]
-    more += ["--eval_strategy", "steps", "--eval_steps", "2", "--save_strategy", "steps", "--save_steps", "1"]
+    more += ["--eval_strategy", "steps", "--eval_steps", "2", "--save_strategy", "steps", "--save_steps", "2"]
+    more += ["--load_best_model_at_end", "true", "--metric_for_best_model", "reward"]
     assert main(["grpo", *rewarded(folder, *more)]) == 0
     AutoModelForCausalLM.from_pretrained(folder / "out")
     text = (folder / "out/results.json").read_text()
@@ -62,6 +63,11 @@ def test_a_run_leaves_its_model_and_its_results_with_what_its_journal_measured(f
     assert found["peak_memory"]["train"] == max(step["peak_memory/train"] for step in steps)
     assert found["reward"] == pytest.approx(sum(step["reward"] for step in steps) / 2)
     assert found["evaluation"]["step"] == 2
+    (start,) = (json.loads(line) for line in (folder / "out/journal/run.jsonl").read_text().splitlines())
+    assert (start["data"], start["rewards"]) == ("rows.jsonl", ["short"])
+    assert found["best_model_checkpoint"] == f"{folder}/out/checkpoint-2"
+    assert found["best_metric"] == found["evaluation"]["eval_reward"]
+    assert "best checkpoint-2 (" in capsys.readouterr().out.splitlines()[-1]
     assert main(["grpo", *rewarded(folder, *more, "--resume_from_checkpoint", "true")]) == 0  # no step is left
     assert (folder / "out/results.json").read_text() == text
 
@@ -88,8 +94,8 @@ def test_the_same_command_starts_a_run_resumes_it_and_leaves_a_finished_one_as_i
     assert "is finished: it has all of its 2 steps" in capfd.readouterr().err
     assert contents(folder / "out") == before
     assert main([*command, "--beta", "0.5"]) == 2
-    assert "'auto'" in (told := capfd.readouterr().err)
-    assert "beta was 0.0 and is 0.5" in told
+    assert "'auto'" in (output := capfd.readouterr().err)
+    assert "beta was 0.0 and is 0.5" in output
 
 
 def test_preferences_make_a_causal_model_a_reward_model(folder, capsys):
@@ -119,7 +125,8 @@ def test_a_dry_run_resolves_everything_and_writes_no_model(command, folder, caps
     shown = planned(command, rewarded(folder, "--num_generations", "4"), folder, capsys)
     of_critic = 32 if command == "ppo" else 0  # a head
     assert shown["model"]["parameters"] == of_critic + sum(p.numel() for p in tiny_model().parameters())
-    assert shown["arguments"]["max_steps"] == 2
+    assert shown["arguments"]["max_steps"] == shown["data"]["steps"] == 2
+    assert (shown["first_prompt"], shown["generation"]) == ("0", "decode loop")  # the tokenizer has no plus
     assert shown["micro_batches"]["rows_per_step"] == (4 if command == "online-dpo" else 8)  # two of each group of four
 
 
@@ -131,8 +138,10 @@ def test_a_dry_run_of_pairs_plans_pairs(folder, capsys):
 
 
 def test_a_dry_run_of_supervised_training_resolves_everything_too(folder, capsys):
-    shown = planned("sft", words(folder, "--max_length", "16", "--micro_batch_tokens", "32"), folder, capsys)
+    more = ["--max_length", "16", "--micro_batch_tokens", "32", "--max_steps", "-1", "--num_train_epochs", "1.5"]
+    shown = planned("sft", words(folder, *more), folder, capsys)
     plan = shown["micro_batches"]
+    assert (shown["first_row"], shown["data"]["steps"]) == ("00<eos>", 3)
     assert (shown["data"]["usable_rows"], plan["longest_row"]) == (16, 16)
     assert plan["micro_batches_at_most"] == 8 // (32 // 16)
 
@@ -171,5 +180,5 @@ def test_ctrl_c_says_where_everything_is_saved(folder, capsys):
 def test_help_says_what_a_run_resumes_from(capsys):
     with pytest.raises(SystemExit):
         main(["grpo", "--help"])
-    told = " ".join(capsys.readouterr().out.split()).partition("--resume_from_checkpoint")[2][:200]
-    assert "auto (output_dir's last undamaged checkpoint" in told
+    output = " ".join(capsys.readouterr().out.split()).partition("--resume_from_checkpoint")[2][:200]
+    assert "auto (output_dir's last undamaged checkpoint" in output

@@ -26,6 +26,7 @@ from process_ends import are_gone
 
 GUARD = "lowpeak.vllm.serving.middleware.TokenMiddleware"
 ADAPTERS = "lowpeak.vllm.serving.middleware.AdapterMiddleware"
+TOKENS = "lowpeak.vllm.serving.token_route.TokenRoute"
 EXTENSION = "lowpeak.vllm.weight_sync.worker.Extension"
 
 
@@ -36,7 +37,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def said(*argv, environ=None):
+def text(*argv, environ=None):
     return server_command(parse_server(["--model", "m", *argv], environ or {}))
 
 
@@ -45,16 +46,16 @@ def value_of(command, name):
 
 
 def test_vllm_gets_what_weight_updates_need():
-    command = said()
+    command = text()
     assert command[:3] == [sys.executable, "-m", "lowpeak.vllm.serving.entrypoint"]
     wanted = {
         "model": "m", "host": "127.0.0.1", "port": "8000", "tensor-parallel-size": "1", "worker-extension-cls": EXTENSION,
         "logprobs-mode": "raw_logprobs", "generation-config": "vllm",
     }  # fmt: skip
     assert {name: value_of(command, name) for name in wanted} == wanted
-    assert {"--enable-prefix-caching", "--enable-scale-out", ADAPTERS} <= set(command)
+    assert {"--enable-prefix-caching", "--enable-scale-out", ADAPTERS, TOKENS} <= set(command)
     assert not {"--dtype", "--kv-cache-memory-bytes"} & set(command)
-    command = said("--tensor-parallel-size", "2", "--dtype=float32", "--devices", "cuda:2,3")
+    command = text("--tensor-parallel-size", "2", "--dtype=float32", "--devices", "cuda:2,3")
     assert (value_of(command, "tensor-parallel-size"), value_of(command, "dtype")) == ("2", "float32")
     assert "--devices" not in command
 
@@ -69,7 +70,7 @@ def test_vllm_gets_what_weight_updates_need():
     ],
 )
 def test_vllms_own_options_pass_through_and_replace_ours(option, ours):
-    command = said(*option.split())
+    command = text(*option.split())
     assert option in " ".join(command)
     assert f"--{ours}" not in command
 
@@ -89,10 +90,10 @@ def test_options_of_trls_server_are_vllms(trl, vllm):
 
 def test_a_server_on_a_cpu_leaves_the_hosts_memory_to_others():
     default = ["--kv-cache-memory-bytes", str(1 << 30)]
-    assert " ".join(default) in " ".join(said("--devices", "cpu"))
-    for asked in (["--kv-cache-memory-bytes", "9"], ["--gpu-memory-utilization", "0.2"]):
-        written = said("--devices", "cpu", *asked)
-        assert " ".join(asked) in " ".join(written)
+    assert " ".join(default) in " ".join(text("--devices", "cpu"))
+    for option_words in (["--kv-cache-memory-bytes", "9"], ["--gpu-memory-utilization", "0.2"]):
+        written = text("--devices", "cpu", *option_words)
+        assert " ".join(option_words) in " ".join(written)
         assert default[1] not in written
 
 
@@ -104,7 +105,7 @@ def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
     given = server_environment(server, environ)
     assert (given[SERVER_TOKEN], "VLLM_API_KEY" in given) == ("secret", False)
     with pytest.raises(ArgumentError, match=r"VLLM_API_KEY .*LOWPEAK_SERVER_TOKEN"):  # which guards too little
-        said(environ={"VLLM_API_KEY": "secret"})
+        text(environ={"VLLM_API_KEY": "secret"})
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_a_token_is_written_to_a_new_file_alone_for_this_host(cache, monkeypatch
 )
 def test_a_server_that_cannot_start_is_refused_with_its_argument(argv, message):
     with pytest.raises(ArgumentError, match=message):
-        said(*argv)
+        text(*argv)
 
 
 def test_the_environment_turns_the_routes_on_and_names_devices_and_parent():
@@ -189,6 +190,7 @@ def test_the_environment_turns_the_routes_on_and_names_devices_and_parent():
         PARENT_VARIABLE: str(os.getpid()),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_SERVER_DEV_MODE": "1",
+        "LOWPEAK_SERVES_TOKENS": "1",
     }
 
     given = server_environment(ServerSpec("m", devices=("cpu",)), {"VLLM_CPU_OMP_THREADS_BIND": "0-3"})
@@ -209,9 +211,9 @@ def test_help_lists_the_arguments_and_says_whose_the_others_are(capsys):
 def test_the_end_of_a_server_shows_its_log_and_what_sizes_it_unless_it_was_an_option(tmp_path, status, shown):
     process = ServerProcess(ServerSpec("m"), os.environ, tmp_path / "log")
     process.log.write_text("no such --option\n")
-    said = process.describe_end(status)
-    assert "no such --option" in said
-    assert ("vllm_gpu_memory_utilization" in said) == shown
+    text = process.describe_end(status)
+    assert "no such --option" in text
+    assert ("vllm_gpu_memory_utilization" in text) == shown
 
 
 def test_a_missing_vllm_is_reported_at_once(monkeypatch, capsys):

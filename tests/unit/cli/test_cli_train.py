@@ -9,7 +9,7 @@ import yaml
 
 from lowpeak.cli.output import to_yaml
 from lowpeak.cli.train import parse_job, run_training, with_config
-from lowpeak.errors import ArgumentError, DataError, MemoryExhaustedError
+from lowpeak.errors import ArgumentError, DataError, MemoryExhaustedError, MissingPackageError
 
 
 def argv(folder, *more, reward=True):
@@ -33,7 +33,7 @@ def test_the_trainer_gets_what_a_script_would_give_it(kind, library, folder):
     assert trainer.keywords["eval_dataset"] is trainer.keywords["peft_config"] is None
     (reward,) = trainer.keywords["reward_funcs"]
     assert reward(completions=["a", "b"]) == [1.0, 1.0]
-    assert trainer.asked == ["train", "save_model"]
+    assert trainer.calls == ["train", "save_model"]
 
 
 def test_reward_models_take_two_answers_and_no_reward(library, folder):
@@ -46,7 +46,7 @@ def test_reward_models_take_two_answers_and_no_reward(library, folder):
     assert plain.keywords["train_dataset"][0] == {"prompt": "0+1?", "chosen": "1", "rejected": "0"}
     assert plain.keywords["args"].center_rewards_coefficient == 0.01
     assert plain.keywords["peft_config"].task_type == "SEQ_CLS"
-    assert plain.asked == ["train", "save_model"]
+    assert plain.calls == ["train", "save_model"]
     assert chat.keywords["train_dataset"][0]["rejected"] == [{"role": "assistant", "content": "0"}]
     assert "reward_funcs" not in plain.keywords
     with pytest.raises(ArgumentError, match="'num_generations'"):
@@ -60,8 +60,8 @@ def test_online_dpo_takes_a_judge_of_a_file_or_a_module(library, folder):
     trainer = trainer_of("online-dpo", argv(folder, "--judge", f"{folder}/pairs.py:first", reward=False), library)
     assert trainer.keywords["judge"].judge(["p"], [["a", "b"]]) == [0]
     assert trainer.keywords["reward_funcs"] == []
-    for judge, told in ((f"{folder}/pairs.py:second", r"'second'.*pairs\.py"), ("pairs", "'pairs'")):
-        with pytest.raises(ArgumentError, match=told):
+    for judge, pattern in ((f"{folder}/pairs.py:second", r"'second'.*pairs\.py"), ("pairs", "'pairs'")):
+        with pytest.raises(ArgumentError, match=pattern):
             run_training("online-dpo", argv(folder, "--judge", judge, reward=False), library)
     with pytest.raises(ArgumentError, match="'judge'"):
         run_training("grpo", argv(folder, "--judge", "pairs"), library)
@@ -90,6 +90,22 @@ def test_tools_and_environments_come_from_files(library, folder):
     ):
         with pytest.raises(ArgumentError, match=text):
             run_training("grpo", argv(folder, *words), library)
+
+
+def test_an_environment_may_take_the_place_of_the_dataset(library, folder, caplog):
+    (folder / "world.py").write_text("class World:\n    pass\n")
+    words = ["--model", "m", "--use_cpu", "--output_dir", f"{folder}/out", "--environment", f"{folder}/world.py:World"]
+    trainer = trainer_of("grpo", words, library)
+    assert trainer.keywords["train_dataset"] is trainer.keywords["eval_dataset"] is None
+    trainer_of("grpo", [*words, "--dataset_split", "dev", "--prompt_column", "question"], library)
+    assert "--dataset_split dev" in caplog.text
+    assert "--prompt_column question" in caplog.text
+    with pytest.raises(ArgumentError, match=r"--test_split_size.*--dataset"):
+        run_training("grpo", [*words, "--test_split_size", "2"], library)
+    with pytest.raises(MissingPackageError, match=r"verifiers:sums.*\[verifiers\]"):
+        run_training("grpo", [*words[:-1], "verifiers:sums"], library)
+    with pytest.raises(ArgumentError, match=" --dataset"):
+        run_training("grpo", [*words[:-2], "--reward", f"{folder}/judge.py:right"], library)
 
 
 def test_a_list_of_betas_is_several_words_or_a_list_in_the_file(library, folder):
@@ -124,7 +140,7 @@ def test_the_evaluation_set_has_its_own_file_and_slice_or_is_a_slice_of_the_trai
 
 
 def test_an_evaluation_set_that_nothing_reads_is_refused(library, folder):
-    with pytest.raises(ArgumentError, match="--eval_dataset"):
+    with pytest.raises(ArgumentError, match="--eval_dataset null"):
         run_training("grpo", argv(folder, "--eval_dataset", f"{folder}/rows.jsonl"), library)
     assert trainer_of("grpo", argv(folder, "--eval_dataset", "none"), library).keywords["eval_dataset"] is None
 
@@ -142,7 +158,7 @@ def test_arguments_of_the_command_without_effect_are_named(library, folder, idle
     words = argv(folder, *idle, "--strict_arguments")
     with pytest.raises(ArgumentError, match=idle[0]):
         run_training("grpo", words, library)
-    assert trainer_of("grpo", [*words, *switch], library).asked
+    assert trainer_of("grpo", [*words, *switch], library).calls
 
 
 def test_words_about_a_hubs_data_set_that_do_nothing_for_a_file_are_told(library, folder, caplog):
@@ -188,7 +204,7 @@ def test_a_dry_run_prints_what_was_resolved_and_does_not_train(library, folder, 
     assert shown["arguments"]["prompt_column"] == "question"
     assert shown["arguments"]["learning_rate"] == 1e-5
     assert "num_generations" not in shown["arguments"]
-    assert library.made[0].asked == []
+    assert library.made[0].calls == []
 
 
 def test_adapters_are_described_for_peft_and_four_bits_for_from_pretrained(library, folder):
@@ -207,7 +223,7 @@ def test_a_run_is_resumed_from_its_newest_checkpoint_or_a_named_one_and_pushed_o
     for word, value in (("true", True), (f"{checkpoint}", f"{checkpoint}"), ("auto", "auto")):
         trainer = trainer_of("grpo", argv(folder, "--resume_from_checkpoint", word, "--push_to_hub"), library)
         assert trainer.keywords["args"].resume_from_checkpoint == value
-        assert trainer.asked == ["train", "save_model", ("push_to_hub", None)]  # the hub knows no local file
+        assert trainer.calls == ["train", "save_model", ("push_to_hub", None)]  # the hub knows no local file
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_a_yaml_file_of_trl_is_read_as_it_is(library, splits):
 def test_trls_defaults_may_be_spelled_out(library, splits):
     defaults = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "use_dora": False, "model_revision": "main"}
     words = trl_yaml(splits, **defaults, per_device_eval_batch_size=8, bnb_4bit_quant_type="nf4", strict_arguments=True)
-    assert trainer_of("grpo", words, library).asked
+    assert trainer_of("grpo", words, library).calls
 
 
 def test_an_evaluation_reads_the_split_test_if_none_is_named(library, splits):
@@ -150,6 +150,7 @@ def test_streams_are_mixed_too(library, files):
         ([("a", {})], ["--test_split_size", "1", "--eval_split", "dev"], "--eval_split"),
         ([("a", {})], ["--eval_strategy", "steps", "--eval_split", "dev"], "--eval_split dev .*--eval_dataset"),
         ([("a", {})], ["--test_split_size", "1", "--streaming"], "--streaming"),
+        ([("a", {})], ["--test_split_size", "1", "--strict_arguments"], "test_split_size=1.*never evaluates.*: 1;"),
         ([("a", {})], ["--model_init_kwargs", '{"dtype": "float32"}'], "'dtype'"),
     ],
 )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_each_list_names_what_its_processes_see(given, trainer, servers):
         ({"vllm_devices": "1", "kv_cache_bytes": 1, "vllm_gpu_memory_utilization": 0.8},
          r"--vllm_gpu_memory_utilization 0\.8 .*--kv_cache_bytes 1"),
         ({"vllm_devices": "1", "vllm_engine_kwargs": {"api_key": "x"}}, "--api-key"),
-        ({"num_devices": 0, "vllm_devices": "0"}, "none; cpu"),
+        ({"num_devices": 0, "vllm_devices": "0"}, "this machine has no GPU; cpu"),
         *(({"environ": {name: "2"}, "vllm_devices": "1"}, "--accelerate_config")
           for name in ("LOCAL_RANK", "WORLD_SIZE", "LOWPEAK_LAUNCHED")),
     ],
@@ -107,11 +108,11 @@ def test_what_was_said_of_the_engine_goes_to_the_servers():
         "enable_chunked_prefill": False,
         "lora_modules": ["a", "b"],
     }
-    said = {"vllm_tensor_parallel_size": 2, "vllm_max_model_length": 512, "kv_cache_bytes": 1 << 20, "bf16": True}
-    (server,) = planned(vllm_devices="1,2", **said, vllm_engine_kwargs={**more, "seed": None}).servers
+    expected = {"vllm_tensor_parallel_size": 2, "vllm_max_model_length": 512, "kv_cache_bytes": 1 << 20, "bf16": True}
+    (server,) = planned(vllm_devices="1,2", **expected, vllm_engine_kwargs={**more, "seed": None}).servers
     assert (server.model, server.tensor_parallel_size, server.dtype, server.host) == ("m", 2, "bfloat16", "127.0.0.1")
-    said = "--gpu-memory-utilization 0.01 --max-model-len 512 --kv-cache-memory-bytes 1048576 --enforce-eager --hf-overrides"
-    assert server.options == (*said.split(), '{"a": 1}', "--no-enable-chunked-prefill", "--lora-modules", "a", "b")
+    expected = "--gpu-memory-utilization 0.01 --max-model-len 512 --kv-cache-memory-bytes 1048576 --enforce-eager --hf-overrides"
+    assert server.options == (*expected.split(), '{"a": 1}', "--no-enable-chunked-prefill", "--lora-modules", "a", "b")
 
 
 @pytest.mark.parametrize(
@@ -129,28 +130,28 @@ def test_a_server_computes_in_the_trainers_dtype_where_that_is_known(given, dtyp
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         ({}, ()),
         ({"use_peft": True}, ("--enable-lora", "--max-lora-rank", "16")),
         ({"use_peft": True, "lora_r": 20}, ("--enable-lora", "--max-lora-rank", "32")),
+        ({"use_peft": True, "max_staleness": 2}, ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "3")),
         ({"use_peft": True, "vllm_adapters": False}, ()),
-        ({"use_peft": True, "accelerate_config": "ddp"}, ()),
         ({"use_peft": True, "vllm_engine_kwargs": {"max_lora_rank": 64}}, ("--enable-lora", "--max-lora-rank", "64")),
         ({"vllm_gpu_memory_utilization": 0.8}, ("--gpu-memory-utilization", "0.8")),
     ],
 )
-def test_a_server_gets_its_share_and_room_for_the_runs_adapter(given, said):
-    assert planned(vllm_devices="1", **given).servers[0].options == said
+def test_a_server_gets_its_share_and_room_for_the_runs_adapter(given, expected):
+    assert planned(vllm_devices="1", **given).servers[0].options == expected
 
 
 def test_the_trainer_is_configured_with_the_servers_and_without_what_was_said_to_them():
     both = planned(vllm_devices="1,2", vllm_max_model_length=512)
     urls = [each.url for each in both.servers]
     assert len(set(urls)) == 2
-    told = trainer_settings(GIVEN | {"vllm_max_model_length": 512, "kv_cache_bytes": 1}, both.trainer_environ)
+    script = trainer_settings(GIVEN | {"vllm_max_model_length": 512, "kv_cache_bytes": 1}, both.trainer_environ)
     own = {"vllm_mode": "server", "vllm_server_base_url": ",".join(urls), "vllm_max_model_length": 512}
-    assert told == GIVEN | own  # the length too: prompts that do not fit are found before anything trains
+    assert script == GIVEN | own  # the length too: prompts that do not fit are found before anything trains
     assert trainer_settings(GIVEN, {}) == GIVEN
     assert both.command == (sys.executable, "-m", "lowpeak", "grpo", "--model", "m")
     assert "vllm_max_model_length" not in SERVER_ARGUMENTS
@@ -168,8 +169,18 @@ def test_servers_on_this_host_demand_a_token_that_nobody_else_knows():
     assert planned({SERVER_TOKEN: "mine"}, vllm_devices="1").servers[0].token == "mine"
 
 
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_dry_run_needs_vllm_as_the_run_does(capfd):
+    words = "--model m --dataset d --reward exact_match --use_vllm true --vllm_devices cpu --dry_run"
+    assert main(["grpo", *words.split()]) == 2
+    assert "--vllm_devices needs vLLM" in capfd.readouterr().err
+
+
 @pytest.mark.extended
-def test_a_dry_run_starts_no_server_and_resolves_what_the_trainer_would(tmp_path, capfd):
+def test_a_dry_run_starts_no_server_and_resolves_what_the_trainer_would(tmp_path, monkeypatch, capfd):
+    (tmp_path / "packages" / "vllm").mkdir(parents=True)
+    (tmp_path / "packages" / "vllm" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "packages")
     tiny_model().save_pretrained(tmp_path / "model")
     char_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}="}}\n' for i in range(8)))
@@ -268,9 +279,9 @@ def gone(folder, *names):
 
 def ready(process, folder):
     """The supervisor once both servers are ready, and the first one's id."""
-    said = ""
-    while said.count("is ready") < 2:
-        said += process.stderr.readline()
+    expected = ""
+    while expected.count("is ready") < 2:
+        expected += process.stderr.readline()
     return process, recorded(folder, "server1")["PID"]
 
 
@@ -336,11 +347,11 @@ def test_a_server_that_cannot_be_started_again_is_given_up_soon_and_only_its_las
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_goes_to_the_trainer_which_ends_as_it_does_and_the_servers_after_it(number, start, tmp_path):
-    told = f"signal.signal({int(number)}, lambda *of: (open('told', 'w').close(), sys.exit(5)))\n"
-    process = start(told + "open('on.json', 'w').write('{}')\ntime.sleep(60)")
+    script = f"signal.signal({int(number)}, lambda *of: (open('ended', 'w').close(), sys.exit(5)))\n"
+    process = start(script + "open('on.json', 'w').write('{}')\ntime.sleep(60)")
     for name in (*ALL, "on"):
         recorded(tmp_path, name)
     process.send_signal(number)
     assert ended(process)[0] == 5
-    assert (tmp_path / "told").exists()
+    assert (tmp_path / "ended").exists()
     assert gone(tmp_path, *ALL)

@@ -96,6 +96,6 @@ def test_an_error_names_row_and_column_and_value(reader, row, settings, words):
         tokenizer.chat_template = template
     with pytest.raises(DataError) as caught:
         reader(tokenizer, **settings).read(row, 0, index=3)
-    told = str(caught.value)
-    assert told.startswith("row 3")
-    assert [word for word in words.split() if word not in told] == []
+    message = str(caught.value)
+    assert message.startswith("row 3")
+    assert [word for word in words.split() if word not in message] == []

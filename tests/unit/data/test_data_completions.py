@@ -66,6 +66,17 @@ def test_a_pair_of_messages_follows_the_chat_template_without_another_end_token(
     assert [prompt + chosen[0], prompt + rejected[0]] == wholes
 
 
+@pytest.mark.parametrize("continues", [False, True])
+def test_an_answer_continues_the_prompts_last_message_if_the_options_say_so(continues):
+    prompt, options = [user("1"), assistant("2")], {"continue_final_message": True} if continues else {}
+    row = {"prompt": prompt, "completion": [assistant("34")], "label": True}
+    opened, (answer, *_) = parts(LabelReader(CHAT, chat_template_kwargs=options), row)
+    whole = [user("1"), assistant("234")] if continues else [*prompt, assistant("34")]
+    opening = options or {"add_generation_prompt": True}
+    assert opened == CHAT.apply_chat_template(prompt, return_dict=True, **opening)["input_ids"]
+    assert opened + answer == CHAT.apply_chat_template(whole, return_dict=True)["input_ids"]
+
+
 def test_the_prompt_of_texts_ends_before_a_space_and_leaves_something_of_both():
     row = unpair(Dataset.from_list([{"chosen": "ab cd", "rejected": "ab ef"}, {"chosen": "ab", "rejected": "abc"}]))
     assert row["prompt"] == ["ab", "a", "ab", "a"]

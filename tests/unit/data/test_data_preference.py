@@ -86,12 +86,12 @@ def test_a_row_has_the_tokens_that_the_reward_model_will_be_asked_with(form):
         row = {"prompt": "12=", "chosen": "345", "rejected": "36"}
     else:
         row = {"prompt": [turn("user", "1=")], "chosen": [turn("assistant", "2")], "rejected": [turn("assistant", "3")]}
-    asked = judge._ids([row["prompt"]] * 2, [row["chosen"], row["rejected"]])
+    pair_ids = judge._ids([row["prompt"]] * 2, [row["chosen"], row["rejected"]])
     trained = [
         [*record.prompt_ids, *record.completion.ids[:-1].tolist()]
         for record in PreferenceReader(tokenizer).read(row, 0)
     ]
-    assert trained == asked
+    assert trained == pair_ids
 
 
 def test_pairs_that_are_too_long_or_the_same_are_left_out_and_counted(caplog):

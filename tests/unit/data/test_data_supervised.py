@@ -201,8 +201,8 @@ def test_truncated_rows_of_training_data_are_counted_or_in_a_stream_named_once(m
     source = data.to_iterable_dataset() if is_stream else data
     with caplog.at_level(logging.WARNING):
         make_cursor(source, reader(max_length=max_length), arguments, shuffle=False).take(6)
-    told = [record.args for record in caplog.records if "truncated" in record.getMessage()]
-    assert told == ([] if max_length is None else [(1, 5)] if is_stream else [(2, 4, 5)])
+    logged = [record.args for record in caplog.records if "truncated" in record.getMessage()]
+    assert logged == ([] if max_length is None else [(1, 5)] if is_stream else [(2, 4, 5)])
 
 
 def test_all_records_of_a_data_set_are_counted_and_one_at_least_there_has_to_be(caplog):

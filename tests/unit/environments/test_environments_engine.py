@@ -14,6 +14,7 @@ import pytest
 
 from lowpeak.environments.tool_results import ToolResults
 from lowpeak.errors import DataError, EngineError, LostEngineError
+from lowpeak.rewards.function import call_with_timeout
 from scripted_turns import Score, Talk, add, call
 
 
@@ -166,6 +167,15 @@ def test_an_environment_opens_replies_and_is_reused():
     assert [reward.name for reward in talk.toolset.rewards()] == ["Score"]
     again = talk.run(answer="6")
     assert [completion.conversation.environment for completion in again.completions] == environments
+
+
+def test_a_reward_does_not_wait_for_the_calls_of_rollouts_ahead():
+    talk = Talk([[call("increase", by=2) + "<eos>", "x<eos>"]], environment=Score)
+    (completion,) = talk.run().completions
+    talk.toolset.runner._threads = asyncio.Semaphore(0)  # calls have all threads
+    (reward,) = talk.toolset.rewards()
+    columns = {"completion_ids": [[0]], "conversations": [completion.conversation]}
+    assert call_with_timeout(lambda: reward(["1+2"], ["x"], **columns), 10) == [2.0]
 
 
 def test_a_row_names_its_environment():

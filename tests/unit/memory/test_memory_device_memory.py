@@ -73,8 +73,8 @@ def test_out_of_memory_errors_of_allocators_and_libraries_are_recognized():
 def test_nccls_lack_of_memory_is_an_error_of_its_own_with_arguments_to_lower():
     assert [error for error in (*RAN_OUT, *NCCL, *OTHERS) if nccl_memory_error(error)] == list(NCCL)
     for error, last in zip(NCCL, ("out of memory", "1920 bytes"), strict=True):
-        said = str(nccl_memory_error(error))
-        assert all(name in said for name in ("memory_budget", "vllm_gpu_memory_utilization", last))
+        message = str(nccl_memory_error(error))
+        assert all(name in message for name in ("memory_budget", "vllm_gpu_memory_utilization", last))
 
 
 @pytest.mark.parametrize(

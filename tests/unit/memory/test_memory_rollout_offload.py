@@ -82,14 +82,14 @@ def test_a_reward_model_is_on_the_device_while_it_is_used_and_offloaded_again():
 
 
 @pytest.mark.parametrize(
-    ("mover", "told"),
+    ("mover", "pattern"),
     [(CopyingMover(), "engine"), (CopyingMover(room=16 * 16 * 4), "offload_during_rollout")],
     ids=["an error in the rollout", "a full host"],
 )
-def test_all_tensors_return_after_an_error(mover, told):
+def test_all_tensors_return_after_an_error(mover, pattern):
     model, optimizer = trained()
     before = [value.clone() for value in states(optimizer)]
-    kind = KeyError if told == "engine" else MemoryExhaustedError
-    with pytest.raises(kind, match=told), rest_of(model, optimizer, mover).offloaded():
+    kind = KeyError if pattern == "engine" else MemoryExhaustedError
+    with pytest.raises(kind, match=pattern), rest_of(model, optimizer, mover).offloaded():
         raise KeyError("engine")
     assert all(now.equal(then) for now, then in zip(states(optimizer), before, strict=True))

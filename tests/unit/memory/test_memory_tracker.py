@@ -136,6 +136,6 @@ print("sampled", (sampled.pop_uses()["rollout"].peak_bytes - base) / MB)
 def test_64_megabytes_count_in_their_phase_and_the_outer_one_only():
     env = {"PYTHONPATH": ":".join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MEASURE]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env).stdout
-    seen = {name: float(mb) for name, mb in (line.split() for line in said.splitlines())}
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env).stdout
+    seen = {name: float(mb) for name, mb in (line.split() for line in output.splitlines())}
     assert seen == pytest.approx({"rollout": 64, "evaluate": 64, "reward": 16, "save": 0, "sampled": 32}, abs=5)

@@ -67,13 +67,13 @@ class Auto:
             self._model._tp_plan = plan
 
     def from_pretrained(self, name, distributed_config, **options):
-        self._model.asked = (name, distributed_config.tp_size, distributed_config.fsdp_size, options)
+        self._model.request = (name, distributed_config.tp_size, distributed_config.fsdp_size, options)
         return self._model, {}
 
 
 def test_transformers_shards_a_model_which_its_trainer_sees_as_unsharded():
     model, _ = load_tensor_parallel(Auto(vocab_size=16), "m", {"dtype": "auto"}, ModelParallel(2, 4))
-    assert model.asked == ("m", 2, 4, {"dtype": "auto"})
+    assert model.request == ("m", 2, 4, {"dtype": "auto"})
     assert not model.is_distributed_loading_by_transformers
 
 

@@ -35,10 +35,12 @@ def test_a_hundred_small_shares_bring_the_bf16_reference_as_far_as_the_fp32_one(
         strategy.average(reference, policy, SHARE, f"0/reference/{step}")
         strategy.average(exact, policy, SHARE, "")
         nearest.weight.data.lerp_(policy.weight.detach().bfloat16(), SHARE)
-    asked = (policy.weight.float() - start.weight.float()).flatten()
+    exact_update = (policy.weight.float() - start.weight.float()).flatten()
 
     def progress(model: nn.Module) -> float:
-        return float((model.weight.float() - start.weight.float()).flatten() @ asked / (asked @ asked))
+        return float(
+            (model.weight.float() - start.weight.float()).flatten() @ exact_update / (exact_update @ exact_update)
+        )
 
     assert reference.weight.dtype == torch.bfloat16
     assert progress(exact) == pytest.approx(1 - (1 - SHARE) ** SYNCS, abs=1e-3)

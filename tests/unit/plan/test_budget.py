@@ -131,7 +131,7 @@ def test_a_problem_names_the_budget_and_the_given_size_or_the_smallest_change_th
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"), [(None, None), ("auto", 80 * GIB), (0.5, 40 * GIB), ("0.25", 20 * GIB), ("3GiB", 3 * GIB)]
+    ("budget", "expected"), [(None, None), ("auto", 80 * GIB), (0.5, 40 * GIB), ("0.25", 20 * GIB), ("3GiB", 3 * GIB)]
 )
-def test_a_planned_budget_is_of_the_planned_device(said, expected):
-    assert budget_of(request(memory_budget=said)) == expected
+def test_a_planned_budget_is_of_the_planned_device(budget, expected):
+    assert budget_of(request(memory_budget=budget)) == expected

@@ -67,8 +67,8 @@ def test_tensor_parallelism_keeps_the_sequences_of_a_step():
 
 @pytest.mark.release
 def test_what_is_given_stays():
-    asked = request(80, micro_batch_tokens=512, gradient_checkpointing=True)
-    found = Search(asked).run()
+    run_request = request(80, micro_batch_tokens=512, gradient_checkpointing=True)
+    found = Search(run_request).run()
     assert found.candidate.tokens == 512
     assert found.candidate.checkpointing
     assert not {"micro_batch_tokens", "gradient_checkpointing"} & set(found.arguments)
@@ -186,8 +186,8 @@ def test_activations_leave_the_device_if_nothing_else_helps():
 
 @pytest.mark.release
 def test_too_little_host_memory_is_the_reason_that_is_named():
-    asked = request(80, **FEW_CANDIDATES)
-    found = Search(replace(asked, machine=replace(asked.machine, host_memory=1 << 20))).run()
+    run_request = request(80, **FEW_CANDIDATES)
+    found = Search(replace(run_request, machine=replace(run_request.machine, host_memory=1 << 20))).run()
     assert "of a host's memory of 1 MiB" in found.smallest_change
 
 
@@ -208,8 +208,10 @@ def test_quick_plans_agree_with_plans_under_every_strategy_with_and_without_chec
 
 @pytest.mark.release
 def test_a_budget_is_no_smaller_device_for_vllm():
-    asked = request(80, **COLOCATED)
-    found = Search(replace(asked, machine=replace(asked.machine, memory=16 * GIB, device_memory=80 * GIB))).run()
+    run_request = request(80, **COLOCATED)
+    found = Search(
+        replace(run_request, machine=replace(run_request.machine, memory=16 * GIB, device_memory=80 * GIB))
+    ).run()
     share = found.arguments["vllm_gpu_memory_utilization"]
     assert found.plan.phases["rollout"].device[Kind.ENGINE] == int(share * 80 * GIB)
     assert found.plan.peak <= 16 * GIB
@@ -245,10 +247,10 @@ def test_tensor_parallelism_is_for_models_whose_layers_it_can_split():
 
 
 def test_a_given_placement_stays():
-    asked = replace(request(80, 4), strategy="zero3")
-    assert {each.strategy for each in Search(asked, keeps_strategy=True)._candidates()} == {"zero3"}
+    run_request = replace(request(80, 4), strategy="zero3")
+    assert {each.strategy for each in Search(run_request, keeps_strategy=True)._candidates()} == {"zero3"}
     with pytest.raises(ArgumentError, match="fsdp2-offload"):
-        Search(replace(asked, strategy="fsdp2-offload"), keeps_strategy=True)
+        Search(replace(run_request, strategy="fsdp2-offload"), keeps_strategy=True)
 
 
 @pytest.mark.release

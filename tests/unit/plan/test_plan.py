@@ -35,6 +35,7 @@ from lowpeak.plan.inputs import RunInputs
 from lowpeak.plan.layers import FewLayers
 from lowpeak.plan.model_counts import ModelCounts
 from lowpeak.plan.plan import Plan, make_plan
+from lowpeak.plan.planned_batches import scored_batches
 from lowpeak.plan.request import PlanRequest
 from lowpeak.ranks import Ranks
 from lowpeak.sizes import memory_budget
@@ -182,14 +183,14 @@ def test_phases_that_are_arithmetic_say_so():
 @pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_preset_with_offload_keeps_shards_in_host_memory(strategy):
-    beside, away = plan("grpo", strategy), plan("grpo", f"{strategy}-offload")
+    on_device, away = plan("grpo", strategy), plan("grpo", f"{strategy}-offload")
     for kind in (Kind.WEIGHTS, Kind.GRADIENTS, Kind.OPTIMIZER):
-        moved = beside.phases["optimizer"].device[kind]
+        moved = on_device.phases["optimizer"].device[kind]
         assert moved > 0 == away.phases["optimizer"].device[kind]
         assert away.phases["optimizer"].host[kind] == moved
     # Each process has its shards; the checkpoint that one reads counts once.
     per_process = sum(away.phases["optimizer"].host.values())
-    assert away.host_peak >= 8 * per_process > beside.host_peak - away.phases["load"].host.get(Kind.CHECKPOINT, 0)
+    assert away.host_peak >= 8 * per_process > on_device.host_peak - away.phases["load"].host.get(Kind.CHECKPOINT, 0)
 
 
 @pytest.mark.extended
@@ -237,38 +238,18 @@ DEEP.layer_types = ["full_attention"] * 12
     ),
 )
 def test_a_deep_model_has_the_plan_that_few_of_its_layers_show(config, strategy, few, changes, monkeypatch):
-    asked = replace(request("grpo", strategy, **changes), config=config)
-    asked = replace(asked, machine=Machine(16, 80 * GIB)) if strategy == "hsdp" else asked
-    quick = make_plan(asked)
-    found = FewLayers.of(RunInputs(asked))
+    planned = replace(request("grpo", strategy, **changes), config=config)
+    planned = replace(planned, machine=Machine(16, 80 * GIB)) if strategy == "hsdp" else planned
+    quick = make_plan(planned)
+    found = FewLayers.of(RunInputs(planned))
     assert (len(found.few), *(len(each.layers) for each in found.more)) == few
     monkeypatch.setattr(FewLayers, "extrapolates", False)
-    whole = make_plan(asked)
+    whole = make_plan(planned)
     assert {name: phase.peak for name, phase in quick.phases.items()} == {
         name: pytest.approx(phase.peak, rel=1e-3) for name, phase in whole.phases.items()
     }
     assert (quick.to_host, quick.to_device) == (whole.to_host, whole.to_device)
     assert all(value >= 0 for phase in quick.phases.values() for value in phase.device.values())
-
-
-def test_a_teacher_is_planned_as_it_is_loaded_sharded_and_in_host_memory():
-    def planned(strategy="single", **changes):
-        return make_plan(replace(request("distillation", strategy, **changes), teacher_config=WIDE))
-
-    whole = planned()
-    policy = whole.counts.total
-    assert whole.phases["score"].device[Kind.FROZEN] == pytest.approx(4 * policy, rel=0.01)
-    narrow = planned(teacher_model_init_kwargs={"dtype": "bfloat16"})
-    assert narrow.phases["score"].device[Kind.FROZEN] == pytest.approx(2 * policy, rel=0.01)
-    shard = planned("fsdp2").phases["score"].device[Kind.FROZEN]
-    assert shard == pytest.approx(4 * policy / 8, rel=0.02)
-    larger = copy.deepcopy(SMALL)
-    larger.intermediate_size *= 8
-    with_larger = make_plan(replace(request("distillation"), teacher_config=larger))
-    assert with_larger.seconds["score"] > 1.5 * make_plan(request("distillation")).seconds["score"] > 0
-    away = planned(offload_frozen_models=True).phases["score"]
-    assert away.device[Kind.FROZEN] < 4 * policy
-    assert away.host[Kind.FROZEN] == pytest.approx(4 * policy, rel=0.01)
 
 
 def test_hsdp_shards_within_a_host_alone():
@@ -292,22 +273,22 @@ def test_tensor_parallel_devices_have_parts_of_every_layer():
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_offloaded_activations_are_in_host_memory_between_forward_and_backward(checkpointing):
     changes = {} if checkpointing else {"gradient_checkpointing": False}
-    beside, away = plan("grpo", **changes), plan("grpo", **changes, activation_offloading=True)
+    on_device, away = plan("grpo", **changes), plan("grpo", **changes, activation_offloading=True)
     moved = away.phases["backward"].host[Kind.ACTIVATIONS]
     # The last copies are under way when the forward's peak is there; each is a layer's input here.
     under_way = COPIES_UNDER_WAY * 4 * away.tokens * away.inputs.config.hidden_size
-    left = beside.phases["forward"].device[Kind.ACTIVATIONS] - away.phases["forward"].device[Kind.ACTIVATIONS]
+    left = on_device.phases["forward"].device[Kind.ACTIVATIONS] - away.phases["forward"].device[Kind.ACTIVATIONS]
     assert left == moved - under_way > 0
     if checkpointing:  # the inputs of each layer, of the last norm and of the head, in fp32
         assert moved == pytest.approx((SMALL.num_hidden_layers + 2) * away.tokens * SMALL.hidden_size * 4, rel=0.05)
-    assert away.to_host - beside.to_host >= away.num_batches * moved
-    assert tensors(away, "optimizer") == tensors(beside, "optimizer")
+    assert away.to_host - on_device.to_host >= away.num_batches * moved
+    assert tensors(away, "optimizer") == tensors(on_device, "optimizer")
 
 
 def test_frozen_models_in_host_memory_have_two_units_on_the_device_in_their_phase():
-    beside = make_plan(replace(request(beta=0.1), reward_configs=[WIDE]))
+    on_device = make_plan(replace(request(beta=0.1), reward_configs=[WIDE]))
     away = make_plan(replace(request(beta=0.1, offload_frozen_models=True), reward_configs=[WIDE]))
-    whole = beside.phases["score"].device[Kind.FROZEN]
+    whole = on_device.phases["score"].device[Kind.FROZEN]
     assert away.phases["score"].host[Kind.FROZEN] == whole
     # A layer's weights and the embeddings or the head, which are larger, in bf16.
     layer, table = 2 * (2 * 512 * 512 + 2 * 512 * 128 + 3 * 512 * 1_024), 2 * 8_192 * 512
@@ -423,3 +404,18 @@ def test_rows_of_offline_runs_are_planned_at_the_length_that_the_run_keeps(kind,
     assert (
         RunInputs(replace(request(kind, machine=ON_CPU, max_length=length), config=config)).longest_sequence == longest
     )
+
+
+@pytest.mark.parametrize("padding_free", [None, False])
+def test_branches_lengthen_what_a_run_scores_and_trains_on_and_no_sequence(padding_free):
+    changes = {"padding_free": padding_free, "num_iterations": 2, "micro_batch_tokens": 100}
+    one, three = (RunInputs(request(machine=ON_CPU, max_branches=number, **changes)) for number in (1, 3))
+    for batches_of in (RunInputs.step_batches, scored_batches):
+        few, many = batches_of(one), batches_of(three)
+        assert sum(len(batch.targets_T) for batch in many) == 3 * sum(len(batch.targets_T) for batch in few)
+        positions = [batch.forest.position_ids_1L if batch.forest else batch.input_ids_BL[0] for batch in many]
+        assert max(batch.input_ids_BL.numel() for batch in many) > 200  # a record stays whole
+        assert {int(each.max()) + 1 if padding_free is None else len(each) for each in positions} == {32 + 64 - 1}
+    assert three.least_cache_bytes == one.least_cache_bytes
+    peaks = [tensors(plan(max_branches=number, **changes), "backward") for number in (1, 3)]
+    assert peaks[0] < peaks[1]

@@ -50,7 +50,76 @@ def test_what_a_run_took_stands_beside_what_was_quoted_for_its_steps(tmp_path):
     quote = {"gpu": "h100", "steps": 4, "price_per_hour": 20.0, "hours": [0.8, 2.0], "dollars": [16.0, 40.0]}
     (tmp_path / "run" / "quote.json").write_text(json.dumps(quote))
     (run,) = data_of(write_report([tmp_path / "run"]))["runs"]
-    assert run["summary"].endswith("They took 0.5 h, $10.00; quoted on h100 were 0.4 to 1 h, $8.00 to $20.00.")
+    assert run["summary"].endswith("Its steps took 0.5 h, $10.00; quoted on h100 were 0.4 to 1 h, $8.00 to $20.00.")
+
+
+def test_the_head_has_what_was_trained_how_and_with_which_result(tmp_path):
+    runs = []
+    for name, rate in (("one", 1e-6), ("two", 5e-6)):
+        folder = online_run(tmp_path / name, 20)
+        journal = Journal(folder / "journal")
+        journal.resume_at(20)
+        facts = {
+            "algorithm": "GRPO",
+            "model": "a/b",
+            "data": "c/d",
+            "rows": 7473,
+            "rewards": ["right", "short"],
+            "device": "H200",
+            "devices": 8,
+        }
+        journal.write_run(0, {**facts, "device_memory": 141 << 30, "arguments": {"learning_rate": rate, "beta": 0.1}})
+        journal.write_evaluation(10, {"eval_accuracy": 0.25, "eval_runtime": 3.0})
+        journal.write_evaluation(20, {"eval_accuracy": 0.53333333})
+        runs.append(folder)
+    data = data_of(write_report(runs, tmp_path / "both.html"))
+    head = {name: values for name, *values in data["header"]}
+    expected = {
+        "algorithm": "GRPO",
+        "model": "a/b",
+        "data": "c/d, 7,473 rows",
+        "rewards": "right, short",
+        "hardware": "8 x H200, 141 GiB each",
+    }
+    expected |= {
+        "rewards": "right, short",
+        "steps": "20",
+        "time of steps": "80 s",
+        "reward": "0.55 \u2192 1.55 (means of the first and last 10 steps)",
+    }
+    expected |= {"eval_accuracy": "0.25 \u2192 0.5333"}
+    assert {name: head[name] for name in expected} == {name: [value] * 2 for name, value in expected.items()}
+    assert head.keys() - expected.keys() == {"last start"}
+    assert data["arguments"] == [["learning_rate", "1e-06", "5e-06"], ["beta", "0.1", "0.1"]]
+
+
+def test_curves_can_stand_over_tokens_and_hours(tmp_path):
+    journal = Journal(tmp_path / "run" / "journal")
+    for step in (1, 2):
+        journal.write_step(step, {"reward": 1.0, "num_tokens": step * 100.0, "step_time": 1800.0})
+    data = data_of(write_report([tmp_path / "run"]))
+    assert data["runs"][0]["axes"] == {"step": [1, 2], "tokens": [100.0, 200.0], "hours": [0.5, 1.0]}
+    assert traces(data, "curves", "Reward")["reward"]["meta"] == 0
+    assert titles(data["others"]) == ["num_tokens"]
+
+
+def test_the_page_of_a_watched_run_follows_it_and_the_last_one_stays(tmp_path, capsys, monkeypatch):
+    run, waits = online_run(tmp_path / "run"), []
+
+    def wait(seconds):
+        waits.append(data_of(run / "report.html")["reload_seconds"])
+        if len(waits) == 2:
+            Journal(run / "journal").write_step(5, {"reward": 0.5})
+        if len(waits) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowpeak.report.page.time.sleep", wait)
+    assert main(["report", str(run), "--watch", "7"]) == 0
+    assert waits == [7.0] * 4
+    assert capsys.readouterr().out.count("report.html") == 3  # at first, after a new step, and at the end
+    assert data_of(run / "report.html")["reload_seconds"] == 0
+    assert [path.name for path in run.glob(".report*")] == []
+    assert main(["report", str(run), "--watch", "0"]) == 2
 
 
 def test_several_runs_stand_in_one_figure_by_their_names(tmp_path, monkeypatch):
@@ -66,7 +135,7 @@ def test_several_runs_stand_in_one_figure_by_their_names(tmp_path, monkeypatch):
 def test_runs_whose_folders_have_the_same_name_are_told_apart(tmp_path):
     folders = [online_run(tmp_path / "a" / "run"), online_run(tmp_path / "b" / "run")]
     data = data_of(write_report(folders, tmp_path / "both.html"))
-    assert [run["name"] for run in data["runs"]] == [str(folder) for folder in folders]
+    assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"]
 
 
 def test_phases_have_time_memory_plan_and_limit(tmp_path):
@@ -117,8 +186,8 @@ def test_completions_have_their_prompt_rewards_and_token_values(tmp_path):
     row = run["completions"][4]
     assert run["prompts"][row["prompt"]] == "prompt 2"
     assert (row["completion"], row["reward"], row["advantage"], row["length"]) == ("text 4", 4.0, -4.0, 3)
-    facts = [["group", "1/0"], ["policy version", "1"], ["my_reward", "4.0"], ["answer", "4"]]
-    assert row["facts"] == facts
+    assert (row["group"], row["rewards"]) == ("1/0", {"my_reward": 4.0})
+    assert row["facts"] == [["policy version", "1"], ["answer", "4"]]
     expected = token_row(0, ["te", "xt ", "4"])
     assert row["tokens"] == {name: expected[name] for name in expected if name != "row"}
     assert [i for i, each in enumerate(run["completions"]) if "tokens" in each] == [0, 4, 8, 12]
@@ -157,10 +226,8 @@ def test_a_reward_an_extra_and_a_column_of_any_name_are_shown_besides_the_text(t
     run = data_of(write_report([online_run(tmp_path / "run", turns=turns, **named)]))["runs"][0]
     row = run["completions"][4]
     assert (row["completion"], row["step"], row["reward"]) == ("text 4", 2, 4.0)
-    assert row["facts"][2:] == [
-        ["turns", json.dumps(turns)],
-        *(["completion", "8.0"], ["step", "0.5"], ["reward", "R"], ["completion", "c"]),
-    ]
+    assert row["rewards"] == named["rewards"]
+    assert row["facts"][1:] == [["turns", json.dumps(turns)], ["reward", "R"], ["completion", "c"]]
 
 
 def test_a_run_that_began_in_format_1_and_was_resumed_is_shown_whole(tmp_path):
@@ -174,9 +241,9 @@ def test_a_run_that_began_in_format_1_and_was_resumed_is_shown_whole(tmp_path):
     completions = data_of(write_report([tmp_path / "run"]))["runs"][0]["completions"]
     assert len(completions) == before + 1
     for row, group in ((completions[0], "0"), (completions[-1], "9/0")):
-        facts = dict(row["facts"])
-        assert facts["group"] == group
-        assert float(facts["spread"]) == row["reward"]
+        assert row["group"] == group
+        rewards = {**dict(row["facts"]), **row["rewards"]}
+        assert float(rewards["spread"]) == pytest.approx(row["reward"], rel=1e-3)
 
 
 def test_a_journal_of_a_newer_format_is_refused_in_one_sentence(tmp_path):
@@ -200,28 +267,59 @@ def limit(monkeypatch, **limits):
         monkeypatch.setattr(f"lowpeak.report.run_data.{name}", value)
 
 
-def test_more_completions_than_a_page_may_have_are_sampled_evenly_and_the_page_says_so(tmp_path, monkeypatch):
-    limit(monkeypatch, MAX_COMPLETIONS=200, MAX_TOKEN_ROWS=20)
+def test_more_completions_than_a_page_may_have_are_whole_groups_sampled_evenly_and_the_page_says_so(
+    tmp_path, monkeypatch
+):
+    limit(monkeypatch, MAX_COMPLETIONS=200, MAX_TOKEN_ROWS=15)
     folder = online_run(tmp_path / "run", num_steps=25, per_step=10)
     run = data_of(write_report([folder]))["runs"][0]
     rewards = [row["reward"] for row in run["completions"]]
+    steps = [row["step"] for row in run["completions"]]
     valued = [row["step"] for row in run["completions"] if "tokens" in row]
-    assert (len(rewards), len(valued)) == (200, 20)
+    assert (len(rewards), len(valued)) == (200, 15)
     assert rewards == sorted(set(rewards))
-    gaps = [b - a for a, b in itertools.pairwise(rewards)]
-    assert max(gaps) <= 3
-    assert (valued[0], valued[-1]) == (1, 25)
-    assert max(b - a for a, b in itertools.pairwise(valued)) == 2
+    assert {steps.count(step) for step in steps} == {10}
+    for found in (sorted({*steps}), valued):
+        assert (found[0], found[-1]) == (1, 25)
+        assert max(b - a for a, b in itertools.pairwise(found)) <= 3
     assert "200 of 250 completions, evenly sampled" in run["sampled"]
-    assert "20 of 25, evenly sampled" in run["sampled"]
+    assert "15 of 25, evenly sampled" in run["sampled"]
+
+
+def test_groups_with_token_values_are_sampled_first(tmp_path, monkeypatch):
+    limit(monkeypatch, MAX_COMPLETIONS=40)
+    folder = online_run(tmp_path / "run", num_steps=25)
+    journal = Journal(folder / "journal")
+    journal.resume_at(25)
+    for step in range(26, 76):
+        journal.write_rollout(step, [{"rollout": step, "group": 0, "completion": "text"}] * 4)
+    run = data_of(write_report([folder]))["runs"][0]
+    assert max(row["step"] for row in run["completions"]) == 25
 
 
 def test_long_texts_make_the_sample_smaller(tmp_path, monkeypatch):
-    limit(monkeypatch, MAX_TEXT_LENGTH=64 << 10)
+    limit(monkeypatch, MAX_TEXT_LENGTH=90 << 10)
     folder = online_run(tmp_path / "run", num_steps=4, per_step=2, completion="x" * (20 << 10))
     run = data_of(write_report([folder]))["runs"][0]
-    assert [row["step"] for row in run["completions"]] == [1, 3, 4]
-    assert "3 of 8 completions, evenly sampled" in run["sampled"]
+    assert [row["step"] for row in run["completions"]] == [1, 1, 4, 4]
+    assert "4 of 8 completions, evenly sampled" in run["sampled"]
+
+
+def test_a_page_of_two_thousand_completions_has_at_most_ten_megabytes(tmp_path):
+    tokens = token_row(0, ["word "] * 250)
+    folder = online_run(tmp_path / "run", num_steps=250, per_step=8, completion="word " * 250)
+    journal = Journal(folder / "journal")
+    journal.resume_at(0)
+    for step in range(1, 251):
+        rows = [
+            {"rollout": step, "group": 0, "prompt": "word " * 100, "completion": "word " * 250, "reward": 1 / 3}
+        ] * 8
+        journal.write_rollout(step, rows)
+        journal.write_tokens(step, [tokens | {"logprobs": [-1 / 3 * each for each in range(250)]}])
+        journal.write_step(step, {f"metric {i}": step / 3 for i in range(60)})
+    page = write_report([folder])
+    assert len(data_of(page)["runs"][0]["completions"]) == 2_000
+    assert page.stat().st_size <= 10 * 10**6
 
 
 def test_token_values_of_long_completions_are_of_fewer(tmp_path, monkeypatch):
@@ -245,7 +343,7 @@ def test_more_steps_than_a_curve_may_have_are_sampled_evenly_and_the_page_says_s
     data = data_of(write_report([tmp_path / "run"]))
     steps = traces(data, "curves", "Reward")["reward"]["x"]
     assert (len(steps), steps[0], steps[-1]) == (50, 1, 100)
-    assert "100 steps (the curves have 50 of them, evenly sampled)" in data["runs"][0]["summary"]
+    assert "The curves have 50 of 100 steps, evenly sampled." in data["runs"][0]["summary"]
 
 
 class Elements(HTMLParser):
@@ -322,6 +420,14 @@ def test_runs_of_every_kind_have_a_report(tmp_path, kind):
     online = {"reward_funcs": spread} if kind != "Reward" else {}
     trained(kind, tmp_path / "run", **online)
     data = data_of(write_report([tmp_path / "run"]))
+    head = {name: value for name, value in data["header"]}
+    names = {"GRPO": "GRPO", "PPO": "PPO", "Reward": "reward modeling (Bradley-Terry)"}
+    assert (head["algorithm"], head["data"], head["hardware"]) == (
+        names[kind],
+        "8 rows" if kind == "Reward" else "16 rows",
+        "1 x CPU",
+    )
+    assert ["max_steps", "2"] in data["arguments"]
     expected = {"GRPO": "Reward", "PPO": "KL", "Reward": "Accuracy"}
     assert {expected[kind], "Learning rate", "Loss"} <= {*titles(data["curves"])}
     assert {"train", "optimizer"} <= {row[0] for row in data["runs"][0]["phases"]}

@@ -53,7 +53,7 @@ ONE_PAIR = [group("p", "a", "bb")]
 def test_a_reward_is_the_share_of_comparisons_within_the_group(groups, shares, num_asked):
     judge = ScriptedJudge(length)
     assert rewards(judge, *groups) == pytest.approx(shares, nan_ok=True)
-    assert len(judge.asked) == num_asked
+    assert len(judge.requests) == num_asked
 
 
 def test_no_preference_is_half_a_win_for_both_and_logged():
@@ -76,7 +76,7 @@ def test_messages_are_read_as_text():
     messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": parts}]
     judge = ScriptedJudge(length)
     rewards(judge, group(messages, "a", "bb"))
-    ((prompt, pair),) = judge.asked
+    ((prompt, pair),) = judge.requests
     assert (prompt, sorted(pair)) == ("system: be short\n\nuser: hi", ["a", "bb"])
 
 

@@ -31,7 +31,7 @@ def only_long(completions, **kwargs):
     return [1.0 if len(text) > 1 else None for text in completions]
 
 
-def asked(*groups, trainer_state=None):
+def call_panel(*groups, trainer_state=None):
     """Return the keywords of a call."""
     seen = {}
     spy = panel(lambda **kwargs: seen.update(kwargs) or [0] * len(kwargs["prompts"]))
@@ -40,7 +40,7 @@ def asked(*groups, trainer_state=None):
 
 
 def test_plain_groups_are_strings_in_rows_with_every_column_and_the_trainers_state():
-    seen = asked(group("p", "a", "bb", answer=1), group("q", "c", answer=2), trainer_state="state")
+    seen = call_panel(group("p", "a", "bb", answer=1), group("q", "c", answer=2), trainer_state="state")
     assert seen.pop("log_extra")
     assert seen.pop("log_metric")
     assert seen == {
@@ -57,13 +57,13 @@ def test_plain_groups_are_strings_in_rows_with_every_column_and_the_trainers_sta
 def test_conversational_groups_are_lists_of_one_message_with_what_it_continues(assistant_prefix):
     prompt = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "<think>"}]
     one = group(prompt, "a", "b")
-    seen = asked(replace(one, prompt=replace(one.prompt, assistant_prefix=assistant_prefix)))
+    seen = call_panel(replace(one, prompt=replace(one.prompt, assistant_prefix=assistant_prefix)))
     assert seen["prompts"] == [prompt, prompt]
     assert seen["completions"] == [[{"role": "assistant", "content": f"{assistant_prefix}{text}"}] for text in "ab"]
 
 
 def test_a_column_that_a_prompt_lacks_is_none_and_a_completions_own_field_comes_first():
-    seen = asked(
+    seen = call_panel(
         group("p", completion("a", score=5), "b", score=1, level=2), group("q", "c", prompt="x", completion_ids=3)
     )
     assert (seen["score"], seen["level"]) == ([5, 1, None], [2, 2, None])

@@ -78,6 +78,14 @@ def logs_a_word(completions, log_metric, **kwargs):
     log_metric("seen", "many")
 
 
+def logs_lowpeaks_metric(completions, log_metric, **kwargs):
+    log_metric("completions/mean_length", 1.0)
+
+
+def logs_without_a_name(completions, log_metric, **kwargs):
+    log_metric(None, 1.0)
+
+
 def leaves(completions):
     sys.exit(0)
 
@@ -97,6 +105,8 @@ async def leaves_in_a_task(completions):
         (divides, divides, "ZeroDivisionError: ", ZeroDivisionError),
         (parses, parses, "JSONDecodeError: ", json.JSONDecodeError),
         (logs_a_word, logs_a_word, "ValueError: .*many", ValueError),
+        (logs_lowpeaks_metric, logs_lowpeaks_metric, "'completions/mean_length'.*does not log", ValueError),
+        (logs_without_a_name, logs_without_a_name, "None.*must be text", ValueError),
         (leaves, leaves, "SystemExit: 0", SystemExit),
         (leaves_later, leaves_later, "SystemExit: 0", SystemExit),
         (leaves_in_a_task, leaves_later, "SystemExit: 0", SystemExit),
@@ -107,10 +117,10 @@ def test_an_exception_or_exit_is_told_with_the_rewards_own_line_and_kept_as_the_
 ):
     line = at.__code__.co_firstlineno + 1
     source = re.escape(linecache.getline(__file__, line).strip())
-    told = rf"'{reward.__name__}' .*{words}.* \({Path(__file__)}, line {line}: {source}\)"
+    pattern = rf"'{reward.__name__}' .*{words}.* \({Path(__file__)}, line {line}: {source}\)"
     reward_panel = panel(reward, timeout=timeout)
     for _ in range(2):
-        with pytest.raises(RewardError, match=told) as caught:
+        with pytest.raises(RewardError, match=pattern) as caught:
             reward_panel.compute_rewards([group("p", "a", "b")])
         error = caught.value.__cause__
         assert isinstance(error, cause)

@@ -11,7 +11,14 @@ import torch
 from case_selection import mark_extended
 from fused_model import FusedModel, FusedVllm, slices, weights
 from lowpeak.selftest.decode import decoding
-from lowpeak.selftest.kernels import forest_attention, head_sizes, large_head, logprob_core, storage_formats
+from lowpeak.selftest.kernels import (
+    forest_attention,
+    head_sizes,
+    large_head,
+    logprob_core,
+    storage_formats,
+    teacher_divergence,
+)
 from lowpeak.selftest.memory import loading, memory_budget, step_memory
 from lowpeak.selftest.offload import large_frozen, large_optimizer, offloaded_run
 from lowpeak.selftest.oom import oom_rollout, oom_training
@@ -28,6 +35,7 @@ def bench(tmp_path):
 
 ROWS = [
     (large_head, r"log-probs within .+ MiB\)"),
+    (teacher_divergence, r"(beta \S+ in \S+: within \S+, gradients \S+(; )?){6}"),
     (head_sizes, r".+ \(64, 128, 256\)"),
     (storage_formats, r"fp32/32: .+; fp32/8: .+; 32/32: .+; 32/8: .+; 24/8: .+; 16/8: .+"),
     (memory_budget, r"at most \S+ MiB of \S+ MiB, with micro_batch_tokens \d+ and kv_cache_bytes \d+"),
@@ -63,8 +71,8 @@ def test_a_run_that_differs_is_found(bench):
 
 def pushed(vllm):
     """Push over each transport; return the transports that worked, in order."""
-    told = push_over_each([vllm], lambda version: slices(weights(version)), torch.device("cpu"))
-    return re.findall(r"(\w+) \d+ ms", told)
+    report = push_over_each([vllm], lambda version: slices(weights(version)), torch.device("cpu"))
+    return re.findall(r"(\w+) \d+ ms", report)
 
 
 def test_a_push_goes_over_every_transport_that_reaches_the_engine():

@@ -59,7 +59,7 @@ def test_a_rollout_that_would_fill_a_part_of_a_step_fills_the_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "pattern"),
     [
         ({"per_device_train_batch_size": 6}, "num_generations=8 .*steps_per_generation=4"),
         (
@@ -126,8 +126,8 @@ def test_a_rollout_that_would_fill_a_part_of_a_step_fills_the_step(tmp_path):
     ],
     ids=str,
 )
-def test_what_is_out_of_range_or_contradicts_itself_raises(tmp_path, changes, told):
-    with pytest.raises(ArgumentError, match=told):
+def test_what_is_out_of_range_or_contradicts_itself_raises(tmp_path, changes, pattern):
+    with pytest.raises(ArgumentError, match=pattern):
         grpo(tmp_path, **changes)
 
 
@@ -158,8 +158,8 @@ def test_each_size_that_an_error_names_is_taken_and_only_the_last_changes_the_st
 
 
 def test_what_names_what_happens_anyway_is_taken(tmp_path):
-    asked = {"dispatch_batches": False, "non_blocking": True, "gradient_accumulation_kwargs": {}}
-    grpo(tmp_path, accelerator_config=asked, per_device_eval_batch_size=8, ds3_gather_for_generation=True)
+    arguments = {"dispatch_batches": False, "non_blocking": True, "gradient_accumulation_kwargs": {}}
+    grpo(tmp_path, accelerator_config=arguments, per_device_eval_batch_size=8, ds3_gather_for_generation=True)
 
 
 @pytest.mark.parametrize(("value", "multiple"), [("auto", 1), (None, 1), ("none", 1), (8, 8), ("16", 16)])
@@ -168,13 +168,13 @@ def test_the_multiple_of_padding_is_trls(tmp_path, value, multiple):
 
 
 def test_generation_kwargs_say_what_arguments_say_in_transformers_names(tmp_path):
-    told = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
-    args = GRPOConfig(output_dir=str(tmp_path), generation_kwargs={**told, "do_sample": True, "max_new_tokens": 9})
+    pattern = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
+    args = GRPOConfig(output_dir=str(tmp_path), generation_kwargs={**pattern, "do_sample": True, "max_new_tokens": 9})
     sampling = resolve_online(args, 1, 1).sampling
-    assert {name: getattr(sampling, name) for name in told} == told
-    assert {name: getattr(args, name) for name in told} == told  # log-probs are at the same temperature
+    assert {name: getattr(sampling, name) for name in pattern} == pattern
+    assert {name: getattr(args, name) for name in pattern} == pattern  # log-probs are at the same temperature
     assert sampling.max_new_tokens == args.max_completion_length == 9
-    assert args.generation_kwargs == {**told, "do_sample": True, "max_new_tokens": 9}
+    assert args.generation_kwargs == {**pattern, "do_sample": True, "max_new_tokens": 9}
     copied = dataclasses.replace(args, learning_rate=1e-4)
     assert resolve_online(copied, 1, 1).sampling == sampling
     for name in ("min_new_tokens", "min_tokens"):
@@ -197,11 +197,11 @@ def test_an_argument_that_is_said_twice_must_be_said_alike(tmp_path):
 
 
 def test_ratios_of_completions_in_a_sum_over_tokens_are_warned_of(tmp_path, caplog):
-    asked = {"importance_sampling_level": "sequence", "num_iterations": 2}
-    grpo(tmp_path, **asked, loss_type="grpo")
+    arguments = {"importance_sampling_level": "sequence", "num_iterations": 2}
+    grpo(tmp_path, **arguments, loss_type="grpo")
     assert not caplog.text
     for loss_type in ("dapo", "bnpo", "dr_grpo"):
-        grpo(tmp_path, **asked, loss_type=loss_type)
+        grpo(tmp_path, **arguments, loss_type=loss_type)
         assert f"loss_type='{loss_type}'" in caplog.text
         caplog.clear()
 
@@ -262,9 +262,9 @@ def test_a_value_out_of_its_declared_range_raises_whatever_the_others_say(tmp_pa
 
 
 def test_activation_checkpointing_is_on_and_bf16_off_on_a_cpu_and_nothing_warns(tmp_path, recwarn):
-    told = {"output_dir": str(tmp_path), "use_cpu": True}
-    assert [SFTConfig(**told).gradient_checkpointing, SFTConfig(**told).bf16] == [True, False]
-    assert SFTConfig(**told, gradient_checkpointing=False).gradient_checkpointing is False
+    pattern = {"output_dir": str(tmp_path), "use_cpu": True}
+    assert [SFTConfig(**pattern).gradient_checkpointing, SFTConfig(**pattern).bf16] == [True, False]
+    assert SFTConfig(**pattern, gradient_checkpointing=False).gradient_checkpointing is False
     assert not [w for w in recwarn if "checkpointing" in str(w.message)]
 
 

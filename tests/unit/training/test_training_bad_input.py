@@ -147,9 +147,9 @@ def test_a_signal_is_told_with_what_stops_the_run_at_once(tmp_path, number, word
 
     with pytest.raises(KeyboardInterrupt):
         grpo(tmp_path, reward_funcs=interrupting).train()
-    (told,) = [record.getMessage() for record in caplog.records if "finishing" in record.getMessage()]
-    assert re.search(words.format(pid=os.getpid()), told)
-    assert ("again" in told) == (number == signal.SIGINT)
+    (message,) = [record.getMessage() for record in caplog.records if "finishing" in record.getMessage()]
+    assert re.search(words.format(pid=os.getpid()), message)
+    assert ("again" in message) == (number == signal.SIGINT)
 
 
 # arguments

@@ -65,8 +65,8 @@ def test_the_damaged_checkpoint_of_the_best_model_is_named_when_it_is_loaded_at_
 def test_a_best_checkpoint_that_was_removed_is_told_and_the_last_weights_stay(tmp_path, caplog):
     best = {**BEST, "metric_for_best_model": "reward", "callbacks": [AtBest(shutil.rmtree)], "eval_dataset": rows(8)}
     trained("PPO", tmp_path, save_total_limit=1, num_generations=2, **best)
-    (told,) = [record.message for record in caplog.records if "load_best_model_at_end" in record.message]
-    assert f"{tmp_path}/checkpoint-" in told
+    (warning,) = [record.message for record in caplog.records if "load_best_model_at_end" in record.message]
+    assert f"{tmp_path}/checkpoint-" in warning
 
 
 @pytest.fixture

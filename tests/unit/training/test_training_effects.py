@@ -33,6 +33,7 @@ def test_each_value_that_is_ours_reaches_what_it_is_for(tmp_path):
     ("kind", "idle", "read", "default"),
     [
         ("GRPO", {"vllm_mode": "server"}, lambda run: run.vllm_mode, "colocate"),  # what a rollout_func reads
+        ("GRPO", {"max_branches": 3}, lambda run: run.collector.settings.tools.max_branches, 1),  # no program branches
         ("Reward", {"log_entropy": False}, lambda run: run.run.logprob_settings.log_entropy, True),
         (
             *("PPO", {"value_learning_rate": 0.5, "vf_coef": 0.0}),

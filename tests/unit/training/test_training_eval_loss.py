@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from lowpeak.training.rollout import make_step_batches, score_records, with_advantages
 from lowpeak.training.step import measure_step
-from small_runs import column, make, same, spread, weights
+from small_runs import DATA, column, make, rows, same, spread, weights
 
 HELD_OUT = Dataset.from_list([{"prompt": f"{i}{i + 1}="} for i in range(3)])
 
@@ -45,8 +45,10 @@ def test_the_loss_is_what_a_step_would_have_on_the_same_rows(tmp_path, case, mon
     algorithm, coefficients = run.run.algorithm, run.coefficients()
     rows = with_advantages(rows, algorithm.advantages(rows, coefficients))
     batches = make_step_batches(rows, range(len(rows)), algorithm, run.run.budget, run.run.strategy.ranks)
-    told = [replace(batch, tokens=replace(batch.tokens, coefficients=coefficients)) for batch in batches]
-    loss, measured = measure_step(run.model.eval(), told, algorithm, run.run.logprob_settings, run.run.strategy.ranks)
+    reweighted = [replace(batch, tokens=replace(batch.tokens, coefficients=coefficients)) for batch in batches]
+    loss, measured = measure_step(
+        run.model.eval(), reweighted, algorithm, run.run.logprob_settings, run.run.strategy.ranks
+    )
     assert metrics["eval_loss"] == pytest.approx(float(loss), rel=1e-4, abs=1e-6)
     if name != "OnlineDPO":  # which scores pairs alone
         assert metrics["eval_reward_std"] == pytest.approx(float(torch.tensor([row.reward for row in rows]).std()))
@@ -115,3 +117,16 @@ def test_before_training_an_evaluation_computes_in_the_precision_of_training(tmp
     at_start = next(row for row in run.state.log_history if "eval_loss" in row)
     for name in ("eval_loss", "eval_entropy"):
         assert before[name] == at_start[name]
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "Distillation", "DPO", "KTO", "Reward", "SFT"])
+def test_held_out_data_are_a_dataset_or_a_stream_or_several_by_name(tmp_path, kind):
+    run, data = make(kind, tmp_path), DATA.get(kind, rows)(4)
+    alone = run.evaluate(data)["eval_loss"]
+    for split in (data, data.to_iterable_dataset()):
+        assert run.evaluate(split)["eval_loss"] == alone
+        container = DatasetDict if split is data else IterableDatasetDict
+        for several in ({"a": split, "b": split}, container({"a": split, "b": split})):
+            metrics = run.evaluate(several)
+            assert metrics["eval_a_loss"] == metrics["eval_b_loss"] == alone
+            assert make(kind, tmp_path, eval_dataset=several).evaluate()["eval_b_loss"] == alone

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 
 from file_damage import sign_again
+from forest_cases import shared_of
 from lowpeak.arguments.base import MemorySettings
 from lowpeak.errors import ArgumentError
 from lowpeak.plan.rehearsal.fake_ranks import fake_process_group, make_mesh, prepare_like_accelerate
@@ -37,7 +38,7 @@ sft = partial(make, "SFT", **SMALL, data=rows(), eval_dataset=rows(4))
 def kinds(run):
     """The layout of each micro-batch of a step."""
     return {
-        "padded" if batch.forest is None else "shared" if any(tree.prompt for tree in batch.forest.trees) else "rows"
+        "padded" if batch.forest is None else "shared" if shared_of(batch.forest) else "rows"
         for batch in run.next_step().micro_batches
     }
 
@@ -162,11 +163,11 @@ def test_every_model_is_asked_also_where_one_takes_no_forest():
     """Where they are sharded, a rank that stopped at the first would leave the others in the second's collectives."""
     first, second = tiny_model(), tiny_model()
     first.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
-    asked = []
-    second.register_forward_hook(lambda *args: asked.append(1))
+    calls = []
+    second.register_forward_hook(lambda *args: calls.append(1))
     choice = prepare_layout(MemorySettings(), [first, second], torch.device("cpu"), Ranks())
     assert choice.layout == "padded"
-    assert asked
+    assert calls
 
 
 def test_a_policy_that_waits_on_the_host_to_be_cut_runs_there_and_what_is_cut_on_the_device():

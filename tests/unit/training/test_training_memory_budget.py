@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("budget", "expected"),
     [
         ("auto", "auto"),
         (0.5, 0.5),
@@ -44,9 +44,9 @@ CPU = torch.device("cpu")
         *((value, None) for value in (0, -1, 1.5, "much", "0", True, float("inf"))),
     ],
 )
-def test_a_budget_is_bytes_a_fraction_or_auto(tmp_path, said, expected):
-    assert parse_budget(said) == expected
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, memory_budget=said)
+def test_a_budget_is_bytes_a_fraction_or_auto(tmp_path, budget, expected):
+    assert parse_budget(budget) == expected
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, memory_budget=budget)
     if expected is None:
         with pytest.raises(ArgumentError, match="memory_budget"):
             resolve_online(args, 1, 1)
@@ -59,7 +59,7 @@ def test_a_budget_is_bytes_a_fraction_or_auto(tmp_path, said, expected):
 
 def test_a_budget_is_of_what_the_process_has_and_could_have():
     could = psutil.Process().memory_info().rss + free_bytes(CPU)
-    whole, half = (budget_bytes(MemorySettings(memory_budget=said), CPU, Ranks()) for said in ("auto", 0.5))
+    whole, half = (budget_bytes(MemorySettings(memory_budget=budget), CPU, Ranks()) for budget in ("auto", 0.5))
     assert whole == pytest.approx(could, rel=0.2)
     assert half == pytest.approx(whole / 2, rel=0.2)
     assert budget_bytes(MemorySettings(memory_budget=GIB), CPU, Ranks()) == GIB

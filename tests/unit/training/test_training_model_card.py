@@ -28,8 +28,8 @@ def hub(tmp_path_factory):
     with serve_hub() as hub:
         hub_variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "secret", "HF_HOME": str(folder)}
         paths = os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])
-        told = ["--hub_token", "secret", "--seed=3", "hf_abcdefghijkl", *KWARGS]
-        command = [sys.executable, str(SCRIPT), str(folder), *told]
+        words = ["--hub_token", "secret", "--seed=3", "hf_abcdefghijkl", *KWARGS]
+        command = [sys.executable, str(SCRIPT), str(folder), *words]
         variables = {**os.environ, **hub_variables, "PYTHONPATH": paths}
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -141,8 +141,8 @@ def test_metrics_have_trls_names(tmp_path):
     names = """rewards/chosen rewards/rejected rewards/margins rewards/accuracies logps/chosen logps/rejected objective/kl
         objective/entropy objective/non_score_reward beta"""
     assert set(names.split()) <= second.keys()
-    said = "objective/scores objective/scores_margin val/contain_eos_token num_pairs num_ties reward entropy"
-    assert set(said.split()) <= first.keys()
+    metric_names = "objective/scores objective/scores_margin val/contain_eos_token num_pairs num_ties reward entropy"
+    assert set(metric_names.split()) <= first.keys()
     assert second["rewards/margins"] == pytest.approx(second["rewards/chosen"] - second["rewards/rejected"], abs=1e-5)
     assert second["rewards/margins"] > 0.0
     assert first["num_pairs"] + first["num_ties"] == 4.0

@@ -283,11 +283,11 @@ def exact_values(policy, prompt, reward, tokenizer):
 def test_the_head_runs_in_scoring_only_where_old_log_probs_are_needed(tmp_path, changes, scored):
     run = ppo(tmp_path, **{"beta": 0.0, **changes})
     records = run.collector.collect(0, 0, None).records
-    asked = []
-    hook = run.model.lm_head.register_forward_pre_hook(lambda *args: asked.append(1))
+    calls = []
+    hook = run.model.lm_head.register_forward_pre_hook(lambda *args: calls.append(1))
     found, _ = score_records(run, records, run.run.algorithm.needs, Phase.SCORE)
     hook.remove()
-    assert bool(asked) == scored
+    assert bool(calls) == scored
     for record, again in zip(records, found, strict=True):
         assert (again.old is not None) == scored
         assert torch.equal(again.values, record.values)
@@ -319,14 +319,14 @@ def test_a_critic_of_another_vocabulary_or_tokenizer_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match=r"critic.* 7 .* 13"):
         ppo(tmp_path, critic="model", value_model=small)
     folder = tmp_path / "reward"
-    beside = {"critic": "model", "value_model_path": saved(folder, classifier())}
-    ppo(tmp_path / "same", **beside)
+    extra = {"critic": "model", "value_model_path": saved(folder, classifier())}
+    ppo(tmp_path / "same", **extra)
     words = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = words["model"]["vocab"]
     vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
     (folder / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(ArgumentError, match=r"'7' .* 10 .* 9"):
-        ppo(tmp_path / "other", **beside)
+        ppo(tmp_path / "other", **extra)
 
 
 @pytest.mark.extended

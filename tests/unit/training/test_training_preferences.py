@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, CheckpointError
 from small_runs import LAYOUTS, SAVED, SGD, column, make, same, saved, steps, trained, weights
 from tiny_models import tiny_model
 
@@ -96,23 +96,31 @@ def test_a_reference_may_be_another_model_by_name(tmp_path):
     assert rewards[0] != 0.0
 
 
-def test_with_precomputed_log_probs_a_run_is_the_same_and_its_reference_is_freed(tmp_path):
-    changes = {"ld_alpha": 0.5, "eval_dataset": PAIRS.select(range(4)), "adam_epsilon": 1e-3}
+def test_another_reference_by_name_is_another_run(tmp_path):
+    names = [saved(tmp_path / name, tiny_model(seed=seed)) for seed, name in enumerate(("one", "other"))]
+    run_of("DPO", tmp_path / "run", ref_model=names[0], max_steps=1, **SAVED)
+    with pytest.raises(CheckpointError, match=r"'one'.*'other'"):
+        run_of("DPO", tmp_path / "run", ref_model=names[1], max_steps=2, resume="auto", **SAVED)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("DPO", {"ld_alpha": 0.5}), ("KTO", {"loss_type": "apo_zero_unpaired"})])
+def test_with_precomputed_log_probs_a_run_is_the_same_and_its_reference_is_freed(kind, changes, tmp_path):
+    changes |= {"eval_dataset": DATA[kind].select(range(4)), "adam_epsilon": 1e-3}
     found = []
     for precompute in (False, True):
         reference = tiny_model(seed=1)
         freed = weakref.ref(reference)
         folder = tmp_path / str(precompute)
         saving = {**SAVED, "precompute_ref_log_probs": precompute, "eval_strategy": "epoch", "num_train_epochs": 2}
-        run = run_of("DPO", folder, ref_model=reference, max_steps=-1, **saving, **changes)
+        run = run_of(kind, folder, ref_model=reference, max_steps=-1, **saving, **changes)
         del reference
         gc.collect()
         assert (freed() is None) is precompute
         found.append([column(run, name) for name in ("loss", "grad_norm", "rewards/chosen", "eval_rewards/margins")])
         again = run_of(
-            "DPO",
+            kind,
             folder,
-            ref_model=tiny_model(seed=1),
+            ref_model=tiny_model(seed=2 if precompute else 1),  # the checkpoint has the log-probs of the first one
             max_steps=-1,
             **saving,
             **changes,
@@ -122,7 +130,21 @@ def test_with_precomputed_log_probs_a_run_is_the_same_and_its_reference_is_freed
     for computed, precomputed in zip(*found, strict=True):
         assert computed == pytest.approx(precomputed, rel=1e-4, abs=1e-6)
     with pytest.raises(ArgumentError, match=r"precompute_ref_log_probs.*eval_dataset"):
-        run.evaluate(Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}]))
+        run.evaluate(
+            Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3", "completion": "2", "label": True}])
+        )
+
+
+def test_stored_log_probs_are_of_the_weights_of_tokens(tmp_path, caplog):
+    parts = {"precompute_ref_log_probs": True, "max_steps": 2, **SAVED}
+    run_of("DPO", tmp_path / "run", ld_alpha=0.1, **parts)
+    resumed = {"ld_alpha": 0.9, "resume": tmp_path / "run" / "checkpoint-1"}
+    stored, scored = (
+        column(run_of("DPO", tmp_path / "run", **{**parts, **resumed, "precompute_ref_log_probs": each}), "loss")
+        for each in (True, False)
+    )
+    assert stored == pytest.approx(scored, rel=1e-4)
+    assert "without a name" in caplog.text
 
 
 @pytest.mark.parametrize("kind", DATA)
@@ -179,7 +201,8 @@ def test_pairs_are_trained_on_as_two_labelled_rows_each(tmp_path):
         ("DPO", {"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing=0.5.*robust"),
         ("DPO", {"beta": 0.0}, "beta"),
         ("DPO", {"precompute_ref_log_probs": True, **MOVED}, "precompute_ref_log_probs.*sync_ref_model"),
-        ("KTO", {"precompute_ref_log_probs": True}, "precompute_ref_log_probs.*each step"),
+        ("KTO", {"precompute_ref_log_probs": True}, "precompute_ref_log_probs.*each step.*apo_zero_unpaired"),
+        ("DPO", {"f_divergence_type": "forward_kl", "loss_type": "bco_pair"}, "forward_kl.*'bco_pair'"),
         ("DPO", {"rpo_alpha": 1.0}, 'rpo_alpha.*loss_type=\\["sigmoid", "sft"\\]'),
         ("DPO", {"use_weighting": True}, "use_weighting.*WPO"),
         ("KTO", {"per_device_train_batch_size": 1}, "per_device_train_batch_size=1.*z0"),

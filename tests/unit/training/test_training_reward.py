@@ -50,8 +50,8 @@ def test_an_evaluation_is_the_papers_loss_and_trls_metrics(tmp_path):
     with torch.no_grad():
         assert found["eval_loss"] == pytest.approx(plain_loss(tiny_classifier(), pairs, 0.05).item(), rel=1e-5)
     judge = ModelReward(tiny_classifier(), TOKENIZER)
-    asked = [row["prompt"] for row in rows]
-    chosen, rejected = (judge(asked, [row[side] for row in rows], [[]] * 16) for side in ("chosen", "rejected"))
+    prompts = [row["prompt"] for row in rows]
+    chosen, rejected = (judge(prompts, [row[side] for row in rows], [[]] * 16) for side in ("chosen", "rejected"))
     gaps = [a - b for a, b in zip(chosen, rejected, strict=True)]
     expected = {
         "eval_accuracy": sum(gap > 0 for gap in gaps) / 16,

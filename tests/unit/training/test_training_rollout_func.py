@@ -169,10 +169,10 @@ def test_entries_of_one_prompt_are_copies_of_their_own_and_a_field_that_is_no_li
         seen.append((prompts, task, seed))
         return score
 
-    asked = [{"role": "user", "content": "12="}]
-    chat = {"data": [{"prompt": asked}] * 4, "tokenizer": char_tokenizer(chat=True), "model": tiny_model(16)}
+    chat_prompts = [{"role": "user", "content": "12="}]
+    chat = {"data": [{"prompt": chat_prompts}] * 4, "tokenizer": char_tokenizer(chat=True), "model": tiny_model(16)}
     trainer(tmp_path, generate, reward, **chat).collector.collect(0, 0, None)
-    assert seen == [([asked, asked], ["sort", "sort"], [3, 3])]
+    assert seen == [([chat_prompts, chat_prompts], ["sort", "sort"], [3, 3])]
 
 
 def test_other_fields_reach_the_rewards_also_where_a_checkpoint_cannot_hold_them(tmp_path):
@@ -275,10 +275,10 @@ def test_a_completion_of_full_length_ends_at_any_token_that_ends_one(tmp_path):
 
 def test_the_function_is_told_whether_it_is_an_evaluation_and_how_many_completions_it_asks_for(tmp_path):
     """The model's own flag tells a rollout from an evaluation, as in TRL."""
-    asked, flags = [], []
+    chat_prompts, flags = [], []
 
     def counted(prompts, trainer):
-        asked.append(
+        chat_prompts.append(
             (
                 len(prompts),
                 trainer.num_generations,
@@ -293,7 +293,7 @@ def test_the_function_is_told_whether_it_is_an_evaluation_and_how_many_completio
     run, _ = train(tmp_path, counted, num_generations_eval=3)
     metrics = run.evaluate(Dataset.from_list([{"prompt": "12="}] * 2))
     assert column(run, "turns") == [4.0] * 3
-    assert asked == [(2, 2, 3, 1.0), (2, 1, 1, 0.0), (6, 3, 3, 1.0)]
+    assert chat_prompts == [(2, 2, 3, 1.0), (2, 1, 1, 0.0), (6, 3, 3, 1.0)]
     assert flags == [True, False, False]
     assert metrics["eval_reward"] == 0.5
     assert (run.num_generations, run.num_generations_eval, run.rollout_func_sampling) == (2, 3, None)

@@ -75,8 +75,8 @@ def test_a_cache_is_a_quarter_rounded_down_and_without_free_memory_the_least_siz
 CPU = torch.device("cpu")
 
 
-def sizes(model: torch.nn.Module, **asked: int) -> Sizes:
-    settings = MemorySettings(**asked)
+def sizes(model: torch.nn.Module, **arguments: int) -> Sizes:
+    settings = MemorySettings(**arguments)
     choice = choose_layout(settings, None)
     return Sizes.of(settings, model, CPU, choice, Ranks(), bf16=False, checkpointing=True, shares=DeviceFractions())
 

@@ -21,8 +21,8 @@ SERVED = {"use_vllm": True, "vllm_mode": "server"}
 
 def config(kind, folder):
     more = {} if kind in KINDS[len(ONLINE_KINDS) :] else {**SERVED, "vllm_server_token": "S3CRET"}
-    told = {"hub_token": "S3CRET", "model_init_kwargs": {"token": "S3CRET", "revision": "main"}}
-    return getattr(lowpeak, f"{kind}Config")(output_dir=str(folder), use_cpu=True, **told, **more)
+    arguments = {"hub_token": "S3CRET", "model_init_kwargs": {"token": "S3CRET", "revision": "main"}}
+    return getattr(lowpeak, f"{kind}Config")(output_dir=str(folder), use_cpu=True, **arguments, **more)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -60,7 +60,7 @@ def report_effects(args):
 
 
 @pytest.mark.parametrize(
-    ("told", "shown"),
+    ("arguments", "shown"),
     [
         ({**ADDRESS, **SERVED}, "vllm_server_base_url"),
         (ADDRESS, "<hidden>@host"),
@@ -68,8 +68,8 @@ def report_effects(args):
         ({"vllm_server_token": ["S3CRET"]}, "vllm_server_token=<hidden>"),
     ],
 )
-def test_an_address_with_a_password_or_a_token_that_is_refused_is_not_repeated(tmp_path, told, shown):
-    args = lowpeak.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, strict_arguments=True, **told)
+def test_an_address_with_a_password_or_a_token_that_is_refused_is_not_repeated(tmp_path, arguments, shown):
+    args = lowpeak.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, strict_arguments=True, **arguments)
     with pytest.raises(ArgumentError, match=shown) as refused:
         report_effects(args)
     assert "S3CRET" not in str(refused.value) + repr(args)

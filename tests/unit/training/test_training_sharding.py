@@ -32,9 +32,9 @@ def make(folder, **arguments):
 
 
 def test_half_precision_of_an_accelerate_config_is_refused_as_the_argument_is(tmp_path):
-    for asked in ("fp16", "fp8"):
-        os.environ["ACCELERATE_MIXED_PRECISION"] = asked
-        with pytest.raises(ArgumentError, match=f"mixed_precision: {asked}"):
+    for precision in ("fp16", "fp8"):
+        os.environ["ACCELERATE_MIXED_PRECISION"] = precision
+        with pytest.raises(ArgumentError, match=f"mixed_precision: {precision}"):
             config(tmp_path)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     assert config(tmp_path).mixed_precision == "no"
@@ -106,19 +106,19 @@ def test_a_deepspeed_config_gets_the_run_s_norm_and_precision(where, tmp_path):
 @pytest.mark.parametrize("rate", [None, 1e-2])
 def test_a_critics_own_rate_needs_an_optimizer_that_is_not_deepspeeds(tmp_path, rate):
     own = {**ZERO, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    told = {"output_dir": str(tmp_path), "use_cpu": True, "value_learning_rate": rate}
+    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "value_learning_rate": rate}
     with pytest.raises(ArgumentError, match="DeepSpeed") if rate else nullcontext():
-        PPOConfig(deepspeed=own, **told)
-    PPOConfig(deepspeed=ZERO, **told)
+        PPOConfig(deepspeed=own, **arguments)
+    PPOConfig(deepspeed=ZERO, **arguments)
 
 
 def test_other_parallelism_is_refused_where_it_is_asked_for(tmp_path):
     from accelerate.parallelism_config import ParallelismConfig
 
-    for asked, names in (
+    for precision, names in (
         ({"parallelism_config": ParallelismConfig(cp_size=2)}, "cp_size=2 .*parallelism_config"),
         ({"parallelism_config": ParallelismConfig(tp_size=2)}, "tp_size=2 .*dp_shard_size=1 .*parallelism_config"),
         ({"model_init_kwargs": '{"tp_plan": "auto"}'}, "model_init_kwargs .*tp_plan"),
     ):
         with pytest.raises(ArgumentError, match=names):
-            config(tmp_path, **asked)
+            config(tmp_path, **precision)

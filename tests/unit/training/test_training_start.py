@@ -37,8 +37,8 @@ def checkpoint(folder: Path, step: int) -> Path:
     return found
 
 
-def to_resume(folder: Path, asked: Any) -> list[Path]:
-    return find_resume_checkpoints(SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=asked))[1]
+def to_resume(folder: Path, resume_from: Any) -> list[Path]:
+    return find_resume_checkpoints(SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=resume_from))[1]
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def life(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("launch", ["none", "job 7"])
-@pytest.mark.parametrize("asked", [None, False, True, "checkpoint-2"])
-def test_a_run_that_torchrun_started_again_goes_on_from_its_last_checkpoint(tmp_path, life, asked, launch):
+@pytest.mark.parametrize("resume_from", [None, False, True, "checkpoint-2"])
+def test_a_run_that_torchrun_started_again_goes_on_from_its_last_checkpoint(tmp_path, life, resume_from, launch):
     life(0, launch)
     record_launch(tmp_path, 0)
     checkpoint(tmp_path, 2)
@@ -63,7 +63,7 @@ def test_a_run_that_torchrun_started_again_goes_on_from_its_last_checkpoint(tmp_
     last = checkpoint(tmp_path, 4)
     (tmp_path / "checkpoint-6.staged").mkdir()
     life(2, launch)
-    assert to_resume(tmp_path, asked) == [last]
+    assert to_resume(tmp_path, resume_from) == [last]
     assert not (tmp_path / "checkpoint-6.staged").exists()
 
 
@@ -142,18 +142,18 @@ class Listening(Ranks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[Any] = []
+        self.items: list[Any] = []
 
     def gather(self, item: Any) -> list[Any]:
-        self.asked.append(item)
+        self.items.append(item)
         return [item, item]
 
 
 def test_what_a_rank_shows_and_how_it_writes_its_folder_are_its_own(tmp_path):
     ranks = Listening()
     require_same_arguments(GRPOConfig(output_dir=os.path.relpath(tmp_path), use_cpu=True), ranks)
-    assert ranks.asked[0].keys().isdisjoint({"local_rank", "report_to", "log_level", "logging_steps", "run_name"})
-    assert ranks.asked[0]["output_dir"] == repr(str(tmp_path))
+    assert ranks.items[0].keys().isdisjoint({"local_rank", "report_to", "log_level", "logging_steps", "run_name"})
+    assert ranks.items[0]["output_dir"] == repr(str(tmp_path))
 
 
 class Holding(Ranks):
@@ -166,7 +166,7 @@ class Holding(Ranks):
     def gather(self, item: Any) -> list[Any]:
         other = Listening()
         require_same_data({"train_dataset": self.theirs}, other)
-        return [item, other.asked[0]]
+        return [item, other.items[0]]
 
 
 DATA = [{"prompt": f"{i}=", "answer": i} for i in range(4)]

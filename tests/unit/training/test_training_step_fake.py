@@ -100,9 +100,9 @@ def test_a_loss_that_reads_the_device_fails_here():
         loss_U = algorithm.loss(logprobs_T, tokens)
         return loss_U * loss_U.sum().item()
 
-    told = replace(algorithm, loss=reading)
+    recording = replace(algorithm, loss=reading)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(DataDependentOutputException):
-        run_step(fake_model(), batches, told, CORE, LocalStrategy(), algorithm.coefficients())
+        run_step(fake_model(), batches, recording, CORE, LocalStrategy(), algorithm.coefficients())
 
 
 class FakeMover:

@@ -152,26 +152,28 @@ def test_an_adapter_trains_in_fp32_whatever_the_dtype_of_its_base(tmp_path, capl
     model, lora = saved(tmp_path / "model", wide_model()), LoraConfig(r=64, target_modules=["q_proj"])
     plain = make("GRPO", tmp_path / "plain", model, **BF16, peft_config=lora)
     assert plain.run.storage is None
-    asked = make("GRPO", tmp_path / "asked", model, weight_bits=32, state_bits=8, peft_config=lora)
+    with_format = make("GRPO", tmp_path / "with_format", model, weight_bits=32, state_bits=8, peft_config=lora)
     assert "weight_bits=32 (all trained weights are LoRA's" in caplog.text
-    assert asked.run.storage == StorageFormat(None, 8, 32)
+    assert with_format.run.storage == StorageFormat(None, 8, 32)
     with pytest.raises(ArgumentError, match="weight_bits=32"):
         make("GRPO", tmp_path / "strict", model, weight_bits=32, peft_config=lora, strict_arguments=True)
-    asked.train()
-    assert {state["exp_avg"].dtype for state in find_compact(asked.optimizer).state.values()} == {torch.int8}
+    with_format.train()
+    assert {state["exp_avg"].dtype for state in find_compact(with_format.optimizer).state.values()} == {torch.int8}
 
 
 @pytest.mark.extended
 def test_fp32_sums_train_as_gradients_beside_the_weights_do(tmp_path):
     """With one micro-batch a sum is its one gradient, but for the head's, which is no longer rounded to bf16."""
-    beside, summed = (
+    separate, summed = (
         make("GRPO", tmp_path / str(bits), wide_model(), weight_bits=32, gradient_bits=bits, max_steps=1)
         for bits in (16, 32)
     )
-    for trainer in (beside, summed):
+    for trainer in (separate, summed):
         trainer.train()
-    assert beside.state.log_history[0]["grad_norm"] == pytest.approx(summed.state.log_history[0]["grad_norm"], rel=1e-3)
-    ours, theirs = real_weights(summed), real_weights(beside)
+    assert separate.state.log_history[0]["grad_norm"] == pytest.approx(
+        summed.state.log_history[0]["grad_norm"], rel=1e-3
+    )
+    ours, theirs = real_weights(summed), real_weights(separate)
     moved = max(float(values.abs().max()) for values in ours.values())
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 0.05 * moved
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import lowpeak
 from lowpeak.algorithms import make_distillation
 from lowpeak.arguments import DistillationSettings
 from lowpeak.errors import ArgumentError, DataError
+from lowpeak.records import Branch
+from lowpeak.training.rollout import pack_for_teacher
 from small_runs import SAVED, SGD, TOKENIZER, column, make, ones, rows, same, saved, trained, weights
 from tiny_models import char_tokenizer, tiny_model
 
@@ -70,11 +73,33 @@ def test_a_teacher_with_more_rows_and_tokens_shares_the_policys_ids(tmp_path):
         ({"distillation_mode": "sampled_token", "beta": 0.5}, "reverse KL"),
         ({"distillation_weight": 0.5}, "pass reward_funcs"),
         ({"lmbda": 0.5, "num_generations": 2}, "num_generations=1"),
+        ({"use_successful_as_teacher": True, "reward_funcs": ones}, "num_generations"),
     ],
 )
 def test_a_missing_or_doubled_teacher_is_refused_in_one_sentence(tmp_path, changes, words):
     with pytest.raises(ArgumentError, match=words):
         make("Distillation", tmp_path, **changes)
+
+
+@pytest.mark.parametrize(("name", "role"), [("Distillation", "teacher_model"), ("GRPO", "ref_model")])
+def test_an_id_that_the_policy_writes_beyond_its_tokenizers_is_named_if_the_other_model_does_not_embed_it(
+    tmp_path, name, role
+):
+    other, changes = tiny_model(seed=1), {} if name == "Distillation" else {"beta": 0.1}
+    with pytest.raises(ArgumentError, match=r"1\d, .*13 ids.*resize_token_embeddings"):
+        trained(name, tmp_path / "fewer", tiny_model(20), **{role: other}, **changes)
+    other.resize_token_embeddings(20)
+    trained(name, tmp_path / "as many", tiny_model(20), **{role: other}, **changes)
+
+
+@pytest.mark.parametrize(("kind", "context"), [("ema", True), ("base", True), (None, False), (None, True)])
+def test_only_what_has_no_effect_is_named_of_a_teachers_tokenizer_and_template(tmp_path, caplog, kind, context):
+    data = rows_with_context() if context else rows()
+    own = {"teacher_model": None, "teacher_model_kind": kind} if kind else {}
+    with caplog.at_level(logging.WARNING):
+        make("Distillation", tmp_path, data=data, teacher_prompt_template="{privileged_context}{prompt}", **own)
+    assert ("tokenizer cannot be loaded" in caplog.text) == (kind is None)
+    assert ("teacher_prompt_template" in caplog.text) == (not context)
 
 
 @pytest.mark.parametrize("share", ["most", "little"])
@@ -123,6 +148,30 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, kind):
     assert same(weights(whole), weights(again))
 
 
+def test_a_teacher_reads_a_successful_completion_of_the_same_prompt(tmp_path):
+    data = rows().map(lambda row, i: {"privileged_context": "7" if i == 3 else None}, with_indices=True)
+    rewarded = {"reward_funcs": ones, "num_generations": 4, "num_iterations": 2, "per_device_train_batch_size": 16}
+    own = {
+        "teacher_model": None,
+        "teacher_model_kind": "live",
+        "teacher_prompt_template": "{prompt}{privileged_context}",
+    }
+    changes = {**SAVED, **rewarded, **own, "data": data, "use_successful_as_teacher": True, "shuffle_dataset": False}
+    run = trained("Distillation", tmp_path, max_steps=4, **changes)
+    group = list(run.rollout.records)[:4]
+    texts = [TOKENIZER.decode(record.completion.ids, skip_special_tokens=True) for record in group]
+    assert 0 < sum("1" in text for text in texts) < 4
+    prompts = [TOKENIZER.decode(record.teacher_prompt_ids or record.prompt_ids) for record in group]
+    following = [
+        next(("" if k == i else texts[k] for k in [*range(i + 1, 4), *range(i)] if "1" in texts[k]), "")
+        for i in range(4)
+    ]
+    own_prompt = TOKENIZER.decode(group[0].prompt_ids)
+    assert prompts == [own_prompt + text for text in following]
+    again = trained("Distillation", tmp_path, max_steps=4, resume=tmp_path / "checkpoint-3", **changes)
+    assert same(weights(run), weights(again))
+
+
 @pytest.mark.parametrize(
     ("row", "changes"),
     [
@@ -140,9 +189,20 @@ def test_a_row_without_what_a_teacher_needs_is_refused(tmp_path, row, changes):
         make("Distillation", tmp_path, data=[row], max_steps=1, **changes)
 
 
-def test_a_teacher_in_4_bits_trains_as_its_widened_weights_do(tmp_path):
+def test_a_teacher_in_4_bits_trains_as_its_widened_weights_do(tmp_path, monkeypatch):
+    # With it bitsandbytes multiplies in bf16, and repacks weights that then dequantize to others.
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
     folder = saved(tmp_path / "teacher", tiny_model(seed=1, hidden=64, tied=False))
     packing = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     packed = trained("Distillation", tmp_path / "4", teacher_model=folder, teacher_model_init_kwargs=packing, **SGD)
     wide = trained("Distillation", tmp_path / "32", teacher_model=packed.teacher_model.dequantize().float(), **SGD)
     assert column(packed, "loss") == pytest.approx(column(wide, "loss"), rel=1e-4)
+
+
+def test_branches_have_no_place_after_another_prompt_of_the_teacher(tmp_path):
+    run = make("Distillation", tmp_path)
+    record = run.collector.collect(0, 0, None).records[0]
+    record = replace(record, completion=replace(record.completion, branches=(Branch(1, 0),)))
+    assert len(pack_for_teacher(run.run, (), [replace(record, teacher_prompt_ids=record.prompt_ids)])) == 1
+    with pytest.raises(ArgumentError, match="max_branches=1"):
+        pack_for_teacher(run.run, (), [replace(record, teacher_prompt_ids=(5, *record.prompt_ids))])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import partial, wraps
 
+import gymnasium
 import pytest
 import torch
 from datasets import Dataset
 
+from lowpeak import GymnasiumEnvironment
+from lowpeak.environments import load_environment
 from lowpeak.errors import ArgumentError, DataError
 from scripted_turns import Score, ScriptedTurns, add, call, questions
 from small_runs import journal, make, rows, weights
@@ -18,9 +21,10 @@ CALL = call("add", a=1, b=2) + "<eos>"
 ENDS = {"max_completion_length": 200, "max_steps": 1}
 
 
-def scripted(kind, folder, script, **changes):
+def scripted(kind, folder, script, data=None, **changes):
     """A trainer whose engine has these turns for the completions of each prompt."""
-    run = make(kind, folder, tiny_model(len(TOKENIZER), context=512), questions(), TOKENIZER, **{**ENDS, **changes})
+    model = tiny_model(len(TOKENIZER), context=512)
+    run = make(kind, folder, model, data or questions(), TOKENIZER, **{**ENDS, **changes})
     run.collector.engine.engine = ScriptedTurns(TOKENIZER, script)
     return run
 
@@ -166,7 +170,42 @@ def test_turn_credit_without_turns_is_named(tmp_path):
             make("RLOO", tmp_path, strict_arguments=True, **changes)
 
 
-@pytest.mark.parametrize("method", ["reset", "get_turn_reward", "get_reward"])
+class Guessing(gymnasium.Env):
+    """A number to guess."""
+
+    observation_space = gymnasium.spaces.Text(8)
+    action_space = gymnasium.spaces.Text(1, charset="0123456789")
+    num_closed = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.number = int(options["answer"])
+        return "0", {}
+
+    def step(self, action):
+        difference = int(action) - self.number
+        return str(difference), 1.0 if difference == 0 else -0.5, difference == 0, False, {}
+
+    def close(self):
+        Guessing.num_closed += 1
+
+
+def test_an_environment_of_gymnasium_answers_texts_until_its_episode_or_its_actions_end(tmp_path):
+    gymnasium.register("Guessing-v0", Guessing)
+    script = [["5<eos>", "3<eos>"], ["3<eos>"], ["x<eos>"], ["5<eos>", "a<eos>"]]
+    parts = {"reward_funcs": [], "environment_factory": load_environment("gymnasium:Guessing-v0")}
+    run = scripted("GRPO", tmp_path, script, questions().map(lambda row: {"answer": "3"}), **parts)
+    run.train()
+    rows = sorted(journal(tmp_path, "rollouts"), key=lambda row: row["reward"])
+    assert [row["reward"] for row in rows] == [-0.5, -0.5, 0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+    messages = [(message["role"], message["content"]) for message in rows[4]["completion"]]
+    assert messages == [("assistant", "5"), ("user", "2"), ("assistant", "3")]
+    assert [row["prompt"][-1]["content"][-2:] for row in rows] == ["\n0"] * 8
+    assert Guessing.num_closed == 8
+    with pytest.raises(ArgumentError, match=r"CartPole.*Text"):
+        GymnasiumEnvironment("CartPole-v1")
+
+
+@pytest.mark.parametrize("method", ["reset", "respond", "get_turn_reward", "get_reward"])
 def test_a_failed_environment_gives_no_reward_and_is_counted_in_its_step(tmp_path, method):
     def fail(self, **row):
         raise StopIteration
@@ -210,6 +249,11 @@ def unnamed(*numbers: int) -> int:
     return sum(numbers)
 
 
+class NoText(Score):
+    def respond(self, action: str) -> None:
+        """Take a text by another name."""
+
+
 class NoReset:
     def act(self) -> str:
         """Act."""
@@ -245,6 +289,7 @@ class Fails(Score):
         ({"tools": [partial(add, b=1)]}, "tools.*partial.*`def`"),
         ({"tools": [Score]}, "tools has the class Score: pass it as environment_factory"),
         ({"environment_factory": NoReset}, "environment_factory returns a NoReset.*reset"),
+        ({"environment_factory": NoText}, r"returns a NoText.*respond\(self, text\)"),
         ({"environment_factory": lambda: None}, "environment_factory returns None.*reset"),
         ({"environment_factory": Score()}, "environment_factory is .*Score.*pass a class"),
         ({"environment_factory": Fails}, "environment_factory raised OSError: no display.*without arguments"),
@@ -308,12 +353,17 @@ def test_a_dry_run_renders_a_conversation(tmp_path):
 
 
 def test_an_environment_can_own_the_data(tmp_path):
-    run = make(
-        "GRPO", tmp_path, tiny_model(len(TOKENIZER), context=512), None, TOKENIZER, environment_factory=Score, **ENDS
-    )
-    run.collector.engine.engine = ScriptedTurns(TOKENIZER, [["x<eos>"]] * 4)
-    run.train()
-    assert [row["prompt"] for row in journal(tmp_path, "rollouts")] == [[{"role": "user", "content": " go"}]] * 8
+    class Asking(Score):
+        dataset = questions(2)
+
+    for factory, texts in ((Score, {" go"}), (Asking, {"0+1 go", "1+1 go"})):
+        model, folder = tiny_model(len(TOKENIZER), context=512), tmp_path / factory.__name__
+        run = make("GRPO", folder, model, None, TOKENIZER, environment_factory=factory, **ENDS)
+        run.collector.engine.engine = ScriptedTurns(TOKENIZER, [["x<eos>"]] * 4)
+        run.train()
+        prompts = [row["prompt"] for row in journal(folder, "rollouts")]
+        assert [[message["role"] for message in prompt] for prompt in prompts] == [["user"]] * 8
+        assert {prompt[0]["content"] for prompt in prompts} == texts
     with pytest.raises(DataError, match="train_dataset"):
         make("GRPO", tmp_path, tiny_model(len(TOKENIZER)), None, TOKENIZER, environment_factory={"a": Score})
 

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 
 from scripted_turns import Score, calling_model, questions
-from small_runs import column, journal, make, same, weights
+from small_runs import OutOfMemory, column, journal, kept_records, make, same, weights
 
 COUNTS = Counter[str]()
 
@@ -56,18 +56,12 @@ def train(folder: Path, fails: Any = None, **changes: Any) -> tuple[Any, list[An
         model.model.layers[1].mlp.register_forward_pre_hook(fails)
     settings = {"max_completion_length": 40, "tools": [add], "environment_factory": Counted, "reward_funcs": []}
     run = make("GRPO", folder, model, questions(), tokenizer, **{**settings, "adam_epsilon": 1e-3, **changes})
-    rollouts, collect = [], run.collector.collect
-
-    def recorded(*args: Any, **options: Any) -> Any:
-        rollout = collect(*args, **options)
-        rollouts.append(
-            [(r.completion.ids.tolist(), r.completion.logprobs.tolist(), r.reward) for r in rollout.records]
-        )
-        return rollout
-
-    run.collector.collect = recorded
+    records = kept_records(run)
     run.train()
-    return run, rollouts
+    return run, [
+        [(each.completion.ids.tolist(), each.completion.logprobs.tolist(), each.reward) for each in rollout]
+        for rollout in records
+    ]
 
 
 def ids(rollouts: list[Any]) -> list[Any]:
@@ -114,18 +108,6 @@ def test_a_rollout_that_serves_two_steps_converses_once(tmp_path, calm, reuse):
     assert ids(rollouts) == ids(calm[1])[:1]
     assert COUNTS["resets"] == 8
     assert len(column(run, "loss")) == 2
-
-
-class OutOfMemory:
-    """A hook that raises in these forwards of the model, by their numbers."""
-
-    def __init__(self, *at: int) -> None:
-        self._at, self._count = at, 0
-
-    def __call__(self, module: Any, inputs: Any) -> None:
-        self._count += 1
-        if self._count in self._at:
-            raise torch.OutOfMemoryError("full")
 
 
 @pytest.mark.parametrize(

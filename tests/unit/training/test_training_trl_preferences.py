@@ -22,9 +22,12 @@ CASES = [
     ("DPO", {"loss_type": ["discopop"], "discopop_tau": 0.5}),  # at 0.05 it magnifies rounding twentyfold
     *(("DPO", {"loss_type": [name], "label_smoothing": 0.1}) for name in ("robust", "exo_pair")),
     ("DPO", {"ld_alpha": 0.0}),
+    *(("DPO", {"f_divergence_type": name}) for name in ("forward_kl", "js_divergence")),
+    ("DPO", {"f_divergence_type": "alpha_divergence", "loss_type": ["ipo"]}),
     ("DPO", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
     ("KTO", {"conversational": True}),
     ("KTO", {"loss_type": "apo_zero_unpaired"}),
+    ("KTO", {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True}),
 ]
 
 

@@ -72,8 +72,8 @@ def test_the_engine_is_asked_as_the_run_or_the_function_says(tmp_path):
     seen = []
 
     def rollout_func(prompts, trainer):
-        for asked in ({"max_tokens": 3, "top_k": -1, "n": 1}, {"temperature": 0.0}, {"stop": list("01234")}):
-            seen.append(generate_rollout_completions(trainer, prompts, generation_overrides=asked))
+        for overrides in ({"max_tokens": 3, "top_k": -1, "n": 1}, {"temperature": 0.0}, {"stop": list("01234")}):
+            seen.append(generate_rollout_completions(trainer, prompts, generation_overrides=overrides))
         seen.append(generate_rollout_completions(trainer, []))
         return echo(prompts, trainer)
 
@@ -143,14 +143,14 @@ def test_the_models_own_generate_writes_the_completions(tmp_path):
 
 
 def test_a_function_may_ask_vllm_which_has_the_policys_weights(tmp_path):
-    told = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": 3, "num_generations": 4}
+    arguments = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": 3, "num_generations": 4}
     modes = []
 
     def asking(prompts, trainer):
         modes.append([module.training for module in trainer.model.modules()])
         return echo(prompts, trainer)
 
-    run = trainer_of(tmp_path, asking, reward_from_env, **told)
+    run = trainer_of(tmp_path, asking, reward_from_env, **arguments)
     assert isinstance(run.collector.engine, FunctionEngine)
     vllm = scripted()
     run.collector.engine = replace(run.collector.engine, engine=engine_over(vllm))
@@ -159,9 +159,9 @@ def test_a_function_may_ask_vllm_which_has_the_policys_weights(tmp_path):
     # The flag of the model alone is on, as TRL's functions read it.
     assert all(mode == [True] + [False] * (len(mode) - 1) for mode in modes)
     assert vllm.policy_version == 1
-    asked = [request for wave in vllm.waves for request in wave]
-    assert len(asked) == 16
-    assert len({request.params["seed"] for request in asked}) == 16
+    requests = [request for wave in vllm.waves for request in wave]
+    assert len(requests) == 16
+    assert len({request.params["seed"] for request in requests}) == 16
 
 
 def test_the_ranks_of_one_vllm_cannot_ask_it_apart():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from fake_server import FakeServer, serving
-from fake_vllm import engine_over, said, scripted
+from fake_vllm import answer_of, engine_over, scripted
 from longrope_model import FIRST, longrope_model
 from lowpeak import GRPOConfig, generate_rollout_completions
 from lowpeak.arguments.vllm import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
@@ -65,7 +66,7 @@ class Watching:
         for name, parameter in self.run.model.named_parameters():
             pieces = torch.cat([piece.view(-1) for piece in self.vllm.weights[name]])
             assert torch.equal(pieces, parameter.detach().view(-1)), name
-        return said(request)
+        return answer_of(request)
 
 
 @pytest.mark.parametrize(("changes", "dtype"), [({}, "float32"), ({"weight_bits": 32}, "bfloat16")])
@@ -126,7 +127,7 @@ def test_a_vllm_that_never_comes_back_ends_the_run_after_so_many_tries(tmp_path)
 
         def __call__(self, request):
             self.vllm.dies_after = 0
-            return said(request)
+            return answer_of(request)
 
     doomed = Doomed()
     doomed.vllm = scripted(doomed)
@@ -164,7 +165,7 @@ def test_weights_that_do_not_fit_when_an_engine_was_lost_are_sent_in_smaller_buc
     def dies_once(request):
         if vllm.incarnation == 0:
             vllm.dies_after, vllm.push_error = 0, torch.OutOfMemoryError("no memory for a bucket")
-        return said(request)
+        return answer_of(request)
 
     vllm = scripted(dies_once)
     run = run_over(tmp_path, vllm, max_steps=1)
@@ -201,13 +202,17 @@ def test_without_vllm_installed_use_vllm_says_what_to_install(tmp_path):
 
 
 def test_what_vllm_was_told_is_described_without_its_token(tmp_path):
-    def described(**said):
-        args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **said)
+    def described(**arguments):
+        args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **arguments)
         return describe_vllm(resolve_vllm(args, 1, {}))
 
-    told = described(vllm_mode="server", vllm_server_token="secret")
-    assert (told["mode"], told["base_urls"], told["token"]) == ("server", ("http://127.0.0.1:8000",), "given")
-    assert "secret" not in str(told)
+    description = described(vllm_mode="server", vllm_server_token="secret")
+    assert (description["mode"], description["base_urls"], description["token"]) == (
+        "server",
+        ("http://127.0.0.1:8000",),
+        "given",
+    )
+    assert "secret" not in str(description)
     assert "token" not in described()
 
 
@@ -217,20 +222,19 @@ THERE = ServerSettings(("http://a:1",))
 
 
 @pytest.mark.parametrize(
-    ("where", "lora", "num_ranks", "because"),
+    ("where", "lora", "because"),
     [
-        (THERE, None, 1, "adapter"),
-        (AWAKE, LORA, 1, "vllm_engine_kwargs .*enable_lora"),
-        (SERVING, LORA | {"use_dora": True}, 1, "vLLM .*adapter"),
-        (THERE, LORA, 2, "servers"),
-        (THERE, LORA, 1, None),
-        (SERVING, LORA, 2, None),
+        (THERE, None, "adapter"),
+        (AWAKE, LORA, "vllm_engine_kwargs .*enable_lora"),
+        (SERVING, LORA | {"use_dora": True}, "vLLM .*adapter"),
+        (THERE, LORA, None),
+        (SERVING, LORA, None),
     ],
 )
-def test_why_adapters_are_merged_anyway_is_told(where, lora, num_ranks, because):
+def test_why_adapters_are_merged_anyway_is_told(where, lora, because):
     policy = tiny_model() if lora is None else get_peft_model(tiny_model(), LoraConfig(**lora))
-    assert why_adapters_idle(VllmSettings(where), policy, num_ranks) == ""
-    found = why_adapters_idle(VllmSettings(where, adapters=False), policy, num_ranks)
+    assert why_adapters_idle(VllmSettings(where), policy) == ""
+    found = why_adapters_idle(VllmSettings(where, adapters=False), policy)
     assert found == "" if because is None else re.search(because, found)
 
 
@@ -255,6 +259,15 @@ def test_a_server_of_a_version_that_was_not_tried_is_warned_of(version, num_warn
 def test_a_server_of_another_model_is_refused():
     with serving(FakeServer()) as fake, pytest.raises(EngineError, match="sizes"):
         connect_checked(ServerSettings((fake.url,), timeout=10.0), tiny_model(), char_tokenizer())
+
+
+@pytest.mark.parametrize(("max_loras", "staleness"), [(0, 0), (1, 0), (0, 1), (2, 1), (3, 2), (1, 1), (2, 2), (0, 2)])
+def test_a_server_must_hold_an_adapter_per_version_or_get_merged_weights_one_rollout_ahead(max_loras, staleness):
+    policy = tiny_model()
+    refused = staleness and (max_loras or staleness > 1) and max_loras <= staleness
+    expectation = pytest.raises(EngineError, match=f"max-loras {staleness + 1}") if refused else nullcontext()
+    with of_model(policy, max_loras=max_loras) as fake, expectation:
+        connect_checked(ServerSettings((fake.url,), timeout=10.0), policy, char_tokenizer(), staleness=staleness)
 
 
 def test_a_context_beyond_the_first_rotations_of_a_longrope_model_is_refused():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fake_vllm import END, SAMPLING, ScriptedVllm, engine_over, prompts, said, scripted, slices
+from fake_vllm import END, SAMPLING, ScriptedVllm, answer_of, engine_over, prompts, scripted, slices
 from lowpeak.arguments.vllm import ColocateSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.rollout.engine import RolloutEngine
@@ -15,7 +15,7 @@ from lowpeak.vllm.protocol import Answer, Vllm
 from lowpeak.vllm.requests import completion_seed
 
 
-def asked(vllm):
+def requests_of(vllm):
     return [request for wave in vllm.waves for request in wave]
 
 
@@ -42,7 +42,7 @@ def test_each_completion_has_a_seed_of_its_own_that_neither_waves_nor_parts_chan
     assert len(whole.waves) == 1
     assert len(narrow.waves) == 6
     assert tokens(one) == tokens(many)
-    assert len({request.params["seed"] for request in asked(whole)}) == 12
+    assert len({request.params["seed"] for request in requests_of(whole)}) == 12
     part = replace(SAMPLING, num_generations=2, first_completion=2)
     assert tokens(engine_over(scripted()).generate(prompts(), part)) == [group[2:] for group in tokens(one)]
 
@@ -50,9 +50,11 @@ def test_each_completion_has_a_seed_of_its_own_that_neither_waves_nor_parts_chan
 def test_sampling_becomes_vllms_parameters():
     vllm = scripted()
     same = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
-    told = replace(SAMPLING, **same, stop=("a", "bc"), stop_token_ids=(7,))
-    engine_over(vllm, structured_regex="[0-9]+", sampling_kwargs={"min_tokens": 2}).generate(prompts(1), told)
-    params = dict(asked(vllm)[0].params)
+    changed_sampling = replace(SAMPLING, **same, stop=("a", "bc"), stop_token_ids=(7,))
+    engine_over(vllm, structured_regex="[0-9]+", sampling_kwargs={"min_tokens": 2}).generate(
+        prompts(1), changed_sampling
+    )
+    params = dict(requests_of(vllm)[0].params)
     del params["seed"]
     assert params == same | {
         "max_tokens": 3,
@@ -90,7 +92,7 @@ def test_a_wave_is_as_large_as_the_cache_holds_rows_of_full_length_unless_vllm_k
 
 def test_the_next_waves_are_as_large_as_the_completions_before_were_short_and_say_the_same():
     sampling = replace(SAMPLING, max_new_tokens=100)
-    vllm = scripted(lambda request: [*said(request)[:2], END], kv_tokens=300)  # the longest row has 106 tokens
+    vllm = scripted(lambda request: [*answer_of(request)[:2], END], kv_tokens=300)  # the longest row has 106 tokens
     engine = engine_over(vllm)
     first, second = (engine.generate(prompts(), sampling) for _ in range(2))
     assert [len(wave) for wave in vllm.waves] == [2] * 6 + [12]
@@ -119,7 +121,7 @@ def test_after_a_load_that_failed_every_vllm_that_can_goes_on():
             if self.dies_after == 0:
                 raise LostEngineError
 
-    first, second = Paused(said), scripted()
+    first, second = Paused(answer_of), scripted()
     engine = engine_over(first, second)
     first.push_error = EngineError("P1")
     first.dies_after = 0
@@ -161,7 +163,7 @@ def test_what_was_answered_before_a_vllm_died_is_kept_and_not_asked_again():
     engine.load(slices(), 0)
     assert tokens(pending.result()) == expected
     assert pending.result() is pending.result()
-    seeds = [request.params["seed"] for request in [*vllm.waves[0], *vllm.waves[1][:2], *asked(vllm)[8:]]]
+    seeds = [request.params["seed"] for request in [*vllm.waves[0], *vllm.waves[1][:2], *requests_of(vllm)[8:]]]
     assert len(seeds) == len(set(seeds)) == 12
 
 
@@ -213,11 +215,11 @@ def test_a_malformed_answer_is_one_sentence(bad, match):
 )
 def test_answers_of_other_weights_or_given_up_are_asked_again_after_a_load(bad, match):
     seeds = [completion_seed(SAMPLING, 0, number) for number in range(4)]
-    told = []
+    messages = []
 
     def script(request):
-        first = request.params["seed"] == seeds[1] and not told
-        told.extend([1] if first else [])
+        first = request.params["seed"] == seeds[1] and not messages
+        messages.extend([1] if first else [])
         return bad if first else answer(versions=[0])
 
     vllm = scripted(script)
@@ -246,7 +248,7 @@ def test_an_engine_that_sleeps_verifies_its_weights_when_it_wakes():
 
 
 def test_a_base_that_slept_comes_again_and_is_asked_what_is_left_of_it():
-    vllm = scripted(serves_adapters=True)
+    vllm = scripted(max_loras=1)
     engine = engine_over(vllm, adapter={"r": 4}, where=ColocateSettings(sleeps=True))
     engine.close()
     engine.wake()
@@ -286,7 +288,7 @@ def test_it_takes_slices_in_the_engines_dtype_that_fit_a_bucket():
 
 
 def test_an_adapter_goes_on_its_base_which_comes_once():
-    vllm = scripted(serves_adapters=True)
+    vllm = scripted(max_loras=1)
     engine = engine_over(vllm, adapter={"r": 4})
     engine.close()
     engine.wake()
@@ -298,7 +300,8 @@ def test_an_adapter_goes_on_its_base_which_comes_once():
         engine.load(slices(), version, "adapter")
         assert engine.policy_version == version
         engine.generate(prompts(1), replace(SAMPLING, rollout=version))
-    assert [wave[0].adapter.number for wave in vllm.waves] == [2, 3]
+    assert [vllm.adapters.get(wave[0].adapter.number, (None,))[0] for wave in vllm.waves] == [None, 2]
+    assert vllm.events.count("pause") == 2  # for the weights that `engine_over` loads, and the base
     vllm.restart()
     with pytest.raises(LostEngineError):
         engine.generate(prompts(1), SAMPLING)
@@ -307,7 +310,7 @@ def test_an_adapter_goes_on_its_base_which_comes_once():
 
 @pytest.mark.parametrize(("serves", "wanted"), [(False, True), (True, False)])
 def test_merged_weights_go_where_an_adapter_is_not_served_or_not_wanted(serves, wanted):
-    engine = engine_over(scripted(serves_adapters=serves), adapter={"r": 4}, adapters=wanted)
+    engine = engine_over(scripted(max_loras=int(serves)), adapter={"r": 4}, adapters=wanted)
     assert engine.slice_form.weights == "merged"
     engine.generate(prompts(1), SAMPLING)
 
@@ -336,7 +339,7 @@ def test_another_seed_or_rollout_draws_anew_and_greedy_needs_no_seed():
     assert all(0 <= seed < 2**62 for seed in seeds)
     vllm = scripted()
     engine_over(vllm).generate(prompts(1), replace(SAMPLING, temperature=0.0))
-    assert "seed" not in asked(vllm)[0].params
+    assert "seed" not in requests_of(vllm)[0].params
 
 
 @pytest.mark.parametrize("change", ["another wave", "aborted", "other weights"])
@@ -352,7 +355,7 @@ def test_kept_answers_serve_their_own_wave_alone_and_no_other_weights(change):
     if change == "aborted":
         pending.abort()
     (engine.submit(prompts(), SAMPLING) if change == "another wave" else pending).result()
-    assert len(asked(vllm)) == 12
+    assert len(requests_of(vllm)) == 12
 
 
 @pytest.mark.parametrize("count", [4, 1])
@@ -360,8 +363,8 @@ def test_several_vllms_share_the_rows_evenly_in_whole_groups_if_there_are_enough
     first, second = scripted(), scripted()
     groups = engine_over(first, second).generate(prompts(count), SAMPLING)
     assert tokens(groups) == tokens(engine_over(scripted()).generate(prompts(count), SAMPLING))
-    assert len(asked(first)) == len(asked(second)) == 2 * count
-    both = {r.prompt_ids for r in asked(first)} & {r.prompt_ids for r in asked(second)}
+    assert len(requests_of(first)) == len(requests_of(second)) == 2 * count
+    both = {r.prompt_ids for r in requests_of(first)} & {r.prompt_ids for r in requests_of(second)}
     assert len(both) == (count == 1)
 
 

@@ -29,11 +29,11 @@ def serials(waves):
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 7, 8, 12, 13, 100])
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (1, 1, 1, 1, 1), (8,), (2, 5, 3), ()])
 def test_every_row_is_in_one_wave_and_there_are_as_few_as_can_be(capacity, sizes):
-    asked = rows(*((2 + i, size) for i, size in enumerate(sizes)))
-    waves = form_waves(asked, capacity)
-    assert sorted(row.key for wave in waves for row in wave) == sorted(row.key for row in asked)
+    sequences = rows(*((2 + i, size) for i, size in enumerate(sizes)))
+    waves = form_waves(sequences, capacity)
+    assert sorted(row.key for wave in waves for row in wave) == sorted(row.key for row in sequences)
     assert all(0 < len(wave) <= capacity for wave in waves)
-    assert len(waves) == -(-len(asked) // capacity)
+    assert len(waves) == -(-len(sequences) // capacity)
 
 
 def test_groups_stay_whole_where_that_makes_no_more_waves():

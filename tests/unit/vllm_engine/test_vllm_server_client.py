@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from lowpeak.vllm.protocol import Adapter, Answer, Request, Vllm, call_concurren
 from lowpeak.vllm.server import ServerVllm, connect_servers
 from lowpeak.vllm.serving.command import ServerSpec
 from lowpeak.vllm.serving.process import ServerProcess
+from lowpeak.vllm.serving.token_route import TOKEN_ROUTE
 from vllm_servers import free_port
 
 
@@ -49,8 +51,8 @@ def test_a_client_asks_for_facts_and_passes_calls_with_their_limit_on_to_the_wor
     assert isinstance(vllm, Vllm)
     assert vllm.info() == fake.facts
     fake.answers["/collective_rpc"] = lambda body: (200, {"results": [body, None]})
-    told = vllm.call("lowpeak_receive", {"pieces": [1]}, 7.0)
-    assert told == [{"method": "lowpeak_receive", "kwargs": {"pieces": [1]}, "timeout": 7.0}, None]
+    reply = vllm.call("lowpeak_receive", {"pieces": [1]}, 7.0)
+    assert reply == [{"method": "lowpeak_receive", "kwargs": {"pieces": [1]}, "timeout": 7.0}, None]
 
 
 class InProcess(ColocatedVllm):
@@ -81,6 +83,14 @@ def test_token_ids_go_in_and_come_back_in_the_order_of_the_requests(fake):
     assert fake.calls[-1][1]["sampling_params"]["detokenize"] is True
     fake.answers[GENERATE] = lambda body: (200, generated([7], [-0.5], version="default"))  # the checkpoint's own
     assert vllm.complete(requests(2))[0].policy_versions == frozenset()
+    del fake.answers[GENERATE]
+    with serving(FakeServer(serves_tokens=True)) as lean:
+        of_arrays = ServerVllm(lean.url)
+        of_arrays.info()
+        assert of_arrays.complete(requests(*range(2, 12))) == answers
+        found = next(body for path, body in lean.calls if path == TOKEN_ROUTE)
+        assert found.keys() == sent.keys()
+        assert GENERATE not in {path for path, _ in lean.calls}
 
 
 def test_a_server_without_the_route_for_tokens_is_asked_by_the_one_for_completions():
@@ -106,16 +116,19 @@ def test_requests_of_a_wave_run_together_also_inside_a_running_event_loop(fake):
 
 
 def test_an_adapter_is_registered_once_and_named_by_its_requests(fake):
-    adapter = Adapter("lowpeak-7", 7, "folder")
+    adapter = Adapter("lowpeak-7", 7, "folder", fake.incarnation)
     vllm = ServerVllm(fake.url)
+    vllm.info()
     for _ in range(2):
         vllm.complete([Request((2,), {}, adapter)])
     known = [body for path, body in fake.calls if path == "/lowpeak_adapter"]
-    assert known == [{"name": "lowpeak-7", "number": 7, "folder": "folder"}]
+    assert known == [asdict(adapter)]
     assert [body["model"] for path, body in fake.calls if path == GENERATE] == ["lowpeak-7"] * 2
     fake.incarnation = "second"
     vllm.info()
-    vllm.complete([Request((2,), {}, adapter)])
+    with pytest.raises(LostEngineError, match="restarted"):
+        vllm.complete([Request((2,), {}, adapter)])
+    vllm.complete([Request((2,), {}, replace(adapter, incarnation="second"))])
     assert len([path for path, _ in fake.calls if path == "/lowpeak_adapter"]) == 2
 
 
@@ -239,7 +252,7 @@ LOSSES = [(503, error("paused")), (200, generated([7], [-0.5], "abort")), (200, 
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "words"),
     [
         *zip(LOSSES, (r"\(503\): paused", "", GENERATE), strict=True),
         ((200, b"<html>hello</html>"), "<html>hello"),
@@ -254,16 +267,39 @@ LOSSES = [(503, error("paused")), (200, generated([7], [-0.5], "abort")), (200, 
     ],
 )
 def test_a_malformed_or_refusing_answer_is_an_error_with_the_servers_words_and_a_dying_server_is_lost(
-    fake, answer, said
+    fake, answer, words
 ):
     fake.answers[GENERATE] = lambda body: answer
-    with pytest.raises(EngineError, match=f"{fake.url}.*{said}") as found:
+    with pytest.raises(EngineError, match=f"{fake.url}.*{words}") as found:
         ServerVllm(fake.url).complete(requests(2))
     assert isinstance(found.value, LostEngineError) == (answer in LOSSES)
 
 
+HEADER = b'[{"count": 2, "finish_reason": "stop"}]'
+
+
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("status", "content"),
+    [
+        *((200, content) for content in (b"", b"[]\n", b"{}\n", HEADER, HEADER + b"\n" + b"0" * 15)),
+        *((200, content) for content in (HEADER + b"\n" + b"0" * 17, b'[{"count": -1}]\n', b"[" * 100_000 + b"\n")),
+        (404, error("no such adapter")),
+        (503, error("paused")),
+    ],
+)
+def test_a_malformed_answer_of_arrays_is_an_error_and_no_reason_to_ask_by_another_route(fake, status, content):
+    fake.facts = replace(fake.facts, serves_tokens=True)
+    fake.answers[TOKEN_ROUTE] = lambda body: (status, content)
+    vllm = ServerVllm(fake.url)
+    vllm.info()
+    with pytest.raises(EngineError, match=f"{fake.url}.*{TOKEN_ROUTE}|paused") as found:
+        vllm.complete(requests(2))
+    assert isinstance(found.value, LostEngineError) == (status == 503)
+    assert GENERATE not in {path for path, _ in fake.calls}
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
     [
         ((404, error("Not Found")), "/collective_rpc.*404"),
         ((200, {"results": []}), "lowpeak_identity"),
@@ -272,9 +308,9 @@ def test_a_malformed_or_refusing_answer_is_an_error_with_the_servers_words_and_a
         ((200, {"results": [{"colour": "red"}]}), "colour"),
     ],
 )
-def test_a_server_that_this_lowpeak_did_not_start_is_refused(fake, answer, said):
+def test_a_server_that_this_lowpeak_did_not_start_is_refused(fake, answer, words):
     fake.answers["/collective_rpc"] = lambda body: answer
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(EngineError, match=words):
         ServerVllm(fake.url).info()
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from fake_server import DROP, GENERATE, FakeServer, generated, serving
-from fake_vllm import END, SAMPLING, ScriptedVllm, engine_over, facts, prompts, said, scripted, slices
+from fake_vllm import END, SAMPLING, ScriptedVllm, answer_of, engine_over, facts, prompts, scripted, slices
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.rollout.engine import TurnEngine
 from lowpeak.rollout.turns import TurnQueue, TurnRequest, turn_key
@@ -105,7 +105,7 @@ def test_at_most_as_many_turns_run_as_fit_those_of_the_oldest_conversations_firs
             at_once.append(len(self._running))
             return future
 
-    vllm = Watched(said, facts(limits_to_cache=True))
+    vllm = Watched(answer_of, facts(limits_to_cache=True))
     engine = engine_over(vllm, batch_size=2)
     queue, errors = chained(engine, prompts(4), 3)
     engine.sample_turns(queue, SAMPLING)
@@ -148,8 +148,8 @@ def answer(ids=(3, 1), logprobs=None, finish_reason="stop", versions=()):
 @pytest.mark.parametrize(
     ("script", "settings", "match"),
     [
-        (said, {"max_model_len": 6}, r" 0 .* 4 .* 3 .* 6: .*vllm_max_model_length"),
-        (said, {"kv_tokens": 6}, r"8 tokens.* 6 "),
+        (answer_of, {"max_model_len": 6}, r" 0 .* 4 .* 3 .* 6: .*vllm_max_model_length"),
+        (answer_of, {"kv_tokens": 6}, r"8 tokens.* 6 "),
         (lambda request: answer(logprobs=(0.0, float("nan"))), {}, "completion 0 of prompt 0.*NaN"),
         (lambda request: answer(ids=(3,) * 4), {}, r"4 tokens.*3\."),
     ],
@@ -168,14 +168,16 @@ def test_what_cannot_fit_or_be_right_is_one_sentence_for_every_unanswered_reques
 def test_turns_by_other_weights_are_not_delivered(behind, match):
     def script(request):
         if len(vllm.started) < 5:
-            return said(request)
+            return answer_of(request)
         vllm.restart()
         vllm.hold(0)
-        return {"hold": said(request), "abort": answer(finish_reason="abort"), "versions": answer(versions=[7])}[behind]
+        return {"hold": answer_of(request), "abort": answer(finish_reason="abort"), "versions": answer(versions=[7])}[
+            behind
+        ]
 
     vllm = scripted(script)
     if behind != "hold":
-        vllm.restart = lambda: None
+        vllm.restart = vllm.hold = lambda *_: None
     engine = engine_over(vllm)
     queue, errors = chained(engine, prompts(1), 8)
     with pytest.raises(LostEngineError, match=match) as caught:
@@ -255,7 +257,7 @@ def test_a_server_that_is_killed_in_mid_conversation_costs_no_turn_and_runs_no_t
         with serving(Calling(talk.tokenizer, kills)) as server:
             server.vllm = OverHttp(server, max_model_len=1024)
             engine = talk.engine.engine = engine_over(server.vllm, num_tokens=None)
-            (prompt,) = [talk._reader({}).read({"prompt": [{"role": "user", "content": "1"}]}, 7)]
+            prompt = talk.prompt("1")
             pending, losses = talk.engine.submit([prompt], talk.sampling), 0
             while True:
                 try:

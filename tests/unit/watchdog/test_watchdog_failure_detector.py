@@ -36,7 +36,7 @@ def two_ranks():
         yield zero, one, second
 
 
-def told(watch):
+def verdict_of(watch):
     """The detector's explanation of a failed collective, once it knows of another rank's failure."""
     deadline = time.monotonic() + 5.0
     while (found := watch.explain(BROKEN)) is None and time.monotonic() < deadline:
@@ -49,7 +49,7 @@ def test_an_announced_error_explains_the_other_ranks_failure(speaker):
     with two_ranks() as (*watches, _):
         watches[speaker].announce(DataError("row 3."))
         where = ("phase train", "phase reward")
-        sentence = told(watches[1 - speaker])
+        sentence = verdict_of(watches[1 - speaker])
         assert sentence.startswith(f"rank {speaker} failed in {where[speaker]}: row 3. ")
         assert f"Rank {1 - speaker} was in {where[1 - speaker]}" in sentence
 
@@ -68,15 +68,15 @@ def test_the_first_announced_error_counts_and_unrelated_errors_are_not_explained
         assert zero.explain(ValueError("a bug of the user's")) is None
         one.announce(ValueError("cause"))
         assert one.explain(RuntimeError("unrelated")) is None
-        assert "cause" in told(zero)
+        assert "cause" in verdict_of(zero)
         zero.announce(RankError("consequence"))
-        assert "cause" in told(zero)
+        assert "cause" in verdict_of(zero)
 
 
 def test_a_rank_continues_after_it_caught_an_agreed_error():
     with two_ranks() as (zero, one, _):
         one.announce(DataError("caught"))
-        assert "caught" in told(zero)
+        assert "caught" in verdict_of(zero)
         for watch in (zero, one):
             watch.withdraw()
             assert watch.explain(ValueError("of this rank's own")) is None
@@ -84,7 +84,7 @@ def test_a_rank_continues_after_it_caught_an_agreed_error():
         one.announce(DataError("old"))  # rank 0 has agreed on it already
         one.withdraw()
         one.announce(DataError("new"))
-        assert "new" in told(zero)
+        assert "new" in verdict_of(zero)
 
 
 def test_a_dead_rank_is_the_reason_also_after_an_agreed_error():
@@ -93,7 +93,7 @@ def test_a_dead_rank_is_the_reason_also_after_an_agreed_error():
         line.socket.shutdown(socket.SHUT_RDWR)
         time.sleep(0.5)
         zero.withdraw()
-        assert told(zero).startswith("rank 1 ")
+        assert verdict_of(zero).startswith("rank 1 ")
 
 
 ENDED = """
@@ -114,7 +114,7 @@ def test_a_lost_connection_is_not_announced_before_the_rank_that_is_gone_is_know
     with two_ranks() as (zero, _, line):
         zero.announce(BROKEN)
         line.socket.shutdown(socket.SHUT_RDWR)
-        assert told(zero).startswith("rank 1 is gone")
+        assert verdict_of(zero).startswith("rank 1 is gone")
 
 
 def test_the_message_of_an_ended_rank_starts_on_a_new_line_after_a_progress_bar():

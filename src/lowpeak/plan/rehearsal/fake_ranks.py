@@ -154,7 +154,7 @@ def gather_on_fake_ranks(
 
 
 def initialize_shards(model: nn.Module) -> None:
-    """Let FSDP2 do what it does before a first forward: it forgets tensors that loading has replaced."""
+    """Run FSDP2's preparation of a first forward, which forgets tensors that loading has replaced."""
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
 

@@ -65,7 +65,7 @@ class Rehearsal:
     "load" and "sync" are what is in memory before the first step, and between two steps. Phases that the run lacks are omitted.
     The optimizer copies `to_host` and `to_device` bytes to host memory and back in a step. The rehearsed
     micro-batches copy `batches_to_host` and `batches_to_device`: gradients and activations. `moments` of a phase are
-    those that may be its peak in a deeper model, or on more ranks.
+    those that may be its peak in a deeper model, or on more ranks. A token's states of a teacher are `teacher_token_bytes`.
     """
 
     phases: Mapping[str, PhaseMemory] = field(default_factory=dict)
@@ -74,6 +74,7 @@ class Rehearsal:
     batches_to_host: int = 0
     batches_to_device: int = 0
     moments: Mapping[str, Sequence[Mapping[Kind, int]]] = field(default_factory=dict)
+    teacher_token_bytes: int = 0
 
     def extended(self, others: Sequence[tuple[Rehearsal, int, int]]) -> Rehearsal:
         """Return self + the sum of (other - self) * times / divisor by kind of bytes; a phase has its largest moment."""
@@ -95,7 +96,7 @@ class Rehearsal:
         return replace(self, phases=phases, moments=moments, **copies)
 
     def with_largest_passes(self) -> PhaseMemories:
-        """Return the phases, each at its moment with most bytes beside weights, gradients and states, which are computed."""
+        """Return the phases, each at its moment with most bytes besides weights, gradients and states."""
         phases = dict(self.phases)
         for name, moments in self.moments.items():
             phases[name] = replace(phases[name], device=max(moments, key=_pass_bytes))
@@ -164,7 +165,8 @@ def rehearse(inputs: RehearsalInputs) -> Rehearsal:
             stage.update(optimizer)
     phases = {name: PhaseMemory(dict(meter.peaks[name]), host.of_phase(name)) for name in _ORDER if name in meter.peaks}
     moments = {name: meter.moments[name] for name in phases.keys() & meter.moments.keys() - {"load"}}
-    return Rehearsal(phases, host.to_host, host.to_device, host.batches_to_host, host.batches_to_device, moments)
+    copies = (host.to_host, host.to_device, host.batches_to_host, host.batches_to_device)
+    return Rehearsal(phases, *copies, moments, stage.teacher_token_bytes)
 
 
 _ORDER = ("load", "sync", "rollout", "reward", "score", "forward", "backward", "optimizer", "save")
@@ -180,6 +182,7 @@ class _Stage:
         self.host = RehearsedHost(meter)
         self._reference: nn.Module | None = None
         self.rewards: list[Callable[[], object]] = []
+        self.teacher_token_bytes = 0
         model = inputs.make_model(*self._split).train()
         if storage is not None:
             convert_trainable(model, ModelSettings(storage=storage))
@@ -293,18 +296,22 @@ class _Stage:
 
     def _run_teacher(self, batches: Sequence[MicroBatch]) -> TeacherStates:
         """Run the teacher over a step's micro-batches; its states are in host memory afterwards, a CPU's device memory."""
-        separate, policy = self._reference, cast(Any, self._unprepared)
+        separate, policy, read = self._reference, cast(Any, self._unprepared), self._inputs.reference_batches
         ready = policy.disable_adapter if is_peft(policy) else nullcontext
         if separate is not None:
             ready = partial(self._ready, separate)
         self._meter.begin("score")
-        found = teacher_states(self.model, Reference(separate, ready), batches, self._core)
+        found = teacher_states(self.model, Reference(separate, ready), batches if read is None else read, self._core)
         self._meter.begin(None)
-        if self._inputs.device == "cpu":
-            return found
-        with self._meter.paused():
-            on_host = [[torch.empty_like(states_TE) for states_TE in pieces] for pieces in found.states]
-        return TeacherStates(on_host, lambda states_TE: found.add_head(states_TE.clone()))
+        (like_TE,), is_host = found.states[0], self._inputs.device == "cpu"
+        self.teacher_token_bytes = like_TE.shape[1] * like_TE.itemsize
+        with nullcontext() if is_host else self._meter.paused():
+            # As a run has them: of a micro-batch together, or of each sequence if the teacher has read other micro-batches.
+            with unset_fake_temporarily():
+                lengths = [[len(b.targets_T)] if read is None else [0, *b.tokens.counts()] for b in batches]
+            states = [[like_TE.new_empty(length, like_TE.shape[1]) for length in of_batch] for of_batch in lengths]
+        add_head = found.add_head
+        return TeacherStates(states, add_head if is_host else lambda states_TE: add_head(states_TE.clone()))
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         max_grad_norm = self._inputs.max_grad_norm
@@ -331,6 +338,7 @@ class _Stage:
             score(model, batches, self._core, **requested, logprobs=bool(needs & {"old", "entropy"}))
         if "reference" not in needs:
             return
+        batches = batches if self._inputs.reference_batches is None else self._inputs.reference_batches
         if self._reference is not None:
             with self._ready(self._reference):
                 score(self._reference, batches, self._core)

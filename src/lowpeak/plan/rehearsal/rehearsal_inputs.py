@@ -1,4 +1,4 @@
-"""What a rehearsal needs to know of a run: models, micro-batches, placement, formats."""
+"""Inputs of a rehearsal: models, micro-batches, placement, formats."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MeshShape:
 
 @dataclass(frozen=True)
 class RehearsalInputs:
-    """A step to rehearse, with what surrounds it in a run.
+    """A step to rehearse, with its surroundings in a run.
 
     make_model             returns the model with its head installed; called under FakeTensorMode, where it takes no memory.
                            With several parts it is called with a function that splits a model, and so is `make_reference`
@@ -68,6 +68,7 @@ class RehearsalInputs:
     compute                torch.bfloat16 for a run with `bf16=True`
     storage                format to which the model is converted, with CompactAdamW as the optimizer
     scored                 micro-batches of the scoring passes that `algorithm.needs`; None: `micro_batches`
+    reference_batches      of a reference or teacher; None: those of the policy
     make_reference         of a separate reference; without it scoring runs the policy, without its adapter if it has one
     activation_offloading  whether a forward's activations go to host memory
     device                 whose allocator's blocks are counted; on "cpu" copies in gloo and in kernels are counted, too
@@ -84,6 +85,7 @@ class RehearsalInputs:
     storage: StorageFormat | None = None
     max_grad_norm: float = 1.0
     scored: Sequence[MicroBatch] | None = None
+    reference_batches: Sequence[MicroBatch] | None = None
     make_reference: Callable[..., nn.Module] | None = None
     rewards: Sequence[RewardPass] = ()
     rollout: RehearsedRollout | None = None

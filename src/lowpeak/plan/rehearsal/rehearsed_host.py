@@ -1,4 +1,4 @@
-"""Optimizers and host memory of a rehearsal: what leaves the device, and the bytes copied."""
+"""Optimizers and host memory of a rehearsal: bytes on the host, and bytes copied."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _LEFT_OUT: tuple[tuple[Kind, ...], ...] = ((Kind.ACTIVATIONS, Kind.LOGITS), (Kin
 
 
 class StorageMeter(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of living tensors, and the peak of each phase by kind. Enter it inside FakeTensorMode.
+    """A dispatch mode that counts living tensors' bytes, and each phase's peak by kind. Enter it inside FakeTensorMode.
 
     It counts the storages that operations return, each once however many views it has, in blocks of `block` bytes. Memory that
     an operation allocates and frees internally is not seen, but for the bytes that `scratch(operation, args, kwargs)` returns. A

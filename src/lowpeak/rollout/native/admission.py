@@ -56,7 +56,7 @@ class RequestSchedule:
         return max(len(self.widths), self.queue.num_conversations)
 
     def collect(self, is_running: bool) -> bool:
-        """Take what has arrived, and wait while nothing can be done without more; return whether the rollout goes on."""
+        """Take new requests and endings, waiting while nothing else can be done; return whether the rollout goes on."""
         is_closed = self._take(wait=False)
         while not is_closed and (self._lacks_due() or not (is_running or self.ready() or self._skip_steps())):
             if self._poll is not None:
@@ -72,7 +72,7 @@ class RequestSchedule:
             self.widths[key] = max(width, self.widths.get(key, 0))
         self._num_begun += len(set(ended) - self.widths.keys())
         self._ended.update(ended)
-        self.waiting += requests
+        self.waiting = [request for request in (*self.waiting, *requests) if not request.is_cancelled]
         return is_closed
 
     def _lacks_due(self) -> bool:
@@ -149,8 +149,7 @@ class SlotTable:
         for request in requests:
             own = [each for each in self.kept if each.request.conversation == request.conversation]
             if self._has_room(bool(own)):
-                ids = list(request.ids)
-                source, shared = self._match(ids, own)
+                source, shared = self._match(ids := list(request.ids), own)
                 # A member of a group copies the prompt once another member's is in the cache.
                 if not any(_share(each.ids[:-1], ids[:-1], shared + _LEAST_SHARED) for each in started):
                     self._make_room(own, source, shared)
@@ -178,7 +177,7 @@ class SlotTable:
         return (best, most) if best is not None else (None, 0)
 
     def _has_room(self, goes_on: bool) -> bool:
-        """A kept sequence gives its slot up only while fewer than half of the slots run, since it is fed again later."""
+        """Return whether a sequence may start. A kept one gives its slot up only while fewer than half of the slots run."""
         is_full = len(self.running) + len(self.kept) >= self.num_slots
         may_evict = goes_on or 2 * len(self.running) < self.num_slots
         return len(self.running) < self.num_slots and (may_evict or not is_full)
@@ -196,6 +195,12 @@ class SlotTable:
         self.running = [each for each in self.running if each not in sequences]
         self.kept += sequences
         self.is_arranged = False
+
+    def drop_cancelled(self) -> None:
+        """Free the slots of running sequences whose requests were cancelled."""
+        if any(each.request.is_cancelled for each in self.running):
+            self.keep([each for each in self.running if each.request.is_cancelled])
+            self.kept = [each for each in self.kept if not each.request.is_cancelled]
 
     def arrange(self) -> tuple[dict[int, int], list[CachedSequence]]:
         """Give running sequences the first slots, and kept ones the next.
@@ -257,6 +262,7 @@ class TurnDecodeLoop:
         while self.requests.collect(bool(self._table.running)):
             ended = self.requests.pop_ended()
             self._table.kept = [each for each in self._table.kept if each.request.conversation not in ended]
+            self._table.drop_cancelled()
             try:
                 self._admit()
                 self._step()
@@ -349,7 +355,7 @@ class TurnDecodeLoop:
             self._count(part)
 
     def _count(self, fed: Sequence[CachedSequence]) -> None:
-        """Report what a feed padded or forwarded again as computed; other tokens of prompts and replies do not count."""
+        """Report tokens that a feed padded or forwarded again as computed; other tokens of prompts and replies do not count."""
         num_computed = len(fed) * fed[-1].num_missing
         for each in fed:
             before = max(each.num_cached, self._num_forwarded.get(each.request.conversation, 0))
@@ -375,7 +381,7 @@ class TurnDecodeLoop:
             each.ids = [*each.ids, *turn.ids.tolist()]
             self._num_forwarded[each.request.conversation] = each.num_cached
             self.requests.end_turn(each.request.conversation)
-            each.request.answer.set_result(SampledTurn(turn.ids.tolist(), turn.logprobs.tolist(), turn.finish_reason))
+            each.request.resolve(SampledTurn(turn.ids.tolist(), turn.logprobs.tolist(), turn.finish_reason))
         self._table.keep(sequences)
 
 

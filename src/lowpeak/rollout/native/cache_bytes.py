@@ -97,7 +97,7 @@ def _measure(architecture: _Architecture, dtype: torch.dtype) -> CacheBytes:
 
 
 def _most_bytes(config: Any, dtype: torch.dtype) -> CacheBytes:
-    """Return the bytes if each head had keys and values of its own, for code that no tensor without storage can run."""
+    """Return the bytes if no head shared keys and values, for models whose code reads tensors' values."""
     text = config.get_text_config(decoder=True)
     hidden, layers = (getattr(text, name, None) for name in ("hidden_size", "num_hidden_layers"))
     if hidden is None or layers is None:

@@ -40,7 +40,7 @@ def _prompt_layer(config: Any, index: int, layer: Any) -> Any:
 
 
 def unsupported_layers(model: Any) -> list[str]:
-    """Return what a model's layers need of a cache that slots do not have; empty if nothing."""
+    """Return a model's kinds of cache layers, and other needs, that slots do not have."""
     causal = transformers_model(model)
     layers = DynamicCache(config=causal.config.get_text_config(decoder=True)).layers
     known = (*_WITH_STATES, DynamicLayer, DynamicSlidingWindowLayer, *([_EMPTY] if _EMPTY else []))
@@ -57,6 +57,6 @@ def unsupported_layers(model: Any) -> list[str]:
 
 
 def storing_layers(cache: Cache) -> list[Any]:
-    """Return what the layers of a cache keep, in two parts for a layer of keys, values and states."""
+    """Return a cache's layers that store something; one of keys, values and states has two parts."""
     layers = [layer for layer in cache.layers if not isinstance(layer, _EMPTY)]
     return [part for layer in layers for part in (layer, getattr(layer, "states", None)) if part is not None]

@@ -138,7 +138,7 @@ class DecodeLoop:
         return [sequence.prompt for sequence in self._running] + [prompt for _, prompt in self._without_slot]
 
     def _refill_slots(self) -> None:
-        """Give the slots of ended sequences to waiting ones, and fill remaining gaps with the last sequences."""
+        """Give ended sequences' slots to waiting ones, and fill remaining gaps with the last sequences."""
         num_used = len(self._running)
         free = deque(slot for slot, ended in enumerate(self._ended) if ended)
         running = {slot: sequence for slot, sequence in enumerate(self._running) if not self._ended[slot]}
@@ -209,7 +209,7 @@ class DecodeLoop:
         return RunningSequence(row, prompt, len(self.prompts[prompt].ids) - self._num_steps)
 
     def _reserve(self, num_slots: int, num_used: int, num_following: int = 0) -> None:
-        """Reserve slots for all sequences that may still run, as wide as the longest of the started ones may become."""
+        """Reserve slots for all sequences that may still run, as wide as the longest started one may become."""
         most = len(self._running) + len(self._without_slot) + num_following + self.queue.num_rows
         self._cache.reserve(min(num_slots, most), self.queue.slot_columns(self._started()), num_used)
         if self._cache.layers:

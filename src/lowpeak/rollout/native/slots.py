@@ -1,4 +1,4 @@
-"""Slots by kind of cache layer: what one layer keeps of each sequence, written in place.
+"""Slots by kind of cache layer: one layer's part of each sequence, written in place.
 
 A layer of the prefill (`PromptLayer`) names the class of its slots. `SlotCache` calls these methods of every layer that
 stores something; a kind with other contents (a recurrent state) is one more pair of classes with the same methods:
@@ -142,7 +142,7 @@ class SlotLayer(DynamicLayer):
             buffer[:, start:stop].zero_()
 
     def empty(self, slots_N: Tensor) -> None:
-        """Do nothing: what is left of another sequence is masked."""
+        """Do nothing: leftovers of another sequence are masked."""
 
     def put(self, prefilled: DynamicLayer, slots_N: Tensor, prompts_N: Tensor, index_NL: Tensor) -> None:
         """Copy tokens `index_NL` of prefilled prompts, counted through all of them, to the first columns of these slots."""

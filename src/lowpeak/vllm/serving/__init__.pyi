@@ -10,3 +10,6 @@ from lowpeak.vllm.serving.middleware import find_token as find_token
 from lowpeak.vllm.serving.middleware import saved_token as saved_token
 from lowpeak.vllm.serving.process import ServerProcess as ServerProcess
 from lowpeak.vllm.serving.process import running_server as running_server
+from lowpeak.vllm.serving.token_route import SERVES_TOKENS as SERVES_TOKENS
+from lowpeak.vllm.serving.token_route import TOKEN_ROUTE as TOKEN_ROUTE
+from lowpeak.vllm.serving.token_route import decode_completions as decode_completions

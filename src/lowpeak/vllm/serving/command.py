@@ -13,6 +13,7 @@ from lowpeak.arguments import SERVER_TOKEN, server_url
 from lowpeak.errors import ArgumentError
 from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS
 from lowpeak.vllm.serving.entrypoint import SCALE_OUT
+from lowpeak.vllm.serving.token_route import SERVES_TOKENS
 from lowpeak.watchdog import PARENT_VARIABLE
 
 LOOPBACK = "127.0.0.1"
@@ -20,6 +21,7 @@ SERVER_URLS = "LOWPEAK_VLLM_URLS"  # in the environment of a trainer whose comma
 CPU = "cpu"
 _CPU_CACHE_BYTES = 1 << 30
 _ADAPTER_MIDDLEWARE = "lowpeak.vllm.serving.middleware.AdapterMiddleware"
+_TOKEN_ROUTE = "lowpeak.vllm.serving.token_route.TokenRoute"
 _TOKEN_MIDDLEWARE = "lowpeak.vllm.serving.middleware.TokenMiddleware"
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAST_PORT = 65535
@@ -84,7 +86,8 @@ def server_command(server: ServerSpec) -> list[str]:
         if not _has(server.options, name):
             added += [f"--{name}"] if value is None else [f"--{name}", value]
     # Requests pass the last middleware first.
-    middleware = ["--middleware", _ADAPTER_MIDDLEWARE, *server.options, "--middleware", _TOKEN_MIDDLEWARE]
+    routes = ["--middleware", _ADAPTER_MIDDLEWARE, "--middleware", _TOKEN_ROUTE]
+    middleware = [*routes, *server.options, "--middleware", _TOKEN_MIDDLEWARE]
     return [sys.executable, "-m", "lowpeak.vllm.serving.entrypoint", *added, *middleware]
 
 
@@ -97,7 +100,8 @@ def server_environment(server: ServerSpec, inherited: Mapping[str, str]) -> dict
     # The token replaces vLLM's key, which protects fewer routes.
     for name in (*_RANK_VARIABLES, "VLLM_API_KEY"):
         variables.pop(name, None)
-    variables |= {"VLLM_SERVER_DEV_MODE": "1", PARENT_VARIABLE: str(os.getpid()), SERVER_TOKEN: server.token}
+    variables |= {"VLLM_SERVER_DEV_MODE": "1", SERVES_TOKENS: "1"}
+    variables |= {PARENT_VARIABLE: str(os.getpid()), SERVER_TOKEN: server.token}
     return variables | visible_device_variables(server.devices, inherited)
 
 

@@ -43,9 +43,7 @@ class TokenMiddleware:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": b'{"error": "this server demands a token"}'})
+            await send_answer(send, 401, b'{"error": "this server demands a token"}', (b"www-authenticate", b"Bearer"))
 
     def _is_authorized(self, scope: Scope) -> bool:
         credentials = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -98,7 +96,7 @@ def _token_file(port: int) -> Path:
 
 
 class AdapterMiddleware:
-    """Middleware that registers the last push's adapter, so that requests can name it.
+    """Middleware that registers a pushed adapter, so that requests can name it.
 
     vLLM's `/v1/load_lora_adapter` would load the files again under another number: a second, unverified copy. Here
     the server only receives the number of the adapter that its workers have loaded.
@@ -111,21 +109,30 @@ class AdapterMiddleware:
         if scope["type"] != "http" or scope["path"] != ADAPTER_ROUTE:
             await self._app(scope, receive, send)
             return
-        register_adapter(scope["app"].state.openai_serving_models, json.loads(await _body(receive)))
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": b"{}"})
+        register_adapter(scope["app"].state.openai_serving_models, json.loads(await read_body(receive)))
+        await send_answer(send, 200, b"{}")
 
 
 def register_adapter(models: Any, adapter: Mapping[str, Any]) -> None:
-    """Register `adapter` with vLLM's server and remove earlier adapters of lowpeak."""
+    """Register `adapter` with vLLM's server, and remove those of lowpeak whose folders its workers have removed."""
     from vllm.lora.request import LoRARequest
 
-    for name in [name for name in models.lora_requests if name.startswith(_ADAPTER_PREFIX)]:
-        del models.lora_requests[name]
+    for name, request in list(models.lora_requests.items()):
+        if name.startswith(_ADAPTER_PREFIX) and not Path(request.lora_path).exists():
+            del models.lora_requests[name]
     models.lora_requests[adapter["name"]] = LoRARequest(adapter["name"], int(adapter["number"]), adapter["folder"])
 
 
-async def _body(receive: Receive) -> bytes:
+async def send_answer(send: Send, status: int, content: bytes, *headers: tuple[bytes, bytes]) -> None:
+    """Send an answer: JSON, or with status 200 any bytes."""
+    kind = b"application/json" if content[:1] == b"{" else b"application/octet-stream"
+    start = {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *headers]}
+    await send(start)
+    await send({"type": "http.response.body", "body": content})
+
+
+async def read_body(receive: Receive) -> bytes:
+    """Return the whole body of a request."""
     parts, more = [], True
     while more:
         message = await receive()

@@ -3,7 +3,7 @@
 Each worker collects the adapter's tensors and writes them to a folder, because vLLM loads adapters from folders
 (`adapter_config.json` and a safetensors file with peft's names). The received tensors are verified by their
 checksums; the tensors that vLLM derives from them (scaled, joined, sharded) are summed then, to detect later changes.
-The new adapter replaces the former one.
+An update removes the earlier adapters that no request needs, and touches no others.
 """
 
 from __future__ import annotations
@@ -40,21 +40,29 @@ def _to_json(value: Any) -> Any:
 
 @dataclass
 class AdapterReceiver:
-    """Receiver of one worker's adapter updates."""
+    """Receiver of one worker's adapter updates; `incarnation` is the worker's."""
 
     worker: Any
+    incarnation: str
     policy_version: int | None = None
     _update: Mapping[str, Any] = field(default_factory=dict)
     _tensors: dict[str, Tensor] = field(default_factory=dict)
     _assembler: TensorAssembler = field(default_factory=TensorAssembler)
+    _loaded: dict[int, _LoadedAdapter] = field(default_factory=dict)  # by their numbers
     _current: _LoadedAdapter | None = None
     _next: _LoadedAdapter | None = None
 
     def begin(self, update: Mapping[str, Any]) -> tuple[str, ...]:
-        """Drop the version; `update` has the adapter's configuration and number. All tensors must be sent again."""
+        """Drop the version, and the adapters that are not `in_use`; all tensors must be sent again.
+
+        `update` has the adapter's configuration and number, and the numbers of those in use.
+        """
         if self.worker.vllm_config.lora_config is None:
             raise EngineError("vLLM was started without LoRA: start it with enable_lora, or set vllm_adapters=False.")
         self.abort()
+        self._current = None
+        for number in self._loaded.keys() - set(update["in_use"]):
+            self._loaded.pop(number).remove(self.worker)
         self._update = update
         return ()
 
@@ -73,18 +81,18 @@ class AdapterReceiver:
         different = sorted(name for name, value in sent.items() if value and received.get(name) != value)
         if different:
             raise EngineError(f"The adapter differs from the policy's: {shorten_names(different)}.")
-        self._next = _LoadedAdapter.load(self.worker, self._update, self._tensors)
+        self._next = _LoadedAdapter.load(self.worker, self._update, self._tensors, self.incarnation)
         self._drop_tensors()
         return {}
 
     def commit(self, policy_version: int) -> None:
-        if self._current is not None:
-            self._current.remove(self.worker)
+        assert self._next is not None, "verify() comes first"
+        self._loaded[self._next.adapter.number] = self._next
         self._current, self._next = self._next, None
         self.policy_version = policy_version
 
     def abort(self) -> None:
-        """Abort the update; the former adapter stays loaded, without a version."""
+        """Abort the update: the last adapter has no version."""
         self.policy_version = None
         self._drop_tensors()
         if self._next is not None:
@@ -116,7 +124,7 @@ class _LoadedAdapter:
     sums: dict[str, str]
 
     @staticmethod
-    def load(worker: Any, update: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _LoadedAdapter:
+    def load(worker: Any, update: Mapping[str, Any], tensors: Mapping[str, Tensor], incarnation: str) -> _LoadedAdapter:
         from vllm.lora.request import LoRARequest
 
         number, name = int(update["number"]), f"lowpeak-{update['number']}"
@@ -128,7 +136,8 @@ class _LoadedAdapter:
         except Exception as error:
             folder.cleanup()
             raise EngineError(f"vLLM does not load the adapter ({type(error).__name__}: {error}).") from error
-        return _LoadedAdapter(Adapter(name, number, folder.name), folder, _adapter_checksums(worker, number))
+        adapter = Adapter(name, number, folder.name, incarnation)
+        return _LoadedAdapter(adapter, folder, _adapter_checksums(worker, number))
 
     def remove(self, worker: Any) -> None:
         worker.remove_lora(self.adapter.number)

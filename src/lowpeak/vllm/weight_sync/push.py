@@ -48,6 +48,7 @@ def push_weights(
     *,
     unchanged: Collection[str] = (),
     adapter: Mapping[str, Any] | None = None,
+    in_use: Collection[int] = (),
     timeout: float = TIMEOUT,
     in_process: Sequence[bool] = (),
     nccl_group: TrainerGroup | None = None,
@@ -56,10 +57,10 @@ def push_weights(
 
     `slices` are always consumed, because other ranks wait for them; errors are raised afterwards and leave every engine without a
     version. Tensors that training does not change (`unchanged`) are sent once: an engine that has them verifies their checksums
-    instead. Memory holds one bucket here, and one bucket and the largest tensor in a worker. `in_process` are the engines' facts of
-    this name (empty: the engines are asked). Updates over NCCL share `nccl_group` (None: a group of this
-    update). Raise EngineError with the names of tensors that vLLM does not accept, that were damaged or that are missing;
-    LostEngineError if a worker died, or has other weights where `unchanged` ones were not sent.
+    instead. Of earlier adapters those with numbers `in_use` stay. Memory holds one bucket here, and one bucket and the largest
+    tensor in a worker. `in_process` are the engines' facts of this name (empty: the engines are asked). Updates over NCCL share
+    `nccl_group` (None: a group of this update). Raise EngineError with the names of tensors that vLLM does not accept, that were
+    damaged or that are missing; LostEngineError if a worker died, or has other weights where `unchanged` ones were not sent.
     """
     rest, in_process = iter(slices), in_process or [vllm.info().in_process for vllm in vllms]
     began, group = time.perf_counter(), nccl_group or TrainerGroup()
@@ -67,6 +68,10 @@ def push_weights(
         first = next(rest, None)
         if first is None:
             raise EngineError("There are no weights to push.")
+        if adapter is not None:
+            # An unused number of an adapter in vLLM, above those that its server counts from 1.
+            number = (1 << 20) + secrets.randbelow(1 << 30)
+            adapter = {"config": dict(adapter), "number": number, "in_use": sorted(in_use)}
         with _Update(vllms, settings, adapter, first.values.device, timeout, in_process, group) as update:
             update.send(itertools.chain([first], rest), unchanged)
             update.verify()
@@ -162,13 +167,10 @@ class _Update:
     def _begin(self, sender: BucketSender) -> frozenset[str]:
         """Open every worker's receiver; return the names of tensors that all workers have."""
         invitation = sender.invitation()
-        # An unused number of an adapter in vLLM, above those that its server counts from 1.
-        number = (1 << 20) + secrets.randbelow(1 << 30)
-        adapter = None if self.adapter is None else {"config": dict(self.adapter), "number": number}
         others = self.vllms[:-1]
         workers = call_workers(others, "lowpeak_identity", {}, self.timeout)
         first_ranks = itertools.accumulate((len(each) for each in workers), initial=1)
-        common = {"summing": self._sums is not None, "adapter": adapter}
+        common = {"summing": self._sums is not None, "adapter": self.adapter}
         arguments = [{**common, "invitation": {**invitation, "first_rank": rank}} for rank in first_ranks]
         calls = [
             partial(vllm.call, "lowpeak_begin", each, self.timeout)

@@ -58,9 +58,14 @@ class Extension:
 
     @reply_with_errors
     def lowpeak_identity(self) -> dict[str, Any]:
-        """Return the worker's incarnation, which changes with a restart, and its policy version."""
+        """Return the worker's incarnation, which changes with a restart, its policy version and its adapter.
+
+        `base` changes with each update of the weights other than adapters.
+        """
         state = _worker_state(self)
-        return {"incarnation": state.incarnation, "policy_version": state.receiver.policy_version}
+        version, base = state.receiver.policy_version, state.weights.num_updates
+        adapter = state.receiver.adapter()
+        return {"incarnation": state.incarnation, "policy_version": version, "base": base, "adapter": adapter}
 
     @reply_with_errors
     def lowpeak_engine_info(self) -> dict[str, Any]:
@@ -167,9 +172,9 @@ def _worker_state(worker: Any) -> WorkerState:
         paths = {module: name for name, module in model.named_modules()}
         reloads = ReloadedModules(modules_to_reload(model, config), paths, config.model_config)
         weights = WeightReceiver(model, CheckpointNames(config.model_config.hf_config), reloads)
-        worker._lowpeak_state = WorkerState(
-            weights, AdapterReceiver(worker), weights, device, rank, secrets.token_hex(8)
-        )
+        incarnation = secrets.token_hex(8)
+        adapters = AdapterReceiver(worker, incarnation)
+        worker._lowpeak_state = WorkerState(weights, adapters, weights, device, rank, incarnation)
     state: WorkerState = worker._lowpeak_state
     return state
 
@@ -230,6 +235,7 @@ class WeightReceiver:
     names: CheckpointNames
     reloads: ReloadedModules
     policy_version: int | None = None
+    num_updates: int = 0
     known: tuple[str, ...] = ()
     _assembler: TensorAssembler = field(default_factory=TensorAssembler)
     _loaded: set[str] = field(default_factory=set)
@@ -254,6 +260,7 @@ class WeightReceiver:
         """
         known = self.known if self.policy_version is not None else ()
         self.policy_version, self.known = None, ()
+        self.num_updates += 1
         self._kept, self._summing = frozenset(known), summing
         self._assembler.clear()
         self._loaded.clear()

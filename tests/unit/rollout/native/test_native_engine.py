@@ -290,8 +290,8 @@ def test_a_draw_depends_on_seed_rollout_serial_and_number_alone():
     made = engine(tiny_model())
     whole = tokens(made.generate(prompts(), SAMPLING))
 
-    def drawn(asked=None, **changed):
-        return tokens(made.generate(asked or prompts(), replace(SAMPLING, **changed)))
+    def drawn(prompt_list=None, **changed):
+        return tokens(made.generate(prompt_list or prompts(), replace(SAMPLING, **changed)))
 
     assert drawn(prompts()[::-1]) == whole
     larger = drawn(num_generations=7)
@@ -316,9 +316,9 @@ def test_no_completion_ends_before_the_minimum_by_a_token_or_a_string():
 
 @pytest.mark.parametrize("changed", [{"top_k": 5, "repetition_penalty": 1.2}, MINIMUM, {**MINIMUM, "top_p": 0.9}])
 def test_completions_are_records_of_the_contract_with_the_logprobs_of_a_plain_forward(changed):
-    model, asked = tiny_model(), prompts()
-    groups = engine(model).generate(asked, replace(SAMPLING, temperature=0.8, **changed))
-    assert [group.prompt for group in groups] == asked
+    model, prompt_list = tiny_model(), prompts()
+    groups = engine(model).generate(prompt_list, replace(SAMPLING, temperature=0.8, **changed))
+    assert [group.prompt for group in groups] == prompt_list
     for group in groups:
         assert len(group.completions) == 4
         for completion in group.completions:
@@ -350,13 +350,13 @@ def test_generating_moves_no_random_state_and_leaves_weights_that_can_be_trained
 
 
 @pytest.mark.parametrize(
-    ("context", "asked", "kv_cache_bytes", "match"),
+    ("context", "prompt_list", "kv_cache_bytes", "match"),
     [
         (21, prompts(), 1 << 24, r"11 .*10 .*12 .*21"),
         (512, [Prompt(3, (), "a row")], 1 << 24, "3, 'a row'"),
         (512, prompts(), 100, "kv_cache_bytes"),
     ],
 )
-def test_a_row_that_cannot_be_generated_is_an_error_with_the_numbers(context, asked, kv_cache_bytes, match):
+def test_a_row_that_cannot_be_generated_is_an_error_with_the_numbers(context, prompt_list, kv_cache_bytes, match):
     with pytest.raises(EngineError, match=match):
-        engine(tiny_model(context=context), kv_cache_bytes=kv_cache_bytes).generate(asked, SAMPLING)
+        engine(tiny_model(context=context), kv_cache_bytes=kv_cache_bytes).generate(prompt_list, SAMPLING)
