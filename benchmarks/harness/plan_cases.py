@@ -121,6 +121,7 @@ _ON_RANKS: Mapping[str, Case] = {
     "bf16": Case("", "", args={"bf16": True}),
     "padded": Case("", "", args={"padding_free": False}),
     "no checkpointing": Case("", "", args={"gradient_checkpointing": False}),
+    "branches": Case("", "", branches=3),
     "small micro-batches": Case("", "", args={"micro_batch_tokens": 128}),
     "LoRA, beta": Case("", "", lora=16, args={"beta": 0.04}),
     "16 bits": Case("", "", args={"weight_bits": 16}),
@@ -136,6 +137,12 @@ _ON_RANKS: Mapping[str, Case] = {
     "reward model": Case("", "", reward=Shape()),
 }
 # No constant of the plan was fitted to these.
+_BRANCHES = (
+    Case("branches: base", "steps", branches=3),
+    Case("branches: beta", "steps", branches=3, args={"beta": 0.04}),
+    Case("branches: padded", "steps", branches=3, args={"padding_free": False}),
+    Case("branches: no checkpointing", "steps", branches=3, args={"gradient_checkpointing": False}),
+)
 _OTHER_STRATEGIES = (
     Case("zero2: base", "others", strategy="zero2"),
     Case("zero2: beta", "others", strategy="zero2", args={"beta": 0.04}),
@@ -177,7 +184,7 @@ def _cases() -> Iterator[Case]:
     for strategy in ("ddp", "fsdp2"):
         for name, case in _ON_RANKS.items():
             yield replace(case, name=f"{strategy}: {name}", group=strategy, strategy=strategy)
-    yield from _OTHER_STRATEGIES
+    yield from (*_BRANCHES, *_OTHER_STRATEGIES)
 
 
 CASES: tuple[Case, ...] = tuple(_cases())

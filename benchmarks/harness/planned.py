@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import peft
 import torch
 import torch.distributed.tensor  # for the forks
@@ -85,6 +86,7 @@ class Case:
     lora       the rank of an adapter on all linear layers; 0: all weights are trained
     reward     the shape of a reward model; None: a function
     teacher    the shape of a teacher of its own; `teacher_prompt` are the tokens of its prompts, 0 those of the policy's
+    branches   of each conversation, which a program asks for: each follows the prompt; 1: there is no program
     args       of the trainer's config
     """
 
@@ -99,6 +101,7 @@ class Case:
     reward: Shape | None = None
     teacher: Shape | None = None
     teacher_prompt: int = 0
+    branches: int = 1
     args: Mapping[str, Any] = field(default_factory=dict)
     world_size: int = 2
     parallel: int = 1
@@ -129,6 +132,8 @@ class Case:
             given |= {"num_generations": 4} if self.kind in _GROUPS else {}
         else:
             given |= {"max_length": self.prompt + self.completion}
+        if self.branches > 1:
+            given |= {"max_branches": self.branches}
         if self.teacher_prompt:
             given |= {"teacher_prompt_template": "{prompt}{privileged_context}"}
         if self.sharding.sends_weights(self.ranks) and self.is_online:
@@ -207,7 +212,9 @@ def measure_case(case: Case, place: Path, resident: bool = False) -> None:
             mark_phases(trainer, memory.begin)
             trainer.train()
         lengths = [len(r.completion) for r in trainer.rollout.records] if case.is_online else [case.completion]
-    assert set(lengths) == {case.completion}, f"completions have {min(lengths)} to {max(lengths)} tokens"
+    assert set(lengths) == {case.completion * case.branches}, (
+        f"completions have {min(lengths)} to {max(lengths)} tokens"
+    )
     rank = int(os.environ.get("RANK", 0))
     (place / f"measured{rank}.json").write_text(json.dumps(memory.peaks()))
 
@@ -220,11 +227,15 @@ def _make_trainer(case: Case, folder: str, model: Any) -> Any:
         allow_fsdp_on_cpu()
     torch.manual_seed(0)
     tokenizer = letter_tokenizer(case.shape.vocabulary)
+    if case.branches > 1:
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     parts: dict[str, Any] = {"peft_config": case.adapter()} if case.lora else {}
     if case.is_online:
         parts["reward_funcs"] = _spread if case.reward is None else _make_model(case.reward, labels=1)
         if case.reward is not None:
             parts["reward_processing_classes"] = tokenizer
+    if case.branches > 1:
+        parts["environment_factory"] = lambda: _Branches(case.branches)
     if case.teacher is not None:
         parts["teacher_model"] = _make_model(case.teacher, labels=0)
     return getattr(lowpeak, f"{_NAMES[case.kind]}Trainer")(
@@ -269,15 +280,17 @@ def letter_tokenizer(size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
 
 
-def _rows(case: Case, count: int = 64) -> list[dict[str, str]]:
+def _rows(case: Case, count: int = 64) -> list[dict[str, Any]]:
     """Rows whose texts have the case's lengths; a trained answer ends with the tokenizer's last token."""
     letters = case.shape.vocabulary - 2
     texts = ["".join(chr(_FIRST_LETTER + 1 + (7 * i + j) % letters) for j in range(4_096)) for i in range(count)]
-    prompts = [{"prompt": text[: case.prompt]} for text in texts]
+    prompts: list[dict[str, Any]] = [{"prompt": text[: case.prompt]} for text in texts]
     answer = slice(case.prompt, case.prompt + case.completion - (not case.is_online))
     if case.teacher_prompt:
         context = slice(case.prompt, case.teacher_prompt)
         prompts = [{**row, "privileged_context": text[context]} for row, text in zip(prompts, texts, strict=True)]
+    if case.branches > 1:
+        return [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in prompts]
     if case.is_online and "lmbda" not in case.args:
         return prompts
     if case.kind in ("sft", "distillation"):
@@ -288,6 +301,23 @@ def _rows(case: Case, count: int = 64) -> list[dict[str, str]]:
     ]
 
 
-def _spread(completions: list[str], **columns: Any) -> list[float]:
-    """A number from each completion that seldom is another's."""
-    return [sum(ord(letter) * (i + 1) for i, letter in enumerate(text)) % 997 / 997 for text in completions]
+class _Branches:
+    """A program that asks for several turns after the prompt, each of which is a branch."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def reset(self, prompt: list[dict[str, str]], **row: Any) -> None:
+        self.ids = [ord(letter) - _FIRST_LETTER for letter in prompt[0]["content"]]
+
+    async def run(self, endpoint: Any) -> None:
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        body = {"token_ids": self.ids, "sampling_params": {}}
+        async with httpx2.AsyncClient(base_url=endpoint.base_url, headers=headers, timeout=None) as client:
+            for _ in range(self.count):
+                (await client.post("/inference/v1/generate", json=body)).raise_for_status()
+
+
+def _spread(completions: list[Any], **columns: Any) -> list[float]:
+    """A number from each completion, a text or messages, that seldom is another's."""
+    return [sum(ord(letter) * (i + 1) for i, letter in enumerate(str(text))) % 997 / 997 for text in completions]

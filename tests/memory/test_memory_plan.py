@@ -27,7 +27,7 @@ from lowpeak.plan.request import PlanRequest
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.015  # of a peak: tensors below a page, and what a run has beside its models, are not planned
 BY_NAME = {case.name: case for case in CASES}
-MEASURED = ("LoRA, PPO, adapter", "format: 16 bits", "ddp: base", "LoRA, DPO", "fsdp2: DPO", "KTO")
+MEASURED = ("LoRA, PPO, adapter", "format: 16 bits", "ddp: base", "LoRA, DPO", "fsdp2: DPO", "KTO", "branches: beta")
 STEP = ("score", "forward", "backward", "optimizer")
 # Runs with a teacher, and the same runs without one.
 PLACED = {
