@@ -288,11 +288,26 @@ def _turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         {
             "text": conversation_text(messages[first : first + 1]),
             "replies": [conversation_text([message]).strip() for message in messages[first + 1 : last]],
-            "facts": [[name, _text(turn[key])] for name, key in facts[: 2 + (last > first + 1)] if key in turn],
+            "facts": [
+                *_branch(number, turn),
+                *([name, _text(turn[key])] for name, key in facts[: 2 + (last > first + 1)] if key in turn),
+            ],
             "start": turn.get("first_token"),
             "length": turn["num_tokens"],
         }
-        for turn, (first, last) in zip(values, itertools.pairwise([*firsts, len(messages)]), strict=True)
+        for number, (turn, (first, last)) in enumerate(
+            zip(values, itertools.pairwise([*firsts, len(messages)]), strict=True), start=1
+        )
+    ]
+
+
+def _branch(number: int, turn: Mapping[str, Any]) -> list[list[str]]:
+    """Return the number of a turn that begins a branch, and what the branch forks from."""
+    if "follows" not in turn:
+        return []
+    return [
+        ["turn", str(number)],
+        ["branch from", f"turn {turn['follows'] + 1}" if turn["follows"] >= 0 else "the prompt"],
     ]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -23,7 +25,7 @@ def completion_rows(
     for i, record in enumerate(records):
         counted = record.advantages[record.completion.loss_mask] if record.advantages is not None else torch.zeros(0)
         generated = rewarded.records[i].completion  # its loss mask is that of before stage 7
-        turns = _turns(generated, policy_version)
+        turns = _turns(generated, len(rewarded.records[i].prompt_ids), policy_version)
         extra, columns = (_values_at(i, values) for values in (rewarded.extra, rewarded.columns))
         rows.append(
             {
@@ -45,20 +47,45 @@ def completion_rows(
     return tuple(rows)
 
 
-def _turns(completion: Completion, policy_version: int) -> list[dict[str, object]]:
+def _turns(completion: Completion, num_prompt: int, policy_version: int) -> list[dict[str, object]]:
     """Return the policy version, first token and number of tokens of each range of tokens that the policy generated.
 
-    Turns of a conversation also have the seconds of its environment's reply, and their rewards if there are any.
+    Turns of a conversation also have the seconds of its environment's reply, and their rewards if there are any. One that
+    begins a branch has as `follows` the index of the turn that it forks from, or -1: it forks from the prompt.
     """
     versions = torch.full_like(completion.ids, policy_version)
     versions = versions if completion.policy_versions is None else completion.policy_versions
+    ranges = _ranges(completion)
     rows: list[dict[str, object]] = [
         {"policy_version": int(versions[start]), "first_token": start, "num_tokens": stop - start}
-        for start, stop in turn_ranges(completion.loss_mask)
+        for start, stop in ranges
     ]
     for row, turn in zip(rows, completion.conversation.turns if completion.conversation else (), strict=False):
         row |= {"seconds": round(turn.seconds, 4)} | ({} if turn.reward is None else {"reward": turn.reward})
+    for index, follows in _forks(completion, num_prompt, ranges):
+        rows[index]["follows"] = follows
     return rows
+
+
+def _forks(completion: Completion, num_prompt: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the index of each turn that begins a branch, and of the turn that it forks from."""
+    stops = [stop for _, stop in ranges]
+    before = {branch.start: branch.after - num_prompt for branch in completion.branches}
+    for start, last in before.items():
+        while last >= 0 and not completion.loss_mask[last]:
+            last = before.get(last, last - 1)
+        yield bisect.bisect_right(stops, start), bisect.bisect_right(stops, last) if last >= 0 else -1
+
+
+def _ranges(completion: Completion) -> list[tuple[int, int]]:
+    """Return the first token of each turn, and the one after its last; turns of different branches may adjoin."""
+    turns = completion.conversation.turns if completion.conversation else ()
+    cuts = {branch.start for branch in completion.branches} | {turn.last + 1 for turn in turns}
+    found: list[tuple[int, int]] = []
+    for start, stop in turn_ranges(completion.loss_mask):
+        inner = sorted(cut for cut in cuts if start < cut < stop)
+        found += itertools.pairwise([start, *inner, stop])
+    return found
 
 
 def _values_at(index: int, columns: Mapping[str, Sequence[object]]) -> dict[str, object]:

@@ -517,7 +517,7 @@ def test_after_a_soak_no_thread_socket_or_key_is_left(num_rounds):
             history += [*await client.turn(history), 6]
 
     number = itertools.count()
-    talk = Talk([["1<eos>"] * 4] * 64, environment=agent(run), max_branches=2)
+    talk = Talk([["1<eos>"] * 4] * 64, environment=agent(run), max_branches=2, timeout=None)
     process = psutil.Process()
     talk.run()
     talk.run()

@@ -213,6 +213,10 @@ def test_a_conversation_is_shown_by_turns_with_the_tokens_of_each(tmp_path):
         {"text": "assistant: so 3", "replies": [], "facts": [["tokens", "1"]], "start": 2, "length": 1},
     ]
     assert "turns" not in dict(row["facts"])
+    first, second = conversation("3")["turns"]
+    branched = conversation("3") | {"turns": [first, second | {"follows": -1}]}
+    row = data_of(write_report([online_run(tmp_path / "branches", **branched)]))["runs"][0]["completions"][0]
+    assert row["completion"][1]["facts"] == [["turn", "2"], ["branch from", "the prompt"], ["tokens", "1"]]
     # Ranges of tokens that are not those of the messages' turns.
     changed = conversation("3") | {"turns": conversation("3")["turns"][:1]}
     row = data_of(write_report([online_run(tmp_path / "other", **changed)]))["runs"][0]["completions"][0]

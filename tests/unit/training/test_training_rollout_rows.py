@@ -10,7 +10,7 @@ import polars
 import torch
 from datasets import Dataset
 
-from lowpeak.records import Completion, Record
+from lowpeak.records import Branch, Completion, Conversation, Record, Turn
 from lowpeak.rewards.panel import RewardedCompletions
 from lowpeak.training.completion_tables import print_completions
 from lowpeak.training.journal_rows import completion_rows
@@ -146,3 +146,28 @@ def test_each_turn_has_its_policy_version_and_number_of_tokens():
         row = row_of(mask)
         assert "turns" not in row
         assert (row["policy_version"], row["num_tokens"]) == (7, len(mask))
+
+
+def test_turns_that_begin_branches_say_what_they_follow():
+    # A prompt of 4 tokens. Turn 0, a reply, turn 1; from the reply's first token another reply and turn 2; from the prompt
+    # turn 3, which adjoins turn 2; from within turn 3 the rest of turn 4.
+    mask = torch.tensor([1, 1, 0, 0, 1, 0, 1, 1, 1, 1, 1], dtype=torch.bool)
+    branches = (Branch(5, 4 + 2), Branch(7, 3), Branch(10, 4 + 7))
+    turns = tuple(Turn(last) for last in (1, 4, 6, 9, 10))
+    completion = Completion(
+        torch.ones(11, dtype=torch.int32),
+        torch.zeros(11),
+        mask,
+        "stop",
+        conversation=Conversation((), turns),
+        branches=branches,
+    )
+    record = Record(0, (1, 1, 1, 1), completion, (), 0.0)
+    (row,) = completion_rows(RewardedCompletions((record,), {}, {}, {}, ("p",), ("c",)), [record], (), 7)
+    assert [(turn["first_token"], turn["num_tokens"], turn.get("follows")) for turn in row["turns"]] == [
+        (0, 2, None),
+        (4, 1, None),
+        (6, 1, 0),
+        (7, 3, -1),
+        (10, 1, 3),
+    ]
