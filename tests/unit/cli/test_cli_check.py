@@ -168,7 +168,8 @@ MISTAKES = [
 def test_a_mistake_in_an_environment_fails_its_check_with_a_sentence(world, capsys, right, wrong, failed, words):
     assert right in ENVIRONMENT
     world.write_text(ENVIRONMENT.replace(right, wrong, 1))
-    status, results = checked(capsys, f"{world}:Guess", *SHORT, "--tool_timeout", "0.5")
+    timeout = "0.5" if "sleep(60)" in wrong else "30"
+    status, results = checked(capsys, f"{world}:Guess", *SHORT, "--tool_timeout", timeout)
     failures = {name: text for result, name, text in results if result == "FAIL"}
     # A trainer closes environments, too.
     assert (status, [*failures]) == (1, [failed, "training"] if "gone" in wrong else [failed])
