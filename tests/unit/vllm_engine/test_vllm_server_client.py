@@ -222,7 +222,7 @@ def test_the_limit_holds_for_an_answer_that_trickles_in():
         began = time.monotonic()
         with pytest.raises(LostEngineError):
             ServerVllm(f"http://127.0.0.1:{listening.getsockname()[1]}").call("m", {}, -4.5)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 4
 
 
 def test_a_restart_since_the_facts_were_asked_or_during_a_wave_is_a_loss(fake):
@@ -345,7 +345,7 @@ def test_a_server_that_does_not_come_is_an_error_that_says_where_and_what_to_do(
     began = time.monotonic()
     with pytest.raises(EngineError, match=f"{url}.*vllm_server_timeout"):
         connect_servers(ServerSettings((url,), timeout=1.0))
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
 
 
 def test_one_server_under_two_addresses_is_refused_with_both(fake):
