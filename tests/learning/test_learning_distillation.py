@@ -15,7 +15,7 @@ STEPS = 30
 def test_self_distillation_without_a_teacher_triples_sampled_accuracy(tmp_path):
     held_out = with_hints(noisy_sort.make_prompts(512, 0, held_out=True))
     args = DistillationConfig(
-        str(tmp_path / "run"), max_completion_length=noisy_sort.MAX_COMPLETION_LENGTH, learning_rate=5e-4, warmup_steps=10,
+        str(tmp_path / "run"), max_completion_length=noisy_sort.MAX_COMPLETION_LENGTH, warmup_steps=10,
         max_steps=STEPS, **ITSELF, **SHARED,
     )  # fmt: skip
     trainer = DistillationTrainer(
