@@ -160,7 +160,7 @@ def _explain(auto: Any, name: str, error: Exception) -> ModelError:
         reason = f"{type(error).__name__}: {reason}"
     return ModelError(
         f"cannot load {name!r} ({reason}): correct its config.json or other files, "
-        "or model_init_kwargs if you set them."
+        "or model_init_kwargs (of a teacher teacher_model_init_kwargs) if you set them."
     )
 
 

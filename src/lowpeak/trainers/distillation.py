@@ -8,6 +8,7 @@ from lowpeak.algorithms import Algorithm, make_distillation
 from lowpeak.arguments import OnlineSettings, resolve_distillation
 from lowpeak.errors import ArgumentError
 from lowpeak.trainers.configs import DistillationConfig, OnlineConfig
+from lowpeak.trainers.constructor import check_kinds
 from lowpeak.trainers.online import OnlineTrainer
 
 
@@ -53,6 +54,7 @@ class DistillationTrainer(OnlineTrainer):
             raise ArgumentError(
                 "ref_model has no effect, since distillation has no KL to a reference: pass teacher_model."
             )
+        check_kinds(teacher_model=teacher_model)
         super().__init__(
             model,
             reward_funcs,

@@ -65,6 +65,7 @@ def test_a_teacher_with_more_rows_and_tokens_shares_the_policys_ids(tmp_path):
         ({"teacher_model_name_or_path": "a"}, "both name a teacher"),
         ({"teacher_model_init_kwargs": {"dtype": "bfloat16"}}, "by name or path"),
         ({"ref_model": tiny_model()}, "pass teacher_model"),
+        ({"teacher_model": 3}, "teacher_model must be a name"),
         ({"beta": 1.5}, r"beta=1\.5.*\[0, 1\]"),
         ({"teacher_model_kind": "live"}, "teacher_model_kind='live' conflicts"),
         ({"teacher_model": None, "teacher_model_kind": "ema", "peft_config": LoraConfig(r=2)}, "'live' or 'base'"),
@@ -128,6 +129,23 @@ def test_a_divergence_of_another_trainer_is_refused_and_idle_arguments_of_reward
     assert "reward_timeout=5.0" in caplog.text
     assert "success_threshold=0.5" in caplog.text
     assert "tokenizer cannot be loaded" in caplog.text
+
+
+@pytest.mark.parametrize(("changes", "named"), [({}, True), ({"lmbda": 0.5}, False), ({"eval_on_start": True}, False)])
+def test_arguments_of_sampling_are_named_if_nothing_is_generated(tmp_path, caplog, changes, named):
+    data = rows().add_column("completion", ["12"] * len(rows()))
+    with caplog.at_level(logging.WARNING):
+        run = make(*("Distillation", tmp_path), data=data, eval_dataset=data, top_p=0.9, **{"lmbda": 0.0, **changes})
+    assert ("top_p=0.9 (lmbda=0 takes all completions" in caplog.text) == named
+    assert run.top_p == 0.9
+
+
+def test_a_dry_run_says_who_teaches(tmp_path):
+    own = {"teacher_model": None, "teacher_model_kind": "live"}
+    live = make("Distillation", tmp_path, data=rows_with_context(), **own)
+    assert live.dry_run()["model"]["reference"] == "the policy itself"
+    base = make("Distillation", tmp_path, teacher_model=None, peft_config=LoraConfig(r=2))
+    assert base.dry_run()["model"]["reference"] == "the policy with its adapters off"
 
 
 def test_unequal_end_tokens_and_a_flat_divergence_are_named(tmp_path, caplog):
