@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 from lowpeak.algorithms import Algorithm, make_distillation
@@ -55,6 +56,8 @@ class DistillationTrainer(OnlineTrainer):
                 "ref_model has no effect, since distillation has no KL to a reference: pass teacher_model."
             )
         check_kinds(teacher_model=teacher_model)
+        if isinstance(teacher_model, os.PathLike):
+            teacher_model = os.fspath(teacher_model)
         super().__init__(
             model,
             reward_funcs,

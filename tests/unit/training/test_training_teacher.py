@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +24,13 @@ def rows_with_context():
     return rows().add_column("privileged_context", ["12"] * len(rows()))
 
 
-def test_a_teacher_is_named_by_a_folder_and_loaded_as_its_arguments_say(tmp_path):
+@pytest.mark.parametrize("as_path", [False, True])
+def test_a_teacher_is_named_by_a_folder_and_loaded_as_its_arguments_say(tmp_path, as_path):
     folder = saved(tmp_path / "teacher", tiny_model(seed=1))
     run = make(
         *("Distillation", tmp_path / "run"),
-        teacher_model=None,
-        teacher_model_name_or_path=folder,
+        teacher_model=Path(folder) if as_path else None,
+        teacher_model_name_or_path=None if as_path else folder,
         teacher_model_init_kwargs={"dtype": "bfloat16"},
     )
     assert {str(p.dtype) for p in run.teacher_model.parameters()} == {"torch.bfloat16"}
