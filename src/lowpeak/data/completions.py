@@ -107,10 +107,14 @@ def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
     chosen, rejected = (row[side] for side in sides)
     if row.get(prompt) is not None or not all(isinstance(each, str | list) for each in (chosen, rejected)):
         return {prompt: None, **row}  # the reader refuses what is neither text nor a list
-    length = _implicit_prompt(chosen, rejected)
-    if isinstance(chosen, str) and chosen[length - 1 : length] == " " and chosen[length] != rejected[length]:
-        length -= 1
+    length = _before_space(chosen, rejected, _implicit_prompt(chosen, rejected))
     return {**row, prompt: chosen[:length], **{side: row[side][length:] for side in sides}}
+
+
+def _before_space(chosen: Sequence[Any], rejected: Sequence[Any], length: int) -> int:
+    """Return the length of a text's beginning without a space before the first difference."""
+    is_space = isinstance(chosen, str) and chosen[length - 1 : length] == " "
+    return length - 1 if is_space and chosen[length] != rejected[length] else length
 
 
 def _implicit_prompt(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
