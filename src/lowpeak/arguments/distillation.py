@@ -39,6 +39,12 @@ _HAS_RATIO = EffectCondition(
 _AVERAGES = EffectCondition(
     lambda args, facts: args.teacher_model_kind == "ema", "the teacher is not an average; set teacher_model_kind='ema'"
 )
+# An evaluation generates, too; one that a user calls reads the values.
+_GENERATES = EffectCondition(
+    lambda args, facts: args.lmbda > 0 or args.eval_strategy != "no" or args.eval_on_start,
+    "lmbda=0 takes all completions from the dataset, and nothing is generated; remove it, or raise lmbda",
+    keeps_value=True,
+)
 _TEMPLATE = "{prompt}\n\n{privileged_context}"
 
 
@@ -69,6 +75,7 @@ class DistillationArguments(OnlineArguments):
             ("kl_estimator", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), _NO_REFERENCE
         ),
         **dict.fromkeys(("epsilon", "epsilon_high", "old_policy", "vllm_importance_sampling_correction"), _HAS_RATIO),
+        **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty"), _GENERATES),
         "dynamic_sampling_rounds": never("completions teach whatever their rewards are; remove it"),
     }
 

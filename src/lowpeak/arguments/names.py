@@ -58,6 +58,20 @@ REJECTED: dict[str, str] = {
     "save_safetensors": "weights are always saved as safetensors; remove it",
     "group_by_length": "micro-batches are formed under a token budget (micro_batch_tokens); remove it",
 }
+# Arguments of the trainers' constructors, which no config has, and what else there is for those that a file can name.
+_OF_TRAINERS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("train_dataset", "eval_dataset", "processing_class", "callbacks", "optimizers", "compute_metrics"),
+            *("ref_model", "value_model", "reward_model", "tools", "rollout_func", "environment_factory"),
+        ),
+        "",
+    ),
+    "teacher_model": "; a file or a command line names the teacher in teacher_model_name_or_path",
+    "reward_funcs": "; a file or a command line names them in reward",
+    "peft_config": "; a file or a command line sets use_peft and lora_r",
+    "quantization_config": "; a file or a command line sets load_in_4bit",
+}
 # TRL's defaults of these names, and of arguments with another default here.
 TRL_DEFAULTS: dict[str, Any] = {
     **{name: default for name, default, _ in _TRL_REJECTED},
@@ -87,6 +101,9 @@ def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[st
             messages.append(
                 f"The argument {name!r} is TRL's or an older transformers' and does not exist in lowpeak: {rejected[name]}."
             )
+            continue
+        if name in _OF_TRAINERS:
+            messages.append(f"{name!r} is an argument of the trainer, in Python: pass it there{_OF_TRAINERS[name]}.")
             continue
         hint = closest_name(name, names) or "--help on the command line and help() of the config list all arguments."
         messages.append(f"Unknown argument {name!r}; {hint}")

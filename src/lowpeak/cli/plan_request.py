@@ -66,6 +66,10 @@ class PlanArguments:
 
 def parse_plan(argv: Sequence[str], command: str = "lowpeak plan") -> tuple[PlanArguments, Job]:
     """Return the command's own arguments, and the job that they plan, with its trainer's config."""
+    if argv and argv[0].replace("_", "-") in CLASS_PREFIXES:
+        raise ArgumentError(
+            f"{command} reads the algorithm from --algorithm: write {command} --algorithm {argv[0]} ..."
+        )
     options, job = read_job(_algorithm(argv), argv, command, own=PlanArguments)
     if not job.model.model:
         raise ArgumentError(f"{command} needs --model: a folder, a config.json or a hub name.")

@@ -26,6 +26,7 @@ from lowpeak.errors import DataError
 from lowpeak.records import Completion, Record
 
 _PAIR = ("chosen", "rejected")
+_ROWS_AT_A_TIME = 1000  # those of a batch of datasets' map()
 
 
 def is_pair(columns: Any) -> bool:
@@ -53,11 +54,30 @@ def check_label_columns(row: Mapping[str, Any], where: str) -> None:
         )
 
 
+def _check_unpaired(row: Mapping[str, Any], where: str) -> None:
+    """Raise DataError for a pair, which only a dataset with `map`, or a list, is unpaired from."""
+    if is_pair(row) and not any(f"completion{ids}" in row for ids in ("", "_ids")):
+        raise DataError(
+            f"{where} is a pair, which KTO reads as two labelled rows: pass pairs as a datasets.Dataset, an IterableDataset, or "
+            "a list of rows that all have 'chosen' and 'rejected'."
+        )
+
+
 def unpair(dataset: Any) -> Any:
     """Return pairs as labelled completions, as TRL does: of each thousand rows all chosen ones, then all rejected ones."""
+    if isinstance(dataset, list | tuple):
+        return _unpair_rows(dataset)
     if not hasattr(dataset, "map") or not is_pair(dataset.column_names or next(iter(dataset))):
         return dataset
     return dataset.map(_unpair_batch, batched=True, remove_columns=dataset.column_names)
+
+
+def _unpair_rows(rows: Sequence[Any]) -> Sequence[Any]:
+    if not rows or not all(isinstance(row, Mapping) and is_pair(row) for row in rows):
+        return rows
+    rows = [_with_prompt(dict(row)) for row in rows]
+    thousands = (rows[i : i + _ROWS_AT_A_TIME] for i in range(0, len(rows), _ROWS_AT_A_TIME))
+    return [_labelled(row, side) for some in thousands for side in _PAIR for row in some]
 
 
 def _unpair_batch(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -80,17 +100,21 @@ def _is_tokenized(row: Mapping[str, Any], sides: Sequence[str]) -> bool:
 def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
     """Return a pair with its prompt: the common beginning of both, without a space before the first difference."""
     if _is_tokenized(row, _PAIR):
-        sides = [f"{side}_ids" for side in _PAIR]
-        prompt = "prompt_ids"
+        sides, prompt = [f"{side}_ids" for side in _PAIR], "prompt_ids"
+        row = {**row, **{side: read_integers(row, side, "a row") for side in sides}}
     else:
         sides, prompt = list(_PAIR), "prompt"
-    if row.get(prompt) is not None:
-        return row
     chosen, rejected = (row[side] for side in sides)
-    length = _implicit_prompt(chosen, rejected)
-    if isinstance(chosen, str) and chosen[length - 1 : length] == " " and chosen[length] != rejected[length]:
-        length -= 1
+    if row.get(prompt) is not None or not all(isinstance(each, str | list) for each in (chosen, rejected)):
+        return {prompt: None, **row}  # the reader refuses what is neither text nor a list
+    length = _before_space(chosen, rejected, _implicit_prompt(chosen, rejected))
     return {**row, prompt: chosen[:length], **{side: row[side][length:] for side in sides}}
+
+
+def _before_space(chosen: Sequence[Any], rejected: Sequence[Any], length: int) -> int:
+    """Return the length of a text's beginning without a space before the first difference."""
+    is_space = isinstance(chosen, str) and chosen[length - 1 : length] == " "
+    return length - 1 if is_space and chosen[length] != rejected[length] else length
 
 
 def _implicit_prompt(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
@@ -143,7 +167,7 @@ class CompletionReader(RowReader[tuple[Record, ...]]):
         if _is_tokenized(row, self.sides):
             prompt = [] if row.get("prompt_ids") is None else read_integers(row, "prompt_ids", where)
             sequences = [prompt + read_integers(row, f"{side}_ids", where) for side in self.sides]
-            start = len(prompt) or _implicit_prompt(sequences[0], sequences[-1])
+            start = len(prompt) or (_implicit_prompt(*sequences) if self.sides == _PAIR else 0)
         else:
             prompt, *sequences = self._encode(row, where)
             start = min(self._completion_start(prompt, ids, where) for ids in sequences)
@@ -164,9 +188,10 @@ class CompletionReader(RowReader[tuple[Record, ...]]):
             return [self._tokenizer(prompt)["input_ids"], *(self._encode_text(prompt + answer) for answer in answers)]
         if kinds == {list}:
             return self._encode_chats(row, where)
+        named = zip(("prompt", *self.sides), texts, strict=True)
         raise DataError(
-            f"{where} has a prompt and completions of types {', '.join(type(text).__name__ for text in texts)}; pass strings only, "
-            "or lists of messages only."
+            f"{where} has {', '.join(f'{name!r} of type {type(text).__name__}' for name, text in named)}; pass strings only, or "
+            "lists of messages only."
         )
 
     def _encode_chats(self, row: Mapping[str, Any], where: str) -> list[list[int]]:
@@ -203,6 +228,7 @@ class LabelReader(CompletionReader):
 
     def prepare(self, row: Mapping[str, Any], where: str = "a row") -> dict[str, list[int]]:
         check_label_columns(row, where)
+        _check_unpaired(row, where)
         return super().prepare(row, where)
 
 

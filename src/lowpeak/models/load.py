@@ -105,7 +105,7 @@ def _check_instance(model: nn.Module, has_load_arguments: bool) -> None:
         )
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"model must be a name, a path or a torch module, got {model!r:.80} of type {type(model).__name__}"
+            f"model must be a name or a path as text, or a torch module, got {model!r:.80} of type {type(model).__name__}."
         )
 
 

@@ -151,6 +151,11 @@ def _explain(auto: Any, name: str, error: Exception) -> ModelError:
             f"transformers has no {auto.__name__} for {name!r} ({reason.partition(' for this')[0]}): choose a model of "
             "another family."
         )
+    if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
+        return ModelError(
+            f"{name!r} holds an adapter and no model: merge the two and save the result, or pass "
+            "PeftModel.from_pretrained(model, folder) (docs/lora.md)."
+        )
     if isinstance(error, OSError) and not Path(name).is_dir():
         return ModelError(
             f"cannot load {name!r}: it is neither a local folder with a model nor a model that could be downloaded from the hub "
@@ -160,7 +165,7 @@ def _explain(auto: Any, name: str, error: Exception) -> ModelError:
         reason = f"{type(error).__name__}: {reason}"
     return ModelError(
         f"cannot load {name!r} ({reason}): correct its config.json or other files, "
-        "or model_init_kwargs if you set them."
+        "or model_init_kwargs (of a teacher teacher_model_init_kwargs) if you set them."
     )
 
 

@@ -98,7 +98,10 @@ def describe_offline(
     if longest is not None:
         pairs = [i for i in range(rows) for _ in range(2)] if run.algorithm.unit == "pair" else None
         prompts: list[tuple[int, ...]] = [(i,) for i in pairs or range(rows)]
-        plan = {"longest_row": longest, **_micro_batches(run, prompts, longest - 1, pairs), **plan}
+        counts = _micro_batches(run, prompts, longest - 1, pairs)
+        if pairs:  # a row of the dataset is two sequences
+            counts |= {name: counts[name] // 2 for name in ("rows_per_rank_at_most", "rows_per_micro_batch_at_least")}
+        plan = {"longest_row": longest, **counts, **plan}
     return {
         "model": _model(context, model),
         "data": {"usable_rows": cursor.rows_per_epoch, **_data(context, num_steps)},
@@ -139,6 +142,8 @@ def _reference(run: Run) -> str:
     if run.reference is None:
         return "none (beta is 0)"
     model = run.reference.model
+    if run.reference.with_adapters:
+        return "the policy itself"
     return "the policy with its adapters off" if model is None else type(model).__name__
 
 

@@ -55,7 +55,7 @@ def _are_optimizers(value: Any) -> bool:
 # What each of these arguments must be.
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
-        ("ref_model", "value_model"),
+        ("ref_model", "value_model", "teacher_model"),
         (lambda x: x is None or isinstance(x, str | PathLike | nn.Module), "a name, a path or a torch module"),
     ),
     **dict.fromkeys(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 from lowpeak.algorithms import Algorithm, make_distillation
 from lowpeak.arguments import OnlineSettings, resolve_distillation
 from lowpeak.errors import ArgumentError
 from lowpeak.trainers.configs import DistillationConfig, OnlineConfig
+from lowpeak.trainers.constructor import check_kinds
 from lowpeak.trainers.online import OnlineTrainer
 
 
@@ -53,6 +55,9 @@ class DistillationTrainer(OnlineTrainer):
             raise ArgumentError(
                 "ref_model has no effect, since distillation has no KL to a reference: pass teacher_model."
             )
+        check_kinds(teacher_model=teacher_model)
+        if isinstance(teacher_model, os.PathLike):
+            teacher_model = os.fspath(teacher_model)
         super().__init__(
             model,
             reward_funcs,

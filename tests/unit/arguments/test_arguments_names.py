@@ -217,3 +217,16 @@ def test_hf_argument_parser_reads_a_configuration(tmp_path, name, words):
     (args,) = parser.parse_args_into_dataclasses([f"--{key}={value}" for key, value in words.items()])
     assert {key: getattr(args, key) for key in words} == words
     assert set(idle_arguments(args, run_facts(args))) <= {"vllm_bucket_size='1MiB'"}
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "words"),
+    [
+        (lowpeak.DPOConfig, "ref_model", "an argument of the trainer"),
+        (lowpeak.DistillationConfig, "teacher_model", "an argument of the trainer.*teacher_model_name_or_path"),
+        (lowpeak.KTOConfig, "peft_config", "an argument of the trainer.*use_peft"),
+    ],
+)
+def test_an_argument_of_the_constructor_is_said_to_be_one(tmp_path, config, name, words):
+    with pytest.raises(ArgumentError, match=f"'{name}' is {words}"):
+        config(str(tmp_path), **{name: "a"})

@@ -317,6 +317,11 @@ def test_a_wrong_argument_is_named(wrong, named, model):
         dispatch(words(model, wrong))
 
 
+def test_an_algorithm_without_its_argument_is_named(model):
+    with pytest.raises(ArgumentError, match=r"--algorithm\s+online-dpo"):
+        dispatch(["plan", "online-dpo", *words(model)[1:], "--beta", "0.1"])
+
+
 def test_a_plan_needs_a_model_and_the_memory_of_a_gpu(model):
     with pytest.raises(ArgumentError, match="model"):
         dispatch(["plan", "--gpus", "1", "--gpu", "h100"])

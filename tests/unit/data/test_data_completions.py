@@ -84,6 +84,27 @@ def test_the_prompt_of_texts_ends_before_a_space_and_leaves_something_of_both():
     assert row["label"] == [True, True, False, False]
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_of_pairs_is_unpaired_as_a_dataset_is(kind):
+    texts = [{"id": i, "chosen": f"{i}=1", "rejected": f"{i}=2"} for i in range(1001)]
+    for pairs in (texts, [{"id": 0, "chosen_ids": ids("1=3"), "rejected_ids": ids("1=4")}]):
+        of_list = unpair(kind(pairs))
+        assert of_list == unpair(Dataset.from_list(pairs)).to_list()
+        assert all(LabelReader(PLAIN).read(row, 0) for row in of_list)
+
+
+def test_a_pair_without_a_text_is_named_by_its_reader():
+    rows = [{"chosen": "1=2", "rejected": "1=3"}, {"chosen": None, "rejected": "1=3"}]
+    for unpaired in (unpair(Dataset.from_list(rows)), unpair(rows)):
+        with pytest.raises(DataError, match=r"row 1.*'prompt'.*NoneType.*'completion'.*NoneType"):
+            LabelReader(PLAIN).read(unpaired[1], 1)
+
+
+def test_a_labelled_completion_of_token_ids_has_an_empty_prompt_or_one_of_its_own():
+    row = {"prompt_ids": [], "completion_ids": [*ids("123"), END], "label": True}
+    assert parts(LabelReader(PLAIN), row) == (ids("1"), ([*ids("23"), END], [1.0] * 3, "stop"))
+
+
 def test_long_rows_are_truncated_and_those_without_a_completion_left_are_dropped():
     reader = PairReader(PLAIN, max_length=4)
     assert parts(reader, TEXT)[1:] == ((ids("3"), [1.0], "length"), (ids("4"), [-1.0], "length"))
@@ -101,7 +122,10 @@ def test_a_labelled_completion_is_marked_by_its_label():
     ("reader", "row", "pattern"),
     [
         (PairReader, {"prompt": "1", "chosen": "2"}, "row 0.*'chosen' and 'rejected'"),
-        (PairReader, {**TEXT, "chosen": [assistant("3")]}, "row 0.*str, list, str"),
+        (PairReader, {**TEXT, "chosen": [assistant("3")]}, "row 0.*'chosen' of type list"),
+        (PairReader, {"chosen": None, "rejected": "3"}, "row 0.*'chosen' of type NoneType"),
+        (PairReader, {"chosen": 3, "rejected": 3}, "row 0.*'chosen' of type int"),
+        (LabelReader, TEXT, "row 0 is a pair.*datasets.Dataset"),
         (LabelReader, {"prompt": "1", "completion": "2"}, "row 0.*'label'"),
         (LabelReader, {"prompt": "1", "completion": "2", "label": None}, "row 0.*None"),
     ],

@@ -105,6 +105,9 @@ def test_a_tokenizer_or_a_model_that_is_nowhere_or_of_another_kind_is_refused(tm
     ):
         with names(ModelError, pattern):
             grpo(tmp_path, model)
+    get_peft_model(tiny_model(), LoraConfig(r=2)).save_pretrained(tmp_path / "adapter")
+    with names(ModelError, "'.*/adapter' holds an adapter and no model: merge"):
+        grpo(tmp_path, str(tmp_path / "adapter"))
     with names(ModelError, "processing_class .*'some/name'"):
         grpo(tmp_path, tokenizer="some/name")
 

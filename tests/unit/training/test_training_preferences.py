@@ -185,8 +185,9 @@ def test_z0_is_the_mean_log_ratio_of_each_prompt_with_the_completion_before_it(t
     assert sum(ratios) > 0
 
 
-def test_pairs_are_trained_on_as_two_labelled_rows_each(tmp_path):
-    run = make("KTO", tmp_path, data=PAIRS)
+@pytest.mark.parametrize("data", [PAIRS, PAIRS.to_list()], ids=["dataset", "list"])
+def test_pairs_are_trained_on_as_two_labelled_rows_each(data, tmp_path):
+    run = make("KTO", tmp_path, data=data)
     assert len(run.train_dataset) == 32
     assert run.num_steps_per_epoch() == 4
 
@@ -212,6 +213,12 @@ def test_pairs_are_trained_on_as_two_labelled_rows_each(tmp_path):
 def test_what_cannot_be_trained_is_refused_by_name(kind, changes, pattern, tmp_path):
     with pytest.raises(ArgumentError, match=pattern):
         make(kind, tmp_path, data=DATA[kind], **changes)
+
+
+def test_a_dry_run_counts_pairs_as_rows(tmp_path):
+    plan = make("DPO", tmp_path, data=PAIRS, micro_batch_tokens=1 << 16).dry_run()["micro_batches"]
+    counts = ("rows_per_step", "rows_per_rank_at_most", "rows_per_micro_batch_at_least")
+    assert [plan[name] for name in counts] == [8, 8, 8]
 
 
 def test_arguments_of_other_losses_are_named_as_without_effect(tmp_path, caplog):

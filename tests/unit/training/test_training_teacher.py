@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +24,13 @@ def rows_with_context():
     return rows().add_column("privileged_context", ["12"] * len(rows()))
 
 
-def test_a_teacher_is_named_by_a_folder_and_loaded_as_its_arguments_say(tmp_path):
+@pytest.mark.parametrize("as_path", [False, True])
+def test_a_teacher_is_named_by_a_folder_and_loaded_as_its_arguments_say(tmp_path, as_path):
     folder = saved(tmp_path / "teacher", tiny_model(seed=1))
     run = make(
         *("Distillation", tmp_path / "run"),
-        teacher_model=None,
-        teacher_model_name_or_path=folder,
+        teacher_model=Path(folder) if as_path else None,
+        teacher_model_name_or_path=None if as_path else folder,
         teacher_model_init_kwargs={"dtype": "bfloat16"},
     )
     assert {str(p.dtype) for p in run.teacher_model.parameters()} == {"torch.bfloat16"}
@@ -65,6 +67,7 @@ def test_a_teacher_with_more_rows_and_tokens_shares_the_policys_ids(tmp_path):
         ({"teacher_model_name_or_path": "a"}, "both name a teacher"),
         ({"teacher_model_init_kwargs": {"dtype": "bfloat16"}}, "by name or path"),
         ({"ref_model": tiny_model()}, "pass teacher_model"),
+        ({"teacher_model": 3}, "teacher_model must be a name"),
         ({"beta": 1.5}, r"beta=1\.5.*\[0, 1\]"),
         ({"teacher_model_kind": "live"}, "teacher_model_kind='live' conflicts"),
         ({"teacher_model": None, "teacher_model_kind": "ema", "peft_config": LoraConfig(r=2)}, "'live' or 'base'"),
@@ -128,6 +131,23 @@ def test_a_divergence_of_another_trainer_is_refused_and_idle_arguments_of_reward
     assert "reward_timeout=5.0" in caplog.text
     assert "success_threshold=0.5" in caplog.text
     assert "tokenizer cannot be loaded" in caplog.text
+
+
+@pytest.mark.parametrize(("changes", "named"), [({}, True), ({"lmbda": 0.5}, False), ({"eval_on_start": True}, False)])
+def test_arguments_of_sampling_are_named_if_nothing_is_generated(tmp_path, caplog, changes, named):
+    data = rows().add_column("completion", ["12"] * len(rows()))
+    with caplog.at_level(logging.WARNING):
+        run = make(*("Distillation", tmp_path), data=data, eval_dataset=data, top_p=0.9, **{"lmbda": 0.0, **changes})
+    assert ("top_p=0.9 (lmbda=0 takes all completions" in caplog.text) == named
+    assert run.top_p == 0.9
+
+
+def test_a_dry_run_says_who_teaches(tmp_path):
+    own = {"teacher_model": None, "teacher_model_kind": "live"}
+    live = make("Distillation", tmp_path, data=rows_with_context(), **own)
+    assert live.dry_run()["model"]["reference"] == "the policy itself"
+    base = make("Distillation", tmp_path, teacher_model=None, peft_config=LoraConfig(r=2))
+    assert base.dry_run()["model"]["reference"] == "the policy with its adapters off"
 
 
 def test_unequal_end_tokens_and_a_flat_divergence_are_named(tmp_path, caplog):
