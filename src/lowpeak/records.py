@@ -39,11 +39,15 @@ Unit = Literal["token", "sequence", "pair"]
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation: the index of its last token, its reward, and the seconds of the reply to it."""
+    """One turn of a conversation: the index of its last token, its reward, and the seconds of the reply to it.
+
+    `message` is the index of its message, where a program drives: a history that it edits has messages of others, too.
+    """
 
     last: int
     reward: float | None = None
     seconds: float = 0.0
+    message: int | None = None
 
 
 @dataclass

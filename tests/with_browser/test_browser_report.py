@@ -341,3 +341,22 @@ def test_twenty_thousand_completions_are_searched_and_sorted(browser, tmp_path):
     opened.search("text 2499")
     assert {"text 24990", "text 24999"} <= {*opened.completions()}
     opened.check_is_alone()
+
+
+def test_a_branch_begins_with_its_own_context_which_is_no_reply_to_the_turn_before_it(browser, tmp_path):
+    changed = conversation("3")
+    changed["turns"][1]["follows"] = -1
+    opened = Opened(browser, online_run(tmp_path / "run", num_steps=1, per_step=2, **changed))
+    with_tokens, plain = (opened.tab.locator("#list article").nth(i) for i in range(2))
+    for article, text, context in (
+        (plain, "assistant: let me see", "add -> 3"),
+        (with_tokens, "te", "xt "),
+    ):
+        first, second = (article.locator(".turn").nth(i) for i in range(2))
+        assert first.locator(".completion").inner_text().startswith(text)
+        assert first.locator(".reply").count() == 0
+        assert second.locator(".reply + .completion").count() == 1
+        assert second.locator(".reply").text_content() == context
+    opened.search("add -> 3")
+    assert opened.texts("#found") == ["2 completions, page 1 of 1"]
+    opened.check_is_alone()

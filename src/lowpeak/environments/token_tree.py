@@ -151,7 +151,8 @@ def _branches(flat: Sequence[tuple[_Node, int, int]], start: int) -> tuple[Branc
 def _with_turns(conversation: Conversation, flat: Sequence[tuple[_Node, int, int]], start: int) -> Conversation:
     ended = [(node.turn, position - start + len(node.ids) - 1) for node, position, _ in flat if node.turn]
     messages = _joined([[*turn.context, turn.message] for turn, _ in ended])
-    turns = tuple(Turn(last, None, turn.seconds) for turn, last in ended)
+    counts = itertools.accumulate(len(turn.context) + 1 for turn, _ in ended)
+    turns = tuple(Turn(last, None, turn.seconds, count - 1) for (turn, last), count in zip(ended, counts, strict=True))
     return replace(conversation, messages=tuple(messages), turns=turns)
 
 

@@ -164,21 +164,26 @@
     return add(reply, "div", text);
   }
 
-  function showTurn(place, turn, following, tokens) {
-    showFacts(place, turn.facts);
-    const said = add(place, "div", tokens ? undefined : turn.text, "completion");
-    const showReply = (text) => addReply(place, text, text.split("\n")[0].slice(0, 100), text.length);
-    if (!tokens) return turn.replies.forEach(showReply);
+  // A turn that begins a branch has the messages before it as its context; those before others are replies to the last one.
+  function showTurn(place, turn, previous, following, tokens) {
+    const showText = (text) => addReply(place, text, text.split("\n")[0].slice(0, 100), text.length);
+    const showRange = (start, stop, what) => {
+      if (stop > start) showTokens(addReply(place, undefined, `${stop - start} tokens of the ${what}`, stop - start), tokens, start, stop);
+    };
     const stop = turn.start + turn.length;
-    const length = following ? following.start - stop : 0;
+    showFacts(place, turn.facts);
+    if (turn.context && tokens && previous) showRange(previous.start + previous.length, turn.start, "branch before the turn");
+    else if (turn.context && !tokens) turn.context.forEach(showText);
+    const said = add(place, "div", tokens ? undefined : turn.text, "completion");
+    if (!tokens) return turn.replies.forEach(showText);
     showTokens(said, tokens, turn.start, stop);
-    if (length) showTokens(addReply(place, undefined, `${length} tokens of the reply`, length), tokens, stop, stop + length);
+    if (following && !following.context) showRange(stop, following.start, "reply");
   }
 
   function showAnswer(place, row) {
     if (typeof row.completion !== "string") {
       row.completion.forEach((turn, i) =>
-        showTurn(add(place, "div", undefined, "turn"), turn, row.completion[i + 1], row.tokens));
+        showTurn(add(place, "div", undefined, "turn"), turn, row.completion[i - 1], row.completion[i + 1], row.tokens));
       return;
     }
     const completion = add(place, "div", row.tokens ? undefined : row.completion, "completion");
@@ -228,7 +233,7 @@
   }
 
   function contains(row, text) {
-    const texts = [row.completion].flat().flatMap((each) => (each.replies ? [each.text, ...each.replies] : each));
+    const texts = [row.completion].flat().flatMap((each) => (each.replies ? [...(each.context ?? []), each.text, ...each.replies] : each));
     row.searched ??= [data.runs[row.run].prompts[row.prompt], ...texts].join("\n").toLowerCase();
     return row.searched.includes(text);
   }

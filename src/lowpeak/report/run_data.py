@@ -278,27 +278,52 @@ def _completion(row: Mapping[str, Any], prompts: dict[str, int], tokens: Mapping
 
 
 def _turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a conversation's turns: text with calls, replies, facts, range of tokens; none for other completions."""
-    messages, values = row.get("completion", ""), row.get("turns")
-    firsts = [i for i, each in enumerate(messages) if each["role"] == "assistant"] if _are_messages(messages) else []
-    if not isinstance(values, list) or len(values) != len(firsts):
-        return []
-    facts = (("tokens", "num_tokens"), ("reward", "reward"), ("seconds of the reply", "seconds"))
+    """Return a conversation's turns: text with calls, facts, range of tokens; none for other completions.
+
+    The messages after a turn are replies to it, or the `context` of the next turn if that one begins a branch.
+    """
+    messages, turns = row.get("completion", ""), row["turns"] if isinstance(row.get("turns"), list) else []
+    firsts = _indices_of_turns(messages, turns) if _are_messages(messages) else []
+    between = [messages[first + 1 : last] for first, last in itertools.pairwise([*firsts, len(messages)])]
+    begins_branch = [i > 0 and "follows" in turns[i] for i in range(len(firsts))] + [False]
     return [
-        {
-            "text": conversation_text(messages[first : first + 1]),
-            "replies": [conversation_text([message]).strip() for message in messages[first + 1 : last]],
-            "facts": [
-                *_branch(number, turn),
-                *([name, _text(turn[key])] for name, key in facts[: 2 + (last > first + 1)] if key in turn),
-            ],
-            "start": turn.get("first_token"),
-            "length": turn["num_tokens"],
-        }
-        for number, (turn, (first, last)) in enumerate(
-            zip(values, itertools.pairwise([*firsts, len(messages)]), strict=True), start=1
+        _turn(
+            _branch(i + 1, turns[i]),
+            turns[i],
+            messages[first],
+            between[i - 1] if begins_branch[i] else None,
+            () if begins_branch[i + 1] else between[i],
         )
+        for i, first in enumerate(firsts)
     ]
+
+
+def _turn(
+    facts: list[list[str]],
+    turn: Mapping[str, Any],
+    message: Mapping[str, Any],
+    context: Sequence[Mapping[str, Any]] | None,
+    replies: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    names = (("tokens", "num_tokens"), ("reward", "reward"), ("seconds of the reply", "seconds"))
+    shown: dict[str, Any] = {
+        "text": conversation_text([message]),
+        "replies": [conversation_text([each]).strip() for each in replies],
+        "facts": [*facts, *([name, _text(turn[key])] for name, key in names[: 2 + bool(replies)] if key in turn)],
+        "start": turn.get("first_token"),
+        "length": turn["num_tokens"],
+    }
+    if context is not None:
+        shown["context"] = [conversation_text([each]).strip() for each in context]
+    return shown
+
+
+def _indices_of_turns(messages: Sequence[Mapping[str, Any]], turns: Sequence[Any]) -> list[int]:
+    """Return the index of each turn's message: the turn's own, or else of the assistant's; none if they are not the turns'."""
+    own = [turn["message"] for turn in turns if isinstance(turn, dict) and type(turn.get("message")) is int]
+    firsts = own or [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+    is_ordered = all(a < b for a, b in itertools.pairwise([-1, *firsts, len(messages)]))
+    return firsts if is_ordered and len(firsts) == len(turns) else []
 
 
 def _branch(number: int, turn: Mapping[str, Any]) -> list[list[str]]:

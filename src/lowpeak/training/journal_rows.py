@@ -50,8 +50,9 @@ def completion_rows(
 def _turns(completion: Completion, num_prompt: int, policy_version: int) -> list[dict[str, object]]:
     """Return the policy version, first token and number of tokens of each range of tokens that the policy generated.
 
-    Turns of a conversation also have the seconds of its environment's reply, and their rewards if there are any. One that
-    begins a branch has as `follows` the index of the turn that it forks from, or -1: it forks from the prompt.
+    Turns of a conversation also have the seconds of its environment's reply, their rewards if there are any, and the index of
+    their `message` if a program drives. One that begins a branch has as `follows` the index of the turn that it forks from, or
+    -1: it forks from the prompt.
     """
     versions = torch.full_like(completion.ids, policy_version)
     versions = versions if completion.policy_versions is None else completion.policy_versions
@@ -60,8 +61,12 @@ def _turns(completion: Completion, num_prompt: int, policy_version: int) -> list
         {"policy_version": int(versions[start]), "first_token": start, "num_tokens": stop - start}
         for start, stop in ranges
     ]
-    for row, turn in zip(rows, completion.conversation.turns if completion.conversation else (), strict=False):
-        row |= {"seconds": round(turn.seconds, 4)} | ({} if turn.reward is None else {"reward": turn.reward})
+    # A turn whose tokens are all context, too, has no range.
+    ended = {turn.last + 1: turn for turn in (completion.conversation.turns if completion.conversation else ())}
+    for row, (_, stop) in zip(rows, ranges, strict=True):
+        if (turn := ended.get(stop)) is not None:
+            others = {"reward": turn.reward, "message": turn.message}
+            row |= {"seconds": round(turn.seconds, 4)} | {k: v for k, v in others.items() if v is not None}
     for index, follows in _forks(completion, num_prompt, ranges):
         rows[index]["follows"] = follows
     return rows
@@ -71,8 +76,9 @@ def _forks(completion: Completion, num_prompt: int, ranges: Sequence[tuple[int, 
     """Yield the index of each turn that begins a branch, and of the turn that it forks from."""
     stops = [stop for _, stop in ranges]
     before = {branch.start: branch.after - num_prompt for branch in completion.branches}
+    is_sampled = completion.loss_mask.tolist() if before else []
     for start, last in before.items():
-        while last >= 0 and not completion.loss_mask[last]:
+        while last >= 0 and not is_sampled[last]:
             last = before.get(last, last - 1)
         yield bisect.bisect_right(stops, start), bisect.bisect_right(stops, last) if last >= 0 else -1
 

@@ -80,7 +80,7 @@ class RolloutPipeline:
         rollout = collector.hand_over(number, entry.wave, policy_version, submit_next, trainer_state, coefficients)
         self._pending = {n: each for n, each in {**self._pending, **self._drawn}.items() if n != number}
         self._drawn, self._next = {}, number + 1
-        return replace(rollout, metrics=rollout.metrics | self._measure(number, entry, began))
+        return replace(rollout, metrics=rollout.metrics | self._measure(number, entry, began, policy_version))
 
     def evaluator(self) -> RolloutCollector:
         """Return the next rollout's collector, after that rollout is generated."""
@@ -163,7 +163,7 @@ class RolloutPipeline:
         results = wave.results(ranks)
         return RolloutInFlight(number, wave.policy_version, entry.cursor, len(wave.prompts), tuple(records), results)
 
-    def _measure(self, number: int, entry: PendingRollout, began: float) -> dict[str, Metric]:
+    def _measure(self, number: int, entry: PendingRollout, began: float, policy_version: int) -> dict[str, Metric]:
         """Return the most seconds of any rank that it waited and generated, and shares of time.
 
         Servers are idle from the end of a rollout until it is collected, the trainer while it waits for one. An event counts
@@ -181,7 +181,7 @@ class RolloutPipeline:
         (total_later,) = collector.ranks.sum([float(num_later)])
         if total_later:
             text = "completions by later weights"
-            collector.context.run.journal.write_event(wave.policy_version, text, rollout=number, count=int(total_later))
+            collector.context.run.journal.write_event(policy_version, text, rollout=number, count=int(total_later))
         metrics, now = {"time/wait_rollout": Metric(waited)}, began + waited
         if wave.submitted is not None and generated:
             idle = max(0.0, 1 - generated / (now - wave.submitted))

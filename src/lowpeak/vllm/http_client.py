@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from lowpeak.arguments import SERVER_TOKEN
-from lowpeak.errors import EngineError, LostEngineError, StoppedError
+from lowpeak.errors import EngineError, LostEngineError, StoppedError, first_line
 from lowpeak.vllm.serving import find_token
 
 _MAX_CONNECTIONS = 512
@@ -115,9 +115,9 @@ class Http:
         except TimeoutError:
             raise LostEngineError(f"the server at {self.url} did not answer {path} within the time limit.") from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            raise LostEngineError(f"no server answers at {self.url}: {_error_text(error)}.") from error
+            raise LostEngineError(f"no server answers at {self.url}: {first_line(error)}.") from error
         except httpx2.HTTPError as error:
-            raise LostEngineError(f"the server at {self.url} was lost during {path}: {_error_text(error)}.") from error
+            raise LostEngineError(f"the server at {self.url} was lost during {path}: {first_line(error)}.") from error
 
     def _headers(self) -> dict[str, str]:
         # Read the saved token for every request, because a restarted server has another one.
@@ -174,10 +174,6 @@ def _loop(pid: int) -> asyncio.AbstractEventLoop:
 def deadline(seconds: float | None) -> float | None:
     """Return the time on the monotonic clock that is `seconds` from now."""
     return None if seconds is None else time.monotonic() + seconds
-
-
-def _error_text(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def _sentence(text: str) -> str:

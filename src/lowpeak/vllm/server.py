@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lowpeak.arguments import ServerSettings
-from lowpeak.errors import ArgumentError, EngineError, LostEngineError
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError, first_line
 from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run_on_loop, start_on_loop
 from lowpeak.vllm.protocol import Adapter, Answer, EngineInfo, Request, Vllm, check_worker_answers, resumed_after
 from lowpeak.vllm.requests import COMPLETIONS, GENERATE, TOKENS, Route, parse_answer, request_body
@@ -154,17 +154,17 @@ class ServerVllm(Vllm):
                 self._http.get("/health", min(5.0, max(0.1, until - time.monotonic())), self._stopping)
                 return
             except LostEngineError as error:
-                reason = str(error)
+                reason = first_line(error)
             now = time.monotonic()
             if now >= until:
                 raise EngineError(
-                    f"no vLLM was ready at {self.url} within {seconds:.0f} s ({reason}) Start one with `lowpeak serve "
+                    f"no vLLM was ready at {self.url} within {seconds:.0f} s ({reason}). Start one with `lowpeak serve "
                     "--model ...`, or raise vllm_server_timeout."
                 )
             if not logged or now - logged >= _LOG_SECONDS:
                 logged = now
                 logger.warning(
-                    "waiting for vLLM at %s, %.0f s of %.0f so far: %s", self.url, now - began, seconds, reason
+                    "waiting for vLLM at %s, %.0f s of %.0f so far: %s.", self.url, now - began, seconds, reason
                 )
             run_on_loop(asyncio.sleep(min(_POLL_SECONDS, until - now)), self._stopping)
 

@@ -89,6 +89,22 @@ def test_a_token_program_renders_with_the_runs_tokenizer_and_template():
     talk.engine.close()
 
 
+def test_a_turns_message_is_told_from_those_that_a_program_wrote_as_the_assistants():
+    async def run(client, row):
+        messages = [{"role": "user", "content": "1"}]
+        messages += [await client.chat(messages), {"role": "user", "content": "2"}]
+        await client.chat(messages)
+        edited = [messages[0], {"role": "assistant", "content": "edited"}, {"role": "user", "content": "3"}]
+        await client.chat(edited)
+
+    talk = Talk([["7<eos>", "8<eos>", "9<eos>"]], environment=agent(run), max_branches=2)
+    (completion,) = talk.run().completions
+    messages, turns = completion.conversation.messages, completion.conversation.turns
+    assert [each["content"] for each in messages if each["role"] == "assistant"] == ["7", "8", "edited", "9"]
+    assert [messages[turn.message]["content"] for turn in turns] == ["7", "8", "9"]
+    talk.toolset.close()
+
+
 def test_compaction_and_subagents_become_branches_within_the_limit():
     async def run(client, row):
         prompt = [5, 6, 7]

@@ -216,12 +216,33 @@ def test_a_conversation_is_shown_by_turns_with_the_tokens_of_each(tmp_path):
     first, second = conversation("3")["turns"]
     branched = conversation("3") | {"turns": [first, second | {"follows": -1}]}
     row = data_of(write_report([online_run(tmp_path / "branches", **branched)]))["runs"][0]["completions"][0]
-    assert row["completion"][1]["facts"] == [["turn", "2"], ["branch from", "the prompt"], ["tokens", "1"]]
+    first_turn, branch = row["completion"]
+    assert (first_turn["replies"], first_turn["facts"]) == ([], [["tokens", "1"], ["reward", "0.5"]])
+    assert branch["facts"] == [["turn", "2"], ["branch from", "the prompt"], ["tokens", "1"]]
+    assert branch["context"] == ["add -> 3"], "what a branch begins with is no reply to the turn before it"
     # Ranges of tokens that are not those of the messages' turns.
     changed = conversation("3") | {"turns": conversation("3")["turns"][:1]}
     row = data_of(write_report([online_run(tmp_path / "other", **changed)]))["runs"][0]["completions"][0]
     assert row["completion"] == "assistant: let me see\n  add(a=1, b=2)\n  add -> 3\nassistant: so 3"
     assert "turns" in dict(row["facts"])
+
+
+def test_messages_that_a_program_wrote_as_the_assistants_are_no_turns(tmp_path):
+    says = ["one", "edited", "two"]
+    messages = [{"role": "assistant", "content": text} for text in says]
+    turns = [{"policy_version": 0, "first_token": i, "num_tokens": 1, "message": 2 * i} for i in (0, 1)]
+    turns[1]["follows"] = -1
+    (run,) = data_of(write_report([online_run(tmp_path / "run", completion=messages, turns=turns)]))["runs"]
+    shown = run["completions"][0]["completion"]
+    assert [(each["text"], each.get("context")) for each in shown] == [
+        ("assistant: one", None),
+        ("assistant: two", ["assistant: edited"]),
+    ]
+    # Not in order, or not in the text.
+    for i, wrong in enumerate(([2, 0], [0, 3], [0, 0])):
+        changed = [turn | {"message": at} for turn, at in zip(turns, wrong, strict=True)]
+        path = online_run(tmp_path / f"{i}", completion=messages, turns=changed)
+        assert data_of(write_report([path]))["runs"][0]["completions"][0]["completion"].count("assistant: ") == 3
 
 
 def test_a_reward_an_extra_and_a_column_of_any_name_are_shown_besides_the_text(tmp_path):

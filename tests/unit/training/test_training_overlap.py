@@ -336,6 +336,8 @@ def test_a_server_that_dies_at_any_point_of_a_rollout_loses_nothing_and_nothing_
     assert [event["event"] for event in events if "count" not in event] == ["engine lost"]
     assert all(row["policy_version"] == row["rollout"] for row in later)
     assert len(later) == sum(event.get("count", 0) for event in events) == 20 - point
+    # A step each: the hand-over of a rollout follows as many.
+    assert all(event["step"] == event["rollout"] for event in events if "count" in event)
 
 
 @pytest.mark.parametrize("count", [1, 2])

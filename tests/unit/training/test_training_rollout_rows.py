@@ -171,3 +171,22 @@ def test_turns_that_begin_branches_say_what_they_follow():
         (7, 3, -1),
         (10, 1, 3),
     ]
+
+
+def test_a_turn_that_another_branch_has_as_context_takes_no_other_turns_place():
+    # Turn 0; from the prompt context that turn 1 sampled, too, and turn 2.
+    turns = (Turn(0, None, 0.5, 0), Turn(1, None, 0.25, 2), Turn(3, None, 0.125, 4))
+    completion = Completion(
+        torch.ones(4, dtype=torch.int32),
+        torch.zeros(4),
+        torch.tensor([1, 0, 0, 1], dtype=torch.bool),
+        "stop",
+        conversation=Conversation((), turns),
+        branches=(Branch(1, 0),),
+    )
+    record = Record(0, (1,), completion, (), 0.0)
+    (row,) = completion_rows(RewardedCompletions((record,), {}, {}, {}, ("p",), ("c",)), [record], (), 7)
+    assert [(turn["first_token"], turn["seconds"], turn["message"]) for turn in row["turns"]] == [
+        (0, 0.5, 0),
+        (3, 0.125, 4),
+    ]
