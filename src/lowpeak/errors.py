@@ -5,7 +5,9 @@ Each class is also the built-in error that it refines. A message names the subje
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -43,6 +45,18 @@ def first_line(error: BaseException | None) -> str:
     """
     lines = [line.strip() for line in str(error or "").strip().splitlines()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
+
+
+def line_in_files(error: BaseException, files: Collection[str]) -> str:
+    """Return the file and number of the last line of `files` in an error's traceback, as " (FILE, line N)"; "" without one."""
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename in files]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def files_of(*objects: object) -> set[str]:
+    """Return the files of the modules that define these functions and classes."""
+    modules = (sys.modules.get(getattr(each, "__module__", "")) for each in objects)
+    return {getattr(module, "__file__", None) or "" for module in modules} - {""}
 
 
 class LowpeakError(Exception):

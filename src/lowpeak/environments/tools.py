@@ -26,7 +26,7 @@ from lowpeak.environments.calls import Call, ParsedTurn
 from lowpeak.environments.routes import Endpoint
 from lowpeak.environments.tool_results import ResultRow, RolloutResults
 from lowpeak.environments.tool_runner import ToolRunner, ToolTimeoutError, exits_as_errors, text_of
-from lowpeak.errors import ArgumentError, EngineError
+from lowpeak.errors import ArgumentError, EngineError, files_of, line_in_files
 from lowpeak.rewards import read_number
 
 logger = logging.getLogger(__name__)
@@ -239,6 +239,7 @@ def _observation_text(observation: Any, name: str) -> str:
 
 
 def warn_of_failure(environment: Any, method: str, error: Exception) -> None:
-    """Log which method of an environment failed, and how; the record has the error, too."""
-    parts = (type(environment).__name__, method, type(error).__name__, text_of(error))
-    logger.warning("%s.%s raised %s: %s", *parts, extra={"error": error})
+    """Log in one line which method of an environment failed, how and where; the record has the error, too."""
+    kind, text = type(environment), text_of(error).strip().partition("\n")[0]
+    parts = (kind.__name__, method, type(error).__name__, text, line_in_files(error, files_of(kind)))
+    logger.warning("%s.%s raised %s: %s%s", *parts, extra={"error": error})

@@ -14,10 +14,10 @@ from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback
 
 from lowpeak.algorithms import Algorithm, call_advantages, call_select, check_losses, check_metrics
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, files_of
 from lowpeak.journal import read_steps
 from lowpeak.records import Completion, Record, TokenBatch
-from lowpeak.selftest.checks import TINY_RUN, Check, files_of, run_check
+from lowpeak.selftest.checks import TINY_RUN, Check, run_check
 from lowpeak.selftest.models import even_share, make_model, make_prompts, make_tokenizer
 from lowpeak.trainers import OnlineConfig, OnlineTrainer
 from lowpeak.training import StepBatches, with_advantages

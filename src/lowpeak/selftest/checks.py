@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit, first_line
+from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit, first_line, line_in_files
 
 TINY_RUN: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -45,12 +43,4 @@ def explain(error: BaseException, files: Collection[str]) -> str:
     """Return an error as one sentence; unless it is lowpeak's own, with the last line of `files` in its traceback."""
     if isinstance(error, LowpeakError):
         return str(error)
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename in files]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {first_line(error)}{place}"
-
-
-def files_of(*objects: object) -> set[str]:
-    """Return the files of the modules that define these functions and classes."""
-    modules = (sys.modules.get(getattr(each, "__module__", "")) for each in objects)
-    return {getattr(module, "__file__", None) or "" for module in modules} - {""}
+    return f"{type(error).__name__}: {first_line(error)}{line_in_files(error, files)}"

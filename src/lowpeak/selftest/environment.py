@@ -35,11 +35,11 @@ from lowpeak.environments import (
     ToolTimeoutError,
     tool_call,
 )
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, files_of
 from lowpeak.models import load_tokenizer
 from lowpeak.records import Prompt, Record
 from lowpeak.rewards import TimeLimitExceeded, call_with_timeout
-from lowpeak.selftest.checks import TINY_RUN, Check, explain, files_of, run_check
+from lowpeak.selftest.checks import TINY_RUN, Check, explain, run_check
 from lowpeak.selftest.models import make_chat_tokenizer, make_model
 from lowpeak.selftest.random_turns import RandomTurns
 from lowpeak.trainers import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -117,10 +118,10 @@ class OfflineTrainer(ReferenceTrainer):
         return list(items)
 
     def measure(self, batches: Sequence[MicroBatch], guard: GuardedPasses) -> dict[str, float]:
-        """Return the loss and the algorithm's metrics over all ranks, with `num_tokens` trained on so far."""
+        """Return the loss and the algorithm's finite metrics over all ranks, with `num_tokens` trained on so far."""
         self.model_wrapped.eval()
         numbers = measure_batches(self, batches, guard)
-        values = {name: metric.value() for name, metric in numbers.metrics.items()}
+        values = {name: value for name, metric in numbers.metrics.items() if math.isfinite(value := metric.value())}
         return {"loss": float(numbers.loss), **values, "num_tokens": float(self.state.num_input_tokens_seen)}
 
     def predict_rows(self, step: StepBatches, records: Sequence[Record]) -> EvalPrediction:

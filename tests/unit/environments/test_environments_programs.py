@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -291,7 +292,7 @@ def test_equal_requests_draw_anew():
 def test_a_program_that_fails_has_no_reward_and_one_cut_off_has_its_own(caplog):
     async def fails(client, row):
         await client.turn([5])
-        raise ValueError("broken program")
+        raise ValueError("broken program\nwith a second line")
 
     async def asks_for_ever(client, row):
         history = [5]
@@ -301,7 +302,9 @@ def test_a_program_that_fails_has_no_reward_and_one_cut_off_has_its_own(caplog):
     talk = Talk([["1<eos>"], ["2<eos>"]], environment=agent(fails))
     group = talk.run()
     assert all(each.conversation.has_failed for each in group.completions)
-    assert "Agent.run raised ValueError: broken program" in caplog.text
+    assert re.search(
+        r"Agent.run raised ValueError: broken program \(.*agent_programs.py, line \d+\)$", caplog.text, re.M
+    )
     talk.toolset.close()
 
     talk = Talk([["12345<eos>"] * 9], environment=agent(asks_for_ever), max_tokens=15)

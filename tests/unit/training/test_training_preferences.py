@@ -167,6 +167,13 @@ def test_predictions_are_the_implicit_rewards_of_the_metrics(kind, tmp_path):
     assert evaluated["eval_rewards/margins"] == pytest.approx(expected[0] - expected[1], rel=1e-4)
 
 
+def test_an_evaluation_of_one_label_has_no_margin(tmp_path):
+    rows = [row for row in DATA["KTO"] if row["label"]]
+    evaluated = make("KTO", tmp_path, data=DATA["KTO"], eval_dataset=Dataset.from_list(rows)).evaluate()
+    assert "eval_rewards/chosen" in evaluated
+    assert "eval_rewards/margins" not in evaluated
+
+
 def test_z0_is_the_mean_log_ratio_of_each_prompt_with_the_completion_before_it(tmp_path):
     changes = {"shuffle_dataset": False, "per_device_train_batch_size": 16, "max_steps": 1}
     reference, policy = tiny_model(), tiny_model(seed=1)
