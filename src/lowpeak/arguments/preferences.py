@@ -213,6 +213,7 @@ def resolve_dpo(args: Any, hardware: Hardware | None = None) -> PreferenceSettin
         len(weights) == len(types),
         f"loss_weights has {len(weights)} values for {len(types)} losses; set one value per loss.",
     )
+    require(any(weights), f"loss_weights={args.loss_weights} would train nothing; set a weight other than 0.")
     smoothing = args.label_smoothing
     require(
         "robust" not in types or smoothing < 0.5,
@@ -248,6 +249,10 @@ def resolve_kto(args: Any, hardware: Hardware | None = None) -> PreferenceSettin
         args.loss_type != "kto" or steps * (hardware or args.hardware).num_processes > 1,
         f"per_device_train_batch_size={steps} gives steps of one row, but z0 needs a completion of another row: raise it or "
         "gradient_accumulation_steps, or set loss_type='apo_zero_unpaired'.",
+    )
+    require(
+        args.desirable_weight > 0 or args.undesirable_weight > 0,
+        "desirable_weight and undesirable_weight are 0, which would train nothing; set one above 0.",
     )
     objective = KTOSettings(
         args.loss_type, args.beta, args.desirable_weight, args.undesirable_weight, not args.precompute_ref_log_probs

@@ -205,6 +205,8 @@ def test_pairs_are_trained_on_as_two_labelled_rows_each(data, tmp_path):
         ("DPO", {"loss_type": "aot"}, "'aot'.*sort.*micro-batches"),
         ("DPO", {"loss_type": ["sigmoid", "ipoo"]}, "ipoo.*must be one or several"),
         ("DPO", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "loss_weights has 1 values for 2"),
+        ("DPO", {"loss_weights": [0.0]}, "would train nothing"),
+        ("KTO", {"desirable_weight": 0.0, "undesirable_weight": 0.0}, "would train nothing"),
         ("DPO", {"loss_type": "exo_pair"}, "label_smoothing=0.0.*exo_pair"),
         ("DPO", {"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing=0.5.*robust"),
         ("DPO", {"beta": 0.0}, "beta"),
