@@ -114,16 +114,14 @@ class RequestSchedule:
 
 @dataclass(eq=False)
 class CachedSequence:
-    """The tokens of one slot: the first `num_cached` of `ids` have keys and values.
-
-    `slot` is their place, None if there are none; `row` is the turn's place in the output.
-    """
+    """The tokens of one slot: the first `num_cached` of `ids` have keys and values."""
 
     request: TurnRequest
     ids: list[int]
     num_cached: int
-    slot: int | None
-    row: int
+    slot: int | None  # None: no token is cached
+    row: int  # in the output
+    num_held: int = 0  # the tokens of the slot that this one began as a part of
 
     @property
     def num_missing(self) -> int:
@@ -150,11 +148,11 @@ class SlotTable:
             own = [each for each in self.kept if each.request.conversation == request.conversation]
             if self._has_room(bool(own)):
                 source, shared = self._match(ids := list(request.ids), own)
-                # A member of a group copies the prompt once another member's is in the cache.
+                # A member of a group copies the prompt once another's is in the cache.
                 if not any(_share(each.ids[:-1], ids[:-1], shared + _LEAST_SHARED) for each in started):
                     self._make_room(own, source, shared)
-                    slot = None if source is None else source.slot
-                    started.append(CachedSequence(request, ids, shared, slot, self._free_rows.pop()))
+                    slot, held = (None, 0) if source is None else (source.slot, max(source.num_cached, source.num_held))
+                    started.append(CachedSequence(request, ids, shared, slot, self._free_rows.pop(), held))
                     self.running.append(started[-1])
         self.is_arranged &= not started
         return started
@@ -172,7 +170,7 @@ class SlotTable:
             cached = each.ids[: each.num_cached]
             # Most sequences are of other prompts: one comparison tells it.
             shared = common_prefix_length(cached, ids[:-1]) if _share(cached, ids[:-1], most + 1) else 0
-            if shared > most and self._can_shorten(each.num_cached, shared):
+            if shared > most and self._can_shorten(max(each.num_cached, each.num_held), shared):
                 best, most = each, shared
         return (best, most) if best is not None else (None, 0)
 

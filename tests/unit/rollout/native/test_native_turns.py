@@ -297,6 +297,19 @@ def test_turns_are_the_same_with_masks_of_attentions_own_windows_chunks_and_stat
     )
 
 
+def test_a_slot_that_was_shortened_lacks_what_later_tokens_took_the_place_of():
+    """A chunk of 6: after 24 tokens a slot has those from 18 on, also for a sequence that shares the first 18 alone."""
+    first, second = ([*range(shared), *range(50, 54)] for shared in (18, 14))
+    table = admission.SlotTable(8, 8, lambda num_cached, num_kept: num_cached <= num_kept - num_kept % 6 + 6)
+    table.kept.append(admission.CachedSequence(TurnRequest((0, 0), [*range(25)], 4, (0, 0)), [*range(25)], 24, 0, 7))
+    requests = [TurnRequest((i, 0), ids, 4, (i, 0)) for i, ids in enumerate((first, second), start=1)]
+    (shortened,) = table.admit(requests)
+    assert (shortened.num_cached, shortened.slot) == (18, 0)
+    shortened.num_cached = len(first) - 1
+    (other,) = table.admit(requests[1:])
+    assert (other.num_cached, other.slot) == (0, None)
+
+
 @pytest.mark.parametrize(("max_tokens", "max_mask"), [(7, 1 << 24), (1 << 14, 300)])
 def test_long_prompts_and_replies_are_fed_in_pieces(max_tokens, max_mask, monkeypatch):
     for module in (admission, decode_loop):
