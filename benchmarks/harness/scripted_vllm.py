@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowpeak.vllm.protocol import Answer, EngineInfo, Request
+from lowpeak.vllm.protocol import Answer, EngineInfo, Request, Vllm
 from lowpeak.vllm.weight_sync.buckets import Piece
 
 _INFO = EngineInfo("0.32.0", "scripted", "", "float32", 4096, 256, 1 << 20, in_process=True)
 
 
-class ScriptedVllm:
+class ScriptedVllm(Vllm):
     """`load` receives the flat ranges of each push; answers are those of `complete`."""
 
     def __init__(self) -> None:
@@ -52,20 +52,8 @@ class ScriptedVllm:
     def start(self, request: Request, timeout: float | None = None) -> Future[Answer]:
         raise AssertionError("the run has no conversations")
 
-    def step(self) -> None:
-        return
-
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def sleep(self) -> None:
-        return
-
-    def wake(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 def connect(trainer: Any, vllms: Sequence[ScriptedVllm]) -> None:

@@ -266,14 +266,19 @@ def test_a_team_asks_the_same_in_the_same_order_and_each_keeps_its_own(tmp_path)
     assert (first["alone"], second["alone"]) == ([0, 1, [0], [1.0]], [0, 1, [1], [1.0]])
 
 
+def alone_and_on_two_ranks(function, folder):
+    """What one process saw of a function, and what each of two ranks did."""
+    for world_size in (1, 2):
+        place = folder / str(world_size)
+        place.mkdir()
+        succeed_on_ranks(function, place, world_size=world_size)
+    (alone,) = seen(folder / "1", 1)
+    return alone, seen(folder / "2")
+
+
 @pytest.mark.extended
 def test_ranks_talk_ahead_resume_and_fail_together(tmp_path):
-    for world_size in (1, 2):
-        place = tmp_path / str(world_size)
-        place.mkdir()
-        succeed_on_ranks(talk_ahead, place, world_size=world_size)
-    (alone,) = seen(tmp_path / "1", 1)
-    ours = seen(tmp_path / "2")
+    alone, ours = alone_and_on_two_ranks(talk_ahead, tmp_path)
     for each in ours:
         assert each["whole"] == each["resumed"]
         assert each["whole"][1] == alone["whole"][1]
@@ -284,12 +289,8 @@ def test_ranks_talk_ahead_resume_and_fail_together(tmp_path):
 
 @pytest.mark.extended
 def test_ranks_that_share_a_group_generate_ahead_and_resume(tmp_path):
-    for world_size in (1, 2):
-        place = tmp_path / str(world_size)
-        place.mkdir()
-        succeed_on_ranks(generate_ahead, place, world_size=world_size)
-    (alone,) = seen(tmp_path / "1", 1)
-    for ours in seen(tmp_path / "2"):
+    alone, both = alone_and_on_two_ranks(generate_ahead, tmp_path)
+    for ours in both:
         assert ours["whole"] == ours["resumed"]
         assert ours["whole"][1] == alone["whole"][1] == [0] * 4 + [0] * 4 + [0] * 4 + [1] * 4
         assert ours["whole"][0] == pytest.approx(alone["whole"][0], abs=1e-5)
@@ -297,12 +298,8 @@ def test_ranks_that_share_a_group_generate_ahead_and_resume(tmp_path):
 
 @pytest.mark.extended
 def test_ranks_push_an_adapter_alone_to_the_server_that_they_share(tmp_path):
-    for world_size in (1, 2):
-        place = tmp_path / str(world_size)
-        place.mkdir()
-        succeed_on_ranks(share_adapters, place, world_size=world_size)
-    (alone,) = seen(tmp_path / "1", 1)
-    for ours in seen(tmp_path / "2"):
+    alone, both = alone_and_on_two_ranks(share_adapters, tmp_path)
+    for ours in both:
         assert ours.keys() == {"ddp", "fsdp2", "zero3"}
         for found, versions, pushed, num_bytes in ours.values():
             assert found == pytest.approx(alone["ddp"][0], abs=1e-5)
